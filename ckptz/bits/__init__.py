@@ -1,0 +1,1 @@
+"""Bytes and bits: bounds-checked reading and writing, variable-length integers, packing, checksums."""

@@ -1,0 +1,130 @@
+"""The only code that slices untrusted bytes. Implements spec/01-integers.md.
+
+Every read names its field, so that a truncated file explains itself.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from ckptz.errors import CorruptionError, TruncatedError
+
+MAX_VARINT_BYTES = 10  # spec/01-integers.md#varint: 64 bits in groups of seven
+
+
+class ByteReader:
+    """A cursor over a buffer; all integers are little-endian."""
+
+    __slots__ = ("_view", "offset")
+
+    def __init__(self, source: bytes | bytearray | memoryview) -> None:
+        self._view = memoryview(source).cast("B")
+        self.offset = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes not read yet."""
+        return len(self._view) - self.offset
+
+    def take(self, n_bytes: int, what: str) -> memoryview:
+        """The next `n_bytes` bytes, not copied."""
+        if not 0 <= n_bytes <= self.left:
+            raise TruncatedError(f"{what}: need {n_bytes} bytes at offset {self.offset}, have {self.left}")
+        self.offset += n_bytes
+        return self._view[self.offset - n_bytes : self.offset]
+
+    def peek(self) -> memoryview:
+        """Everything not read yet, not copied and not consumed."""
+        return self._view[self.offset :]
+
+    def u8(self, what: str) -> int:
+        """Unsigned 8-bit integer."""
+        return self.take(1, what)[0]
+
+    def u16(self, what: str) -> int:
+        """Unsigned 16-bit integer."""
+        return int.from_bytes(self.take(2, what), "little")
+
+    def u32(self, what: str) -> int:
+        """Unsigned 32-bit integer."""
+        return int.from_bytes(self.take(4, what), "little")
+
+    def u64(self, what: str) -> int:
+        """Unsigned 64-bit integer."""
+        return int.from_bytes(self.take(8, what), "little")
+
+    def varint(self, what: str) -> int:
+        """Unsigned integer in groups of seven bits, least significant first, shortest form only."""
+        value = 0
+        for i in range(MAX_VARINT_BYTES):
+            byte = self.u8(what)
+            value |= (byte & 0x7F) << (7 * i)
+            if byte < 0x80:
+                if byte == 0 and i:
+                    raise CorruptionError(f"{what}: varint is not in its shortest form")
+                if value >= 1 << 64:
+                    break
+                return value
+        raise CorruptionError(f"{what}: varint exceeds 64 bits")
+
+    def text(self, what: str) -> str:
+        """UTF-8 text after its length in bytes (varint)."""
+        raw = self.take(self.varint(what), what)
+        try:
+            return bytes(raw).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CorruptionError(f"{what}: not valid UTF-8 ({error.reason})") from None
+
+    def end(self, what: str) -> None:
+        """Require that nothing is left."""
+        if self.left:
+            raise CorruptionError(f"{what}: {self.left} bytes follow its end")
+
+
+class ByteWriter:
+    """Appends what `ByteReader` reads; the methods mirror it."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def raw(self, data: bytes | bytearray | memoryview) -> None:
+        """Bytes as they are."""
+        self._parts += data
+
+    def u8(self, value: int) -> None:
+        """Unsigned 8-bit integer."""
+        self._parts.append(value)
+
+    def u16(self, value: int) -> None:
+        """Unsigned 16-bit integer."""
+        self._parts += struct.pack("<H", value)
+
+    def u32(self, value: int) -> None:
+        """Unsigned 32-bit integer."""
+        self._parts += struct.pack("<I", value)
+
+    def u64(self, value: int) -> None:
+        """Unsigned 64-bit integer."""
+        self._parts += struct.pack("<Q", value)
+
+    def varint(self, value: int) -> None:
+        """Unsigned integer in groups of seven bits."""
+        while value >= 0x80:
+            self._parts.append(value & 0x7F | 0x80)
+            value >>= 7
+        self._parts.append(value)
+
+    def text(self, value: str) -> None:
+        """UTF-8 text after its length."""
+        encoded = value.encode("utf-8")
+        self.varint(len(encoded))
+        self.raw(encoded)
+
+    def getvalue(self) -> bytes:
+        """Everything written so far."""
+        return bytes(self._parts)

@@ -1,0 +1,61 @@
+"""Where a tensor's bit patterns come from: an array, a file, another frame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.dtypes import DType
+
+Units = NDArray[Any]
+
+CHUNK_UNITS: Final = 1 << 20  # normative, spec/05-frame.md#chunks
+UNIT_TYPES: Final = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+
+
+class UnitSource(Protocol):
+    """A tensor that can be read piece by piece; see `ckptz.dtypes` for what a unit is."""
+
+    @property
+    def dtype(self) -> DType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def units(self, begin: int, end: int) -> Units:
+        """Units begin..end as little-endian unsigned integers; may share memory, never written to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySource:
+    """Units that are in memory already."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    flat: Units
+
+    @classmethod
+    def from_buffer(cls, dtype: DType, shape: tuple[int, ...], buffer: Any) -> ArraySource:
+        """Share the memory of a contiguous buffer that holds the tensor's bytes."""
+        return cls(dtype, tuple(shape), np.frombuffer(buffer, UNIT_TYPES[dtype.unit_bytes]))
+
+    def units(self, begin: int, end: int) -> Units:
+        """See `UnitSource.units`."""
+        return self.flat[begin:end]
+
+
+def n_chunks_of(n_units: int) -> int:
+    """Chunks of a tensor."""
+    return math.ceil(n_units / CHUNK_UNITS)
+
+
+def chunk_bounds(n_units: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) in units of every chunk."""
+    for begin in range(0, n_units, CHUNK_UNITS):
+        yield begin, min(begin + CHUNK_UNITS, n_units)

@@ -1,0 +1,1 @@
+"""One `.ckptz` file: a valid safetensors file of frames and an index. Knows nothing of chains."""

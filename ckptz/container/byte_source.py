@@ -1,0 +1,73 @@
+"""Random access to the bytes of a file or a buffer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import TruncatedError
+
+Bytes = NDArray[np.uint8]
+MAX_READ = 1 << 30  # one read call moves at most about 2 GiB on Linux
+
+
+class ByteSource(Protocol):
+    """Bytes by offset."""
+
+    name: str
+    size: int
+
+    def read(self, offset: int, n_bytes: int) -> Bytes:
+        """Exactly `n_bytes` bytes, in memory of the caller's own."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileBytes:
+    """A file read by position: threads share it, and replacing the file leaves it whole."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.name = str(self.path)
+        self._file = self.path.open("rb")
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read(self, offset: int, n_bytes: int) -> Bytes:
+        """See `ByteSource.read`."""
+        if offset + n_bytes > self.size:
+            raise TruncatedError(f"{self.name}: ends at byte {self.size}, {offset + n_bytes} are announced")
+        out = np.empty(n_bytes, np.uint8)
+        view, done = memoryview(out), 0
+        while done < n_bytes:
+            n = os.preadv(self._file.fileno(), [view[done : done + MAX_READ]], offset + done)
+            if not n:
+                raise TruncatedError(f"{self.name}: was cut at byte {offset + done} while it was read")
+            done += n
+        return out
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
+
+
+class MemoryBytes:
+    """A buffer in memory."""
+
+    def __init__(self, data: bytes | bytearray | memoryview, name: str = "<bytes>") -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self.name = name
+        self.size = len(self._data)
+
+    def read(self, offset: int, n_bytes: int) -> Bytes:
+        """See `ByteSource.read`."""
+        if offset + n_bytes > self.size:
+            raise TruncatedError(f"{self.name}: ends at byte {self.size}, {offset + n_bytes} are announced")
+        return self._data[offset : offset + n_bytes].copy()
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,141 @@
+"""The safetensors header: the outer layer of a `.ckptz` file, and all of a plain file.
+
+Implements spec/06-container.md#envelope. Read strictly: no holes, no overlap, no bytes after the end,
+no duplicate keys.
+
+    header length u64 | JSON, padded with spaces | tensor bytes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from ckptz.container.byte_source import ByteSource
+from ckptz.dtypes import DType, dtype_of
+from ckptz.errors import CorruptionError, TruncatedError, named
+
+LENGTH_BYTES: Final = 8
+MAX_HEADER_BYTES: Final = 100_000_000  # safetensors' own limit
+ALIGNMENT: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One tensor of the envelope: `begin` and `end` count from the end of the header."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A parsed safetensors header; regions in the order of their offsets."""
+
+    metadata: dict[str, str] | None
+    regions: tuple[Region, ...]
+    data_offset: int
+
+
+def strict_json(text: bytes, what: str) -> Any:
+    """JSON with duplicate keys, NaN and Infinity refused."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            raise CorruptionError(f"{what}: a key occurs twice")
+        return found
+
+    def constant(word: str) -> NoReturn:
+        raise CorruptionError(f"{what}: {word} is not JSON")
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CorruptionError):
+            raise
+        raise CorruptionError(f"{what}: not valid JSON ({error})") from None
+
+
+def read_envelope(source: ByteSource) -> Envelope:
+    """Parse and check the header of `source`.
+
+    Raises:
+        TruncatedError, CorruptionError: not a whole safetensors file.
+        UnsupportedError: a dtype that this version does not know.
+    """
+    try:
+        if source.size < LENGTH_BYTES:
+            raise TruncatedError(f"{source.size} bytes are too few for a safetensors header")
+        n_header = int.from_bytes(source.read(0, LENGTH_BYTES).tobytes(), "little")
+        if n_header > MAX_HEADER_BYTES:
+            raise CorruptionError(f"header of {n_header} bytes exceeds the limit; not a safetensors file")
+        if LENGTH_BYTES + n_header > source.size:
+            raise TruncatedError(f"header of {n_header} bytes in a file of {source.size}")
+        raw = strict_json(source.read(LENGTH_BYTES, n_header).tobytes(), "header")
+        return _checked(raw, LENGTH_BYTES + n_header, source.size)
+    except (TruncatedError, CorruptionError) as error:
+        raise named(error, source.name) from None
+
+
+def _checked(raw: Any, data_offset: int, size: int) -> Envelope:
+    if not isinstance(raw, dict):
+        raise CorruptionError("header is not a JSON object")
+    metadata = raw.pop("__metadata__", None)
+    if metadata is not None and not _is_text_map(metadata):
+        raise CorruptionError("header: __metadata__ is not a map of strings")
+    regions = sorted((_region(name, row) for name, row in raw.items()), key=lambda r: (r.begin, r.end))
+    position = 0
+    for region in regions:
+        if region.begin != position:
+            raise CorruptionError(f"tensor {region.name!r}: starts at {region.begin}, not at {position}")
+        position = region.end
+    if data_offset + position > size:
+        raise TruncatedError(f"ends at byte {size}, {data_offset + position} are announced")
+    if data_offset + position < size:
+        raise CorruptionError(f"{size - data_offset - position} bytes follow the last tensor")
+    return Envelope(metadata, tuple(regions), data_offset)
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _region(name: str, row: Any) -> Region:
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+        raise CorruptionError(f"tensor {name!r}: its header entry has other fields")
+    shape, offsets = row["shape"], row["data_offsets"]
+    is_valid = isinstance(row["dtype"], str) and isinstance(shape, list) and isinstance(offsets, list)
+    if not is_valid or len(offsets) != 2 or not all(map(_is_count, [*shape, *offsets])):
+        raise CorruptionError(f"tensor {name!r}: its header entry is malformed")
+    dtype, (begin, end) = dtype_of(row["dtype"]), offsets
+    if end - begin != dtype.n_bytes(shape):
+        raise CorruptionError(f"tensor {name!r}: {end - begin} bytes do not fit {row['dtype']} {shape}")
+    return Region(name, dtype, tuple(shape), begin, end)
+
+
+def build_header(
+    regions: Iterable[Region], metadata: Mapping[str, str] | None, n_bytes: int | None = None
+) -> bytes:
+    """Length and JSON of a header.
+
+    Args:
+        regions: in the order of their offsets.
+        metadata: the `__metadata__` map, or None.
+        n_bytes: pad to this many bytes in all; by default to the alignment.
+    """
+    rows: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    for r in regions:
+        rows[r.name] = {"dtype": r.dtype.name, "shape": list(r.shape), "data_offsets": [r.begin, r.end]}
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    padded = -(-len(text) // ALIGNMENT) * ALIGNMENT if n_bytes is None else n_bytes - LENGTH_BYTES
+    return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded, b" ")

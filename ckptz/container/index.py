@@ -1,0 +1,162 @@
+"""The index: what a `.ckptz` file holds. Implements spec/06-container.md#index.
+
+Strict JSON, plain or deflated; no number in it affects how a frame decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from ckptz._version import __version__
+from ckptz.container.envelope import strict_json
+from ckptz.errors import CorruptionError, UnsupportedError
+
+FORMAT_NAME: Final = "ckptz"
+FORMAT_VERSION: Final = "0.1"
+RESERVED_PREFIX: Final = "__ckptz__"
+INDEX_NAME: Final = "__ckptz__.index"
+MAX_INDEX_BYTES: Final = 64 << 20
+KNOWN_FEATURES: Final = frozenset({"lossless", "delta"})
+
+KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
+KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tensor: `offset` and `n_bytes` of its frame, counted like the envelope's."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+    checksum: str
+
+
+class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The checkpoint that a delta was made from; `file` is a hint, one path component."""
+
+    content_id: str
+    file: str
+    depth: int
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One file of a sharded checkpoint: its tensors in order and its own metadata."""
+
+    file: str
+    tensors: tuple[str, ...]
+    metadata: dict[str, str] | None = None
+
+
+class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a folder was split: the shards, and the text of its `*.index.json` if it had one."""
+
+    shards: tuple[Shard, ...]
+    index_file: str | None = None
+    index_text: str | None = None
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Everything a reader knows before it reads a frame."""
+
+    writer: str
+    content_id: str
+    tensors: tuple[TensorEntry, ...]
+    metadata: dict[str, str] | None = None
+    base: BaseRef | None = None
+    step: int | None = None
+    sharding: Sharding | None = None
+    tree: Any = None
+
+    @property
+    def depth(self) -> int:
+        """Deltas between this file and its anchor."""
+        return self.base.depth if self.base else 0
+
+
+def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
+    """Identity of a checkpoint's values: spec/07-chain.md#content-id.
+
+    Args:
+        tensors: (name, dtype, shape, checksum of the decoded tensor) in any order.
+    """
+    digest = hashlib.sha256()
+    for name, dtype, shape, checksum in sorted(tensors):
+        for text in (name, dtype):
+            encoded = text.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        for number in (len(shape), *shape, checksum):
+            digest.update(number.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+def writer_name() -> str:
+    """What goes into `Index.writer`."""
+    return f"ckptz {__version__}"
+
+
+def pack_index(index: Index) -> bytes:
+    """The index tensor's bytes: u8 1 and deflated JSON."""
+    return b"\x01" + zlib.compress(msgspec.json.encode(index), 9)
+
+
+def parse_index(raw: bytes) -> Index:
+    """Inverse of `pack_index`.
+
+    Raises:
+        CorruptionError: not an index, or larger than 64 MiB.
+    """
+    if raw[:1] == b"\x00":
+        text = raw[1:]
+    elif raw[:1] == b"\x01":
+        text = _inflate(raw[1:])
+    else:
+        raise CorruptionError("index: its first byte is neither 0 (plain) nor 1 (deflated)")
+    if len(text) > MAX_INDEX_BYTES:
+        raise CorruptionError("index: larger than 64 MiB")
+    try:
+        return msgspec.convert(strict_json(text, "index"), Index, strict=True)
+    except msgspec.ValidationError as error:
+        raise CorruptionError(f"index: {error}") from None
+
+
+def _inflate(raw: bytes) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(raw, MAX_INDEX_BYTES + 1)
+    except zlib.error as error:
+        raise CorruptionError(f"index: not deflated data ({error})") from None
+    if len(text) <= MAX_INDEX_BYTES and (not inflater.eof or inflater.unused_data):
+        raise CorruptionError("index: its deflated data end early or late")
+    return text
+
+
+def envelope_metadata(features: Iterable[str], packed_index: bytes) -> dict[str, str]:
+    """The `__metadata__` of the envelope; its values have fixed lengths for given features."""
+    return {
+        KEY_FORMAT: FORMAT_NAME,
+        KEY_VERSION: FORMAT_VERSION,
+        KEY_FEATURES: ",".join(sorted(features)),
+        KEY_DIGEST: hashlib.sha256(packed_index).hexdigest(),
+    }
+
+
+def is_ckptz(metadata: dict[str, str] | None) -> bool:
+    """Whether an envelope announces a `.ckptz` file."""
+    return metadata is not None and metadata.get(KEY_FORMAT) == FORMAT_NAME
+
+
+def check_version(metadata: dict[str, str]) -> None:
+    """Refuse formats and features that this reader does not know, by name."""
+    version = metadata.get(KEY_VERSION, "")
+    if version != FORMAT_VERSION:
+        raise UnsupportedError(f"format version {version!r}; this ckptz reads {FORMAT_VERSION}")
+    features = set(filter(None, metadata.get(KEY_FEATURES, "").split(",")))
+    if unknown := sorted(features - KNOWN_FEATURES):
+        raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")

@@ -1,0 +1,98 @@
+"""Plain `.safetensors` files: read piece by piece, and written streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from numpy.typing import NDArray
+
+from ckptz.bits.checksum import combine, xxh64
+from ckptz.codec.units import UNIT_TYPES, UnitSource, chunk_bounds
+from ckptz.container.byte_source import ByteSource
+from ckptz.container.envelope import Envelope, Region, build_header, read_envelope
+from ckptz.container.index import content_id
+from ckptz.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSource:
+    """One tensor of a plain file, read by position."""
+
+    file: PlainFile
+    region: Region
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.region.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions."""
+        return self.region.shape
+
+    def units(self, begin: int, end: int) -> NDArray[Any]:
+        """See `UnitSource.units`."""
+        size = self.dtype.unit_bytes
+        raw = self.file.read(self.region.begin + begin * size, (end - begin) * size)
+        return raw.view(UNIT_TYPES[size])
+
+
+class PlainFile:
+    """An open safetensors file; `tensors` in the order of their offsets."""
+
+    def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
+        self._source = source
+        self.name = source.name
+        envelope = read_envelope(source) if envelope is None else envelope
+        self._data_offset = envelope.data_offset
+        self.metadata = envelope.metadata
+        self.tensors = {region.name: RegionSource(self, region) for region in envelope.regions}
+
+    def read(self, offset: int, n_bytes: int) -> NDArray[Any]:
+        """Bytes behind the header."""
+        return self._source.read(self._data_offset + offset, n_bytes)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the file."""
+        return self._source.size
+
+    def close(self) -> None:
+        """Release the file."""
+        self._source.close()
+
+
+def tensor_checksum(source: UnitSource) -> int:
+    """Checksum of a tensor, as a frame of it would record."""
+    bounds = chunk_bounds(source.dtype.n_units(source.shape))
+    return combine(xxh64(source.units(begin, end)) for begin, end in bounds)
+
+
+def content_id_of(tensors: Mapping[str, UnitSource]) -> str:
+    """Content id of any set of tensors; reads all of them."""
+    return content_id(
+        (name, source.dtype.name, tuple(source.shape), tensor_checksum(source))
+        for name, source in tensors.items()
+    )
+
+
+def plain_regions(tensors: Mapping[str, UnitSource]) -> list[Region]:
+    """Regions of a file that holds `tensors` one after another."""
+    regions, offset = [], 0
+    for name, source in tensors.items():
+        n_bytes = source.dtype.n_bytes(source.shape)
+        regions.append(Region(name, source.dtype, tuple(source.shape), offset, offset + n_bytes))
+        offset += n_bytes
+    return regions
+
+
+def write_plain(
+    sink: BinaryIO, regions: Sequence[Region], metadata: Mapping[str, str] | None, chunks: Iterator[NDArray[Any]]
+) -> None:
+    """Write a safetensors file from the units of its tensors, chunk after chunk, in order."""
+    sink.write(build_header(regions, metadata))
+    for units in chunks:
+        sink.write(units.data)

@@ -1,0 +1,243 @@
+"""Reads one `.ckptz` file lazily: header and index at once, frames when asked for.
+
+Implements spec/06-container.md#reading. Memory is only allocated for a tensor somebody asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.decode import check_stored, decode_chunk
+from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
+from ckptz.codec.plan import Predictor
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, UnitSource, chunk_bounds
+from ckptz.container.byte_source import ByteSource
+from ckptz.container.envelope import Envelope, read_envelope
+from ckptz.container.index import (
+    INDEX_NAME,
+    KEY_DIGEST,
+    Index,
+    TensorEntry,
+    check_version,
+    content_id,
+    is_ckptz,
+    parse_index,
+)
+from ckptz.dtypes import DType, dtype_of
+from ckptz.errors import ChecksumError, CkptzError, CorruptionError, FormatError, MissingBaseError, named
+
+Units = NDArray[Any]
+CACHE_BYTES: Final = 64 << 20  # decoded chunks that slices of one open file may share
+
+
+class ChunkCache:
+    """The decoded chunks used last, up to a number of bytes; safe to share between threads."""
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._chunks: OrderedDict[tuple[str, int], Units] = OrderedDict()
+        self._n_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, int]) -> Units | None:
+        """A chunk, or None."""
+        with self._lock:
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
+            return self._chunks.get(key)
+
+    def put(self, key: tuple[str, int], units: Units) -> None:
+        """Keep a chunk, dropping those unused longest."""
+        with self._lock:
+            if key in self._chunks or units.nbytes > self._max_bytes:
+                return
+            self._chunks[key] = units
+            self._n_bytes += units.nbytes
+            while self._n_bytes > self._max_bytes:
+                _, dropped = self._chunks.popitem(last=False)
+                self._n_bytes -= dropped.nbytes
+
+
+class FrameSource:
+    """One tensor of an open file, decoded chunk by chunk."""
+
+    def __init__(self, container: Container, entry: TensorEntry) -> None:
+        self._container = container
+        self.entry = entry
+        self.dtype: DType = dtype_of(entry.dtype)
+        self.shape = entry.shape
+
+    @functools.cached_property
+    def header(self) -> FrameHeader:
+        """The frame's header, read and checked against the index."""
+        with self._container.naming(self.entry.name):
+            read = self._container.read
+            length = header_length(read(self.entry.offset, PREFIX_BYTES).tobytes(), self.entry.n_bytes)
+            header = FrameHeader.parse(read(self.entry.offset, length).tobytes())
+            if (header.dtype, header.shape) != (self.dtype, self.shape):
+                raise CorruptionError("index and frame disagree on dtype or shape")
+            if length + header.payload_bytes != self.entry.n_bytes:
+                raise CorruptionError("frame length does not match its chunks")
+            if f"{header.checksum:016x}" != self.entry.checksum:
+                raise CorruptionError("index and frame disagree on the checksum")
+            self._payload_offset = self.entry.offset + length
+            return header
+
+    @functools.cached_property
+    def base(self) -> UnitSource | None:
+        """The base tensor that the frame needs, or None."""
+        if self.header.plan.predictor is not Predictor.BASE:
+            return None
+        base = self._container.bases.get(self.entry.name)
+        if base is None:
+            raise MissingBaseError(f"{self._container.name}: tensor {self.entry.name!r} needs its base")
+        if (base.dtype, tuple(base.shape)) != (self.dtype, self.shape):
+            raise MissingBaseError(
+                f"{self._container.name}: tensor {self.entry.name!r} has another dtype or shape in the base"
+            )
+        return base
+
+    def payload(self, index: int) -> NDArray[np.uint8]:
+        """Stored bytes of a chunk."""
+        offset = self.header.chunk_offsets[index]
+        return self._container.read(self._payload_offset + offset, self.header.chunks[index].n_bytes)
+
+    def decode_chunk(self, index: int, out: Units) -> None:
+        """Decode chunk `index` into `out`, checked."""
+        begin = index * CHUNK_UNITS
+        base = None if self.base is None else self.base.units(begin, begin + len(out))
+        payload = self.payload(index)
+        with self._container.naming(self.entry.name):
+            decode_chunk(self.header, index, payload, base, out)
+
+    def check_chunk(self, index: int) -> None:
+        """Require that the stored bytes of a chunk are as written."""
+        payload = self.payload(index)
+        with self._container.naming(self.entry.name):
+            check_stored(self.header.chunks[index], index, payload)
+
+    def _cached_chunk(self, index: int, n_units: int) -> Units:
+        key = (self.entry.name, index)
+        units = self._container.cache.get(key)
+        if units is None:
+            units = np.empty(n_units, UNIT_TYPES[self.dtype.unit_bytes])
+            self.decode_chunk(index, units)
+            self._container.cache.put(key, units)
+        return units
+
+    def units(self, begin: int, end: int) -> Units:
+        """See `UnitSource.units`; decodes only the chunks that it touches."""
+        n_units = self.header.n_units
+        first, last = begin // CHUNK_UNITS, -(-end // CHUNK_UNITS)
+        whole = (begin, end) == (first * CHUNK_UNITS, min(last * CHUNK_UNITS, n_units))
+        if whole and last - first == 1:
+            # Chunk by chunk through a chain: nothing would be read twice, so nothing is kept.
+            units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
+            self.decode_chunk(first, units)
+            return units
+        out = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
+        for index in range(first, last):
+            at = index * CHUNK_UNITS
+            chunk = self._cached_chunk(index, min(at + CHUNK_UNITS, n_units) - at)
+            low, high = max(begin, at), min(end, at + len(chunk))
+            out[low - begin : high - begin] = chunk[low - at : high - at]
+        return out
+
+    def chunk_bounds(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) in units of every chunk."""
+        return chunk_bounds(self.header.n_units)
+
+
+class _Naming:
+    """Puts the file's and the tensor's name before errors that come from below."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, CkptzError):
+            raise named(error, self._where) from None
+
+
+class Container:
+    """An open `.ckptz` file.
+
+    Attributes:
+        name: for messages.
+        index: the parsed index.
+        bases: base tensors by name, set by whoever resolves the chain.
+        tensors: sources by name, in stored order.
+    """
+
+    def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
+        self._source = source
+        self.name = source.name
+        self.cache = ChunkCache()
+        self.bases: Mapping[str, UnitSource] = {}
+        envelope = read_envelope(source) if envelope is None else envelope
+        self._data_offset = envelope.data_offset
+        try:
+            self.index = self._read_index(envelope)
+        except CkptzError as error:
+            raise named(error, self.name) from None
+        self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
+
+    def _read_index(self, envelope: Envelope) -> Index:
+        if not is_ckptz(envelope.metadata):
+            raise FormatError("not a .ckptz file")
+        assert envelope.metadata is not None
+        check_version(envelope.metadata)
+        if not envelope.regions or envelope.regions[-1].name != INDEX_NAME:
+            raise CorruptionError(f"the last tensor is not {INDEX_NAME}")
+        region = envelope.regions[-1]
+        packed = self.read(region.begin, region.end - region.begin).tobytes()
+        if hashlib.sha256(packed).hexdigest() != envelope.metadata.get(KEY_DIGEST):
+            raise ChecksumError("the index was changed after it was written")
+        index = parse_index(packed)
+        self._check_agreement(envelope, index)
+        return index
+
+    def _check_agreement(self, envelope: Envelope, index: Index) -> None:
+        regions = [(r.name, r.dtype.name, r.begin, r.end) for r in envelope.regions[:-1]]
+        entries = [(e.name, "U8", e.offset, e.offset + e.n_bytes) for e in index.tensors]
+        if regions != entries:
+            raise CorruptionError("header and index disagree on names or offsets")
+        for entry in index.tensors:
+            dtype_of(entry.dtype).n_bytes(entry.shape)
+        found = content_id((e.name, e.dtype, e.shape, _checksum(e)) for e in index.tensors)
+        if found != index.content_id:
+            raise CorruptionError("the content id does not match the tensors' checksums")
+
+    def naming(self, tensor: str) -> _Naming:
+        """A context that names this file and `tensor` in errors."""
+        return _Naming(f"{self.name}: tensor {tensor!r}")
+
+    def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
+        """Bytes behind the header."""
+        return self._source.read(self._data_offset + offset, n_bytes)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the file."""
+        return self._source.size
+
+    def close(self) -> None:
+        """Release the file."""
+        self._source.close()
+
+
+def _checksum(entry: TensorEntry) -> int:
+    if len(entry.checksum) != 16 or set(entry.checksum) - set("0123456789abcdef"):
+        raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
+    return int(entry.checksum, 16)

@@ -1,0 +1,99 @@
+"""Names, sizes and bit layouts of the element types. Implements spec/registry.md#dtypes.
+
+ckptz never computes with an element's own arithmetic: every tensor is a sequence of *units*, unsigned
+little-endian integers of 1, 2, 4 or 8 bytes that hold its bit patterns. One element is one unit,
+except C64 (two 4-byte units) and the sub-byte types (the units are the bytes they are packed into).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from ckptz.errors import CorruptionError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One row of spec/registry.md#dtypes.
+
+    Attributes:
+        name: the code that safetensors uses, "BF16".
+        id: the byte that stands for it in a frame.
+        bits: size of one element in bits.
+        unit_bytes: size of one unit in bytes.
+        is_float: sign, exponent and mantissa in IEEE order within a unit.
+    """
+
+    name: str
+    id: int
+    bits: int
+    unit_bytes: int
+    is_float: bool
+
+    def n_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a dense tensor; a sub-byte tensor must fill whole bytes, as in safetensors."""
+        n_bits = math.prod(shape) * self.bits
+        if n_bits % 8:
+            raise CorruptionError(f"{self.name} tensor of shape {list(shape)} does not fill whole bytes")
+        return n_bits // 8
+
+    def n_units(self, shape: Sequence[int]) -> int:
+        """Units of a dense tensor."""
+        return self.n_bytes(shape) // self.unit_bytes
+
+
+_ROWS: Final = (
+    DType("BOOL", 1, 8, 1, False),
+    DType("U8", 2, 8, 1, False),
+    DType("I8", 3, 8, 1, False),
+    DType("U16", 4, 16, 2, False),
+    DType("I16", 5, 16, 2, False),
+    DType("U32", 6, 32, 4, False),
+    DType("I32", 7, 32, 4, False),
+    DType("U64", 8, 64, 8, False),
+    DType("I64", 9, 64, 8, False),
+    DType("F16", 10, 16, 2, True),
+    DType("BF16", 11, 16, 2, True),
+    DType("F32", 12, 32, 4, True),
+    DType("F64", 13, 64, 8, True),
+    DType("C64", 14, 64, 4, True),
+    DType("F8_E4M3", 15, 8, 1, True),
+    DType("F8_E5M2", 16, 8, 1, True),
+    DType("F8_E4M3FNUZ", 17, 8, 1, True),
+    DType("F8_E5M2FNUZ", 18, 8, 1, True),
+    DType("F8_E8M0", 19, 8, 1, False),
+    DType("F4", 20, 4, 1, False),
+    DType("F6_E2M3", 21, 6, 1, False),
+    DType("F6_E3M2", 22, 6, 1, False),
+)
+
+DTYPES: Final = MappingProxyType({row.name: row for row in _ROWS})
+_BY_ID: Final = MappingProxyType({row.id: row for row in _ROWS})
+
+
+def dtype_of(name: str) -> DType:
+    """The type with this safetensors code.
+
+    Raises:
+        UnsupportedError: no such type is known.
+    """
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise UnsupportedError(f"dtype {name!r} is not known to this version of ckptz; upgrade it") from None
+
+
+def dtype_of_id(dtype_id: int) -> DType:
+    """The type with this frame id.
+
+    Raises:
+        UnsupportedError: no such type is known.
+    """
+    try:
+        return _BY_ID[dtype_id]
+    except KeyError:
+        raise UnsupportedError(f"dtype id {dtype_id} is not known to this version of ckptz; upgrade it") from None

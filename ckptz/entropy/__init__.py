@@ -1,0 +1,1 @@
+"""Codes to bytes and back: constant, stored, zstd, interleaved rANS, sparse. Knows no tensors."""

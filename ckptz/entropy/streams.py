@@ -1,0 +1,249 @@
+"""One stream: the codes of one chunk of one plane, by whichever coder is smallest.
+
+Implements spec/02-entropy.md#streams. Coders that need nothing but the stream stand here; RANS with
+the tensor's tables takes the tables and the class segments from the frame.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Final, Protocol
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.entropy.frequency import Counts, Frequencies, cost_bits, normalise, pack_table, parse_table
+from ckptz.errors import CorruptionError
+from ckptz.kernels import cpu
+
+Bytes = NDArray[np.uint8]
+
+
+class CoderId(IntEnum):
+    """spec/registry.md#coders."""
+
+    CONSTANT = 0
+    STORED = 1
+    ZSTD = 2
+    RANS_SHARED = 3
+    RANS_OWN = 4
+    SPARSE = 5
+
+
+LANE_CHOICES: Final = (1, 4, 32)  # spec/02-entropy.md#lanes; the stream holds the index
+LANE_MIN_BYTES: Final = (0, 400, 6400)  # encoder only: lane states stay near 2 % of the stream
+
+# Encoder only. A plane that shrinks by less is stored: it would decode ten times slower for nothing.
+MIN_GAIN: Final = 1 / 128
+ZSTD_LEVEL: Final = 3
+ZSTD_SAMPLE: Final = 1 << 14
+ZSTD_MIN_GAIN: Final = 0.95  # of the best other coder, on the sample, before zstd runs on everything
+SPARSE_MIN_SHARE: Final = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How a stream runs through the tensor's tables: codes sorted by class, one segment a class.
+
+    Attributes:
+        ends: index after the last code of each segment, ascending.
+        table_of: the table of each segment.
+        tables: frequencies [n_tables, 256].
+    """
+
+    ends: NDArray[np.int64]
+    table_of: NDArray[np.int64]
+    tables: Frequencies
+    slots: NDArray[np.uint32] | None = field(default=None, repr=False)
+
+    def slot_tables(self) -> NDArray[np.uint32]:
+        """Decoding tables, made once for a tensor by the caller or here."""
+        return cpu().slot_tables(self.tables) if self.slots is None else self.slots  # type: ignore[no-any-return]
+
+
+class _Zstd(Protocol):
+    def compress(self, data: Any) -> bytes: ...
+    def decompress(self, data: Any, max_output_size: int = 0) -> bytes: ...
+
+
+_local = threading.local()  # zstd contexts are costly to make and not thread-safe
+
+
+def _zstd_compress(symbols: Bytes) -> bytes:
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(ZSTD_LEVEL, write_checksum=False)
+    compressor: _Zstd = _local.compressor
+    return compressor.compress(symbols)
+
+
+# --- rANS ---------------------------------------------------------------------------------------
+
+
+def _n_lanes_for(n_bytes: float) -> int:
+    return max(lanes for lanes, least in zip(LANE_CHOICES, LANE_MIN_BYTES, strict=True) if n_bytes >= least)
+
+
+def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> bytes:
+    """Lane index u8, lane states u32 each, words u16 each."""
+    n_lanes = _n_lanes_for(expected_bytes)
+    states, words = cpu().rans_encode(symbols, segments.ends, segments.table_of, segments.tables, n_lanes)
+    return b"".join((bytes((LANE_CHOICES.index(n_lanes),)), states.tobytes(), words.tobytes()))
+
+
+def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
+    """Inverse of `encode_rans`; uses all that is left of `source`."""
+    index = source.u8("rANS lanes")
+    if index >= len(LANE_CHOICES):
+        raise CorruptionError(f"rANS stream: lane index {index} is not defined")
+    states = np.frombuffer(source.take(4 * LANE_CHOICES[index], "rANS lane states"), "<u4")
+    if source.left % 2:
+        raise CorruptionError("rANS stream: an odd number of bytes follows the lane states")
+    words = np.frombuffer(source.take(source.left, "rANS words"), "<u2")
+    if (states < 1 << 16).any():
+        raise CorruptionError("rANS stream: a lane state is below 2^16")
+    if not cpu().rans_decode(words, states, segments.ends, segments.table_of, segments.slot_tables(), out):
+        raise CorruptionError("rANS stream does not end in its start state")
+
+
+def _single(table: Frequencies, n: int) -> Segments:
+    return Segments(np.array([n], np.int64), np.zeros(1, np.int64), table[None])
+
+
+def _encode_own(symbols: Bytes, table: Frequencies, packed: bytes, expected_bytes: float) -> bytes:
+    return packed + encode_rans(symbols, _single(table, len(symbols)), expected_bytes)
+
+
+def _decode_own(source: ByteReader, out: Bytes) -> None:
+    table = parse_table(source)
+    decode_rans(source, _single(table, len(out)), out)
+
+
+# --- sparse -------------------------------------------------------------------------------------
+
+
+def _encode_sparse(symbols: Bytes, common: int) -> bytes:
+    """Common symbol u8, then gaps and values: each a count, a coder, a length and a stream."""
+    out = ByteWriter()
+    out.u8(common)
+    for part in cpu().sparse_split(symbols, common):
+        coder, stream = encode_stream(part, nested=True) if len(part) else (CoderId.STORED, b"")
+        out.varint(len(part))
+        out.u8(coder)
+        out.varint(len(stream))
+        out.raw(stream)
+    return out.getvalue()
+
+
+def _decode_sparse(source: ByteReader, out: Bytes) -> None:
+    out[:] = source.u8("sparse common symbol")
+    # Each value has one gap byte below 255, and gaps of 255 skip 255 codes each.
+    most = (len(out) + len(out) // 255 + 1, len(out))
+    parts = []
+    for what, limit in zip(("sparse gaps", "sparse values"), most, strict=True):
+        n_symbols = source.varint(f"{what}: count")
+        coder = source.u8(f"{what}: coder")
+        if n_symbols > limit or coder == CoderId.SPARSE:
+            raise CorruptionError(f"{what}: {n_symbols} symbols by coder {coder} in a stream of {len(out)}")
+        part = np.empty(n_symbols, np.uint8)
+        stream = source.take(source.varint(f"{what}: length"), what)
+        decode_stream(coder, stream, part)
+        parts.append(part)
+    source.end("sparse stream")
+    if not cpu().sparse_merge(parts[0], parts[1], out):
+        raise CorruptionError("sparse stream: gaps and values do not agree")
+
+
+# --- any stream ---------------------------------------------------------------------------------
+
+
+def encode_stream(
+    symbols: Bytes, counts: Counts | None = None, *, nested: bool = False, beat: float = float("inf")
+) -> tuple[CoderId, bytes]:
+    """The smallest of the coders that need nothing but the stream.
+
+    Args:
+        symbols: codes [n], n at least 1.
+        counts: their histogram [256], where the caller has it.
+        nested: inside a sparse stream, where sparse may not nest.
+        beat: bytes that another coder would take; what is larger is not tried.
+    """
+    n = len(symbols)
+    counts = cpu().histogram(symbols) if counts is None else counts
+    common = int(counts.argmax())
+    if counts[common] == n:
+        return CoderId.CONSTANT, bytes((common,))
+    table = normalise(counts)
+    packed = pack_table(table)
+    rans_bytes = cost_bits(counts, table) / 8
+    rans_bytes += len(packed) + 1 + 4 * _n_lanes_for(rans_bytes)
+    best_coder, best_bytes = CoderId.STORED, float(n)
+    if rans_bytes < n * (1 - MIN_GAIN):
+        best_coder, best_bytes = CoderId.RANS_OWN, rans_bytes
+    candidates = []
+    if counts[common] >= SPARSE_MIN_SHARE * n and not nested:
+        candidates.append((CoderId.SPARSE, _encode_sparse(symbols, common)))
+    if _zstd_promises(symbols, min(best_bytes, beat)):
+        candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
+    coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
+    if candidates and len(stream) < min(best_bytes, beat):
+        return coder, stream
+    if best_coder is CoderId.STORED or best_bytes >= beat:
+        return CoderId.STORED, symbols.tobytes()
+    return CoderId.RANS_OWN, _encode_own(symbols, table, packed, rans_bytes)
+
+
+def _zstd_promises(symbols: Bytes, other_bytes: float) -> bool:
+    n = len(symbols)
+    begin = max((n - ZSTD_SAMPLE) // 2, 0)
+    sample = symbols[begin : begin + ZSTD_SAMPLE]
+    return len(_zstd_compress(sample)) < ZSTD_MIN_GAIN * other_bytes * len(sample) / n
+
+
+def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments | None = None) -> None:
+    """Decode one stream into `out`.
+
+    Args:
+        coder: a CoderId.
+        stream: exactly the bytes of the stream.
+        out: where the codes go [n]; with `segments` in class order.
+        segments: for RANS_SHARED.
+
+    Raises:
+        FormatError: the bytes are not a stream of n codes.
+    """
+    source = ByteReader(stream)
+    if coder == CoderId.CONSTANT:
+        out[:] = source.u8("constant stream")
+        source.end("constant stream")
+    elif coder == CoderId.STORED:
+        out[:] = np.frombuffer(source.take(len(out), "stored stream"), np.uint8)
+        source.end("stored stream")
+    elif coder == CoderId.ZSTD:
+        _decode_zstd(stream, out)
+    elif coder == CoderId.RANS_OWN:
+        _decode_own(source, out)
+    elif coder == CoderId.SPARSE:
+        _decode_sparse(source, out)
+    elif coder == CoderId.RANS_SHARED and segments is not None:
+        decode_rans(source, segments, out)
+    else:
+        raise CorruptionError(f"coder {coder} is not defined here")
+
+
+def _decode_zstd(stream: memoryview, out: Bytes) -> None:
+    try:
+        if zstandard.frame_content_size(stream) != len(out):
+            raise CorruptionError(f"zstd stream does not announce {len(out)} bytes")
+        if not hasattr(_local, "decompressor"):
+            _local.decompressor = zstandard.ZstdDecompressor()
+        decompressor: _Zstd = _local.decompressor
+        decoded = decompressor.decompress(stream, max_output_size=len(out))
+    except zstandard.ZstdError as error:
+        raise CorruptionError(f"zstd stream: {error}") from None
+    if len(decoded) != len(out):
+        raise CorruptionError(f"zstd stream holds {len(decoded)} bytes, not {len(out)}")
+    out[:] = np.frombuffer(decoded, np.uint8)

@@ -1,0 +1,95 @@
+"""Every error ckptz raises on purpose, by cause.
+
+    CkptzError(SafetensorError)      anything below; code that catches safetensors' error catches ours
+     + FormatError(ValueError)       the bytes are wrong                                      exit 3
+     |  - TruncatedError             they end early
+     |  - ChecksumError              they were changed
+     |  - CorruptionError            they contradict themselves or the specification
+     + LimitError                    decoding would exceed the memory or disk that was allowed   exit 3
+     + UnsupportedError              valid, but outside what this reader knows: upgrade       exit 4
+     + MissingBaseError              the chain needs a file that is not here                  exit 5
+     + ConfigError(ValueError)       the caller asked for something impossible                exit 2
+     + CalibrationError              the calibration does not belong to this model            exit 2
+     + BudgetError                   no setting met the quality budget                        exit 6
+     + WireError                     a message that must not be trained on                    exit 3
+
+A missing input is the built-in FileNotFoundError (exit 5) and a failing disk the built-in OSError
+(exit 7), as in safetensors.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from safetensors import SafetensorError
+
+
+class CkptzError(SafetensorError):  # type: ignore[misc]  # the Rust class carries no types
+    """Base of the tree; `exit_code` is what the command line ends with."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class FormatError(CkptzError, ValueError):
+    """The bytes of a file or message are wrong."""
+
+    exit_code = 3
+
+
+class TruncatedError(FormatError):
+    """The bytes end before the structure they announce."""
+
+
+class ChecksumError(FormatError):
+    """The bytes were changed after they were written."""
+
+
+class CorruptionError(FormatError):
+    """The bytes contradict themselves or the specification."""
+
+
+class LimitError(CkptzError):
+    """Decoding would take more memory or disk than the caller allowed."""
+
+    exit_code = 3
+
+
+class UnsupportedError(CkptzError):
+    """Valid, but newer than or outside of what this reader knows."""
+
+    exit_code = 4
+
+
+class MissingBaseError(CkptzError):
+    """A delta's base is missing, or what stands in its place is another checkpoint."""
+
+    exit_code = 5
+
+
+class ConfigError(CkptzError, ValueError):
+    """The caller asked for something impossible."""
+
+    exit_code = 2
+
+
+class CalibrationError(CkptzError):
+    """A calibration that does not belong to this model."""
+
+    exit_code = 2
+
+
+class BudgetError(CkptzError):
+    """No configuration met the quality budget; the lossless file was written."""
+
+    exit_code = 6
+
+
+class WireError(CkptzError):
+    """A message on a link that must not be trained on."""
+
+    exit_code = 3
+
+
+def named(error: CkptzError, where: str) -> CkptzError:
+    """The same kind of error with `where` (a file, a tensor) put before its message."""
+    return type(error)(f"{where}: {error}")

@@ -1,0 +1,516 @@
+"""The kernels for the CPU, compiled by numba on first use and cached. `reference.py` defines them.
+
+Every kernel releases the GIL, so that chunks run on threads. Integer arithmetic is written in u64
+with explicit masks: numba widens small integers, and LLVM narrows them again when it vectorises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from numba import uint8, uint16, uint32, uint64
+from numpy.typing import NDArray
+
+from ckptz.kernels.reference import (
+    DIFFERENCE,
+    MAX_GAP_BYTE,
+    MAX_GOLOMB_BITS,
+    ORDERED_DIFFERENCE,
+    ROTATED,
+    SCALE,
+    STATE_LOW,
+    XOR,
+    Bytes,
+    Counts,
+    Units,
+)
+from ckptz.kernels.reference import slot_tables as slot_tables
+
+kernel = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
+inlined = numba.njit(inline="always")
+
+BLOCK = 4096  # units per pass: a block and its planes stay in the first-level cache
+N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
+ONE = np.uint64(1)
+LOW_12 = np.uint64(0xFFF)
+LOW_32 = np.uint64(0xFFFFFFFF)
+
+
+# --- bit patterns -------------------------------------------------------------------------------
+
+
+@inlined
+def _sign_fill(unit: Any, shift: Any) -> Any:
+    return uint64(0) - (unit >> shift)
+
+
+@kernel
+def _transform(units: Any, base: Any, mode: int, width: int, out: Any) -> None:
+    shift = uint64(width - 1)
+    mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
+    top = ONE << shift
+    n = len(out)
+    if mode == ROTATED:
+        for i in range(n):
+            unit = uint64(units[i])
+            out[i] = (unit << ONE) | (unit >> shift)
+    elif mode == XOR:
+        for i in range(n):
+            out[i] = units[i] ^ base[i]
+    elif mode == DIFFERENCE:
+        for i in range(n):
+            d = (uint64(units[i]) - uint64(base[i])) & mask
+            out[i] = (d << ONE) ^ _sign_fill(d, shift)
+    elif mode == ORDERED_DIFFERENCE:
+        for i in range(n):
+            a, b = uint64(units[i]), uint64(base[i])
+            d = ((a ^ (_sign_fill(a, shift) | top)) - (b ^ (_sign_fill(b, shift) | top))) & mask
+            out[i] = (d << ONE) ^ _sign_fill(d, shift)
+    else:
+        for i in range(n):
+            out[i] = units[i]
+
+
+@kernel
+def _restore(units: Any, base: Any, mode: int, width: int, out: Any) -> None:
+    shift = uint64(width - 1)
+    mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
+    top = ONE << shift
+    n = len(out)
+    if mode == ROTATED:
+        for i in range(n):
+            unit = uint64(units[i])
+            out[i] = (unit >> ONE) | (unit << shift)
+    elif mode == XOR:
+        for i in range(n):
+            out[i] = units[i] ^ base[i]
+    elif mode == DIFFERENCE:
+        for i in range(n):
+            code = uint64(units[i])
+            out[i] = uint64(base[i]) + ((code >> ONE) ^ (uint64(0) - (code & ONE)))
+    elif mode == ORDERED_DIFFERENCE:
+        for i in range(n):
+            code, b = uint64(units[i]), uint64(base[i])
+            ordered = (b ^ (_sign_fill(b, shift) | top)) + ((code >> ONE) ^ (uint64(0) - (code & ONE)))
+            ordered &= mask
+            out[i] = ordered ^ (((ordered >> shift) - ONE) | top)
+    else:
+        for i in range(n):
+            out[i] = units[i]
+
+
+@kernel
+def _split_planes(units: Any, base: Any, mode: int, planes: Any) -> None:
+    n, n_planes = len(units), len(planes)
+    block = np.empty(BLOCK, units.dtype)
+    for begin in range(0, n, BLOCK):
+        end = min(begin + BLOCK, n)
+        here = block[: end - begin]
+        _transform(units[begin:end], base[begin:end], mode, 8 * n_planes, here)
+        for j in range(n_planes):
+            plane = planes[j, begin:end]
+            shift = uint64(8 * j)
+            for i in range(len(here)):
+                plane[i] = uint8(uint64(here[i]) >> shift)
+
+
+@kernel
+def _merge_planes(planes: Any, base: Any, mode: int, out: Any) -> None:
+    n, n_planes = len(out), len(planes)
+    block = np.empty(BLOCK, out.dtype)
+    for begin in range(0, n, BLOCK):
+        end = min(begin + BLOCK, n)
+        here = block[: end - begin]
+        for j in range(n_planes):
+            plane = planes[j][begin:end]
+            shift = uint64(8 * j)
+            if j == 0:
+                for i in range(len(here)):
+                    here[i] = plane[i]
+            else:
+                for i in range(len(here)):
+                    here[i] |= uint64(plane[i]) << shift
+        _restore(here, base[begin:end], mode, 8 * n_planes, out[begin:end])
+
+
+def split_planes(units: Units, base: Units, mode: int) -> Bytes:
+    """See `reference.split_planes`."""
+    planes = np.empty((units.itemsize, len(units)), np.uint8)
+    _split_planes(units, base, mode, planes)
+    return planes
+
+
+def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
+    """See `reference.merge_planes`."""
+    _merge_planes(tuple(planes), base, mode, out)
+
+
+# --- classes ------------------------------------------------------------------------------------
+
+
+@kernel
+def _magnitude_classes(units: Any, shift: int, mask: int, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = uint8((uint64(units[i]) >> uint64(shift)) & uint64(mask))
+
+
+def magnitude_classes(units: Units) -> Bytes:
+    """See `reference.magnitude_classes`."""
+    out = np.empty(len(units), np.uint8)
+    width = 8 * units.itemsize
+    _magnitude_classes(units, max(width - 9, 0), 0xFF if width > 8 else 0x7F, out)
+    return out
+
+
+@kernel
+def histogram(symbols: Bytes) -> Counts:
+    """See `reference.histogram`."""
+    # Four histograms in turn: equal neighbours would wait for each other's store in one.
+    counts = np.zeros((4, 256), np.uint32)
+    whole = len(symbols) // 4 * 4
+    for i in range(0, whole, 4):
+        counts[0, symbols[i]] += uint32(1)
+        counts[1, symbols[i + 1]] += uint32(1)
+        counts[2, symbols[i + 2]] += uint32(1)
+        counts[3, symbols[i + 3]] += uint32(1)
+    for i in range(whole, len(symbols)):
+        counts[0, symbols[i]] += uint32(1)
+    total = np.zeros(256, np.int64)
+    for j in range(256):
+        total[j] = np.int64(counts[0, j]) + counts[1, j] + counts[2, j] + counts[3, j]
+    return total
+
+
+@kernel
+def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
+    """See `reference.class_histogram`."""
+    counts = np.zeros((n_classes, 256), np.int64)
+    for i in range(len(symbols)):
+        counts[classes[i], symbols[i]] += 1
+    return counts
+
+
+@kernel
+def _class_starts(classes: Units, n_classes: int) -> Counts:
+    starts = np.zeros(n_classes + 1, np.int64)
+    for i in range(len(classes)):
+        starts[np.int64(classes[i]) + 1] += 1
+    for k in range(n_classes):
+        starts[k + 1] += starts[k]
+    return starts
+
+
+@kernel
+def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
+    """See `reference.group`."""
+    starts = _class_starts(classes, n_classes)
+    grouped = np.empty(len(symbols), np.uint8)
+    for i in range(len(symbols)):
+        k = classes[i]
+        grouped[starts[k]] = symbols[i]
+        starts[k] += 1
+    return grouped
+
+
+@kernel
+def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
+    """See `reference.ungroup`."""
+    starts = _class_starts(classes, n_classes)
+    for i in range(len(out)):
+        k = classes[i]
+        out[i] = grouped[starts[k]]
+        starts[k] += 1
+
+
+# --- rANS ---------------------------------------------------------------------------------------
+
+# Position of the lowest set bit of a 32-bit word, by a de Bruijn product.
+_BIT_MULTIPLIER = np.uint32(0x077CB531)
+_BIT_POSITION = np.zeros(32, np.uint8)
+for _bit in range(32):
+    _BIT_POSITION[((0x077CB531 << _bit) & 0xFFFFFFFF) >> 27] = _bit
+
+
+@inlined
+def _lowest_bit(mask: Any) -> Any:
+    lowest = uint32(mask & (uint32(0) - mask))
+    return np.intp(_BIT_POSITION[uint32(lowest * _BIT_MULTIPLIER) >> uint32(27)])
+
+
+def _encoding_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint64]:
+    """[n_tables, 256] of reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
+
+    With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
+    every x below 2^32, since m f exceeds its real value by less than f <= 2^s.
+    """
+    f = frequencies.astype(np.uint64)
+    starts = np.cumsum(f, axis=1) - f
+    f = np.maximum(f, np.uint64(1))
+    shift = np.ceil(np.log2(f.astype(np.float64))).astype(np.uint64)
+    reciprocal = ((ONE << (np.uint64(32) + shift)) + f - ONE) // f - (ONE << np.uint64(32))
+    return reciprocal | (starts & LOW_12) << np.uint64(32) | shift << np.uint64(44) | (f - ONE) << np.uint64(48)
+
+
+@inlined
+def _encode_one(state: Any, entry: Any) -> Any:
+    quotient = (((state * (entry & LOW_32)) >> uint64(32)) + state) >> ((entry >> uint64(44)) & uint64(15))
+    rest = (quotient & LOW_32) * ((uint64(4095) - (entry >> uint64(48))) & LOW_32)
+    return state + ((entry >> uint64(32)) & LOW_12) + rest
+
+
+@kernel
+def _encode_scalar(
+    symbols: Any, begin: int, end: int, entries: Any, lanes: Any, n_lanes: int, words: Any, p: int
+) -> int:
+    for i in range(end - 1, begin - 1, -1):
+        lane = np.intp(i % n_lanes)
+        entry = entries[symbols[i]]
+        state = lanes[lane]
+        if (state >> uint64(20)) > (entry >> uint64(48)):
+            p -= 1
+            words[p] = uint16(state)
+            state >>= uint64(16)
+        lanes[lane] = _encode_one(state, entry)
+    return p
+
+
+@kernel
+def _encode_segments(
+    symbols: Any, ends: Any, table_of: Any, tables: Any, lanes: Any, n_lanes: int, words: Any
+) -> int:
+    # One array holds the lane states and the step's table entries: at constant distances in one
+    # buffer LLVM knows that they do not overlap, and vectorises.
+    both = np.empty(2 * N_LANES, np.uint64)
+    both[:N_LANES] = uint64(STATE_LOW)
+    p = len(words)
+    for s in range(len(ends) - 1, -1, -1):
+        begin = ends[s - 1] if s else 0
+        entries = tables[table_of[s]]
+        i = ends[s]
+        if n_lanes == N_LANES:
+            whole_end = i // N_LANES * N_LANES
+            whole_begin = (begin + N_LANES - 1) // N_LANES * N_LANES
+            if whole_end > whole_begin:
+                p = _encode_scalar(symbols, whole_end, i, entries, both, n_lanes, words, p)
+                i = whole_begin
+                q = np.uintp(p)
+                for step in range(whole_end - N_LANES, whole_begin - 1, -N_LANES):
+                    here = symbols[np.uintp(step) : np.uintp(step + N_LANES)]
+                    for lane in range(N_LANES):
+                        both[N_LANES + lane] = entries[here[lane]]
+                    mask = uint32(0)
+                    for lane in range(N_LANES):
+                        full = (both[lane] >> uint64(20)) > (both[N_LANES + lane] >> uint64(48))
+                        mask |= uint32(full) << uint32(N_LANES - 1 - lane)
+                    while mask != uint32(0):
+                        lane = N_LANES - 1 - _lowest_bit(mask)
+                        q -= np.uintp(1)
+                        words[q] = uint16(both[lane])
+                        both[lane] >>= uint64(16)
+                        mask &= mask - uint32(1)
+                    for lane in range(N_LANES):
+                        both[lane] = _encode_one(both[lane] & LOW_32, both[N_LANES + lane])
+                p = np.intp(q)
+        p = _encode_scalar(symbols, begin, i, entries, both, n_lanes, words, p)
+    for lane in range(n_lanes):
+        lanes[lane] = uint32(both[lane])
+    return p
+
+
+def rans_encode(
+    symbols: Bytes, ends: Counts, table_of: Counts, frequencies: NDArray[np.uint16], n_lanes: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """See `reference.rans_encode`."""
+    words = np.empty(len(symbols) + 1, np.uint16)
+    states = np.empty(n_lanes, np.uint32)
+    position = _encode_segments(symbols, ends, table_of, _encoding_tables(frequencies), states, n_lanes, words)
+    return states, words[position:]
+
+
+@inlined
+def _decode_one(state: Any, entry: Any) -> Any:
+    frequency = ((entry >> uint32(8)) & uint32(0xFFF)) + uint32(1)
+    return uint32(frequency * (state >> uint32(12)) + (entry >> uint32(20)))
+
+
+@kernel
+def _decode_scalar(
+    words: Any, p: int, lanes: Any, n_lanes: int, begin: int, end: int, slots: Any, out: Any
+) -> int:
+    for i in range(begin, end):
+        lane = np.intp(i % n_lanes)
+        state = lanes[lane]
+        entry = slots[state & uint32(SCALE - 1)]
+        out[i] = uint8(entry)
+        state = _decode_one(state, entry)
+        if state < uint32(STATE_LOW):
+            if p >= len(words):
+                return -1
+            state = (state << uint32(16)) | uint32(words[p])
+            p += 1
+        lanes[lane] = state
+    return p
+
+
+@kernel
+def rans_decode(
+    words: NDArray[np.uint16],
+    states: NDArray[np.uint32],
+    ends: Counts,
+    table_of: Counts,
+    tables: NDArray[np.uint32],
+    out: Bytes,
+) -> bool:
+    """See `reference.rans_decode`."""
+    n_lanes, n_words = len(states), len(words)
+    both = np.empty(2 * N_LANES, np.uint32)
+    both[:n_lanes] = states
+    begin, p = 0, 0
+    for s in range(len(ends)):
+        end = ends[s]
+        slots = tables[table_of[s]]
+        i = begin
+        if n_lanes == N_LANES:
+            aligned = min((begin + N_LANES - 1) // N_LANES * N_LANES, end)
+            p = _decode_scalar(words, p, both, n_lanes, begin, aligned, slots, out)
+            if p < 0:
+                return False
+            i = aligned
+            q = np.uintp(p)
+            while i + N_LANES <= end and np.intp(q) + N_LANES <= n_words:
+                for lane in range(N_LANES):
+                    both[N_LANES + lane] = slots[both[lane] & uint32(SCALE - 1)]
+                mask = uint32(0)
+                for lane in range(N_LANES):
+                    state = _decode_one(both[lane], both[N_LANES + lane])
+                    both[lane] = state
+                    mask |= uint32(state < uint32(STATE_LOW)) << uint32(lane)
+                here = out[np.uintp(i) : np.uintp(i + N_LANES)]
+                for lane in range(N_LANES):
+                    here[lane] = uint8(both[N_LANES + lane])
+                while mask != uint32(0):
+                    lane = _lowest_bit(mask)
+                    both[lane] = (both[lane] << uint32(16)) | uint32(words[q])
+                    q += np.uintp(1)
+                    mask &= mask - uint32(1)
+                i += N_LANES
+            p = np.intp(q)
+        p = _decode_scalar(words, p, both, n_lanes, i, end, slots, out)
+        if p < 0:
+            return False
+        begin = end
+    for lane in range(n_lanes):
+        if both[lane] != uint32(STATE_LOW):
+            return False
+    return p == n_words
+
+
+# --- sparse -------------------------------------------------------------------------------------
+
+
+@kernel
+def _sparse_sizes(symbols: Any, common: int) -> Any:
+    n_gaps, n_values, gap = 0, 0, 0
+    for i in range(len(symbols)):
+        if symbols[i] == common:
+            gap += 1
+        else:
+            n_gaps += gap // MAX_GAP_BYTE + 1
+            n_values += 1
+            gap = 0
+    return n_gaps, n_values
+
+
+@kernel
+def _sparse_fill(symbols: Any, common: int, gaps: Any, values: Any) -> None:
+    g, v, gap = 0, 0, 0
+    for i in range(len(symbols)):
+        if symbols[i] == common:
+            gap += 1
+        else:
+            while gap >= MAX_GAP_BYTE:
+                gaps[g] = MAX_GAP_BYTE
+                g += 1
+                gap -= MAX_GAP_BYTE
+            gaps[g] = gap
+            g += 1
+            values[v] = symbols[i]
+            v += 1
+            gap = 0
+
+
+def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
+    """See `reference.sparse_split`."""
+    n_gaps, n_values = _sparse_sizes(symbols, common)
+    gaps, values = np.empty(n_gaps, np.uint8), np.empty(n_values, np.uint8)
+    _sparse_fill(symbols, common, gaps, values)
+    return gaps, values
+
+
+@kernel
+def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
+    """See `reference.sparse_merge`."""
+    position, n_values = 0, 0
+    for i in range(len(gaps)):
+        position += gaps[i]
+        if gaps[i] == MAX_GAP_BYTE:
+            continue
+        if position >= len(out) or n_values == len(values):
+            return False
+        out[position] = values[n_values]
+        position += 1
+        n_values += 1
+    return n_values == len(values) and (len(gaps) == 0 or gaps[len(gaps) - 1] != MAX_GAP_BYTE)
+
+
+# --- Exp-Golomb codes ---------------------------------------------------------------------------
+
+
+@kernel
+def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
+    """See `reference.golomb_pack`."""
+    out = np.zeros(len(values) * 5 + 1, np.uint8)
+    position = 0
+    for i in range(len(values)):
+        u = np.int64(values[i]) + (1 << order)
+        n_low = 0
+        while u >> (n_low + 1):
+            n_low += 1
+        position += n_low - order
+        out[position >> 3] |= uint8(1 << (position & 7))
+        position += 1
+        for j in range(n_low):
+            out[position >> 3] |= uint8(((u >> j) & 1) << (position & 7))
+            position += 1
+    return out[: (position + 7) >> 3]
+
+
+@kernel
+def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
+    """See `reference.golomb_unpack`."""
+    n_bits = 8 * len(source)
+    position = 0
+    for i in range(n_values):
+        n_low = order
+        while position < n_bits and not (source[position >> 3] >> (position & 7)) & 1:
+            position += 1
+            n_low += 1
+        if n_low > MAX_GOLOMB_BITS or position + 1 + n_low > n_bits:
+            return -1
+        position += 1
+        value = 1 << n_low
+        for j in range(n_low):
+            value |= np.int64((source[position >> 3] >> (position & 7)) & 1) << j
+            position += 1
+        value -= 1 << order
+        if value > 0xFFFF:
+            return -1
+        out[i] = value
+    while position & 7:
+        if (source[position >> 3] >> (position & 7)) & 1:
+            return -1
+        position += 1
+    return position >> 3

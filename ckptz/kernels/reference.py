@@ -1,0 +1,250 @@
+"""The kernels in plain numpy: slow, and the definition of what the fast ones must return.
+
+Every function here stands under the same name and signature in `cpu.py`; parity tests hold the two
+equal. Arrays in, arrays out; nothing here knows a format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Units = NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
+Counts = NDArray[np.int64]
+
+RAW, ROTATED, XOR, DIFFERENCE, ORDERED_DIFFERENCE = range(5)
+
+SCALE_BITS = 12
+SCALE = 1 << SCALE_BITS
+STATE_LOW = 1 << 16
+MAX_GAP_BYTE = 255
+MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
+
+
+# --- bit patterns -------------------------------------------------------------------------------
+
+
+def order(units: Units) -> Units:
+    """Sign-magnitude float patterns to integers in the order of the values; -0.0 just below 0.0."""
+    top = units.dtype.type(1 << (8 * units.itemsize - 1))
+    return np.where(units & top, ~units, units | top)
+
+
+def unorder(units: Units) -> Units:
+    """Inverse of `order`."""
+    top = units.dtype.type(1 << (8 * units.itemsize - 1))
+    return np.where(units & top, units & ~top, ~units)
+
+
+def _rotate(units: Units, n_left: int) -> Units:
+    width = 8 * units.itemsize
+    left, right = units.dtype.type(n_left % width), units.dtype.type((width - n_left) % width)
+    return (units << left) | (units >> right)
+
+
+def _zeros(like: Units) -> Units:
+    """Zeros of the same type, so that subtraction wraps as unsigned."""
+    return np.zeros_like(like)
+
+
+def _zigzag(difference: Units) -> Units:
+    top = difference.dtype.type(8 * difference.itemsize - 1)
+    one = difference.dtype.type(1)
+    return (difference << one) ^ (_zeros(difference) - (difference >> top))
+
+
+def _unzigzag(code: Units) -> Units:
+    one = code.dtype.type(1)
+    return (code >> one) ^ (_zeros(code) - (code & one))
+
+
+def split_planes(units: Units, base: Units, mode: int) -> Bytes:
+    """Bytes of each unit after `mode`, plane by plane: [unit bytes, n], least significant first."""
+    if mode == ROTATED:
+        units = _rotate(units, 1)
+    elif mode == XOR:
+        units = units ^ base
+    elif mode == DIFFERENCE:
+        units = _zigzag(units - base)
+    elif mode == ORDERED_DIFFERENCE:
+        units = _zigzag(order(units) - order(base))
+    return np.ascontiguousarray(units.reshape(-1, 1).view(np.uint8).T)
+
+
+def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
+    """Inverse of `split_planes`, into `out`; each plane is an array [n]."""
+    units = np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1)
+    if mode == ROTATED:
+        units = _rotate(units, 8 * out.itemsize - 1)
+    elif mode == XOR:
+        units = units ^ base
+    elif mode == DIFFERENCE:
+        units = base + _unzigzag(units)
+    elif mode == ORDERED_DIFFERENCE:
+        units = unorder(order(base) + _unzigzag(units))
+    out[:] = units
+
+
+# --- classes ------------------------------------------------------------------------------------
+
+
+def magnitude_classes(units: Units) -> Bytes:
+    """The eight bits below the sign bit (for one-byte units: seven): the exponent of F32 and BF16."""
+    if units.itemsize == 1:
+        return units & np.uint8(0x7F)
+    shift = units.dtype.type(8 * units.itemsize - 9)
+    return ((units >> shift) & units.dtype.type(0xFF)).astype(np.uint8)
+
+
+def histogram(symbols: Bytes) -> Counts:
+    """Occurrences of each byte: [256]."""
+    return np.bincount(symbols, minlength=256).astype(np.int64)
+
+
+def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
+    """Occurrences of each byte within each class: [n_classes, 256]."""
+    joint = classes.astype(np.int64) * 256 + symbols
+    return np.bincount(joint, minlength=n_classes * 256).astype(np.int64).reshape(n_classes, 256)
+
+
+def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
+    """Symbols in the order of their classes, stable within a class."""
+    del n_classes
+    return symbols[np.argsort(classes, kind="stable")]
+
+
+def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
+    """Inverse of `group`, into `out`."""
+    del n_classes
+    out[np.argsort(classes, kind="stable")] = grouped
+
+
+# --- rANS ---------------------------------------------------------------------------------------
+
+
+def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """Decoding tables [n_tables, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
+    tables = np.zeros((len(frequencies), SCALE), np.uint32)
+    for table, row in zip(tables, frequencies.astype(np.int64), strict=True):
+        starts = np.cumsum(row) - row
+        symbols = np.repeat(np.arange(256), row)
+        table[:] = symbols | (row[symbols] - 1) << 8 | (np.arange(SCALE) - starts[symbols]) << 20
+    return tables
+
+
+def rans_encode(
+    symbols: Bytes, ends: Counts, table_of: Counts, frequencies: NDArray[np.uint16], n_lanes: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """Final lane states and 16-bit words, in the order the decoder reads them.
+
+    Segment s is symbols[ends[s-1]:ends[s]] and uses frequencies[table_of[s]] [n_tables, 256].
+    """
+    states = [STATE_LOW] * n_lanes
+    words: list[int] = []
+    rows = [[int(f) for f in row] for row in frequencies]
+    starts = [[int(f) for f in np.cumsum(row) - row] for row in frequencies.astype(np.int64)]
+    segment_of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+    for i in range(len(symbols) - 1, -1, -1):
+        table, symbol, lane = int(table_of[segment_of[i]]), int(symbols[i]), i % n_lanes
+        frequency, state = rows[table][symbol], states[lane]
+        if state >= frequency << (32 - SCALE_BITS):
+            words.append(state & 0xFFFF)
+            state >>= 16
+        states[lane] = (state // frequency << SCALE_BITS) + state % frequency + starts[table][symbol]
+    return np.array(states, np.uint32), np.array(words[::-1], np.uint16)
+
+
+def rans_decode(
+    words: NDArray[np.uint16],
+    states: NDArray[np.uint32],
+    ends: Counts,
+    table_of: Counts,
+    tables: NDArray[np.uint32],
+    out: Bytes,
+) -> bool:
+    """Decode len(out) symbols; False unless all words are used and every lane ends in 2^16."""
+    lanes, n_lanes, position, begin = [int(s) for s in states], len(states), 0, 0
+    for end, table in zip(ends.tolist(), table_of.tolist(), strict=True):
+        for i in range(begin, end):
+            state = lanes[i % n_lanes]
+            entry = int(tables[table, state & (SCALE - 1)])
+            out[i] = entry & 0xFF
+            state = ((entry >> 8 & 0xFFF) + 1) * (state >> SCALE_BITS) + (entry >> 20)
+            if state < STATE_LOW:
+                if position == len(words):
+                    return False
+                state = state << 16 | int(words[position])
+                position += 1
+            lanes[i % n_lanes] = state
+        begin = end
+    return position == len(words) and all(state == STATE_LOW for state in lanes)
+
+
+# --- sparse -------------------------------------------------------------------------------------
+
+
+def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
+    """(gap bytes, values) of the symbols other than `common`.
+
+    A gap is the number of common symbols before a value: as many bytes 255 as it holds 255, then the rest.
+    """
+    positions = np.flatnonzero(symbols != common)
+    gaps = np.diff(positions, prepend=-1) - 1
+    parts = [bytes([MAX_GAP_BYTE]) * (gap // MAX_GAP_BYTE) + bytes([gap % MAX_GAP_BYTE]) for gap in gaps]
+    return np.frombuffer(b"".join(parts), np.uint8).copy(), symbols[positions]
+
+
+def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
+    """Write `values` into `out`, which holds the common symbol; False if gaps and values disagree."""
+    position, n_values = 0, 0
+    for gap in gaps.tolist():
+        position += gap
+        if gap == MAX_GAP_BYTE:
+            continue
+        if position >= len(out) or n_values == len(values):
+            return False
+        out[position] = values[n_values]
+        position += 1
+        n_values += 1
+    return n_values == len(values) and (len(gaps) == 0 or bool(gaps[-1] != MAX_GAP_BYTE))
+
+
+# --- Exp-Golomb codes ---------------------------------------------------------------------------
+
+
+def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
+    """Exp-Golomb codes of `order`, least significant bit first, zero-padded to a byte.
+
+    With u = value + 2^order of b bits: b - 1 - order zero bits, a one bit, then the b - 1 bits below
+    the leading one of u.
+    """
+    bits: list[int] = []
+    for value in values.tolist():
+        u = value + (1 << order)
+        n_low = u.bit_length() - 1
+        bits += [0] * (n_low - order) + [1] + [u >> j & 1 for j in range(n_low)]
+    return np.packbits(np.array(bits, np.uint8), bitorder="little")
+
+
+def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
+    """Decode `n_values` codes into `out`; bytes used, or -1 if `source` ends early or a value exceeds 16 bits."""
+    bits = np.unpackbits(source, bitorder="little").tolist()
+    position = 0
+    for i in range(n_values):
+        n_low = order
+        while position < len(bits) and not bits[position]:
+            position += 1
+            n_low += 1
+        if n_low > MAX_GOLOMB_BITS or position + 1 + n_low > len(bits):
+            return -1
+        low = sum(bit << j for j, bit in enumerate(bits[position + 1 : position + 1 + n_low]))
+        position += 1 + n_low
+        value = (1 << n_low | low) - (1 << order)
+        if value > 0xFFFF:
+            return -1
+        out[i] = value
+    return -1 if any(bits[position : -(-position // 8) * 8]) else -(-position // 8)
