@@ -96,4 +96,6 @@ def dtype_of_id(dtype_id: int) -> DType:
     try:
         return _BY_ID[dtype_id]
     except KeyError:
-        raise UnsupportedError(f"dtype id {dtype_id} is not known to this version of ckptz; upgrade it") from None
+        raise UnsupportedError(
+            f"dtype id {dtype_id} is not known to this version of ckptz; upgrade it"
+        ) from None

@@ -24,7 +24,7 @@ from typing import ClassVar
 from safetensors import SafetensorError
 
 
-class CkptzError(SafetensorError):  # type: ignore[misc]  # the Rust class carries no types
+class CkptzError(SafetensorError):
     """Base of the tree; `exit_code` is what the command line ends with."""
 
     exit_code: ClassVar[int] = 1

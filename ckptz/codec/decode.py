@@ -88,7 +88,7 @@ def _decode_plane(
         return plane
     if classes is None:
         raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
-    segments = class_segments(classes, header.plan, index)
+    segments = class_segments(cpu().histogram(classes), header.plan.tables[index])
     with_slots = Segments(segments.ends, segments.table_of, segments.tables, header.slot_tables[index])
     grouped = np.empty(n, np.uint8)
     decode_stream(stream.coder, data.data, grouped, with_slots)

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import ChunkRecord, StreamRecord
-from ckptz.codec.plan import Plan, Predictor
+from ckptz.codec.plan import Plan, Predictor, StreamTables
 from ckptz.codec.units import UnitSource
 from ckptz.dtypes import DType
-from ckptz.entropy.frequency import cost_bits
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans, encode_stream
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, planning
 from ckptz.transform.classes import N_MAGNITUDE_CLASSES
 from ckptz.transform.planes import kernel_mode
 
@@ -31,45 +30,49 @@ class EncodedChunk:
     payload: bytes
 
 
-def class_segments(classes: Bytes, plan: Plan, stream: int) -> Segments:
-    """How a stream of this chunk, sorted by class, runs through the tensor's tables."""
-    per_class = np.bincount(classes, minlength=N_MAGNITUDE_CLASSES)
+def class_segments(per_class: NDArray[np.int64], tables: StreamTables) -> Segments:
+    """How a stream, sorted by class, runs through the tensor's tables.
+
+    Args:
+        per_class: elements of the chunk in each class [n_classes].
+        tables: the stream's tables.
+    """
     used = np.flatnonzero(per_class)
-    tables = plan.tables[stream]
-    return Segments(
-        np.cumsum(per_class[used]).astype(np.int64), tables.table_map.table_of[used], tables.frequencies
-    )
+    return Segments(np.cumsum(per_class[used]), tables.table_map.table_of[used], tables.frequencies)
 
 
-def _shared_bytes(counts: NDArray[np.int64], plan: Plan, stream: int) -> float:
+def _shared_bytes(counts: NDArray[np.int64], tables: StreamTables) -> float:
     """Size of the stream with the tensor's tables; infinite where they lack a code."""
-    tables = plan.tables[stream]
-    per_table = np.zeros((len(tables.frequencies), 256), np.int64)
-    np.add.at(per_table, tables.table_map.table_of, counts)
-    bits = sum(cost_bits(row, table) for row, table in zip(per_table, tables.frequencies, strict=True))
-    return bits / 8 + MAX_LANE_BYTES
+    bits = planning().shared_cost_bits(counts, tables.table_map.table_of, tables.frequencies)
+    return float(bits) / 8 + MAX_LANE_BYTES
 
 
-def _encode_classed(plane: Bytes, classes: Bytes, plan: Plan, stream: int) -> tuple[CoderId, bytes]:
+def _encode_classed(plane: Bytes, classes: Bytes, tables: StreamTables) -> tuple[CoderId, bytes]:
     counts = cpu().class_histogram(classes, plane, N_MAGNITUDE_CLASSES)
-    shared = _shared_bytes(counts, plan, stream)
+    shared = _shared_bytes(counts, tables)
     coder, data = encode_stream(plane, counts.sum(axis=0), beat=shared)
     if len(data) <= shared:
         return coder, data
     grouped = cpu().group(plane, classes, N_MAGNITUDE_CLASSES)
-    classed = encode_rans(grouped, class_segments(classes, plan, stream), shared)
+    classed = encode_rans(grouped, class_segments(counts.sum(axis=1), tables), shared)
     return (CoderId.RANS_SHARED, classed) if len(classed) < len(data) else (coder, data)
 
 
-def _streams(units: NDArray[Any], base: NDArray[Any], dtype: DType, plan: Plan) -> list[tuple[CoderId, bytes]]:
+def _streams(
+    units: NDArray[Any], base: NDArray[Any], dtype: DType, plan: Plan
+) -> list[tuple[CoderId, bytes]]:
     planes = cpu().split_planes(units, base, kernel_mode(plan.mode, dtype))
     if plan.class_rule is None:
         return [encode_stream(plane) for plane in planes]
     classes = cpu().magnitude_classes(base)
-    return [_encode_classed(plane, classes, plan, i) for i, plane in enumerate(planes)]
+    return [
+        _encode_classed(plane, classes, tables) for plane, tables in zip(planes, plan.tables, strict=True)
+    ]
 
 
-def encode_chunk(source: UnitSource, plan: Plan, base: UnitSource | None, begin: int, end: int) -> EncodedChunk:
+def encode_chunk(
+    source: UnitSource, plan: Plan, base: UnitSource | None, begin: int, end: int
+) -> EncodedChunk:
     """Encode units begin..end, which are one chunk.
 
     Args:

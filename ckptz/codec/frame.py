@@ -44,7 +44,7 @@ class StreamRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """spec/05-frame.md#chunk-records: checksums of the stored bytes and of the decoded units, then streams."""
+    """spec/05-frame.md#chunk-records: checksums of the stored bytes and the decoded units, then streams."""
 
     stored: int
     decoded: int

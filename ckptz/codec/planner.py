@@ -6,6 +6,7 @@ last two with classes by the base's magnitude; the smallest on a sample wins.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -21,18 +22,21 @@ from ckptz.transform.classes import N_MAGNITUDE_CLASSES, ClassRule, share_tables
 from ckptz.transform.planes import PlaneMode, kernel_mode
 
 SAMPLE_UNITS: Final = 1 << 18  # decides between plans; larger samples chose the same on all bench pairs
+MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
 
 Counts = NDArray[np.int64]
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
-def plane_counts(source: UnitSource, base: UnitSource, mode: PlaneMode, begin: int, end: int) -> Counts:
-    """Occurrences [unit bytes, n_classes, 256] of each code of each plane in each class of the base."""
-    units, base_units = source.units(begin, end), base.units(begin, end)
+def plane_counts(
+    source: UnitSource, base: UnitSource, mode: PlaneMode, bounds: tuple[int, int]
+) -> list[Counts]:
+    """Occurrences [n_classes, 256] of each code in each class of the base, for each plane."""
+    units, base_units = source.units(*bounds), base.units(*bounds)
     classes = cpu().magnitude_classes(base_units)
     planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
-    return np.stack([cpu().class_histogram(classes, plane, N_MAGNITUDE_CLASSES) for plane in planes])
+    return [cpu().class_histogram(classes, plane, N_MAGNITUDE_CLASSES) for plane in planes]
 
 
 def _sample_bounds(n_units: int) -> tuple[int, int]:
@@ -46,6 +50,11 @@ def _plain_bits(units: NDArray[Any], dtype: DType) -> float:
     return sum(entropy_bits(cpu().histogram(plane)) for plane in planes)
 
 
+def _stream_tables(counts: Counts) -> StreamTables:
+    table_counts, table_map = share_tables(counts)
+    return StreamTables(np.stack([normalise(row) for row in table_counts]), table_map)
+
+
 def plan_lossless(source: UnitSource, base: UnitSource | None, run: MapFunction = map) -> Plan:
     """The plan that measures smallest.
 
@@ -57,20 +66,22 @@ def plan_lossless(source: UnitSource, base: UnitSource | None, run: MapFunction 
     n_units = source.dtype.n_units(source.shape)
     if base is None or not n_units:
         return exact_plan(source.dtype)
-    begin, end = _sample_bounds(n_units)
-    sizes = {}
-    for mode in (PlaneMode.XOR, PlaneMode.DIFFERENCE):
-        counts = plane_counts(source, base, mode, begin, end)
-        sizes[mode] = entropy_bits(counts)
+    sample = _sample_bounds(n_units)
+    modes = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
+    counts = {mode: plane_counts(source, base, mode, sample) for mode in modes}
+    sizes = {mode: sum(map(entropy_bits, planes)) for mode, planes in counts.items()}
     best = min(sizes, key=sizes.__getitem__)
-    plain = _plain_bits(source.units(begin, end), source.dtype)
+    plain = _plain_bits(source.units(*sample), source.dtype)
     if sizes[best] > plain * PLAIN_BIAS and plain:
         return exact_plan(source.dtype)
-    if sizes[best] == 0 and n_units <= SAMPLE_UNITS:
+    is_whole = sample == (0, n_units)
+    if n_units < MIN_CLASSED_UNITS or (is_whole and not sizes[best]):
         return Plan(best)
-    total = sum(run(lambda b: plane_counts(source, base, best, *b), chunk_bounds(n_units)))
-    tables = []
-    for counts in np.asarray(total):
-        table_counts, table_map = share_tables(counts)
-        tables.append(StreamTables(np.stack([normalise(row) for row in table_counts]), table_map))
-    return Plan(best, ClassRule.BASE_MAGNITUDE, tuple(tables))
+    total = counts[best] if is_whole else _count_all(source, base, best, run)
+    return Plan(best, ClassRule.BASE_MAGNITUDE, tuple(map(_stream_tables, total)))
+
+
+def _count_all(source: UnitSource, base: UnitSource, mode: PlaneMode, run: MapFunction) -> list[Counts]:
+    bounds = chunk_bounds(source.dtype.n_units(source.shape))
+    per_chunk = run(lambda b: plane_counts(source, base, mode, b), bounds)
+    return functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -15,7 +15,12 @@ from ckptz.dtypes import DType
 Units = NDArray[Any]
 
 CHUNK_UNITS: Final = 1 << 20  # normative, spec/05-frame.md#chunks
-UNIT_TYPES: Final = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+UNIT_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 
 
 class UnitSource(Protocol):

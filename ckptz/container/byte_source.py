@@ -42,7 +42,7 @@ class FileBytes:
         if offset + n_bytes > self.size:
             raise TruncatedError(f"{self.name}: ends at byte {self.size}, {offset + n_bytes} are announced")
         out = np.empty(n_bytes, np.uint8)
-        view, done = memoryview(out), 0
+        view, done = out.data, 0
         while done < n_bytes:
             n = os.preadv(self._file.fileno(), [view[done : done + MAX_READ]], offset + done)
             if not n:

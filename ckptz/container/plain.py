@@ -90,7 +90,10 @@ def plain_regions(tensors: Mapping[str, UnitSource]) -> list[Region]:
 
 
 def write_plain(
-    sink: BinaryIO, regions: Sequence[Region], metadata: Mapping[str, str] | None, chunks: Iterator[NDArray[Any]]
+    sink: BinaryIO,
+    regions: Sequence[Region],
+    metadata: Mapping[str, str] | None,
+    chunks: Iterator[NDArray[Any]],
 ) -> None:
     """Write a safetensors file from the units of its tensors, chunk after chunk, in order."""
     sink.write(build_header(regions, metadata))

@@ -6,18 +6,15 @@ written last. Memory holds a few chunks.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
-from ckptz.bits.checksum import combine
 from ckptz.codec.encode import EncodedChunk, encode_chunk
-from ckptz.codec.frame import FrameHeader, header_bytes
+from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
 from ckptz.codec.plan import Plan, Predictor
 from ckptz.codec.planner import plan_lossless
-from ckptz.codec.units import UnitSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
 from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
 from ckptz.container.index import (
     INDEX_NAME,
@@ -73,12 +70,12 @@ class Written:
 
 @dataclass(slots=True)
 class _Job:
-    """One chunk to encode; the first of a tensor brings its plan."""
+    """One chunk to encode; a tensor of one chunk is planned where it is encoded."""
 
     name: str
     source: UnitSource
     base: UnitSource | None
-    plan: Plan
+    plan: Plan | None
     begin: int
     end: int
 
@@ -143,7 +140,9 @@ def _reserved_header_bytes(tensors: Mapping[str, UnitSource], features: Sequence
     blobs = [Region(name, dtype_of("U8"), (widest,), widest, widest) for name in (*tensors, INDEX_NAME)]
     n_bytes = len(build_header(blobs, envelope_metadata(features, b"")))
     if n_bytes > MAX_HEADER_BYTES:
-        raise ConfigError(f"{len(tensors)} tensors need a header over {MAX_HEADER_BYTES} bytes; split the file")
+        raise ConfigError(
+            f"{len(tensors)} tensors need a header over {MAX_HEADER_BYTES} bytes; split the file"
+        )
     return n_bytes
 
 
@@ -169,9 +168,15 @@ def matching_base(source: UnitSource, base: UnitSource | None) -> UnitSource | N
 def _jobs(tensors: Mapping[str, UnitSource], contents: Contents, workers: Workers) -> Iterator[_Job]:
     for name, source in tensors.items():
         base = matching_base(source, contents.bases.get(name))
-        plan = plan_lossless(source, base, workers.map)
-        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+        n_units = source.dtype.n_units(source.shape)
+        plan = plan_lossless(source, base, workers.map) if n_units > CHUNK_UNITS else None
+        for begin, end in chunk_bounds(n_units):
             yield _Job(name, source, base, plan, begin, end)
+
+
+def _encode(job: _Job) -> tuple[Plan, EncodedChunk]:
+    plan = plan_lossless(job.source, job.base) if job.plan is None else job.plan
+    return plan, encode_chunk(job.source, plan, job.base, job.begin, job.end)
 
 
 def _write_frames(
@@ -184,20 +189,17 @@ def _write_frames(
 ) -> Iterator[tuple[str, FrameHeader, int, int]]:
     """Stream all frames; yields (name, header, offset, n_bytes) of each."""
 
-    def encode(job: _Job) -> tuple[_Job, EncodedChunk]:
-        return job, encode_chunk(job.source, job.plan, job.base, job.begin, job.end)
-
-    offset, records, plan = 0, [], None
-    encoded = workers.map(encode, _jobs(tensors, contents, workers))
+    offset = 0
+    encoded = workers.map(_encode, _jobs(tensors, contents, workers))
     for name, source in tensors.items():
         shape = tuple(source.shape)
         n_units = source.dtype.n_units(shape)
-        records = []
+        records: list[ChunkRecord] = []
         plan = plan_lossless(source, None) if not n_units else None
         for begin, end in chunk_bounds(n_units):
-            job, chunk = next(encoded)
+            chunk_plan, chunk = next(encoded)
             if plan is None:
-                plan = job.plan
+                plan = chunk_plan
                 sink.seek(data_offset + offset + header_bytes(source.dtype, shape, plan))
             sink.write(chunk.payload)
             records.append(chunk.record)

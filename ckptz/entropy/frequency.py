@@ -1,6 +1,6 @@
 """Frequency tables of the rANS coder. Implements spec/02-entropy.md#frequency-table.
 
-    first symbol u8 | last symbol u8 | order u8 | Exp-Golomb codes of all frequencies but the last
+first symbol u8 | last symbol u8 | order u8 | Exp-Golomb codes of all frequencies but the last
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, planning
 
 Counts = NDArray[np.int64]
 Frequencies = NDArray[np.uint16]
@@ -26,42 +26,17 @@ def normalise(counts: Counts) -> Frequencies:
 
     The encoder's choice: any table with these two properties decodes.
     """
-    rare = counts < 0
-    while True:
-        # Symbols too rare for a share of their own get 1; the others divide what is left.
-        left = SCALE - int(rare.sum())
-        exact = counts * (left / max(int(counts[~rare].sum()), 1))
-        fallen = (exact < 1) & (counts > 0) & ~rare
-        if not fallen.any():
-            break
-        rare |= fallen
-    frequencies = np.where(rare, 1, np.floor(exact)).astype(np.int64)
-    # What rounding down left over goes where one more saves most: near count / frequency.
-    missing = SCALE - int(frequencies.sum())
-    gain = np.where(frequencies > 0, counts / np.maximum(frequencies, 1), -1.0)
-    for symbol in np.argsort(-gain, kind="stable")[:missing]:
-        frequencies[symbol] += 1
-    return frequencies.astype(np.uint16)
+    return planning().normalise(counts)
 
 
 def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
     """Bits that `counts` take under `frequencies`; infinite if a symbol has no frequency."""
-    used = counts > 0
-    if not frequencies[used].all():
-        return float("inf")
-    return float((counts[used] * (12.0 - np.log2(frequencies[used]))).sum())
+    return float(planning().cost_bits(counts, frequencies))
 
 
 def entropy_bits(counts: Counts) -> float:
-    """Bits of an ideal order-0 coder over the last axis, summed over all rows."""
-    totals = counts.sum(axis=-1, keepdims=True)
-    logs = np.log2(np.maximum(counts, 1)) - np.log2(np.maximum(totals, 1))
-    return float(-(counts * logs).sum())
-
-
-def _golomb_bits(values: NDArray[np.int64], order: int) -> int:
-    n_low = np.floor(np.log2(values + (1 << order))).astype(np.int64)
-    return int((2 * n_low - order + 1).sum())
+    """Bits of an ideal order-0 coder with one table for each row of the last axis."""
+    return float(planning().entropy_bits(np.ascontiguousarray(counts).reshape(-1, counts.shape[-1])))
 
 
 def pack_table(frequencies: Frequencies) -> bytes:
@@ -69,8 +44,7 @@ def pack_table(frequencies: Frequencies) -> bytes:
     used = np.flatnonzero(frequencies)
     first, last = int(used[0]), int(used[-1])
     body = frequencies[first:last]
-    values = body.astype(np.int64)
-    order = min(range(MAX_ORDER + 1), key=lambda k: _golomb_bits(values, k)) if len(body) else 0
+    order = int(planning().best_golomb_order(body, MAX_ORDER))
     return bytes((first, last, order)) + cpu().golomb_pack(body, order).tobytes()
 
 

@@ -62,7 +62,7 @@ class Segments:
 
     def slot_tables(self) -> NDArray[np.uint32]:
         """Decoding tables, made once for a tensor by the caller or here."""
-        return cpu().slot_tables(self.tables) if self.slots is None else self.slots  # type: ignore[no-any-return]
+        return cpu().slot_tables(self.tables) if self.slots is None else self.slots
 
 
 class _Zstd(Protocol):

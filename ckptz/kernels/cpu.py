@@ -251,7 +251,9 @@ def _encoding_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint64]:
     f = np.maximum(f, np.uint64(1))
     shift = np.ceil(np.log2(f.astype(np.float64))).astype(np.uint64)
     reciprocal = ((ONE << (np.uint64(32) + shift)) + f - ONE) // f - (ONE << np.uint64(32))
-    return reciprocal | (starts & LOW_12) << np.uint64(32) | shift << np.uint64(44) | (f - ONE) << np.uint64(48)
+    return (
+        reciprocal | (starts & LOW_12) << np.uint64(32) | shift << np.uint64(44) | (f - ONE) << np.uint64(48)
+    )
 
 
 @inlined
@@ -313,7 +315,7 @@ def _encode_segments(
                         mask &= mask - uint32(1)
                     for lane in range(N_LANES):
                         both[lane] = _encode_one(both[lane] & LOW_32, both[N_LANES + lane])
-                p = np.intp(q)
+                p = int(q)
         p = _encode_scalar(symbols, begin, i, entries, both, n_lanes, words, p)
     for lane in range(n_lanes):
         lanes[lane] = uint32(both[lane])
@@ -326,7 +328,9 @@ def rans_encode(
     """See `reference.rans_encode`."""
     words = np.empty(len(symbols) + 1, np.uint16)
     states = np.empty(n_lanes, np.uint32)
-    position = _encode_segments(symbols, ends, table_of, _encoding_tables(frequencies), states, n_lanes, words)
+    position = _encode_segments(
+        symbols, ends, table_of, _encoding_tables(frequencies), states, n_lanes, words
+    )
     return states, words[position:]
 
 
@@ -397,7 +401,7 @@ def rans_decode(
                     q += np.uintp(1)
                     mask &= mask - uint32(1)
                 i += N_LANES
-            p = np.intp(q)
+            p = int(q)
         p = _decode_scalar(words, p, both, n_lanes, i, end, slots, out)
         if p < 0:
             return False
@@ -503,7 +507,7 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
         position += 1
         value = 1 << n_low
         for j in range(n_low):
-            value |= np.int64((source[position >> 3] >> (position & 7)) & 1) << j
+            value |= int((source[position >> 3] >> (position & 7)) & 1) << j
             position += 1
         value -= 1 << order
         if value > 0xFFFF:

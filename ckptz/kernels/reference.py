@@ -231,7 +231,7 @@ def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
 
 
 def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
-    """Decode `n_values` codes into `out`; bytes used, or -1 if `source` ends early or a value exceeds 16 bits."""
+    """Decode `n_values` codes into `out`; bytes used, or -1 if they end early or exceed 16 bits."""
     bits = np.unpackbits(source, bitorder="little").tolist()
     position = 0
     for i in range(n_values):

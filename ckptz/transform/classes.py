@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
+from ckptz.kernels import planning
 
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CLASSES: Final = 256
@@ -59,16 +60,6 @@ class TableMap:
         return cls(table_of)
 
 
-def _row_bits(counts: NDArray[np.int64]) -> float:
-    """Bits of one group: its ideal code and its table."""
-    used = counts[counts > 0].astype(np.float64)
-    total = used.sum()
-    if not total:
-        return 0.0
-    code = float((used * (np.log2(total) - np.log2(used))).sum())
-    return code + TABLE_COST_BITS + TABLE_COST_BITS_PER_SYMBOL * len(used)
-
-
 def share_tables(counts: NDArray[np.int64], most: int = MAX_TABLES) -> tuple[NDArray[np.int64], TableMap]:
     """Merge neighbouring classes while one table for both costs less than two.
 
@@ -79,22 +70,6 @@ def share_tables(counts: NDArray[np.int64], most: int = MAX_TABLES) -> tuple[NDA
     Returns:
         Counts of each table [n_tables, 256] and the map from classes to tables.
     """
-    used = np.flatnonzero(counts.any(axis=1))
-    groups = [counts[k] for k in used]
-    first = [int(k) for k in used]
-    costs = [_row_bits(group) for group in groups]
-    gains = [_merge_gain(groups, costs, i) for i in range(len(groups) - 1)]
-    while gains and (max(gains) > 0 or len(groups) > most):
-        i = int(np.argmax(gains))
-        groups[i] = groups[i] + groups[i + 1]
-        costs[i] = _row_bits(groups[i])
-        del groups[i + 1], costs[i + 1], first[i + 1], gains[i]
-        for j in (i - 1, i):
-            if 0 <= j < len(gains):
-                gains[j] = _merge_gain(groups, costs, j)
-    bounds = np.array(first[1:], np.int64)
-    return np.stack(groups), TableMap(np.searchsorted(bounds, np.arange(len(counts)), side="right"))
-
-
-def _merge_gain(groups: list[NDArray[np.int64]], costs: list[float], i: int) -> float:
-    return costs[i] + costs[i + 1] - _row_bits(groups[i] + groups[i + 1])
+    group_of = planning().merge_neighbours(counts, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL)
+    begins = np.flatnonzero(np.diff(group_of, prepend=-1))
+    return np.add.reduceat(counts, begins, axis=0), TableMap(group_of)

@@ -1,0 +1,1 @@
+"""Chains of checkpoint files: finding bases, checking them. Knows no torch."""

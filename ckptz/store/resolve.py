@@ -1,0 +1,181 @@
+"""Opens a checkpoint with its whole chain. Implements spec/07-chain.md#resolution.
+
+A delta names its base by content id and by a file name, which is only a hint: one path component,
+looked for in the delta's own folder and in the search path. Nothing outside these folders is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ckptz.codec.units import UnitSource
+from ckptz.container.byte_source import ByteSource, FileBytes
+from ckptz.container.envelope import read_envelope
+from ckptz.container.index import BaseRef, is_ckptz
+from ckptz.container.plain import PlainFile, content_id_of
+from ckptz.container.reader import Container
+from ckptz.errors import CkptzError, CorruptionError, MissingBaseError
+
+MAX_DEPTH: Final = 64  # normative, spec/07-chain.md#depth
+SUFFIX: Final = ".ckptz"
+PLAIN_SUFFIX: Final = ".safetensors"
+
+Path_ = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An open checkpoint, whatever its kind: tensors by name, and the files behind them.
+
+    Attributes:
+        name: for messages.
+        tensors: sources by name, in stored order.
+        metadata: the user's own.
+        container: the `.ckptz` file, or None for a plain file.
+        files: every open file, this one first, then its base and so on.
+    """
+
+    name: str
+    tensors: Mapping[str, UnitSource]
+    metadata: Mapping[str, str] | None
+    container: Container | None
+    files: tuple[Container | PlainFile, ...]
+
+    @property
+    def depth(self) -> int:
+        """Deltas between this checkpoint and its anchor."""
+        return self.container.index.depth if self.container else 0
+
+    def content_id(self) -> str:
+        """Content id; a plain file is read whole for it."""
+        return self.container.index.content_id if self.container else content_id_of(self.tensors)
+
+    def close(self) -> None:
+        """Release all files."""
+        for file in self.files:
+            file.close()
+
+
+def open_file(source: ByteSource) -> Container | PlainFile:
+    """One file, by what it says it is: `.ckptz` or plain safetensors."""
+    envelope = read_envelope(source)
+    return Container(source, envelope) if is_ckptz(envelope.metadata) else PlainFile(source, envelope)
+
+
+def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoint:
+    """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain.
+
+    Args:
+        path: the file.
+        search_path: folders to look for bases in, after the file's own.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: a file of the chain is damaged.
+        MissingBaseError: a base is not found.
+    """
+    where = Path(path)
+    folders = (where.parent, *map(Path, search_path))
+    return open_source(FileBytes(where), folders)
+
+
+def open_source(source: ByteSource, folders: Sequence[Path] = ()) -> Checkpoint:
+    """Open bytes as a checkpoint; bases are looked for in `folders`."""
+    try:
+        file = open_file(source)
+    except BaseException:
+        source.close()
+        raise
+    if isinstance(file, PlainFile):
+        return Checkpoint(file.name, file.tensors, file.metadata, None, (file,))
+    try:
+        files = _open_chain(file, folders)
+    except BaseException:
+        file.close()
+        raise
+    return Checkpoint(file.name, file.tensors, file.index.metadata, file, files)
+
+
+def _open_chain(container: Container, folders: Sequence[Path]) -> tuple[Container | PlainFile, ...]:
+    files: list[Container | PlainFile] = [container]
+    try:
+        while isinstance(last := files[-1], Container) and (ref := last.index.base) is not None:
+            _check_depth(last, ref)
+            base = _find_base(last, ref, folders)
+            last.bases = base.tensors
+            files.append(base)
+    except BaseException:
+        for file in files[1:]:
+            file.close()
+        raise
+    return tuple(files)
+
+
+def _check_depth(container: Container, ref: BaseRef) -> None:
+    if not 1 <= ref.depth <= MAX_DEPTH:
+        raise CorruptionError(f"{container.name}: chain depth {ref.depth} is outside 1..{MAX_DEPTH}")
+    if Path(ref.file).name != ref.file or ref.file in ("", ".", ".."):
+        raise CorruptionError(f"{container.name}: base file name {ref.file!r} is not a plain file name")
+
+
+def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Container | PlainFile:
+    unusable: list[str] = []
+    for path, accepts in _candidates(ref, folders):
+        try:
+            file = open_file(FileBytes(path))
+        except (CkptzError, OSError) as error:
+            unusable.append(str(error))
+            continue
+        if accepts(file, delta, ref):
+            return file
+        file.close()
+        if path.name == ref.file:
+            unusable.append(f"{path} holds another checkpoint")
+    raise _missing(delta, ref, unusable)
+
+
+def _missing(delta: Container, ref: BaseRef, unusable: Sequence[str]) -> MissingBaseError:
+    found = f" ({unusable[0]})" if unusable else ""
+    return MissingBaseError(
+        f"{delta.name}: its base {ref.file!r} with content id {ref.content_id[:16]} is not here{found}; "
+        "put the file into the same folder or name its folder with --search-path"
+    )
+
+
+_Accepts = Callable[[Container | PlainFile, Container, BaseRef], bool]
+
+
+def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[tuple[Path, _Accepts]]:
+    """Files that may be the base, the likely ones first, each with how to tell."""
+    for folder in folders:
+        if (hinted := folder / ref.file).is_file():
+            yield hinted, _is_base
+    for suffix in (SUFFIX, PLAIN_SUFFIX):
+        for folder in folders:
+            for path in sorted(folder.glob(f"*{suffix}")):
+                if path.name != ref.file:
+                    yield path, _is_base
+
+
+def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> bool:
+    if isinstance(file, Container):
+        return file.index.content_id == ref.content_id and file.index.depth == ref.depth - 1
+    # A plain file says nothing of its values: read it all, but only if its tensors could fit.
+    return ref.depth == 1 and _could_fit(file, delta) and content_id_of(file.tensors) == ref.content_id
+
+
+def _could_fit(file: PlainFile, delta: Container) -> bool:
+    return any(
+        name in file.tensors and file.tensors[name].shape == source.shape
+        for name, source in delta.tensors.items()
+    )
+
+
+def base_ref(base: Checkpoint) -> BaseRef:
+    """How a new delta names `base`."""
+    file = Path(base.files[0].name).name
+    return BaseRef(content_id=base.content_id(), file=file, depth=base.depth + 1)
