@@ -287,7 +287,7 @@ def _encode_segments(
     # buffer LLVM knows that they do not overlap, and vectorises.
     both = np.empty(2 * N_LANES, np.uint64)
     both[:N_LANES] = uint64(STATE_LOW)
-    p = len(words)
+    p: Any = len(words)
     for s in range(len(ends) - 1, -1, -1):
         begin = ends[s - 1] if s else 0
         entries = tables[table_of[s]]
@@ -315,7 +315,7 @@ def _encode_segments(
                         mask &= mask - uint32(1)
                     for lane in range(N_LANES):
                         both[lane] = _encode_one(both[lane] & LOW_32, both[N_LANES + lane])
-                p = int(q)
+                p = np.int64(q)
         p = _encode_scalar(symbols, begin, i, entries, both, n_lanes, words, p)
     for lane in range(n_lanes):
         lanes[lane] = uint32(both[lane])
@@ -372,7 +372,8 @@ def rans_decode(
     n_lanes, n_words = len(states), len(words)
     both = np.empty(2 * N_LANES, np.uint32)
     both[:n_lanes] = states
-    begin, p = 0, 0
+    begin = 0
+    p: Any = 0
     for s in range(len(ends)):
         end = ends[s]
         slots = tables[table_of[s]]
@@ -401,7 +402,7 @@ def rans_decode(
                     q += np.uintp(1)
                     mask &= mask - uint32(1)
                 i += N_LANES
-            p = int(q)
+            p = np.int64(q)
         p = _decode_scalar(words, p, both, n_lanes, i, end, slots, out)
         if p < 0:
             return False
