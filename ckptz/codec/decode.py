@@ -9,26 +9,28 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.encode import class_segments
-from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
+from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import Predictor
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.values import predicted
 from ckptz.entropy.streams import CoderId, Segments, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError
 from ckptz.kernels import cpu
-from ckptz.transform.classes import N_MAGNITUDE_CLASSES
+from ckptz.transform.classes import Labels, labels_of
 from ckptz.transform.planes import kernel_mode
 
 Bytes = NDArray[np.uint8]
 Units = NDArray[Any]
 
 
-def decode_chunk(header: FrameHeader, index: int, payload: Bytes, base: Units | None, out: Units) -> None:
+def decode_chunk(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources, out: Units) -> None:
     """Decode chunk `index` into `out` and check it.
 
     Args:
         header: the frame's header.
         index: which chunk.
         payload: its stored bytes.
-        base: the same units of the base tensor, where the predictor needs one.
+        sources: the chunk's bounds, and the base where the frame needs one.
         out: the chunk's units.
 
     Raises:
@@ -37,60 +39,139 @@ def decode_chunk(header: FrameHeader, index: int, payload: Bytes, base: Units | 
         CorruptionError: the bytes contradict the specification.
     """
     record = header.chunks[index]
-    if len(payload) != record.n_bytes:
-        raise CorruptionError(f"chunk {index}: {len(payload)} stored bytes, {record.n_bytes} recorded")
     try:
-        _decode_streams(header, record, payload, base, out)
+        _Streams(header, record, payload, sources).decode(out)
     except FormatError as error:
-        _blame_stored_bytes(record, index, payload)
+        check_stored(record, index, payload)
         raise type(error)(f"chunk {index}: {error}") from None
     if xxh64(out) != record.decoded:
-        _blame_stored_bytes(record, index, payload)
-        if header.plan.predictor is Predictor.BASE:
+        check_stored(record, index, payload)
+        if header.plan.needs_base:
             raise MissingBaseError("the base found is not the checkpoint that this delta was made from")
         raise CorruptionError(f"chunk {index}: decodes to other values than were written")
 
 
+def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources) -> Bytes:
+    """Only the codes of chunk `index`, for a delta that is grouped by them."""
+    record = header.chunks[index]
+    try:
+        return _Streams(header, record, payload, sources).codes(0)
+    except FormatError as error:
+        check_stored(record, index, payload)
+        raise type(error)(f"chunk {index}: {error}") from None
+
+
 def check_stored(record: ChunkRecord, index: int, payload: Bytes) -> None:
-    """Require that the stored bytes of a chunk are as written."""
-    _blame_stored_bytes(record, index, payload)
+    """Require that the stored bytes of a chunk are as written.
 
-
-def _blame_stored_bytes(record: ChunkRecord, index: int, payload: Bytes) -> None:
-    # Only looked at when something is wrong: the decoded checksum covers the good case.
+    Decoding only asks when something is wrong: the decoded checksum covers the good case.
+    """
     if xxh64(payload) != record.stored:
         raise ChecksumError(f"chunk {index}: its stored bytes were changed after they were written")
 
 
-def _decode_streams(
-    header: FrameHeader, record: ChunkRecord, payload: Bytes, base: Units | None, out: Units
-) -> None:
-    plan = header.plan
-    if plan.predictor is Predictor.BASE and base is None:
-        raise MissingBaseError("the tensor is stored against a base, and none is open")
-    classes = cpu().magnitude_classes(base) if plan.class_rule is not None else None
-    planes, offset = [], 0
-    for i, stream in enumerate(record.streams):
-        data = payload[offset : offset + stream.n_bytes]
-        planes.append(_decode_plane(header, i, stream, data, classes, len(out)))
-        offset += stream.n_bytes
-    cpu().merge_planes(planes, out if base is None else base, kernel_mode(plan.mode, header.dtype), out)
+class _Streams:
+    """The streams of one chunk, taken in order."""
 
+    def __init__(
+        self, header: FrameHeader, record: ChunkRecord, payload: Bytes, sources: ChunkSources
+    ) -> None:
+        if len(payload) != record.n_bytes:
+            raise CorruptionError(f"{len(payload)} stored bytes, {record.n_bytes} recorded")
+        self._header, self._record, self._payload, self._sources = header, record, payload, sources
+        self._n = sources.end - sources.begin
+        self._next, self._offset = 0, 0
+        rules = header.plan.rules
+        self._check_base_codes()
+        self._labels: Labels | None = labels_of(rules, sources, header.row_units) if rules else None
+        self._per_class = self._count_classes()
 
-def _decode_plane(
-    header: FrameHeader, index: int, stream: StreamRecord, data: Bytes, classes: Bytes | None, n: int
-) -> Bytes:
-    if stream.coder == CoderId.STORED and len(data) == n:
-        return data
-    plane = np.empty(n, np.uint8)
-    if stream.coder != CoderId.RANS_SHARED:
-        decode_stream(stream.coder, data.data, plane)
+    def _check_base_codes(self) -> None:
+        expected = self._record.base_codes
+        if expected is None:
+            return
+        codes = self._sources.base_codes()
+        if (0 if codes is None else xxh64(codes)) != expected:
+            raise MissingBaseError("the base's codes are not those that this delta was grouped by")
+
+    def _count_classes(self) -> NDArray[np.int64] | None:
+        if self._labels is None:
+            return None
+        if self._labels.dtype == np.uint8:
+            return cpu().histogram(self._labels)
+        return np.bincount(self._labels, minlength=self._header.plan.n_classes)
+
+    def _take(self) -> tuple[int, Bytes]:
+        stream = self._record.streams[self._next]
+        data = self._payload[self._offset : self._offset + stream.n_bytes]
+        self._next += 1
+        self._offset += stream.n_bytes
+        return stream.coder, data
+
+    def decode(self, out: Units) -> None:
+        """All streams, into units."""
+        plan = self._header.plan
+        if plan.quant_map is None:
+            self._decode_planes(out)
+        else:
+            self._decode_map(out)
+
+    def _decode_planes(self, out: Units) -> None:
+        plan, dtype = self._header.plan, self._header.dtype
+        base = self._sources.base_units() if plan.predictor is Predictor.BASE else out
+        planes = [self.codes(i) for i in range(dtype.unit_bytes)]
+        cpu().merge_planes(planes, base, kernel_mode(plan.mode, dtype), out)
+
+    def _decode_map(self, out: Units) -> None:
+        plan, sources = self._header.plan, self._sources
+        quant_map = plan.quant_map
+        assert quant_map is not None
+        codes = self.codes(0)
+        if len(codes) and int(codes.max()) >= quant_map.n_codes:
+            raise CorruptionError(f"code {int(codes.max())} is beyond the {quant_map.n_codes} of the map")
+        base = sources.base_units() if plan.predictor is Predictor.BASE else None
+        prediction = predicted(plan, plan.outer, base, sources.begin, sources.end)
+        table = self._header.value_table
+        table.decode(codes, self._labels, prediction, out)
+        if quant_map.escape_code is not None:
+            self._put(codes == quant_map.escape_code, out)
+        if quant_map.has_protected:
+            mask = self._plain(*self._take(), self._n)
+            if len(mask) and int(mask.max()) > 1:
+                raise CorruptionError("the mask of protected positions holds other codes than 0 and 1")
+            self._put(mask.astype(np.bool_), out)
+        elif quant_map.escape_code is None and not cpu().all_finite(out, table.kind):
+            raise CorruptionError("a value that is not finite is not protected")
+
+    def _put(self, mask: NDArray[np.bool_], out: Units) -> None:
+        n = int(mask.sum())
+        planes = [self._plain(*self._take(), n) for _ in range(out.itemsize)]
+        values = np.empty(n, out.dtype)
+        if n:
+            cpu().merge_planes(planes, values, 0, values)
+        out[mask] = values
+
+    def _plain(self, coder: int, data: Bytes, n: int) -> Bytes:
+        """A stream that needs no tables of the tensor."""
+        if coder == CoderId.STORED and len(data) == n:
+            return data
+        if not n:
+            raise CorruptionError("a stream of no codes is not empty")
+        plane = np.empty(n, np.uint8)
+        decode_stream(coder, data.data, plane)
         return plane
-    if classes is None:
-        raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
-    segments = class_segments(cpu().histogram(classes), header.plan.tables[index])
-    with_slots = Segments(segments.ends, segments.table_of, segments.tables, header.slot_tables[index])
-    grouped = np.empty(n, np.uint8)
-    decode_stream(stream.coder, data.data, grouped, with_slots)
-    cpu().ungroup(grouped, classes, N_MAGNITUDE_CLASSES, plane)
-    return plane
+
+    def codes(self, index: int) -> Bytes:
+        """Code stream `index`, in the order of the units."""
+        coder, data = self._take()
+        if coder != CoderId.RANS_SHARED:
+            return self._plain(coder, data, self._n)
+        if self._labels is None or self._per_class is None:
+            raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
+        segments = class_segments(self._per_class, self._header.plan.tables[index])
+        slots = self._header.slot_tables[index]
+        segments = Segments(segments.ends, segments.table_of, segments.tables, slots)
+        grouped, plane = np.empty(self._n, np.uint8), np.empty(self._n, np.uint8)
+        decode_stream(coder, data.data, grouped, segments)
+        cpu().ungroup(grouped, self._labels, self._header.plan.n_classes, plane)
+        return plane

@@ -1,4 +1,4 @@
-"""Encoding one chunk of a tensor. The bytes are fixed by the tensor, its plan and its base."""
+"""Encoding one chunk of a tensor. The bytes are fixed by the tensor, its plan and its sources."""
 
 from __future__ import annotations
 
@@ -9,32 +9,61 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64
-from ckptz.codec.frame import ChunkRecord, StreamRecord
+from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, Predictor, StreamTables
-from ckptz.codec.units import UnitSource
-from ckptz.dtypes import DType
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import Units, UnitSource
+from ckptz.codec.values import predicted
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans, encode_stream
+from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning
-from ckptz.transform.classes import N_MAGNITUDE_CLASSES
+from ckptz.transform.classes import Labels, labels_of
 from ckptz.transform.planes import kernel_mode
 
 Bytes = NDArray[np.uint8]
+Stream = tuple[CoderId, bytes]
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 
 
 @dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far decoded values are from the originals: summed over units, so that chunks add up.
+
+    Attributes:
+        largest: greatest absolute error.
+        error: sum of squared errors.
+        power: sum of squared values.
+        n_codes_used: units by code [256].
+    """
+
+    largest: float
+    error: float
+    power: float
+    counts: NDArray[np.int64]
+
+    def __add__(self, other: Deviation) -> Deviation:
+        return Deviation(
+            max(self.largest, other.largest),
+            self.error + other.error,
+            self.power + other.power,
+            self.counts + other.counts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's record and its streams."""
+    """A chunk's record, its streams, and for lossy plans what was lost."""
 
     record: ChunkRecord
     payload: bytes
+    deviation: Deviation | None = None
 
 
 def class_segments(per_class: NDArray[np.int64], tables: StreamTables) -> Segments:
     """How a stream, sorted by class, runs through the tensor's tables.
 
     Args:
-        per_class: elements of the chunk in each class [n_classes].
+        per_class: units of the chunk in each class [n_classes].
         tables: the stream's tables.
     """
     used = np.flatnonzero(per_class)
@@ -47,45 +76,106 @@ def _shared_bytes(counts: NDArray[np.int64], tables: StreamTables) -> float:
     return float(bits) / 8 + MAX_LANE_BYTES
 
 
-def _encode_classed(plane: Bytes, classes: Bytes, tables: StreamTables) -> tuple[CoderId, bytes]:
-    counts = cpu().class_histogram(classes, plane, N_MAGNITUDE_CLASSES)
+def _encode_classed(plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables) -> Stream:
+    counts = cpu().class_histogram(labels, plane, n_classes)
     shared = _shared_bytes(counts, tables)
     coder, data = encode_stream(plane, counts.sum(axis=0), beat=shared)
     if len(data) <= shared:
         return coder, data
-    grouped = cpu().group(plane, classes, N_MAGNITUDE_CLASSES)
+    grouped = cpu().group(plane, labels, n_classes)
     classed = encode_rans(grouped, class_segments(counts.sum(axis=1), tables), shared)
     return (CoderId.RANS_SHARED, classed) if len(classed) < len(data) else (coder, data)
 
 
-def _streams(
-    units: NDArray[Any], base: NDArray[Any], dtype: DType, plan: Plan
-) -> list[tuple[CoderId, bytes]]:
-    planes = cpu().split_planes(units, base, kernel_mode(plan.mode, dtype))
-    if plan.class_rule is None:
+def _encode_codes(planes: Any, plan: Plan, labels: Labels | None) -> list[Stream]:
+    if labels is None:
         return [encode_stream(plane) for plane in planes]
-    classes = cpu().magnitude_classes(base)
-    return [
-        _encode_classed(plane, classes, tables) for plane, tables in zip(planes, plan.tables, strict=True)
-    ]
+    pairs = zip(planes, plan.tables, strict=True)
+    return [_encode_classed(plane, labels, plan.n_classes, tables) for plane, tables in pairs]
 
 
-def encode_chunk(
-    source: UnitSource, plan: Plan, base: UnitSource | None, begin: int, end: int
-) -> EncodedChunk:
-    """Encode units begin..end, which are one chunk.
+def encode_values(units: Units) -> list[Stream]:
+    """Units as they are, each byte plane a stream; empty streams for no units."""
+    if not len(units):
+        return [(CoderId.STORED, b"")] * units.itemsize
+    return [encode_stream(plane) for plane in cpu().split_planes(units, units, 0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantized:
+    """Streams of a lossy chunk, the units they decode to, and the codes."""
+
+    streams: list[Stream]
+    decoded: Units
+    codes: Bytes
+
+
+def _quantize(header: FrameHeader, units: Units, sources: ChunkSources, labels: Labels | None) -> _Quantized:
+    plan, quantizer = header.plan, header.plan.quantizer
+    if plan.quant_map is None or quantizer is None:
+        raise ConfigError("a plan in the linear or bits domain needs a map and a quantizer to encode")
+    begin, end = sources.begin, sources.end
+    codes = quantizer.codes(begin, end, units)
+    base = sources.base_units() if plan.predictor is Predictor.BASE else None
+    decoded = np.empty_like(units)
+    header.value_table.decode(codes, labels, predicted(plan, plan.outer, base, begin, end), decoded)
+    streams = _encode_codes([codes], plan, labels)
+    kept = quantizer.kept(units)
+    if plan.quant_map.escape_code is not None:
+        streams += _store_exactly(codes == plan.quant_map.escape_code, kept, decoded)
+    if plan.quant_map.has_protected:
+        mask = quantizer.protected(begin, end, units)
+        mask = np.zeros(len(units), np.bool_) if mask is None else mask
+        streams.append(encode_stream(mask.view(np.uint8)))
+        streams += _store_exactly(mask, kept, decoded)
+    return _Quantized(streams, decoded, codes)
+
+
+def _store_exactly(mask: NDArray[np.bool_], kept: Units, decoded: Units) -> list[Stream]:
+    values = kept[mask]
+    decoded[mask] = values
+    return encode_values(values)
+
+
+def _deviation(header: FrameHeader, units: Units, quantized: _Quantized) -> Deviation:
+    kind = header.value_table.kind
+    exact, restored = (
+        cpu().to_f32(u, kind).view(np.float32).astype(np.float64) for u in (units, quantized.decoded)
+    )
+    error = restored - exact
+    largest = float(np.abs(error).max()) if len(error) else 0.0
+    counts = cpu().histogram(quantized.codes)
+    return Deviation(largest, float(error @ error), float(exact @ exact), counts)
+
+
+def encode_chunk(source: UnitSource, plan: Plan, sources: ChunkSources) -> EncodedChunk:
+    """Encode one chunk.
 
     Args:
         source: the tensor.
         plan: its plan.
-        base: the tensor that the plan's predictor needs, else None.
-        begin: first unit of the chunk.
-        end: unit after the last.
+        sources: the chunk's bounds, and the base where the plan needs one.
     """
-    units = source.units(begin, end)
-    needs_base = plan.predictor is Predictor.BASE
-    base_units = base.units(begin, end) if base is not None and needs_base else units
-    streams = _streams(units, base_units, source.dtype, plan)
+    header = FrameHeader(source.dtype, tuple(source.shape), plan, ())
+    units = source.units(sources.begin, sources.end)
+    labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
+    deviation, decoded = None, units
+    if plan.quant_map is None:
+        base = sources.base_units() if plan.predictor is Predictor.BASE else units
+        planes = cpu().split_planes(units, base, kernel_mode(plan.mode, source.dtype))
+        streams = _encode_codes(planes, plan, labels)
+    else:
+        quantized = _quantize(header, units, sources, labels)
+        streams, decoded = quantized.streams, quantized.decoded
+        deviation = _deviation(header, units, quantized)
     payload = b"".join(data for _, data in streams)
     records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
-    return EncodedChunk(ChunkRecord(xxh64(payload), xxh64(units), records), payload)
+    base_codes = _base_codes_checksum(plan, sources)
+    return EncodedChunk(ChunkRecord(xxh64(payload), xxh64(decoded), records, base_codes), payload, deviation)
+
+
+def _base_codes_checksum(plan: Plan, sources: ChunkSources) -> int | None:
+    if not plan.reads_base_codes:
+        return None
+    codes = sources.base_codes()
+    return 0 if codes is None else xxh64(codes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -18,18 +17,14 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import combine, xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.codec.plan import Plan, Predictor, StreamTables
+from ckptz.codec.frame_plan import parse_plan, write_plan
+from ckptz.codec.plan import Plan
 from ckptz.codec.units import n_chunks_of
-from ckptz.dtypes import DType, dtype_of_id
-from ckptz.entropy.frequency import parse_tables, write_tables
-from ckptz.errors import ChecksumError, CorruptionError, UnsupportedError
+from ckptz.codec.values import ValueTable
+from ckptz.dtypes import DType
+from ckptz.errors import ChecksumError, CorruptionError
 from ckptz.kernels import cpu
-from ckptz.transform.classes import MAX_TABLES, N_MAGNITUDE_CLASSES, ClassRule, TableMap
-from ckptz.transform.planes import PlaneMode
 
-FRAME_VERSION: Final = 0  # 0 until format 1.0; spec/versions.md
-MAX_DIMS: Final = 64
-MAX_ELEMENTS: Final = 1 << 48
 PREFIX_BYTES: Final = 4  # the header's own length, u32
 CHECKSUM_BYTES: Final = 8
 
@@ -44,11 +39,15 @@ class StreamRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """spec/05-frame.md#chunk-records: checksums of the stored bytes and the decoded units, then streams."""
+    """spec/05-frame.md#chunk-records: checksums of the stored bytes and the decoded units, then streams.
+
+    `base_codes` is the checksum of the base's codes in this chunk, where a class rule reads them.
+    """
 
     stored: int
     decoded: int
     streams: tuple[StreamRecord, ...]
+    base_codes: int | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -56,9 +55,9 @@ class ChunkRecord:
         return sum(stream.n_bytes for stream in self.streams)
 
 
-def chunk_record_bytes(n_streams: int) -> int:
+def chunk_record_bytes(dtype: DType, plan: Plan) -> int:
     """Size of a packed ChunkRecord."""
-    return 16 + 5 * n_streams
+    return 16 + 8 * plan.reads_base_codes + 5 * plan.n_streams(dtype)
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,11 @@ class FrameHeader:
     def n_units(self) -> int:
         """Units of the tensor."""
         return self.dtype.n_units(self.shape)
+
+    @property
+    def row_units(self) -> int:
+        """Units of one index of the first dimension."""
+        return max(self.n_units // self.shape[0], 1) if self.shape and self.shape[0] else 1
 
     @property
     def checksum(self) -> int:
@@ -95,13 +99,20 @@ class FrameHeader:
         """Decoding tables of each stream, made once."""
         return tuple(cpu().slot_tables(stream.frequencies) for stream in self.plan.tables)
 
+    @functools.cached_property
+    def value_table(self) -> ValueTable:
+        """The quantization map ready for the kernels, made once."""
+        return ValueTable.of(self.dtype, self.plan)
+
     def pack(self) -> bytes:
         """The header's bytes."""
         out = ByteWriter()
-        _write_plan(out, self.dtype, self.shape, self.plan)
+        write_plan(out, self.dtype, self.shape, self.plan)
         for chunk in self.chunks:
             out.u64(chunk.stored)
             out.u64(chunk.decoded)
+            if chunk.base_codes is not None:
+                out.u64(chunk.base_codes)
             for stream in chunk.streams:
                 out.u8(stream.coder)
                 out.u32(stream.n_bytes)
@@ -125,8 +136,8 @@ class FrameHeader:
         source = ByteReader(content)
         if source.u32("frame header length") != len(raw):
             raise CorruptionError("frame header length does not match")
-        dtype, shape, plan = _parse_plan(source)
-        chunks = _parse_chunks(source, dtype, shape)
+        dtype, shape, plan = parse_plan(source)
+        chunks = _parse_chunks(source, dtype, shape, plan)
         source.end("frame header")
         return cls(dtype, shape, plan, chunks)
 
@@ -134,9 +145,9 @@ class FrameHeader:
 def header_bytes(dtype: DType, shape: tuple[int, ...], plan: Plan) -> int:
     """Size of the packed header, known before any chunk is encoded."""
     out = ByteWriter()
-    _write_plan(out, dtype, shape, plan)
-    n_chunks = n_chunks_of(dtype.n_units(shape))
-    return PREFIX_BYTES + len(out) + n_chunks * chunk_record_bytes(dtype.unit_bytes) + CHECKSUM_BYTES
+    write_plan(out, dtype, shape, plan)
+    records = n_chunks_of(dtype.n_units(shape)) * chunk_record_bytes(dtype, plan)
+    return PREFIX_BYTES + len(out) + records + CHECKSUM_BYTES
 
 
 def header_length(prefix: bytes, most: int) -> int:
@@ -147,78 +158,19 @@ def header_length(prefix: bytes, most: int) -> int:
     return length
 
 
-def _write_plan(out: ByteWriter, dtype: DType, shape: tuple[int, ...], plan: Plan) -> None:
-    out.u8(FRAME_VERSION)
-    out.u8(dtype.id)
-    out.u8(plan.domain)
-    out.u8(plan.predictor)
-    out.u8(0)  # flags, all reserved
-    out.u8(len(shape))
-    for n in shape:
-        out.varint(n)
-    out.u8(plan.mode)
-    out.u8(plan.class_rule is not None)
-    if plan.class_rule is not None:
-        out.u8(plan.class_rule)
-        for stream in plan.tables:
-            write_tables(out, stream.frequencies)
-            stream.table_map.write(out)
-
-
-def _parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
-    version = source.u8("frame version")
-    if version != FRAME_VERSION:
-        raise UnsupportedError(f"frame version {version} is not known to this version of ckptz; upgrade it")
-    dtype = dtype_of_id(source.u8("frame dtype"))
-    domain, predictor = source.u8("frame domain"), source.u8("frame predictor")
-    flags = source.u8("frame flags")
-    if domain or flags:
-        raise UnsupportedError(f"frame of domain {domain} with flags {flags:#04x} needs a newer ckptz")
-    shape = _parse_shape(source)
-    try:
-        mode = PlaneMode(source.u8("plane mode"))
-    except ValueError as error:
-        raise UnsupportedError(f"{error}; a newer ckptz may know it") from None
-    n_rules = source.u8("number of class rules")
-    if n_rules > 1:
-        raise UnsupportedError(f"{n_rules} class rules in a lossless frame; a newer ckptz may know them")
-    plan = _parse_classes(source, dtype, mode) if n_rules else Plan(mode)
-    if plan.predictor != predictor or (plan.class_rule and plan.predictor is not Predictor.BASE):
-        raise CorruptionError(f"predictor {predictor} does not fit plane mode {mode}")
-    return dtype, shape, plan
-
-
-def _parse_shape(source: ByteReader) -> tuple[int, ...]:
-    n_dims = source.u8("number of dimensions")
-    if n_dims > MAX_DIMS:
-        raise CorruptionError(f"{n_dims} dimensions, at most {MAX_DIMS} are allowed")
-    shape = tuple(source.varint("dimension") for _ in range(n_dims))
-    if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
-        raise CorruptionError(f"shape {list(shape)} exceeds 2^48 elements")
-    return shape
-
-
-def _parse_classes(source: ByteReader, dtype: DType, mode: PlaneMode) -> Plan:
-    rule = source.u8("class rule")
-    if rule != ClassRule.BASE_MAGNITUDE:
-        raise UnsupportedError(f"class rule {rule} is not known to this version of ckptz; upgrade it")
-    tables = []
-    for _ in range(dtype.unit_bytes):
-        frequencies = parse_tables(source, MAX_TABLES)
-        table_map = TableMap.parse(source, N_MAGNITUDE_CLASSES, len(frequencies))
-        tables.append(StreamTables(frequencies, table_map))
-    return Plan(mode, ClassRule.BASE_MAGNITUDE, tuple(tables))
-
-
-def _parse_chunks(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tuple[ChunkRecord, ...]:
+def _parse_chunks(
+    source: ByteReader, dtype: DType, shape: tuple[int, ...], plan: Plan
+) -> tuple[ChunkRecord, ...]:
     n_chunks = n_chunks_of(dtype.n_units(shape))
-    if n_chunks * chunk_record_bytes(dtype.unit_bytes) != source.left:
+    if n_chunks * chunk_record_bytes(dtype, plan) != source.left:
         raise CorruptionError(f"{source.left} bytes of chunk records for {n_chunks} chunks")
+    n_streams = plan.n_streams(dtype)
     chunks = []
     for _ in range(n_chunks):
         stored, decoded = source.u64("stored checksum"), source.u64("decoded checksum")
+        base_codes = source.u64("checksum of base codes") if plan.reads_base_codes else None
         streams = tuple(
-            StreamRecord(source.u8("coder"), source.u32("stream length")) for _ in range(dtype.unit_bytes)
+            StreamRecord(source.u8("coder"), source.u32("stream length")) for _ in range(n_streams)
         )
-        chunks.append(ChunkRecord(stored, decoded, streams))
+        chunks.append(ChunkRecord(stored, decoded, streams, base_codes))
     return tuple(chunks)

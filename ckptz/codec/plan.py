@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.dtypes import DType
-from ckptz.transform.classes import ClassRule, TableMap
+from ckptz.quant.quant_map import QuantizationMap
+from ckptz.transform.classes import BaseCode, ClassRule, Magnitude, TableMap, n_classes_of
 from ckptz.transform.planes import BASE_MODES, PlaneMode
 
 
@@ -17,6 +19,8 @@ class Domain(IntEnum):
     """spec/registry.md#domains: how codes become values."""
 
     PLANES = 0
+    LINEAR = 1
+    BITS = 2
 
 
 class Predictor(IntEnum):
@@ -24,42 +28,103 @@ class Predictor(IntEnum):
 
     ZERO = 0
     BASE = 1
+    OUTER = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTables:
-    """The tables that one stream shares over all chunks, and the classes that use them."""
+    """Frequency tables that one code stream shares over all chunks, and the classes that use them."""
 
     frequencies: NDArray[np.uint16]
     table_map: TableMap
 
 
 @dataclass(frozen=True, slots=True)
+class Outer:
+    """Two vectors of F32 patterns, whose products predict a matrix."""
+
+    rows: NDArray[np.uint32]
+    columns: NDArray[np.uint32]
+
+
+class Quantizer(Protocol):
+    """The encoder's side of a map: which code each unit takes. Not part of the frame."""
+
+    def codes(self, begin: int, end: int, units: Any) -> NDArray[np.uint8]:
+        """Codes of units begin..end of the tensor."""
+        ...
+
+    def kept(self, units: Any) -> Any:
+        """What escaped and protected positions restore to: `units`, or a rounding of them."""
+        ...
+
+    def protected(self, begin: int, end: int, units: Any) -> NDArray[np.bool_] | None:
+        """Positions that are stored exactly beside their code, or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A lossless frame: how units are split, and with what tables the planes are coded.
+    """How one tensor is framed.
 
     Attributes:
-        mode: what happens to a unit before it is split.
-        class_rule: how classes are derived, or None.
-        tables: one entry a plane if there are classes, else empty.
+        mode: planes domain only: what happens to a unit before it is split.
+        quant_map: linear and bits domains: what codes stand for; None in the planes domain.
+        domain: how codes become values.
+        predictor: what they are relative to.
+        outer: the vectors of the outer predictor.
+        rules: class rules, at most three.
+        tables: one entry a code stream if there are rules, else empty.
+        quantizer: encoder only.
     """
 
-    mode: PlaneMode
-    class_rule: ClassRule | None = None
+    mode: PlaneMode = PlaneMode.RAW
+    quant_map: QuantizationMap | None = None
+    domain: Domain = Domain.PLANES
+    predictor: Predictor = Predictor.ZERO
+    outer: Outer | None = None
+    rules: tuple[ClassRule, ...] = ()
     tables: tuple[StreamTables, ...] = ()
+    quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
 
     @property
-    def domain(self) -> Domain:
-        """How codes become values."""
-        return Domain.PLANES
+    def n_classes(self) -> int:
+        """Classes of the frame."""
+        return n_classes_of(self.rules)
 
     @property
-    def predictor(self) -> Predictor:
-        """What the codes are relative to."""
-        return Predictor.BASE if self.mode in BASE_MODES else Predictor.ZERO
+    def needs_base(self) -> bool:
+        """Whether decoding reads the base's values or codes."""
+        from_base = any(isinstance(r, BaseCode) or r == Magnitude() for r in self.rules)
+        return self.predictor is Predictor.BASE or from_base
+
+    @property
+    def reads_base_codes(self) -> bool:
+        """Whether a class rule looks at the codes of the base's frame."""
+        return any(isinstance(rule, BaseCode) for rule in self.rules)
+
+    def n_code_streams(self, dtype: DType) -> int:
+        """Streams of codes in each chunk."""
+        return dtype.unit_bytes if self.quant_map is None else 1
+
+    def n_streams(self, dtype: DType) -> int:
+        """Streams in each chunk: codes, escaped values, protected mask and values."""
+        n = self.n_code_streams(dtype)
+        if self.quant_map is not None:
+            n += dtype.unit_bytes * (self.quant_map.escape_code is not None)
+            n += (1 + dtype.unit_bytes) * self.quant_map.has_protected
+        return n
+
+
+def planes_plan(
+    mode: PlaneMode, rules: tuple[ClassRule, ...] = (), tables: tuple[StreamTables, ...] = ()
+) -> Plan:
+    """A lossless plan."""
+    predictor = Predictor.BASE if mode in BASE_MODES else Predictor.ZERO
+    return Plan(mode, predictor=predictor, rules=rules, tables=tables)
 
 
 def exact_plan(dtype: DType) -> Plan:
-    """The plan for a tensor without a base."""
+    """The lossless plan for a tensor without a base."""
     is_split = dtype.is_float and dtype.unit_bytes > 1
-    return Plan(PlaneMode.ROTATED if is_split else PlaneMode.RAW)
+    return planes_plan(PlaneMode.ROTATED if is_split else PlaneMode.RAW)

@@ -13,12 +13,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import Plan, StreamTables, exact_plan
+from ckptz.codec.plan import Plan, StreamTables, exact_plan, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
 from ckptz.dtypes import DType
 from ckptz.entropy.frequency import entropy_bits, normalise
 from ckptz.kernels import cpu
-from ckptz.transform.classes import N_MAGNITUDE_CLASSES, ClassRule, share_tables
+from ckptz.transform.classes import N_MAGNITUDE_CLASSES, Magnitude, share_tables
 from ckptz.transform.planes import PlaneMode, kernel_mode
 
 SAMPLE_UNITS: Final = 1 << 18  # decides between plans; larger samples chose the same on all bench pairs
@@ -76,9 +76,9 @@ def plan_lossless(source: UnitSource, base: UnitSource | None, run: MapFunction 
         return exact_plan(source.dtype)
     is_whole = sample == (0, n_units)
     if n_units < MIN_CLASSED_UNITS or (is_whole and not sizes[best]):
-        return Plan(best)
+        return planes_plan(best)
     total = counts[best] if is_whole else _count_all(source, base, best, run)
-    return Plan(best, ClassRule.BASE_MAGNITUDE, tuple(map(_stream_tables, total)))
+    return planes_plan(best, (Magnitude(),), tuple(map(_stream_tables, total)))
 
 
 def _count_all(source: UnitSource, base: UnitSource, mode: PlaneMode, run: MapFunction) -> list[Counts]:

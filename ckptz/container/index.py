@@ -21,7 +21,7 @@ FORMAT_VERSION: Final = "0.1"
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
 MAX_INDEX_BYTES: Final = 64 << 20
-KNOWN_FEATURES: Final = frozenset({"lossless", "delta"})
+KNOWN_FEATURES: Final = frozenset({"lossless", "delta", "maps"})
 
 KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
 KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"

@@ -9,15 +9,15 @@ import functools
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.decode import check_stored, decode_chunk
+from ckptz.codec.decode import check_stored, decode_chunk, decode_codes
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
-from ckptz.codec.plan import Predictor
+from ckptz.codec.sources import ChunkSources, companions_of
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, UnitSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.envelope import Envelope, read_envelope
@@ -33,29 +33,50 @@ from ckptz.container.index import (
 )
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import ChecksumError, CkptzError, CorruptionError, FormatError, MissingBaseError, named
+from ckptz.transform.classes import Magnitude
 
 Units = NDArray[Any]
+MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
 CACHE_BYTES: Final = 64 << 20  # decoded chunks that slices of one open file may share
+ChunkKey = tuple[str, int]  # tensor, chunk
 
 
 class ChunkCache:
-    """The decoded chunks used last, up to a number of bytes; safe to share between threads."""
+    """The decoded chunks used last, up to a number of bytes; safe to share between threads.
+
+    Threads that want the same chunk at once wait for one of them to decode it.
+    """
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._chunks: OrderedDict[tuple[str, int], Units] = OrderedDict()
+        self._chunks: OrderedDict[ChunkKey, Units] = OrderedDict()
         self._n_bytes = 0
         self._lock = threading.Lock()
+        self._decoding: dict[ChunkKey, threading.Lock] = {}
 
-    def get(self, key: tuple[str, int]) -> Units | None:
-        """A chunk, or None."""
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held."""
+        return self._n_bytes
+
+    def get(self, key: ChunkKey, decode: Callable[[], Units]) -> Units:
+        """A chunk that is held, or else what `decode` gives; never to be written to."""
         with self._lock:
             if key in self._chunks:
                 self._chunks.move_to_end(key)
-            return self._chunks.get(key)
+                return self._chunks[key]
+            turn = self._decoding.setdefault(key, threading.Lock())
+        with turn:
+            units = self._chunks.get(key)
+            if units is None:
+                try:
+                    units = decode()
+                    self._keep(key, units)
+                finally:
+                    self._decoding.pop(key, None)
+        return units
 
-    def put(self, key: tuple[str, int], units: Units) -> None:
-        """Keep a chunk, dropping those unused longest."""
+    def _keep(self, key: ChunkKey, units: Units) -> None:
         with self._lock:
             if key in self._chunks or units.nbytes > self._max_bytes:
                 return
@@ -64,6 +85,12 @@ class ChunkCache:
             while self._n_bytes > self._max_bytes:
                 _, dropped = self._chunks.popitem(last=False)
                 self._n_bytes -= dropped.nbytes
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            self._chunks.clear()
+            self._n_bytes = 0
 
 
 class FrameSource:
@@ -94,7 +121,7 @@ class FrameSource:
     @functools.cached_property
     def base(self) -> UnitSource | None:
         """The base tensor that the frame needs, or None."""
-        if self.header.plan.predictor is not Predictor.BASE:
+        if not self.header.plan.needs_base:
             return None
         base = self._container.bases.get(self.entry.name)
         if base is None:
@@ -105,6 +132,31 @@ class FrameSource:
             )
         return base
 
+    def _sources(self, begin: int, end: int) -> ChunkSources:
+        return ChunkSources(begin, end, self.base, self._companion)
+
+    def _companion(self, name: str) -> UnitSource:
+        """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
+        source = companions_of(self._container.tensors)(name)
+        assert isinstance(source, FrameSource)
+        if source.dtype.n_units(source.shape) != self.header.n_units:
+            raise CorruptionError(f"classes depend on tensor {name!r}, which has another shape")
+        if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
+            raise CorruptionError(f"classes depend on tensor {name!r}, which depends on too many others")
+        return source
+
+    def source_depth(self, most: int) -> int:
+        """How many tensors of this file, one after another, the classes depend on; at most `most` + 1."""
+        names = [
+            rule.source for rule in self.header.plan.rules if isinstance(rule, Magnitude) and rule.source
+        ]
+        if not names:
+            return 0
+        if most == 0:
+            return 1
+        find = companions_of(self._container.tensors)
+        return 1 + max(find(name).source_depth(most - 1) for name in names)  # type: ignore[attr-defined]
+
     def payload(self, index: int) -> NDArray[np.uint8]:
         """Stored bytes of a chunk."""
         offset = self.header.chunk_offsets[index]
@@ -113,10 +165,18 @@ class FrameSource:
     def decode_chunk(self, index: int, out: Units) -> None:
         """Decode chunk `index` into `out`, checked."""
         begin = index * CHUNK_UNITS
-        base = None if self.base is None else self.base.units(begin, begin + len(out))
         payload = self.payload(index)
         with self._container.naming(self.entry.name):
-            decode_chunk(self.header, index, payload, base, out)
+            decode_chunk(self.header, index, payload, self._sources(begin, begin + len(out)), out)
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """Codes of units begin..end, which are one chunk; None if no quantization map made them."""
+        if self.header.plan.quant_map is None:
+            return None
+        index = begin // CHUNK_UNITS
+        payload = self.payload(index)
+        with self._container.naming(self.entry.name):
+            return decode_codes(self.header, index, payload, self._sources(begin, end))
 
     def check_chunk(self, index: int) -> None:
         """Require that the stored bytes of a chunk are as written."""
@@ -124,13 +184,15 @@ class FrameSource:
         with self._container.naming(self.entry.name):
             check_stored(self.header.chunks[index], index, payload)
 
-    def _cached_chunk(self, index: int, n_units: int) -> Units:
-        key = (self.entry.name, index)
-        units = self._container.cache.get(key)
-        if units is None:
-            units = np.empty(n_units, UNIT_TYPES[self.dtype.unit_bytes])
-            self.decode_chunk(index, units)
-            self._container.cache.put(key, units)
+    def chunk(self, index: int) -> Units:
+        """Units of chunk `index`, shared with whoever asked for them before; never to be written to."""
+        return self._container.cache.get((self.entry.name, index), lambda: self._fresh_chunk(index))
+
+    def _fresh_chunk(self, index: int) -> Units:
+        begin = index * CHUNK_UNITS
+        n_units = min(CHUNK_UNITS, self.header.n_units - begin)
+        units = np.empty(n_units, UNIT_TYPES[self.dtype.unit_bytes])
+        self.decode_chunk(index, units)
         return units
 
     def units(self, begin: int, end: int) -> Units:
@@ -140,13 +202,10 @@ class FrameSource:
         whole = (begin, end) == (first * CHUNK_UNITS, min(last * CHUNK_UNITS, n_units))
         if whole and last - first == 1:
             # Chunk by chunk through a chain: nothing would be read twice, so nothing is kept.
-            units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
-            self.decode_chunk(first, units)
-            return units
+            return self._fresh_chunk(first)
         out = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
         for index in range(first, last):
-            at = index * CHUNK_UNITS
-            chunk = self._cached_chunk(index, min(at + CHUNK_UNITS, n_units) - at)
+            at, chunk = index * CHUNK_UNITS, self.chunk(index)
             low, high = max(begin, at), min(end, at + len(chunk))
             out[low - begin : high - begin] = chunk[low - at : high - at]
         return out
@@ -233,7 +292,8 @@ class Container:
         return self._source.size
 
     def close(self) -> None:
-        """Release the file."""
+        """Release the file and what was decoded from it."""
+        self.cache.clear()
         self._source.close()
 
 

@@ -14,6 +14,7 @@ from ckptz.codec.encode import EncodedChunk, encode_chunk
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
 from ckptz.codec.plan import Plan, Predictor
 from ckptz.codec.planner import plan_lossless
+from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
 from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
 from ckptz.container.index import (
@@ -176,7 +177,7 @@ def _jobs(tensors: Mapping[str, UnitSource], contents: Contents, workers: Worker
 
 def _encode(job: _Job) -> tuple[Plan, EncodedChunk]:
     plan = plan_lossless(job.source, job.base) if job.plan is None else job.plan
-    return plan, encode_chunk(job.source, plan, job.base, job.begin, job.end)
+    return plan, encode_chunk(job.source, plan, ChunkSources(job.begin, job.end, job.base))
 
 
 def _write_frames(

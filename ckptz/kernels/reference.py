@@ -123,6 +123,154 @@ def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
     out[np.argsort(classes, kind="stable")] = grouped
 
 
+# --- values -------------------------------------------------------------------------------------
+
+F32, BF16, F16 = range(3)  # the float types that have values, not only bit patterns
+N_BUCKETS = 1 << 16
+TINY_EXPONENT = 27  # sums of two floats below 2^-100 are made of integers, see `add_f32`
+
+
+def top_histogram(units: Units) -> Counts:
+    """Occurrences of the top 16 bits of each unit of two or four bytes: [65536]."""
+    top = units if units.itemsize == 2 else units >> np.uint32(16)
+    return np.bincount(top, minlength=N_BUCKETS).astype(np.int64)
+
+
+def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
+    """codes[r] of each unit, r the number of boundaries at or below it in the order of the values.
+
+    `boundaries` are ascending results of `order`; `codes` has one more entry.
+    """
+    return codes[np.searchsorted(boundaries, order(units), side="right")]
+
+
+def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
+    """Bit patterns widened to those of F32, exactly."""
+    if kind == BF16:
+        return units.astype(np.uint32) << np.uint32(16)
+    if kind == F16:
+        return units.view(np.float16).astype(np.float32).view(np.uint32)
+    return units.astype(np.uint32)
+
+
+def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
+    """F32 patterns rounded to nearest, ties to even; spec/04-quantization.md#cast."""
+    if kind == BF16:
+        half = np.uint32(0x7FFF) + ((patterns >> np.uint32(16)) & np.uint32(1))
+        is_nan = (patterns & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        quiet = (patterns >> np.uint32(16)) | np.uint32(0x40)
+        return np.where(is_nan, quiet, (patterns + half) >> np.uint32(16)).astype(np.uint16)
+    if kind == F16:
+        with np.errstate(all="ignore"):
+            narrow = patterns.view(np.float32).astype(np.float16).view(np.uint16)
+        is_nan = (narrow & np.uint16(0x7FFF)) > np.uint16(0x7C00)
+        return np.where(is_nan, narrow & np.uint16(0x8000) | np.uint16(0x7E00), narrow)
+    return patterns
+
+
+def _add_tiny(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Sum of patterns below 2^-100, in units of 2^-149, rounded to nearest even."""
+
+    def integer(pattern: NDArray[np.uint32]) -> NDArray[np.int64]:
+        exponent = (pattern >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64)
+        mantissa = (pattern & np.uint32(0x7FFFFF)).astype(np.int64)
+        magnitude = np.where(exponent > 0, mantissa | 1 << 23, mantissa) << np.maximum(exponent - 1, 0)
+        return np.where(pattern >> np.uint32(31), -magnitude, magnitude)
+
+    total = integer(a) + integer(b)
+    magnitude = np.abs(total)
+    # 24 significant bits stay: frexp is exact for the at most 51 bits that occur.
+    shift = np.maximum(np.frexp(magnitude.astype(np.float64))[1].astype(np.int64) - 24, 0)
+    kept = magnitude >> shift
+    rest, half = magnitude - (kept << shift), (np.int64(1) << shift) >> 1
+    kept += (shift > 0) & ((rest > half) | ((rest == half) & (kept & 1 == 1)))
+    pattern = np.where(magnitude < 1 << 24, magnitude, kept + (shift << 23))
+    both_negative_zero = (a == np.uint32(1 << 31)) & (b == np.uint32(1 << 31))
+    return (pattern | ((total < 0) | both_negative_zero) << 31).astype(np.uint32)
+
+
+def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """IEEE sum of F32 patterns, also where the processor flushes subnormal numbers to zero.
+
+    Flushing can only matter if both numbers are below 2^-100: beside a larger one a subnormal number is
+    under half a unit in the last place, and differences of larger ones are multiples of 2^-124.
+    """
+    mask, limit = np.uint32(0xFF), np.uint32(TINY_EXPONENT)
+    is_tiny = (a >> np.uint32(23) & mask < limit) & (b >> np.uint32(23) & mask < limit)
+    with np.errstate(all="ignore"):
+        total = (a.view(np.float32) + b.view(np.float32)).view(np.uint32)
+    total[is_tiny] = _add_tiny(a[is_tiny], b[is_tiny])
+    return total
+
+
+def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+    """table[row, code] of each element; `rows` may have one entry for all."""
+    out[:] = table[rows, codes]
+
+
+def add_linear(
+    base: Units, codes: Bytes, rows: Units, table: NDArray[np.uint32], kind: int, out: Units
+) -> None:
+    """cast(base + table[row, code]); `table` and sums are F32 patterns, base and out of `kind`."""
+    out[:] = from_f32(add_f32(to_f32(base, kind), table[rows, codes]), kind)
+
+
+def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+    """unorder(order(base) + table[row, code]) modulo the width of the unit."""
+    out[:] = unorder(order(base) + table[rows, codes])
+
+
+def all_finite(units: Units, kind: int) -> bool:
+    """Whether no unit is an infinity or NaN."""
+    exponent = units.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
+    return not bool(((units & exponent) == exponent).any())
+
+
+def outer_product(
+    rows: NDArray[np.uint32], columns: NDArray[np.uint32], begin: int, end: int
+) -> NDArray[np.uint32]:
+    """F32 patterns of rows[i] * columns[j] for elements begin..end of the matrix, subnormals kept."""
+    element = np.arange(begin, end)
+    a, b = rows[element // len(columns)], columns[element % len(columns)]
+    # The double product of two F32 numbers is exact; one rounding follows, by integers.
+    return round_f64(widen_f64(a) * widen_f64(b))
+
+
+def widen_f64(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """F32 patterns as doubles; subnormal ones by integers, which no processor mode flushes."""
+    values = patterns.view(np.float32).astype(np.float64)
+    is_subnormal = (patterns & np.uint32(0x7F800000)) == 0
+    steps = (patterns & np.uint32(0x7FFFFF)).astype(np.float64) * 2.0**-149
+    signed = np.where(patterns >> np.uint32(31), -steps, steps)
+    return np.where(is_subnormal, signed, values)
+
+
+def round_f64(values: NDArray[np.float64]) -> NDArray[np.uint32]:
+    """Doubles rounded to F32 patterns, to nearest even, subnormals kept by integer arithmetic."""
+    with np.errstate(all="ignore"):
+        rounded = values.astype(np.float32).view(np.uint32)
+    is_tiny = (np.abs(values) < 2.0**-125) & (values != 0)
+    # Scaled by 2^149 the subnormal numbers are the integers; rint rounds ties to even.
+    steps = np.rint(np.abs(values[is_tiny]) * 2.0**149).astype(np.uint32)
+    rounded[is_tiny] = steps | (np.signbit(values[is_tiny]).astype(np.uint32) << np.uint32(31))
+    return rounded
+
+
+# --- packing ------------------------------------------------------------------------------------
+
+
+def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
+    """Codes below 2^n_bits, n_bits 1..8, one after another, least significant bit first."""
+    bits = np.unpackbits(codes.reshape(-1, 1), axis=1, count=n_bits, bitorder="little")
+    return np.packbits(bits.reshape(-1), bitorder="little")
+
+
+def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
+    """Inverse of `pack_codes`, into `out`."""
+    bits = np.unpackbits(packed, count=n_bits * len(out), bitorder="little").reshape(-1, n_bits)
+    out[:] = np.packbits(bits, axis=1, bitorder="little")[:, 0]
+
+
 # --- rANS ---------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Classes: labels that the decoder already has, which say what table a code uses.
+"""Classes: labels that the decoder already has, which say what tables a code uses.
 
 Implements spec/03-transforms.md#classes. A frame lists at most three rules; the class of an element is
 the mixed-radix number of their labels, the first rule most significant.
@@ -6,17 +6,21 @@ the mixed-radix number of their labels, the first rule most significant.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
-from ckptz.kernels import planning
+from ckptz.kernels import cpu, planning
 
+MAX_RULES: Final = 3
+MAX_CLASSES: Final = 1 << 12
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CLASSES: Final = 256
 
@@ -25,26 +29,129 @@ N_MAGNITUDE_CLASSES: Final = 256
 TABLE_COST_BITS_PER_SYMBOL: Final = 6.0
 TABLE_COST_BITS: Final = 40.0
 
+Labels = NDArray[Any]  # uint8 or uint16
 
-class ClassRule(IntEnum):
+
+class RuleId(IntEnum):
     """spec/registry.md#class-rules."""
 
-    BASE_MAGNITUDE = 1  # the eight bits below the sign of the base's unit
+    MAGNITUDE = 1
+    ROW = 2
+    BLOCK = 3
+    BASE_CODE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """The eight bits below the sign: of the base's unit, or of tensor `source` of the same file."""
+
+    source: str | None = None
+
+    @property
+    def radix(self) -> int:
+        """Labels."""
+        return N_MAGNITUDE_CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A stored label for each index of the first dimension."""
+
+    radix: int
+    indices: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stored label for each block of `size` units."""
+
+    radix: int
+    size: int
+    indices: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseCode:
+    """The code that the base's own frame used; 0 where it has none."""
+
+    radix: int
+
+
+ClassRule = Magnitude | Row | Block | BaseCode
+
+
+def n_classes_of(rules: Sequence[ClassRule]) -> int:
+    """Number of classes; 1 without rules."""
+    return math.prod(rule.radix for rule in rules)
+
+
+class ClassSources(Protocol):
+    """What class rules may look at, for the units begin..end of one chunk."""
+
+    begin: int
+    end: int
+
+    def base_units(self) -> Any:
+        """Units of the base."""
+        ...
+
+    def base_codes(self) -> NDArray[np.uint8] | None:
+        """Codes of the base's frame, or None."""
+        ...
+
+    def units_of(self, name: str) -> Any:
+        """Units of another tensor of the same file."""
+        ...
+
+
+def _labels_of(rule: ClassRule, sources: ClassSources, row_units: int) -> Labels:
+    n = sources.end - sources.begin
+    if isinstance(rule, Magnitude):
+        units = sources.base_units() if rule.source is None else sources.units_of(rule.source)
+        return cpu().magnitude_classes(units)
+    if isinstance(rule, BaseCode):
+        codes = sources.base_codes()
+        if codes is None:
+            return np.zeros(n, np.uint8)
+        if len(codes) and int(codes.max()) >= rule.radix:
+            raise CorruptionError(f"the base uses code {int(codes.max())}, the frame expects {rule.radix}")
+        return codes
+    size = row_units if isinstance(rule, Row) else rule.size
+    first = sources.begin // size
+    here = rule.indices[first : (sources.end - 1) // size + 1]
+    begin = sources.begin - first * size
+    return np.repeat(here, size)[begin : begin + n]
+
+
+def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:
+    """The class of each unit of a chunk.
+
+    Args:
+        rules: at least one.
+        sources: what they look at.
+        row_units: units of one index of the first dimension.
+    """
+    labels: Labels = _labels_of(rules[0], sources, row_units)
+    if len(rules) > 1:
+        labels = labels.astype(np.uint16)
+        for rule in rules[1:]:
+            labels = labels * np.uint16(rule.radix) + _labels_of(rule, sources, row_units)
+    return labels
 
 
 @dataclass(frozen=True, slots=True)
 class TableMap:
-    """Which of a stream's tables each class uses: runs of classes, [n_classes] when spread out."""
+    """Which table each class uses, [n_classes]; stored as runs."""
 
     table_of: NDArray[np.int64]
 
     def write(self, out: ByteWriter) -> None:
-        """Runs: length varint, table u8."""
+        """Runs: length varint, table varint."""
         changes = np.flatnonzero(np.diff(self.table_of)) + 1
         begins = [0, *changes.tolist()]
         for begin, end in zip(begins, [*begins[1:], len(self.table_of)], strict=True):
             out.varint(end - begin)
-            out.u8(int(self.table_of[begin]))
+            out.varint(int(self.table_of[begin]))
 
     @classmethod
     def parse(cls, source: ByteReader, n_classes: int, n_tables: int) -> Self:
@@ -52,7 +159,7 @@ class TableMap:
         table_of = np.empty(n_classes, np.int64)
         position = 0
         while position < n_classes:
-            n, table = source.varint("class run"), source.u8("class run table")
+            n, table = source.varint("class run"), source.varint("class run table")
             if not 1 <= n <= n_classes - position or table >= n_tables:
                 raise CorruptionError(f"class run of {n} from {position} names table {table} of {n_tables}")
             table_of[position : position + n] = table

@@ -1,0 +1,304 @@
+"""The plan of a frame as bytes: spec/05-frame.md#plan. Written and read side by side, in byte order.
+
+version | dtype | domain | predictor | flags | shape | mode | class rules | map | frequency tables | outer
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
+from ckptz.codec.units import UNIT_TYPES
+from ckptz.dtypes import DType, dtype_of_id
+from ckptz.entropy.frequency import parse_tables, write_tables
+from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
+from ckptz.errors import CorruptionError, UnsupportedError
+from ckptz.quant.quant_map import (
+    MAX_CODES,
+    MAX_ROWS,
+    AnyTable,
+    ExplicitTable,
+    IntegerTable,
+    LinearTable,
+    QuantizationMap,
+)
+from ckptz.transform.classes import (
+    MAX_CLASSES,
+    MAX_RULES,
+    MAX_TABLES,
+    BaseCode,
+    Block,
+    ClassRule,
+    Magnitude,
+    Row,
+    RuleId,
+    TableMap,
+    n_classes_of,
+)
+from ckptz.transform.planes import BASE_MODES, PlaneMode
+
+FRAME_VERSION: Final = 0  # 0 until format 1.0; spec/versions.md
+MAX_DIMS: Final = 64
+MAX_ELEMENTS: Final = 1 << 48
+VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # the linear and bits domains exist for these
+
+FLAG_ZERO, FLAG_ESCAPE, FLAG_PROTECTED = 1, 2, 4
+KNOWN_FLAGS: Final = FLAG_ZERO | FLAG_ESCAPE | FLAG_PROTECTED
+
+E = TypeVar("E", bound=IntEnum)
+
+
+class TableKind(IntEnum):
+    """spec/registry.md#table-kinds."""
+
+    EXPLICIT = 0
+    EXPANDED = 1
+
+
+def _known(kind: type[E], value: int, what: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UnsupportedError(f"{what} {value} is not known to this ckptz; upgrade it") from None
+
+
+def write_plan(out: ByteWriter, dtype: DType, shape: tuple[int, ...], plan: Plan) -> None:
+    """Everything of the header but the chunk records."""
+    quant_map = plan.quant_map
+    out.u8(FRAME_VERSION)
+    out.u8(dtype.id)
+    out.u8(plan.domain)
+    out.u8(plan.predictor)
+    out.u8(_flags(quant_map))
+    out.u8(len(shape))
+    for n in shape:
+        out.varint(n)
+    if plan.domain is Domain.PLANES:
+        out.u8(plan.mode)
+    out.u8(len(plan.rules))
+    for rule in plan.rules:
+        _write_rule(out, rule)
+    if quant_map is not None:
+        _write_map(out, quant_map, dtype)
+    for stream in plan.tables:
+        write_tables(out, stream.frequencies)
+        stream.table_map.write(out)
+    if plan.outer is not None:
+        for vector in (plan.outer.rows, plan.outer.columns):
+            out.raw(vector.astype("<u4").tobytes())
+
+
+def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
+    """Inverse of `write_plan`.
+
+    Raises:
+        CorruptionError: the plan contradicts itself.
+        UnsupportedError: it uses what this version does not know.
+    """
+    version = source.u8("frame version")
+    if version != FRAME_VERSION:
+        raise UnsupportedError(f"frame version {version} is not known to this ckptz; upgrade it")
+    dtype = dtype_of_id(source.u8("frame dtype"))
+    domain = _known(Domain, source.u8("frame domain"), "frame domain")
+    predictor = _known(Predictor, source.u8("frame predictor"), "frame predictor")
+    flags = source.u8("frame flags")
+    if flags & ~KNOWN_FLAGS:
+        raise UnsupportedError(f"frame sets reserved flags {flags:#04x}; written by a newer ckptz")
+    shape = _parse_shape(source)
+    plan = Plan(domain=domain, predictor=predictor)
+    if domain is Domain.PLANES:
+        plan = replace(plan, mode=_known(PlaneMode, source.u8("plane mode"), "plane mode"))
+    plan = replace(plan, rules=_parse_rules(source, dtype, shape))
+    if domain is not Domain.PLANES:
+        plan = replace(plan, quant_map=_parse_map(source, dtype, domain, plan.n_classes, flags))
+    plan = replace(plan, tables=_parse_tables(source, plan, dtype))
+    if predictor is Predictor.OUTER:
+        plan = replace(plan, outer=_parse_outer(source, shape))
+    _check(plan, dtype, flags)
+    return dtype, shape, plan
+
+
+def _flags(quant_map: QuantizationMap | None) -> int:
+    if quant_map is None:
+        return 0
+    flags = FLAG_ZERO * (quant_map.zero_code is not None) | FLAG_ESCAPE * (quant_map.escape_code is not None)
+    return flags | FLAG_PROTECTED * quant_map.has_protected
+
+
+def _check(plan: Plan, dtype: DType, flags: int) -> None:
+    if plan.domain is Domain.PLANES:
+        if flags:
+            raise CorruptionError("a frame of byte planes has flags of a quantization map")
+        if (plan.mode in BASE_MODES) != (plan.predictor is Predictor.BASE):
+            raise CorruptionError(f"predictor {plan.predictor.name} does not fit plane mode {plan.mode.name}")
+        if plan.predictor is Predictor.OUTER:
+            raise CorruptionError("byte planes have no outer predictor")
+    elif dtype.name not in VALUE_DTYPES:
+        raise CorruptionError(f"a frame of {dtype.name} has a quantization map")
+    if plan.n_classes > MAX_CLASSES:
+        raise CorruptionError(f"{plan.n_classes} classes, at most {MAX_CLASSES} are allowed")
+
+
+def _parse_shape(source: ByteReader) -> tuple[int, ...]:
+    n_dims = source.u8("number of dimensions")
+    if n_dims > MAX_DIMS:
+        raise CorruptionError(f"{n_dims} dimensions, at most {MAX_DIMS} are allowed")
+    shape = tuple(source.varint("dimension") for _ in range(n_dims))
+    if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
+        raise CorruptionError(f"shape {list(shape)} exceeds 2^48 elements")
+    return shape
+
+
+# --- class rules --------------------------------------------------------------------------------
+
+
+def _write_rule(out: ByteWriter, rule: ClassRule) -> None:
+    if isinstance(rule, Magnitude):
+        out.u8(RuleId.MAGNITUDE)
+        out.text(rule.source or "")
+    elif isinstance(rule, BaseCode):
+        out.u8(RuleId.BASE_CODE)
+        out.varint(rule.radix)
+    else:
+        out.u8(RuleId.ROW if isinstance(rule, Row) else RuleId.BLOCK)
+        out.varint(rule.radix)
+        if isinstance(rule, Block):
+            out.varint(rule.size)
+        coder, data = encode_stream(rule.indices) if len(rule.indices) else (CoderId.STORED, b"")
+        out.u8(coder)
+        out.varint(len(data))
+        out.raw(data)
+
+
+def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tuple[ClassRule, ...]:
+    n_rules = source.u8("number of class rules")
+    if n_rules > MAX_RULES:
+        raise CorruptionError(f"{n_rules} class rules, at most {MAX_RULES} are allowed")
+    rules = tuple(_parse_rule(source, dtype, shape) for _ in range(n_rules))
+    if n_classes_of(rules) > MAX_CLASSES:
+        raise CorruptionError(f"{n_classes_of(rules)} classes, at most {MAX_CLASSES} are allowed")
+    return rules
+
+
+def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> ClassRule:
+    rule = _known(RuleId, source.u8("class rule"), "class rule")
+    if rule is RuleId.MAGNITUDE:
+        return Magnitude(source.text("class source") or None)
+    radix = source.varint("class radix")
+    if not 1 <= radix <= MAX_CODES:
+        raise CorruptionError(f"class radix {radix} is outside 1..{MAX_CODES}")
+    if rule is RuleId.BASE_CODE:
+        return BaseCode(radix)
+    n_units = dtype.n_units(shape)
+    if rule is RuleId.ROW:
+        n_rows = shape[0] if shape else 1
+        return Row(radix, _parse_indices(source, radix, n_rows if n_units else 0))
+    size = source.varint("block size")
+    if not 1 <= size <= MAX_ELEMENTS:
+        raise CorruptionError(f"block size {size} is outside 1..2^48")
+    return Block(radix, size, _parse_indices(source, radix, math.ceil(n_units / size)))
+
+
+def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:
+    coder = source.u8("class indices: coder")
+    data = source.take(source.varint("class indices: length"), "class indices")
+    # A constant stream of one byte may stand for any number of rows: bounded by the bytes a stream
+    # can describe, 2^32 rows would need frames no writer makes.
+    if n > 1 << 28:
+        raise CorruptionError(f"{n} class indices, at most 2^28 are allowed")
+    indices = np.empty(n, np.uint8)
+    if n or len(data):
+        decode_stream(coder, data, indices)
+    if n and int(indices.max()) >= radix:
+        raise CorruptionError(f"class index {int(indices.max())} is beyond radix {radix}")
+    return indices
+
+
+# --- map ----------------------------------------------------------------------------------------
+
+
+def _write_map(out: ByteWriter, quant_map: QuantizationMap, dtype: DType) -> None:
+    n_rows, n_codes = quant_map.table.shape
+    out.u8(TableKind.EXPLICIT if isinstance(quant_map.table, ExplicitTable) else TableKind.EXPANDED)
+    out.varint(n_rows)
+    out.varint(n_codes)
+    _write_entries(out, quant_map.table, dtype)
+    if n_rows > 1:
+        TableMap(quant_map.row_of_class).write(out)
+    if quant_map.zero_code is not None:
+        out.u8(quant_map.zero_code)
+
+
+def _write_entries(out: ByteWriter, table: AnyTable, dtype: DType) -> None:
+    if isinstance(table, ExplicitTable):
+        out.raw(table.entries.astype(UNIT_TYPES[table.entries.itemsize]).tobytes())
+    else:
+        kind = "<f8" if isinstance(table, LinearTable) else "<i8"
+        for vector in (table.scale, table.level, table.offset):
+            out.raw(vector.astype(kind).tobytes())
+
+
+def _parse_map(
+    source: ByteReader, dtype: DType, domain: Domain, n_classes: int, flags: int
+) -> QuantizationMap:
+    kind = _known(TableKind, source.u8("table kind"), "table kind")
+    n_rows, n_codes = source.varint("map rows"), source.varint("map codes")
+    if not (1 <= n_rows <= MAX_ROWS and 1 <= n_codes <= MAX_CODES):
+        raise CorruptionError(f"quantization map of {n_rows} rows and {n_codes} codes")
+    table = _parse_entries(source, dtype, domain, kind, (n_rows, n_codes))
+    if n_rows > 1:
+        row_of_class = TableMap.parse(source, n_classes, n_rows).table_of
+    else:
+        row_of_class = np.zeros(n_classes, np.int64)
+    return QuantizationMap(
+        table,
+        row_of_class,
+        zero_code=source.u8("zero code") if flags & FLAG_ZERO else None,
+        escape_code=n_codes - 1 if flags & FLAG_ESCAPE else None,
+        has_protected=bool(flags & FLAG_PROTECTED),
+    )
+
+
+def _parse_entries(
+    source: ByteReader, dtype: DType, domain: Domain, kind: TableKind, shape: tuple[int, int]
+) -> AnyTable:
+    n_rows, n_codes = shape
+
+    def vector(n: int, of: str) -> NDArray[Any]:
+        n_bytes = n * np.dtype(of).itemsize
+        return np.frombuffer(source.take(n_bytes, "quantization table"), of).copy()
+
+    if kind is TableKind.EXPLICIT:
+        of = "<u4" if domain is Domain.LINEAR else UNIT_TYPES[dtype.unit_bytes].str
+        return ExplicitTable(vector(n_rows * n_codes, of).reshape(shape))
+    if domain is Domain.LINEAR:
+        return LinearTable(vector(n_rows, "<f8"), vector(n_codes, "<f8"), vector(n_rows, "<f8"))
+    width = 8 * dtype.unit_bytes
+    return IntegerTable(vector(n_rows, "<i8"), vector(n_codes, "<i8"), vector(n_rows, "<i8"), width)
+
+
+def _parse_tables(source: ByteReader, plan: Plan, dtype: DType) -> tuple[StreamTables, ...]:
+    if not plan.rules:
+        return ()
+    tables = []
+    for _ in range(plan.n_code_streams(dtype)):
+        frequencies = parse_tables(source, MAX_TABLES)
+        table_map = TableMap.parse(source, plan.n_classes, len(frequencies))
+        tables.append(StreamTables(frequencies, table_map))
+    return tuple(tables)
+
+
+def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> Outer:
+    n_rows = shape[0] if shape else 1
+    n_columns = math.prod(shape[1:])
+    rows, columns = (
+        np.frombuffer(source.take(4 * n, "outer vector"), "<u4").copy() for n in (n_rows, n_columns)
+    )
+    return Outer(rows, columns)

@@ -1,0 +1,75 @@
+"""What coding one chunk may look at beside the chunk itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.units import UnitSource
+from ckptz.errors import CorruptionError, MissingBaseError
+
+
+@dataclass(slots=True)
+class ChunkSources:
+    """Base and companion tensors for units begin..end; what was read once is kept while the chunk lasts.
+
+    Attributes:
+        begin: first unit of the chunk.
+        end: unit after its last.
+        base: the base tensor, or None.
+        companions: tensors of the same file by name, for classes by another tensor's magnitude.
+    """
+
+    begin: int
+    end: int
+    base: UnitSource | None = None
+    companions: Callable[[str], UnitSource] | None = None
+    _units: NDArray[Any] | None = field(default=None, repr=False)
+    _codes: NDArray[np.uint8] | None = field(default=None, repr=False)
+
+    def base_units(self) -> NDArray[Any]:
+        """Units of the base."""
+        if self.base is None:
+            raise MissingBaseError("the tensor is stored against a base, and none is open")
+        if self._units is None:
+            self._units = self.base.units(self.begin, self.end)
+        return self._units
+
+    def base_codes(self) -> NDArray[np.uint8] | None:
+        """Codes of the base's own frame; None if it has none."""
+        if self.base is None:
+            raise MissingBaseError("the tensor is grouped by the codes of a base, and none is open")
+        if self._codes is None:
+            self._codes = codes_of(self.base, self.begin, self.end)
+        return self._codes
+
+    def units_of(self, name: str) -> NDArray[Any]:
+        """Units of another tensor of the same file."""
+        if self.companions is None:
+            raise CorruptionError(f"classes depend on tensor {name!r}, which is not at hand")
+        return self.companions(name).units(self.begin, self.end)
+
+
+def codes_of(source: UnitSource, begin: int, end: int) -> NDArray[np.uint8] | None:
+    """Codes of a tensor that is stored by a quantization map, else None."""
+    read: Callable[[int, int], NDArray[np.uint8] | None] | None = getattr(source, "codes", None)
+    return None if read is None else read(begin, end)
+
+
+def companions_of(tensors: Mapping[str, UnitSource]) -> Callable[[str], UnitSource]:
+    """Looks companions up by name.
+
+    Raises:
+        CorruptionError: when called with a name that is not there.
+    """
+
+    def find(name: str) -> UnitSource:
+        if name not in tensors:
+            raise CorruptionError(f"classes depend on tensor {name!r}, which the file does not hold")
+        return tensors[name]
+
+    return find

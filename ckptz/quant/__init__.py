@@ -1,0 +1,1 @@
+"""The quantization map, its fitters and their error bounds: the only lossy step. Knows no bytes."""

@@ -1,0 +1,117 @@
+"""The quantization map: what each code of each class stands for. Implements spec/04-quantization.md.
+
+In the linear domain a table entry is an F32 bit pattern that is added to the predictor; in the bits
+domain it is an integer that is added to the ordered bit pattern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import CorruptionError
+from ckptz.kernels import reference
+
+MAX_CODES: Final = 256
+MAX_ROWS: Final = 4096
+
+Table = NDArray[Any]  # [n_rows, n_codes], uint32 patterns or integers as wide as the unit
+
+
+@dataclass(frozen=True, slots=True)
+class ExplicitTable:
+    """Entries as they are, [n_rows, n_codes]: F32 patterns, or unit-wide integers."""
+
+    entries: Table
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, codes)."""
+        n_rows, n_codes = self.entries.shape
+        return n_rows, n_codes
+
+    def expand(self) -> Table:
+        """The entries."""
+        return self.entries
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTable:
+    """Entry [k, c] is scale[k] * level[c] + offset[k], each step rounded to double, then to F32."""
+
+    scale: NDArray[np.float64]
+    level: NDArray[np.float64]
+    offset: NDArray[np.float64]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, codes)."""
+        return len(self.scale), len(self.level)
+
+    def expand(self) -> Table:
+        """F32 patterns [n_rows, n_codes]."""
+        with np.errstate(all="ignore"):
+            product = self.scale[:, None] * self.level[None, :]
+            return reference.round_f64((product + self.offset[:, None]).reshape(-1)).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerTable:
+    """Entry [k, c] is scale[k] * level[c] + offset[k], modulo 2^width."""
+
+    scale: NDArray[np.int64]
+    level: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, codes)."""
+        return len(self.scale), len(self.level)
+
+    def expand(self) -> Table:
+        """Unsigned integers [n_rows, n_codes] of `width` bits."""
+        with np.errstate(over="ignore"):
+            entries = self.scale[:, None] * self.level[None, :] + self.offset[:, None]
+        return entries.astype(np.uint32 if self.width == 32 else np.uint16)
+
+
+AnyTable = ExplicitTable | LinearTable | IntegerTable
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationMap:
+    """Everything that turns codes into values, less the codes.
+
+    Attributes:
+        table: what is added to the predictor.
+        row_of_class: the table row of each class [n_classes].
+        zero_code: a code that stands for exact zero whatever the predictor, or None.
+        escape_code: the last code, if values it marks stand exactly in a side stream, or None.
+        has_protected: positions in a mask stream override the result with stored values.
+    """
+
+    table: AnyTable
+    row_of_class: NDArray[np.int64]
+    zero_code: int | None = None
+    escape_code: int | None = None
+    has_protected: bool = False
+
+    def __post_init__(self) -> None:
+        n_rows, n_codes = self.table.shape
+        if not (1 <= n_rows <= MAX_ROWS and 1 <= n_codes <= MAX_CODES):
+            raise CorruptionError(f"quantization map of {n_rows} rows and {n_codes} codes")
+        if self.escape_code not in (None, n_codes - 1):
+            raise CorruptionError(f"escape code {self.escape_code} is not the last of {n_codes}")
+        if self.zero_code is not None and not 0 <= self.zero_code < n_codes:
+            raise CorruptionError(f"zero code {self.zero_code} is not one of {n_codes}")
+        if len(self.row_of_class) and int(self.row_of_class.max()) >= n_rows:
+            raise CorruptionError(f"a class names a row beyond the {n_rows} of the quantization map")
+
+    @property
+    def n_codes(self) -> int:
+        """Size of the alphabet."""
+        return self.table.shape[1]
