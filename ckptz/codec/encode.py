@@ -139,13 +139,9 @@ def _store_exactly(mask: NDArray[np.bool_], kept: Units, decoded: Units) -> list
 
 def _deviation(header: FrameHeader, units: Units, quantized: _Quantized) -> Deviation:
     kind = header.value_table.kind
-    exact, restored = (
-        cpu().to_f32(u, kind).view(np.float32).astype(np.float64) for u in (units, quantized.decoded)
-    )
-    error = restored - exact
-    largest = float(np.abs(error).max()) if len(error) else 0.0
-    counts = cpu().histogram(quantized.codes)
-    return Deviation(largest, float(error @ error), float(exact @ exact), counts)
+    exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (units, quantized.decoded))
+    largest, error, power = planning().deviation(exact, restored)
+    return Deviation(float(largest), error, power, cpu().histogram(quantized.codes))
 
 
 def encode_chunk(source: UnitSource, plan: Plan, sources: ChunkSources) -> EncodedChunk:

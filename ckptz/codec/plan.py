@@ -76,6 +76,7 @@ class Plan:
         rules: class rules, at most three.
         tables: one entry a code stream if there are rules, else empty.
         quantizer: encoder only.
+        note: encoder only: what the user should know, or empty.
     """
 
     mode: PlaneMode = PlaneMode.RAW
@@ -86,6 +87,7 @@ class Plan:
     rules: tuple[ClassRule, ...] = ()
     tables: tuple[StreamTables, ...] = ()
     quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
+    note: str = field(default="", compare=False)
 
     @property
     def n_classes(self) -> int:

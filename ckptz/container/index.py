@@ -27,6 +27,26 @@ KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
 KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
 
 
+class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What was asked of a lossy tensor and what was measured on the decoded values.
+
+    `promise` is the kind of bound the writer kept: "none" for a fixed configuration. Errors are
+    absolute, in the tensor's own unit; `rms` is the root mean square of the original.
+    """
+
+    method: str
+    layer_type: str
+    levels: int
+    prune: float
+    protect: float
+    n_pruned: int
+    n_protected: int
+    max_abs_error: float
+    rms_error: float
+    rms: float
+    promise: str = "none"
+
+
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One tensor: `offset` and `n_bytes` of its frame, counted like the envelope's."""
 
@@ -36,6 +56,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     offset: int
     n_bytes: int
     checksum: str
+    lossy: LossyRecord | None = None
 
 
 class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -55,11 +76,12 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a folder was split: the shards, and the text of its `*.index.json` if it had one."""
+    """How a folder was split: the shards, the text of its `*.index.json`, and its other files by path."""
 
     shards: tuple[Shard, ...]
     index_file: str | None = None
     index_text: str | None = None
+    carried: tuple[str, ...] = ()
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -169,6 +169,12 @@ class FrameSource:
         with self._container.naming(self.entry.name):
             decode_chunk(self.header, index, payload, self._sources(begin, begin + len(out)), out)
 
+    @property
+    def n_codes(self) -> int | None:
+        """Size of the alphabet of the frame's codes, or None if no quantization map made them."""
+        quant_map = self.header.plan.quant_map
+        return None if quant_map is None else quant_map.n_codes
+
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Codes of units begin..end, which are one chunk; None if no quantization map made them."""
         if self.header.plan.quant_map is None:

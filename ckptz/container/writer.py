@@ -1,28 +1,24 @@
 """Writes one `.ckptz` file, streaming. Implements spec/06-container.md.
 
 The size of the header is known from the names, so frames stream behind a reserved header, which is
-written last. Memory holds a few chunks.
+written last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import BinaryIO, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
 
-from ckptz.codec.encode import EncodedChunk, encode_chunk
-from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
-from ckptz.codec.plan import Plan, Predictor
-from ckptz.codec.planner import plan_lossless
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
+from ckptz.codec.plan_kmeans import Choice, choose
+from ckptz.codec.units import UnitSource
+from ckptz.container.contents import Contents, Progress
 from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
+from ckptz.container.frame_writer import write_frames
 from ckptz.container.index import (
     INDEX_NAME,
     RESERVED_PREFIX,
-    BaseRef,
     Index,
-    Sharding,
     TensorEntry,
     content_id,
     envelope_metadata,
@@ -32,53 +28,20 @@ from ckptz.container.index import (
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError
 from ckptz.parallel import Workers
-
-OFFSET_DIGITS: Final = 20  # reserved for each offset in the header: any u64
-Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What goes into a file beside the tensors.
-
-    Attributes:
-        metadata: the user's own, kept unchanged.
-        base: the checkpoint the tensors are stored against.
-        bases: its tensors by name; a tensor without a base of its dtype and shape stands alone.
-        step: training step, if known.
-        sharding: how the source folder was split.
-        tree: JSON skeleton of a nested checkpoint.
-    """
-
-    metadata: Mapping[str, str] | None = None
-    base: BaseRef | None = None
-    bases: Mapping[str, UnitSource] = field(default_factory=dict)
-    step: int | None = None
-    sharding: Sharding | None = None
-    tree: object = None
+from ckptz.roles import role_of
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write_container` wrote: sizes in bytes, and the content id."""
+    """What `write_container` wrote: sizes in bytes, the content id, and notes by tensor name."""
 
     n_tensors: int
     original_bytes: int
     stored_bytes: int
     content_id: str
     n_deltas: int
-
-
-@dataclass(slots=True)
-class _Job:
-    """One chunk to encode; a tensor of one chunk is planned where it is encoded."""
-
-    name: str
-    source: UnitSource
-    base: UnitSource | None
-    plan: Plan | None
-    begin: int
-    end: int
+    n_lossy: int
+    notes: tuple[tuple[str, str], ...]
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -105,14 +68,14 @@ def write_container(
         progress: called with the original bytes of each chunk written.
     """
     check_names(list(tensors))
-    features = ["lossless"] + (["delta"] if contents.base else [])
+    choices = {name: _choice(name, source, contents) for name, source in tensors.items()}
+    features = _features(contents, choices)
     reserved = _reserved_header_bytes(tensors, features)
     sink.seek(reserved)
     entries, headers = [], []
-    for name, header, offset, n_bytes in _write_frames(sink, reserved, tensors, contents, workers, progress):
-        checksum = f"{header.checksum:016x}"
-        entries.append(TensorEntry(name, header.dtype.name, header.shape, offset, n_bytes, checksum))
-        headers.append(header)
+    for frame in write_frames(sink, reserved, tensors, choices, contents, workers, progress):
+        entries.append(frame.entry())
+        headers.append(frame.header)
     index = _index(entries, contents)
     packed = pack_index(index)
     sink.write(packed)
@@ -126,7 +89,9 @@ def write_container(
         original_bytes=sum(h.dtype.n_bytes(h.shape) for h in headers),
         stored_bytes=reserved + end + len(packed),
         content_id=index.content_id,
-        n_deltas=sum(h.plan.predictor is Predictor.BASE for h in headers),
+        n_deltas=sum(h.plan.needs_base for h in headers),
+        n_lossy=sum(entry.lossy is not None for entry in entries),
+        notes=tuple((e.name, h.plan.note) for e, h in zip(entries, headers, strict=True) if h.plan.note),
     )
 
 
@@ -160,58 +125,12 @@ def _index(entries: Sequence[TensorEntry], contents: Contents) -> Index:
     )
 
 
-def matching_base(source: UnitSource, base: UnitSource | None) -> UnitSource | None:
-    """The base if its dtype and shape fit, else None: the tensor then stands alone."""
-    fits = base is not None and (base.dtype, tuple(base.shape)) == (source.dtype, tuple(source.shape))
-    return base if fits else None
+def _choice(name: str, source: UnitSource, contents: Contents) -> Choice:
+    shape = tuple(source.shape)
+    role = role_of(name, shape, source.dtype.is_float, contents.role_rules)
+    return choose(contents.config, role, source.dtype, shape)
 
 
-def _jobs(tensors: Mapping[str, UnitSource], contents: Contents, workers: Workers) -> Iterator[_Job]:
-    for name, source in tensors.items():
-        base = matching_base(source, contents.bases.get(name))
-        n_units = source.dtype.n_units(source.shape)
-        plan = plan_lossless(source, base, workers.map) if n_units > CHUNK_UNITS else None
-        for begin, end in chunk_bounds(n_units):
-            yield _Job(name, source, base, plan, begin, end)
-
-
-def _encode(job: _Job) -> tuple[Plan, EncodedChunk]:
-    plan = plan_lossless(job.source, job.base) if job.plan is None else job.plan
-    return plan, encode_chunk(job.source, plan, ChunkSources(job.begin, job.end, job.base))
-
-
-def _write_frames(
-    sink: BinaryIO,
-    data_offset: int,
-    tensors: Mapping[str, UnitSource],
-    contents: Contents,
-    workers: Workers,
-    progress: Progress | None,
-) -> Iterator[tuple[str, FrameHeader, int, int]]:
-    """Stream all frames; yields (name, header, offset, n_bytes) of each."""
-
-    offset = 0
-    encoded = workers.map(_encode, _jobs(tensors, contents, workers))
-    for name, source in tensors.items():
-        shape = tuple(source.shape)
-        n_units = source.dtype.n_units(shape)
-        records: list[ChunkRecord] = []
-        plan = plan_lossless(source, None) if not n_units else None
-        for begin, end in chunk_bounds(n_units):
-            chunk_plan, chunk = next(encoded)
-            if plan is None:
-                plan = chunk_plan
-                sink.seek(data_offset + offset + header_bytes(source.dtype, shape, plan))
-            sink.write(chunk.payload)
-            records.append(chunk.record)
-            if progress:
-                progress((end - begin) * source.dtype.unit_bytes)
-        assert plan is not None
-        header = FrameHeader(source.dtype, shape, plan, tuple(records))
-        packed = header.pack()
-        n_bytes = len(packed) + header.payload_bytes
-        sink.seek(data_offset + offset)
-        sink.write(packed)
-        sink.seek(data_offset + offset + n_bytes)
-        yield name, header, offset, n_bytes
-        offset += n_bytes
+def _features(contents: Contents, choices: Mapping[str, Choice]) -> list[str]:
+    features = ["lossless"] + (["delta"] if contents.base else [])
+    return features + (["maps"] if any(choice.partitions for choice in choices.values()) else [])

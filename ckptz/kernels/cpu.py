@@ -14,6 +14,7 @@ import numpy as np
 from numba import uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
+from ckptz.kernels import reference
 from ckptz.kernels.reference import (
     BF16,
     DIFFERENCE,
@@ -39,6 +40,7 @@ kernel = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="nump
 inlined = numba.njit(inline="always")
 
 BLOCK = 4096  # units per pass: a block and its planes stay in the first-level cache
+MIN_TABLED = 1 << 14  # fewer units are searched: a table of all buckets would take longer
 N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
 ONE = np.uint64(1)
 LOW_12 = np.uint64(0xFFF)
@@ -294,6 +296,8 @@ def _region_codes(units: Any, boundaries: Any, codes: Any, width: int, out: Any)
 
 def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
     """See `reference.region_codes`."""
+    if len(units) < MIN_TABLED:
+        return reference.region_codes(units, boundaries, codes)
     out = np.empty(len(units), np.uint8)
     _region_codes(units, boundaries, codes, 8 * units.itemsize, out)
     return out
@@ -375,6 +379,8 @@ def _from_f32(patterns: Any, kind: int, out: Any) -> None:
 
 def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
     """See `reference.to_f32`."""
+    if kind == F32:
+        return units
     out = np.empty(len(units), np.uint32)
     _to_f32(units, kind, out)
     return out
@@ -382,7 +388,9 @@ def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
 
 def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
     """See `reference.from_f32`."""
-    out = np.empty(len(patterns), np.uint32 if kind == F32 else np.uint16)
+    if kind == F32:
+        return patterns
+    out = np.empty(len(patterns), np.uint16)
     _from_f32(patterns, kind, out)
     return out
 

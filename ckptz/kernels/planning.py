@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ckptz.kernels.reference import SCALE, SCALE_BITS
 
 kernel = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
+summing = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
 
 Counts = NDArray[np.int64]
 Frequencies = NDArray[np.uint16]
@@ -171,3 +172,86 @@ def merge_neighbours(counts: Counts, most: int, table_bits: float, symbol_bits: 
                 group += 1
         group_of[k] = max(group, 0)
     return group_of
+
+
+@kernel
+def _interval_cost(weight: Any, first: Any, second: Any, begin: int, end: int) -> float:
+    """Weighted square error of values begin..end around their mean, from prefix sums."""
+    total = weight[end] - weight[begin]
+    if total <= 0.0:
+        return 0.0
+    mean = (first[end] - first[begin]) / total
+    return max(second[end] - second[begin] - mean * (first[end] - first[begin]), 0.0)
+
+
+@kernel
+def _fill_row(
+    previous: Any, current: Any, split: Any, weight: Any, first: Any, second: Any, n_before: int
+) -> None:
+    """One layer of the dynamic programme by divide and conquer: best splits grow with the end."""
+    n = len(previous) - 1
+    stack = np.empty((128, 4), np.int64)
+    stack[0, 0], stack[0, 1], stack[0, 2], stack[0, 3] = n_before + 1, n, n_before, n - 1
+    depth = 1
+    while depth:
+        depth -= 1
+        low, high, least, most = stack[depth, 0], stack[depth, 1], stack[depth, 2], stack[depth, 3]
+        if low > high:
+            continue
+        middle = (low + high) // 2
+        best, best_cost = least, np.inf
+        for begin in range(least, min(most, middle - 1) + 1):
+            cost = previous[begin] + _interval_cost(weight, first, second, begin, middle)
+            if cost < best_cost:
+                best, best_cost = begin, cost
+        current[middle], split[middle] = best_cost, best
+        stack[depth, 0], stack[depth, 1], stack[depth, 2], stack[depth, 3] = low, middle - 1, least, best
+        depth += 1
+        stack[depth, 0], stack[depth, 1], stack[depth, 2], stack[depth, 3] = middle + 1, high, best, most
+        depth += 1
+
+
+@kernel
+def partition(values: Any, weights: Any, n_parts: int) -> Any:
+    """Ends of the `n_parts` intervals of ascending values with the least weighted square error."""
+    n = len(values)
+    # Centred, so that prefix sums of squares do not cancel.
+    centre = (values * weights).sum() / weights.sum()
+    weight, first, second = np.zeros(n + 1), np.zeros(n + 1), np.zeros(n + 1)
+    for i in range(n):
+        value = values[i] - centre
+        weight[i + 1] = weight[i] + weights[i]
+        first[i + 1] = first[i] + weights[i] * value
+        second[i + 1] = second[i] + weights[i] * value * value
+    previous = np.empty(n + 1)
+    previous[0] = 0.0
+    for i in range(1, n + 1):
+        previous[i] = _interval_cost(weight, first, second, 0, i)
+    splits = np.zeros((n_parts, n + 1), np.int64)
+    for part in range(1, n_parts):
+        current = np.full(n + 1, np.inf)
+        _fill_row(previous, current, splits[part], weight, first, second, part)
+        previous = current
+    ends = np.empty(n_parts, np.int64)
+    end = n
+    for part in range(n_parts - 1, -1, -1):
+        ends[part] = end
+        end = splits[part, end]
+    return ends
+
+
+@summing
+def deviation(exact: Any, restored: Any) -> Any:
+    """(largest absolute error, sum of squared errors, sum of squared values) of two F32 arrays."""
+    largest, error, power = np.float32(0), 0.0, 0.0
+    # Blocks of float32 differences keep the loop wide; their squares add up in double.
+    for begin in range(0, len(exact), 1024):
+        block_error, block_power = 0.0, 0.0
+        for i in range(begin, min(begin + 1024, len(exact))):
+            difference = restored[i] - exact[i]
+            largest = max(largest, abs(difference))
+            block_error += np.float64(difference) * np.float64(difference)
+            block_power += np.float64(exact[i]) * np.float64(exact[i])
+        error += block_error
+        power += block_power
+    return largest, error, power

@@ -238,7 +238,8 @@ def outer_product(
 
 def widen_f64(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
     """F32 patterns as doubles; subnormal ones by integers, which no processor mode flushes."""
-    values = patterns.view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        values = patterns.view(np.float32).astype(np.float64)
     is_subnormal = (patterns & np.uint32(0x7F800000)) == 0
     steps = (patterns & np.uint32(0x7FFFFF)).astype(np.float64) * 2.0**-149
     signed = np.where(patterns >> np.uint32(31), -steps, steps)

@@ -1,0 +1,78 @@
+"""A histogram of values by the top 16 bits of their F32 patterns: a sketch with relative buckets.
+
+A bucket spans 2^-7 of its lower end, so the middle of it is within 2^-8 of every value in it; signs,
+zeros, infinities and NaN stay apart. Sketches of parts add up to the sketch of the whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.kernels import cpu, reference
+
+RELATIVE_ERROR: Final = 2.0**-8  # largest |value - middle of its bucket| / |value|
+_SIGN, _INFINITY = 0x8000, 0x7F80
+
+
+@functools.cache
+def _bucket_values(kind: int) -> NDArray[np.float64]:
+    """The value that stands for each of the 65536 buckets; NaN for those that are not finite."""
+    patterns = np.arange(reference.N_BUCKETS, dtype=np.uint32)
+    if kind == reference.F16:
+        return reference.widen_f64(reference.to_f32(patterns.astype(np.uint16), reference.F16))
+    low = reference.widen_f64(patterns << np.uint32(16))
+    if kind == reference.BF16:
+        return low
+    high = reference.widen_f64((patterns << np.uint32(16)) | np.uint32(0xFFFF))
+    with np.errstate(invalid="ignore"):
+        return (low + high) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """Occurrences by bucket; `kind` as in `ckptz.kernels.reference` (F32, BF16 or F16).
+
+    BF16 and F16 values have buckets of their own each, so that their sketches are exact.
+    """
+
+    kind: int
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, units: NDArray[Any], kind: int) -> Sketch:
+        """The sketch of some units."""
+        return cls(kind, cpu().top_histogram(units))
+
+    def __add__(self, other: Sketch) -> Sketch:
+        return Sketch(self.kind, self.counts + other.counts)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no value is an infinity or NaN."""
+        exponent = np.uint32(0x7C00 if self.kind == reference.F16 else _INFINITY)
+        special = (np.arange(reference.N_BUCKETS, dtype=np.uint32) & exponent) == exponent
+        return not self.counts[special].any()
+
+    @property
+    def n_values(self) -> int:
+        """Values counted."""
+        return int(self.counts.sum())
+
+    def occupied(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Representative values in ascending order, and how often they occur; finite ones only."""
+        values = _bucket_values(self.kind)
+        used = np.flatnonzero((self.counts > 0) & np.isfinite(values))
+        ascending = used[np.argsort(values[used], kind="stable")]
+        return values[ascending], self.counts[ascending]
+
+    def magnitude_quantile(self, share: float) -> float:
+        """The least representative magnitude with at least `share` of the values at or below it."""
+        values, counts = self.occupied()
+        order = np.argsort(np.abs(values), kind="stable")
+        reached = np.cumsum(counts[order]) >= share * self.n_values
+        return float(np.abs(values[order][np.argmax(reached)]))

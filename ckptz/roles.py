@@ -1,0 +1,116 @@
+"""What a tensor is, from its name and shape: its role, its parameter and its layer type.
+
+The tables are visible and ordered; the first pattern that matches wins. Users put their own in front.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
+from typing import Final
+
+from ckptz.errors import ConfigError
+
+ROLES: Final = ("weight", "exp_avg", "exp_avg_sq", "momentum", "other")
+LAYER_TYPES: Final = ("embedding", "attention", "linear", "conv", "norm", "head", "other")
+STATE_ROLES: Final = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum",
+    "step": "other",
+    "max_exp_avg_sq": "other",
+}
+
+# (pattern over the parameter's name, layer type); spec-free, `inspect` shows what matched.
+LAYER_PATTERNS: Final = (
+    (r"(^|[._])(lm_head|head|classifier|score|output_projection)([._]|$)", "head"),
+    (r"(embed|(^|[._])(wte|wpe|token|position|tok|pos|word_embeddings)([._]|$))", "embedding"),
+    (r"(norm|(^|[._])ln(_?\w{1,2})?([._]|$)|bn\d*([._]|$))", "norm"),
+    (r"(attn|attention|qkv|(^|[._])([qkvo](_proj)?|query|key|value|out_proj|c_attn)([._]|$))", "attention"),
+    (r"(conv|downsample|patch_embed)", "conv"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What one tensor is.
+
+    Attributes:
+        role: one of ROLES.
+        parameter: name of the parameter it is or belongs to.
+        layer_type: one of LAYER_TYPES.
+    """
+
+    role: str
+    parameter: str
+    layer_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A user's row: names that match the glob `name` get what is not None."""
+
+    name: str
+    role: str | None = None
+    layer_type: str | None = None
+    pattern: re.Pattern[str] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for value, known in ((self.role, ROLES), (self.layer_type, LAYER_TYPES)):
+            if value is not None and value not in known:
+                raise ConfigError(f"role rule {self.name!r}: {value!r} is not one of {', '.join(known)}")
+        object.__setattr__(self, "pattern", re.compile(translate(self.name)))
+
+
+def load_rules(text: str) -> tuple[Rule, ...]:
+    """Rules from TOML: `[[rule]]` tables with `name`, and `role` or `layer_type` or both."""
+    try:
+        rows = tomllib.loads(text).get("rule", [])
+        return tuple(Rule(**row) for row in rows)
+    except (tomllib.TOMLDecodeError, TypeError) as error:
+        raise ConfigError(f"roles file: {error}") from None
+
+
+def _split_state(name: str) -> tuple[str, str]:
+    """(role, parameter) of a tensor's name."""
+    for word, role in STATE_ROLES.items():
+        for shape in (rf"optimizer\.state\.(.+)\.{word}", rf"optimizer\.(.+)\.{word}"):
+            if match := re.fullmatch(shape, name):
+                return role, match[1]
+        if match := re.fullmatch(rf"{word}\.(.+)", name) or re.fullmatch(rf"(.+)\.{word}", name):
+            return role, match[1]
+    if name.startswith("optimizer."):
+        return "other", name
+    return "weight", name.removeprefix("model.")
+
+
+def _layer_type(parameter: str, shape: Sequence[int]) -> str:
+    lowered = parameter.lower()
+    for pattern, layer_type in LAYER_PATTERNS:
+        if re.search(pattern, lowered):
+            return layer_type
+    if len(shape) == 2:
+        return "linear"
+    return "conv" if len(shape) > 2 else "other"
+
+
+def role_of(name: str, shape: Sequence[int], is_float: bool, rules: Iterable[Rule] = ()) -> Role:
+    """What a tensor is.
+
+    Args:
+        name: of the tensor.
+        shape: its dimensions.
+        is_float: integer tensors have role "other".
+        rules: the user's, tried first.
+    """
+    role, parameter = _split_state(name)
+    if not is_float:
+        role = "other"
+    layer_type = _layer_type(parameter, shape)
+    for rule in rules:
+        if rule.pattern.match(name):
+            return Role(rule.role or role, parameter, rule.layer_type or layer_type)
+    return Role(role, parameter, layer_type)
