@@ -1,0 +1,290 @@
+"""The kernels: reference, numba and torch return the same bits, also where subnormals are flushed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ckptz.kernels import cpu as cpu_kernels
+from ckptz.kernels import reference
+from ckptz.kernels import torch as torch_kernels
+
+UNIT_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+KINDS = ((reference.F32, np.uint32), (reference.BF16, np.uint16), (reference.F16, np.uint16))
+SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+@pytest.fixture(scope="module", autouse=True, params=["subnormals kept", "subnormals flushed"])
+def flush_mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run everything twice: torch's switch changes the processor mode for numpy and numba too."""
+    flushing = request.param == "subnormals flushed"
+    if flushing and not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def devices() -> list[str]:
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def to_torch(array: np.ndarray[Any, Any], device: str) -> torch.Tensor:
+    """Bit patterns as torch's integers of the same size."""
+    signed = SIGNED[array.itemsize] if array.dtype.kind == "u" else array.dtype
+    return torch.from_numpy(np.ascontiguousarray(array).view(signed).copy()).to(device)
+
+
+def from_torch(tensor: torch.Tensor, dtype: Any) -> np.ndarray[Any, Any]:
+    return tensor.cpu().numpy().view(dtype)
+
+
+def patterns(dtype: Any, min_size: int = 1, max_size: int = 300) -> st.SearchStrategy[Any]:
+    """Units with many small numbers, zeros, infinities and NaN among them."""
+    width = 8 * np.dtype(dtype).itemsize
+    special = [0, 1, 1 << (width - 1), (1 << width) - 1, (1 << (width - 1)) - 1, 0x7F << max(width - 9, 0)]
+    units = st.one_of(
+        st.integers(0, (1 << width) - 1),
+        st.sampled_from([s & ((1 << width) - 1) for s in special]),
+        st.integers(0, min(30 << 23, (1 << width) - 1)),
+    )
+    return hnp.arrays(dtype, st.integers(min_size, max_size), elements=units)
+
+
+def finite(units: np.ndarray[Any, Any], kind: int) -> np.ndarray[Any, Any]:
+    """The same units with infinities and NaN made into ones."""
+    exponent = units.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
+    return np.where((units & exponent) == exponent, units.dtype.type(1), units)
+
+
+def check_equal(name: str, dtype: Any, *arguments: Any) -> np.ndarray[Any, Any]:
+    """A kernel that returns an array gives the same bits on every backend."""
+    expected = getattr(reference, name)(*arguments)
+    if name not in ("order", "unorder"):
+        np.testing.assert_array_equal(getattr(cpu_kernels(), name)(*arguments), expected)
+    for device in devices():
+        moved = [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
+        got = from_torch(getattr(torch_kernels, name)(*moved), dtype)
+        np.testing.assert_array_equal(got, expected)
+    return expected
+
+
+def check_equal_into(name: str, out: np.ndarray[Any, Any], *arguments: Any) -> np.ndarray[Any, Any]:
+    """A kernel that fills `out` gives the same bits on every backend."""
+    expected = np.empty_like(out)
+    getattr(reference, name)(*arguments, expected)
+    got = np.empty_like(out)
+    getattr(cpu_kernels(), name)(*arguments, got)
+    np.testing.assert_array_equal(got, expected)
+    for device in devices():
+        moved = [to_torch(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
+        on_device = to_torch(np.zeros_like(out), device)
+        getattr(torch_kernels, name)(*moved, on_device)
+        np.testing.assert_array_equal(from_torch(on_device, out.dtype), expected)
+    return expected
+
+
+@pytest.mark.parametrize("dtype", UNIT_TYPES)
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_planes_split_alike_and_merge_back(dtype: Any, data: st.DataObject) -> None:
+    units = data.draw(patterns(dtype))
+    base = data.draw(patterns(dtype, len(units), len(units)))
+    for mode in range(5):
+        planes = check_equal("split_planes", np.uint8, units, base, mode)
+        for kernels in (reference, cpu_kernels()):
+            out = np.empty_like(units)
+            kernels.merge_planes(list(planes), base, mode, out)
+            np.testing.assert_array_equal(out, units)
+        out_t = to_torch(np.zeros_like(units), "cpu")
+        torch_kernels.merge_planes(list(to_torch(planes, "cpu")), to_torch(base, "cpu"), mode, out_t)
+        np.testing.assert_array_equal(from_torch(out_t, dtype), units)
+
+
+@pytest.mark.parametrize("dtype", UNIT_TYPES)
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_classes_histograms_and_grouping_agree(dtype: Any, data: st.DataObject) -> None:
+    units = data.draw(patterns(dtype))
+    symbols = data.draw(hnp.arrays(np.uint8, len(units)))
+    classes = check_equal("magnitude_classes", np.uint8, units)
+    check_equal("histogram", np.int64, symbols)
+    counts = check_equal("class_histogram", np.int64, classes, symbols, 256)
+    assert counts.sum() == len(units)
+    grouped = check_equal("group", np.uint8, symbols, classes, 256)
+    np.testing.assert_array_equal(check_equal_into("ungroup", symbols, grouped, classes, 256), symbols)
+
+
+@pytest.mark.parametrize("dtype", UNIT_TYPES)
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_order_is_inverted_and_sorts_like_the_values(dtype: Any, data: st.DataObject) -> None:
+    units = data.draw(patterns(dtype))
+    ordered = check_equal("order", dtype, units)
+    np.testing.assert_array_equal(check_equal("unorder", dtype, ordered), units)
+    if dtype is np.uint32:
+        values = reference.widen_f64(finite(units, reference.F32))
+        ranks = reference.order(finite(units, reference.F32))
+        assert (np.diff(values[np.argsort(ranks)]) >= 0).all()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_quantization_agrees(kind: int, dtype: Any, data: st.DataObject) -> None:
+    units = data.draw(patterns(dtype))
+    boundaries = np.unique(reference.order(data.draw(patterns(dtype, 1, 20))))
+    region_code = data.draw(hnp.arrays(np.uint8, len(boundaries) + 1))
+    check_equal("top_histogram", np.int64, units)
+    codes = check_equal("region_codes", np.uint8, units, boundaries, region_code)
+    long_units = np.resize(units, 1 << 14)  # past the size from which the table of buckets is used
+    long_codes = cpu_kernels().region_codes(long_units, boundaries, region_code)
+    np.testing.assert_array_equal(long_codes[: len(units)], codes)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_values_decode_alike(kind: int, dtype: Any, data: st.DataObject) -> None:
+    units = finite(data.draw(patterns(dtype)), kind)
+    n_rows, n_codes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    codes = data.draw(hnp.arrays(np.uint8, len(units), elements=st.integers(0, n_codes - 1)))
+    one_row = data.draw(st.booleans())
+    rows = data.draw(hnp.arrays(np.uint16, 1 if one_row else len(units), elements=st.integers(0, n_rows - 1)))
+    size = n_rows * n_codes
+    steps = data.draw(hnp.arrays(dtype, size)).reshape(n_rows, n_codes)
+    check_equal_into("lookup", units, codes, rows, steps)
+    check_equal_into("add_bits", units, units, codes, rows, steps)
+    terms = finite(data.draw(patterns(np.uint32, size, size)), reference.F32).reshape(n_rows, n_codes)
+    check_equal_into("add_linear", units, units, codes, rows, terms, kind)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_casts_agree_and_are_nearest_even(kind: int, dtype: Any, data: st.DataObject) -> None:
+    values = data.draw(patterns(np.uint32))
+    narrow = check_equal("from_f32", dtype, values, kind)
+    wide = check_equal("to_f32", np.uint32, narrow, kind)
+    np.testing.assert_array_equal(check_equal("from_f32", dtype, wide, kind), narrow)
+    kernels = (reference, cpu_kernels())
+    assert len({bool(k.all_finite(narrow, kind)) for k in kernels}) == 1
+    if kind == reference.BF16:
+        exact = finite(values, reference.F32)
+        low = exact & np.uint32(0xFFFF0000)
+        up = low + np.uint32(0x10000)
+        tie_or_above = (exact - low) > 0x8000
+        odd_tie = ((exact - low) == 0x8000) & ((exact >> np.uint32(16)) & np.uint32(1) == 1)
+        expected = np.where(tie_or_above | odd_tie, up, low) >> np.uint32(16)
+        np.testing.assert_array_equal(reference.from_f32(exact, kind), expected)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_sums_keep_subnormals(data: st.DataObject) -> None:
+    a = finite(data.draw(patterns(np.uint32)), reference.F32)
+    b = finite(data.draw(patterns(np.uint32, len(a), len(a))), reference.F32)
+    got = check_equal("add_f32", np.uint32, a, b)
+    # The double sum of two floats near each other is exact; one rounding by integers follows.
+    exact = reference.widen_f64(a) + reference.widen_f64(b)
+    is_exact = np.abs(reference.widen_f64(a)) < 1e-20
+    is_exact &= np.abs(reference.widen_f64(b)) < 1e-20
+    expected = reference.round_f64(exact)
+    both_zero = exact == 0
+    np.testing.assert_array_equal(got[is_exact & ~both_zero], expected[is_exact & ~both_zero])
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_outer_products_agree(data: st.DataObject) -> None:
+    rows = finite(data.draw(patterns(np.uint32, 1, 12)), reference.F32)
+    columns = finite(data.draw(patterns(np.uint32, 1, 12)), reference.F32)
+    n = len(rows) * len(columns)
+    begin = data.draw(st.integers(0, n - 1))
+    check_equal("outer_product", np.uint32, rows, columns, begin, n)
+
+
+@given(st.integers(1, 8), st.data())
+@settings(max_examples=30, deadline=None)
+def test_packed_codes_come_back(n_bits: int, data: st.DataObject) -> None:
+    codes = data.draw(hnp.arrays(np.uint8, st.integers(1, 100), elements=st.integers(0, 2**n_bits - 1)))
+    packed = check_equal("pack_codes", np.uint8, codes, n_bits)
+    assert len(packed) == -(-len(codes) * n_bits // 8)
+    np.testing.assert_array_equal(check_equal_into("unpack_codes", codes, packed, n_bits), codes)
+
+
+def frequency_rows(n_rows: int, n_symbols: int, seed: int) -> np.ndarray[Any, Any]:
+    rng = np.random.default_rng(seed)
+    rows = np.zeros((n_rows, 256), np.uint16)
+    for row in rows:
+        cuts = np.sort(rng.choice(np.arange(1, 4096), n_symbols - 1, replace=False))
+        row[:n_symbols] = np.diff(np.concatenate([[0], cuts, [4096]]))
+    return rows
+
+
+@given(
+    st.integers(1, 400),
+    st.integers(1, 4),
+    st.sampled_from([1, 4, 32]),
+    st.integers(1, 40),
+    st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_rans_streams_are_equal_and_decode(
+    n: int, n_segments: int, n_lanes: int, n_symbols: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    frequencies = frequency_rows(3, n_symbols, seed)
+    symbols = rng.integers(0, n_symbols, n).astype(np.uint8)
+    ends = np.unique(np.append(rng.integers(0, n + 1, n_segments - 1), n)).astype(np.int64)
+    table_of = rng.integers(0, 3, len(ends))
+    arguments = (ends, table_of, frequencies, n_lanes)
+    states, words = reference.rans_encode(symbols, *arguments)
+    fast_states, fast_words = cpu_kernels().rans_encode(symbols, *arguments)
+    np.testing.assert_array_equal(fast_states, states)
+    np.testing.assert_array_equal(fast_words, words)
+    slots = reference.slot_tables(frequencies)
+    for kernels in (reference, cpu_kernels()):
+        out = np.empty_like(symbols)
+        assert kernels.rans_decode(words, states, ends, table_of, slots, out)
+        np.testing.assert_array_equal(out, symbols)
+        assert not kernels.rans_decode(
+            np.append(words, words[:1]), states, ends, table_of, slots, out
+        ) or not len(words)
+        if len(words):
+            assert not kernels.rans_decode(words[:-1].copy(), states, ends, table_of, slots, out)
+
+
+@given(st.integers(0, 3000), st.floats(0, 0.2), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_sparse_streams_are_equal_and_merge_back(n: int, share: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    symbols = np.where(rng.random(n) < share, rng.integers(1, 9, n), 0).astype(np.uint8)
+    gaps, values = reference.sparse_split(symbols, 0)
+    for got, expected in zip(cpu_kernels().sparse_split(symbols, 0), (gaps, values), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    for kernels in (reference, cpu_kernels()):
+        out = np.zeros_like(symbols)
+        assert kernels.sparse_merge(gaps, values, out)
+        np.testing.assert_array_equal(out, symbols)
+        if len(values):
+            assert not kernels.sparse_merge(gaps, values[:-1], out)
+
+
+@given(hnp.arrays(np.uint16, st.integers(0, 60)), st.integers(0, 11))
+@settings(max_examples=40, deadline=None)
+def test_golomb_codes_are_equal_and_come_back(values: Any, order: int) -> None:
+    packed = reference.golomb_pack(values, order)
+    np.testing.assert_array_equal(cpu_kernels().golomb_pack(values, order), packed)
+    for kernels in (reference, cpu_kernels()):
+        out = np.empty_like(values)
+        assert kernels.golomb_unpack(packed, len(values), order, out) == len(packed)
+        np.testing.assert_array_equal(out, values)
+        if len(packed):
+            assert kernels.golomb_unpack(packed[:-1], len(values), order, out) == -1
