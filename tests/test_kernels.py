@@ -171,8 +171,10 @@ def test_values_decode_alike(kind: int, dtype: Any, data: st.DataObject) -> None
 def test_casts_agree_and_are_nearest_even(kind: int, dtype: Any, data: st.DataObject) -> None:
     values = data.draw(patterns(np.uint32))
     narrow = check_equal("from_f32", dtype, values, kind)
-    wide = check_equal("to_f32", np.uint32, narrow, kind)
-    np.testing.assert_array_equal(check_equal("from_f32", dtype, wide, kind), narrow)
+    # Widening is defined for finite units: others are protected, and their sums are never used.
+    restored = finite(narrow, kind)
+    wide = check_equal("to_f32", np.uint32, restored, kind)
+    np.testing.assert_array_equal(check_equal("from_f32", dtype, wide, kind), restored)
     kernels = (reference, cpu_kernels())
     assert len({bool(k.all_finite(narrow, kind)) for k in kernels}) == 1
     if kind == reference.BF16:
@@ -228,17 +230,12 @@ def frequency_rows(n_rows: int, n_symbols: int, seed: int) -> np.ndarray[Any, An
     return rows
 
 
-@given(
-    st.integers(1, 400),
-    st.integers(1, 4),
-    st.sampled_from([1, 4, 32]),
-    st.integers(1, 40),
-    st.integers(0, 99),
-)
+@given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_rans_streams_are_equal_and_decode(
-    n: int, n_segments: int, n_lanes: int, n_symbols: int, seed: int
-) -> None:
+def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
+    n, n_segments = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 4))
+    n_lanes, n_symbols = data.draw(st.sampled_from([1, 4, 32])), data.draw(st.integers(1, 40))
+    seed = data.draw(st.integers(0, 99))
     rng = np.random.default_rng(seed)
     frequencies = frequency_rows(3, n_symbols, seed)
     symbols = rng.integers(0, n_symbols, n).astype(np.uint8)
@@ -254,10 +251,9 @@ def test_rans_streams_are_equal_and_decode(
         out = np.empty_like(symbols)
         assert kernels.rans_decode(words, states, ends, table_of, slots, out)
         np.testing.assert_array_equal(out, symbols)
-        assert not kernels.rans_decode(
-            np.append(words, words[:1]), states, ends, table_of, slots, out
-        ) or not len(words)
         if len(words):
+            longer = np.append(words, words[:1])
+            assert not kernels.rans_decode(longer, states, ends, table_of, slots, out)
             assert not kernels.rans_decode(words[:-1].copy(), states, ends, table_of, slots, out)
 
 
