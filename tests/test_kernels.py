@@ -257,11 +257,11 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
             assert not kernels.rans_decode(words[:-1].copy(), states, ends, table_of, slots, out)
 
 
-@given(st.integers(0, 3000), st.floats(0, 0.2), st.integers(0, 99))
+@given(st.integers(0, 3000), st.integers(0, 200), st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_sparse_streams_are_equal_and_merge_back(n: int, share: float, seed: int) -> None:
+def test_sparse_streams_are_equal_and_merge_back(n: int, per_mille: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    symbols = np.where(rng.random(n) < share, rng.integers(1, 9, n), 0).astype(np.uint8)
+    symbols = np.where(rng.random(n) < per_mille / 1000, rng.integers(1, 9, n), 0).astype(np.uint8)
     gaps, values = reference.sparse_split(symbols, 0)
     for got, expected in zip(cpu_kernels().sparse_split(symbols, 0), (gaps, values), strict=True):
         np.testing.assert_array_equal(got, expected)
