@@ -1,0 +1,299 @@
+"""Frames: every part of the decode rule comes back as the specification says, on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from frame_support import RULE_SETS, Case, build_case, cases, expected_labels, expected_units, round_trip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptz.codec import decode as decode_module
+from ckptz.codec import frame as frame_module
+from ckptz.codec import values as values_module
+from ckptz.codec.encode import encode_chunk
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.plan import Domain, Plan, Predictor, exact_plan, planes_plan
+from ckptz.codec.planner import plan_lossless
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, chunk_bounds
+from ckptz.dtypes import DTYPES, DType, dtype_of
+from ckptz.entropy import frequency as frequency_module
+from ckptz.entropy import streams as streams_module
+from ckptz.entropy.streams import CoderId
+from ckptz.errors import (
+    ChecksumError,
+    CkptzError,
+    CorruptionError,
+    FormatError,
+    MissingBaseError,
+    UnsupportedError,
+)
+from ckptz.kernels import reference
+from ckptz.quant.quant_map import ExplicitTable, QuantizationMap
+from ckptz.transform import classes as classes_module
+from ckptz.transform.planes import PlaneMode
+
+DTYPE_ROWS = sorted(DTYPES.values(), key=lambda row: row.id)
+SHAPES = ((), (0,), (1,), (3,), (0, 5), (2, 3, 4), (1, 1, 1), (257,), (64, 130))
+
+
+@pytest.fixture
+def only_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Decode with the plain numpy kernels alone."""
+    modules = (decode_module, frame_module, values_module, streams_module, frequency_module, classes_module)
+    for module in modules:
+        monkeypatch.setattr(module, "cpu", lambda: reference)
+    return None
+
+
+@pytest.fixture
+def flushed_subnormals() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_any_map_decodes_by_the_rule(case: Case) -> None:
+    np.testing.assert_array_equal(round_trip(case), expected_units(case))
+
+
+@pytest.mark.parametrize("names", RULE_SETS, ids=" and ".join)
+@pytest.mark.parametrize("predictor", list(Predictor))
+@pytest.mark.parametrize("domain", [Domain.LINEAR, Domain.BITS])
+def test_backends_agree_on_hand_made_frames(
+    domain: Domain, predictor: Predictor, names: list[str], only_reference: None
+) -> None:
+    for dtype in ("F32", "BF16", "F16"):
+        rng = np.random.default_rng(5)
+        case = build_case(rng, dtype_of(dtype), (6, 7), domain, predictor, list(names), 42)
+        np.testing.assert_array_equal(round_trip(case), expected_units(case))
+
+
+@pytest.mark.parametrize("predictor", list(Predictor))
+def test_frames_decode_alike_where_subnormals_are_flushed(
+    predictor: Predictor, flushed_subnormals: None
+) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        case = build_case(rng, dtype_of("F32"), (40, 30), Domain.LINEAR, predictor, ["row"], 1200)
+        np.testing.assert_array_equal(round_trip(case), expected_units(case))
+
+
+@given(cases())
+@settings(max_examples=40, deadline=None)
+def test_codes_are_read_without_values(case: Case) -> None:
+    header, chunks = case.encode()
+    codes = case.decode_codes(header, [chunk.payload for chunk in chunks])
+    np.testing.assert_array_equal(codes, case.plan.quantizer.all_codes)  # type: ignore[union-attr]
+    assert expected_labels(case).max(initial=0) < case.plan.n_classes
+
+
+@given(cases(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_flipped_bit_is_refused_or_harmless(case: Case, data: st.DataObject) -> None:
+    header, chunks = case.encode()
+    frame = bytearray(header.pack() + b"".join(chunk.payload for chunk in chunks))
+    position = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[position // 8] ^= 1 << position % 8
+    n_header = len(header.pack())
+    try:
+        parsed = FrameHeader.parse(bytes(frame[:n_header]))
+        restored = case.decode(parsed, [bytes(frame[n_header:])])
+    except CkptzError:
+        return
+    np.testing.assert_array_equal(restored, expected_units(case))
+
+
+def random_source(dtype: DType, shape: tuple[int, ...], seed: int = 0) -> ArraySource:
+    """Any bit pattern: NaN payloads, negative zeros and all."""
+    rng = np.random.default_rng(seed)
+    n_bytes = -(-int(np.prod(shape, dtype=np.int64)) * dtype.bits // 8)
+    return ArraySource.from_buffer(dtype, shape, rng.integers(0, 256, n_bytes, np.uint8))
+
+
+def fits(dtype: DType, shape: tuple[int, ...]) -> bool:
+    return int(np.prod(shape, dtype=np.int64)) * dtype.bits % 8 == 0
+
+
+def lossless_case(source: ArraySource, base: ArraySource | None, plan: Plan | None = None) -> Case:
+    plan = plan_lossless(source, base) if plan is None else plan
+    return Case(source, plan, base, source)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_dtype_and_shape_is_bit_exact(dtype: DType, shape: tuple[int, ...]) -> None:
+    if not fits(dtype, shape):
+        pytest.skip("sub-byte tensors fill whole bytes")
+    source = random_source(dtype, shape)
+    np.testing.assert_array_equal(round_trip(lossless_case(source, None)), source.flat)
+    base = random_source(dtype, shape, 1)
+    for mode in (PlaneMode.XOR, PlaneMode.DIFFERENCE):
+        case = lossless_case(source, base, planes_plan(mode))
+        np.testing.assert_array_equal(round_trip(case), source.flat)
+
+
+@given(st.sampled_from(DTYPE_ROWS), st.integers(0, 5000), st.integers(0, 999), st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_deltas_are_bit_exact(dtype: DType, n: int, seed: int, kind: int) -> None:
+    n -= n * dtype.bits % 8
+    rng = np.random.default_rng(seed)
+    base = random_source(dtype, (n,) if fits(dtype, (n,)) else (0,), seed)
+    change = rng.integers(0, (1, 2, 9, 255)[kind] + 1, len(base.flat)).astype(base.flat.dtype)
+    source = ArraySource(dtype, base.shape, base.flat + change)
+    case = lossless_case(source, base)
+    np.testing.assert_array_equal(round_trip(case), source.flat)
+
+
+def test_special_floats_are_bit_exact() -> None:
+    for name, patterns in {
+        "F32": [0x7FC00001, 0xFF800001, 0x80000000, 0x7F800000, 0x00000001],
+        "BF16": [0x7FC1, 0xFF81, 0x8000, 0x7F80, 0x0001],
+        "F16": [0x7E01, 0xFC01, 0x8000, 0x7C00, 0x0001],
+    }.items():
+        dtype = dtype_of(name)
+        flat = np.array(patterns * 900, UNIT_TYPES[dtype.unit_bytes])
+        source, base = ArraySource(dtype, flat.shape, flat), ArraySource(dtype, flat.shape, flat[::-1].copy())
+        np.testing.assert_array_equal(round_trip(lossless_case(source, None)), flat)
+        np.testing.assert_array_equal(round_trip(lossless_case(source, base)), flat)
+
+
+def test_large_tensors_are_cut_into_chunks() -> None:
+    n = 2 * CHUNK_UNITS + 77
+    rng = np.random.default_rng(0)
+    base_flat = (rng.standard_normal(n) * 0.02).astype(np.float32).view(np.uint32)
+    flat = base_flat + rng.integers(0, 50, n).astype(np.uint32)
+    source, base = (ArraySource(dtype_of("F32"), (n,), f) for f in (flat, base_flat))
+    for case in (lossless_case(source, None), lossless_case(source, base)):
+        _, chunks = case.encode()
+        assert len(chunks) == 3
+        np.testing.assert_array_equal(round_trip(case), flat)
+    assert len(b"".join(c.payload for c in chunks)) < 0.4 * 4 * n
+
+
+def test_unchanged_tensors_cost_nothing() -> None:
+    source = random_source(dtype_of("BF16"), (512, 512))
+    _, chunks = lossless_case(source, source).encode()
+    assert sum(len(chunk.payload) for chunk in chunks) <= 2
+
+
+def test_each_coder_is_chosen_where_it_is_smallest() -> None:
+    rng = np.random.default_rng(0)
+    n = 1 << 16
+    peaked = rng.choice(4, n, p=[0.7, 0.2, 0.07, 0.03]).astype(np.uint8)
+    rare = (np.arange(n) % 9001 == 8000).astype(np.uint8)
+    periodic = np.resize(rng.integers(0, 256, 977).astype(np.uint8), n)
+    expected = {
+        CoderId.CONSTANT: np.full(n, 9, np.uint8),
+        CoderId.STORED: rng.integers(0, 256, n).astype(np.uint8),
+        CoderId.RANS_OWN: peaked,
+        CoderId.SPARSE: rare,
+        CoderId.ZSTD: periodic,
+    }
+    for coder, symbols in expected.items():
+        chosen, stream = streams_module.encode_stream(symbols)
+        assert chosen is coder
+        out = np.empty_like(symbols)
+        streams_module.decode_stream(chosen, memoryview(stream), out)
+        np.testing.assert_array_equal(out, symbols)
+
+
+def test_a_wrong_base_is_named_as_such() -> None:
+    source, base = random_source(dtype_of("F32"), (300,)), random_source(dtype_of("F32"), (300,), 1)
+    case = lossless_case(source, base, planes_plan(PlaneMode.XOR))
+    header, chunks = case.encode()
+    other = Case(source, case.plan, random_source(dtype_of("F32"), (300,), 2), source)
+    with pytest.raises(MissingBaseError, match="not the checkpoint"):
+        other.decode(header, [chunk.payload for chunk in chunks])
+
+
+def test_changed_streams_and_wrong_records_are_told_apart() -> None:
+    source = random_source(dtype_of("F32"), (300,))
+    case = lossless_case(source, None)
+    header, chunks = case.encode()
+    changed = bytearray(chunks[0].payload)
+    changed[5] ^= 1
+    with pytest.raises(ChecksumError, match="stored bytes were changed"):
+        case.decode(header, [bytes(changed)])
+    record = replace(header.chunks[0], decoded=header.chunks[0].decoded ^ 1)
+    wrong = FrameHeader(header.dtype, header.shape, header.plan, (record,))
+    with pytest.raises(CorruptionError, match="other values than were written"):
+        case.decode(wrong, [chunks[0].payload])
+
+
+def test_values_that_are_not_finite_must_be_protected() -> None:
+    table = ExplicitTable(np.array([[0x3F800000, 0x7F800000]], np.uint32))
+    quant_map = QuantizationMap(table, np.zeros(1, np.int64))
+    case = build_case(
+        np.random.default_rng(0), dtype_of("F32"), (6, 7), Domain.LINEAR, Predictor.ZERO, [], 42
+    )
+    plan = Plan(quant_map=quant_map, domain=Domain.LINEAR, quantizer=case.plan.quantizer)
+    codes = np.ones(42, np.uint8)
+    plan = replace(plan, quantizer=type(case.plan.quantizer)(codes))  # type: ignore[call-arg]
+    bad = Case(case.source, plan, None, case.source)
+    header, chunks = bad.encode()
+    with pytest.raises(CorruptionError, match="not finite"):
+        bad.decode(header, [chunk.payload for chunk in chunks])
+
+
+def refusing(change: Any) -> None:
+    """Parse a small lossless header after `change` of its body, with a right checksum."""
+    source = random_source(dtype_of("F32"), (3, 2))
+    chunk = encode_chunk(source, exact_plan(source.dtype), ChunkSources(0, 6))
+    header = FrameHeader(source.dtype, (3, 2), exact_plan(source.dtype), (chunk.record,))
+    body = bytearray(header.pack()[4:-8])
+    body = change(body) or body
+    length = (len(body) + 12).to_bytes(4, "little")
+    content = length + bytes(body)
+    FrameHeader.parse(content + frame_module.xxh64(content).to_bytes(8, "little"))
+
+
+def setting(offset: int, value: int) -> Any:
+    def change(body: bytearray) -> None:
+        body[offset] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (setting(0, 9), UnsupportedError),  # frame version
+        (setting(1, 200), UnsupportedError),  # dtype
+        (setting(2, 7), UnsupportedError),  # domain
+        (setting(3, 7), UnsupportedError),  # predictor
+        (setting(3, 1), CorruptionError),  # predictor that the plane mode has no use for
+        (setting(4, 0x80), UnsupportedError),  # reserved flag
+        (setting(4, 1), CorruptionError),  # flag of a map
+        (setting(5, 65), CorruptionError),  # dimensions
+        (setting(6, 0x7F), CorruptionError),  # a size that the records do not fit
+        (setting(8, 9), UnsupportedError),  # plane mode
+        (setting(9, 4), CorruptionError),  # class rules
+        (lambda body: body + b"\0", CorruptionError),
+        (lambda body: body[:-1], FormatError),
+    ],
+)
+def test_headers_that_contradict_the_specification_are_refused(change: Any, error: type[Exception]) -> None:
+    refusing(lambda body: None)
+    with pytest.raises(error):
+        refusing(change)
+
+
+def test_every_strict_prefix_of_a_header_is_refused() -> None:
+    case = build_case(
+        np.random.default_rng(3), dtype_of("BF16"), (6, 7), Domain.BITS, Predictor.OUTER, ["row"], 42
+    )
+    packed = case.encode()[0].pack()
+    for n in range(len(packed)):
+        with pytest.raises(FormatError):
+            FrameHeader.parse(packed[:n])
+    assert list(chunk_bounds(0)) == []
