@@ -190,7 +190,7 @@ def test_each_coder_is_chosen_where_it_is_smallest() -> None:
     rng = np.random.default_rng(0)
     n = 1 << 16
     peaked = rng.choice(4, n, p=[0.7, 0.2, 0.07, 0.03]).astype(np.uint8)
-    rare = np.isin(np.arange(n), rng.integers(0, n, 9)).astype(np.uint8)
+    rare = np.isin(np.arange(16 * n), rng.integers(0, 16 * n, 20)).astype(np.uint8)
     periodic = np.resize(rng.integers(0, 256, 977).astype(np.uint8), n)
     expected = {
         CoderId.CONSTANT: np.full(n, 9, np.uint8),
