@@ -7,13 +7,26 @@ except C64 (two 4-byte units) and the sub-byte types (the units are the bytes th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from ckptz.errors import CorruptionError, UnsupportedError
+
+
+def n_elements(shape: Sequence[int]) -> int:
+    """Elements of a tensor.
+
+    Raises:
+        CorruptionError: 2^63 or more; checked as it grows, since a file may name millions of dimensions.
+    """
+    n = 0 if 0 in shape else 1
+    for size in shape:
+        n *= size
+        if n >> 63:
+            raise CorruptionError("a shape has 2^63 elements or more")
+    return n
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +49,7 @@ class DType:
 
     def n_bytes(self, shape: Sequence[int]) -> int:
         """Bytes of a dense tensor; a sub-byte tensor must fill whole bytes, as in safetensors."""
-        n_bits = math.prod(shape) * self.bits
+        n_bits = n_elements(shape) * self.bits
         if n_bits % 8:
             raise CorruptionError(f"{self.name} tensor of shape {list(shape)} does not fill whole bytes")
         return n_bits // 8

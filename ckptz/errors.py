@@ -7,14 +7,16 @@
      |  - CorruptionError            they contradict themselves or the specification
      + LimitError                    decoding would exceed the memory or disk that was allowed   exit 3
      + UnsupportedError              valid, but outside what this reader knows: upgrade       exit 4
+     |  - DTypeError                 a dtype that the framework cannot hold
      + MissingBaseError              the chain needs a file that is not here                  exit 5
      + ConfigError(ValueError)       the caller asked for something impossible                exit 2
      + CalibrationError              the calibration does not belong to this model            exit 2
      + BudgetError                   no setting met the quality budget                        exit 6
+     + WriteError(OSError)           the disk refused a file that was being saved             exit 7
      + WireError                     a message that must not be trained on                    exit 3
 
-A missing input is the built-in FileNotFoundError (exit 5) and a failing disk the built-in OSError
-(exit 7), as in safetensors.
+A missing input is the built-in FileNotFoundError (exit 5) and a disk that fails while reading the
+built-in OSError (exit 7), as in safetensors.
 """
 
 from __future__ import annotations
@@ -60,6 +62,13 @@ class UnsupportedError(CkptzError):
     exit_code = 4
 
 
+class DTypeError(UnsupportedError, TypeError, AttributeError, KeyError):
+    """A dtype that the framework cannot hold; safetensors raises each of these classes for some of them."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # KeyError's own would put the message in quotes
+
+
 class MissingBaseError(CkptzError):
     """A delta's base is missing, or what stands in its place is another checkpoint."""
 
@@ -82,6 +91,12 @@ class BudgetError(CkptzError):
     """No configuration met the quality budget; the lossless file was written."""
 
     exit_code = 6
+
+
+class WriteError(CkptzError, OSError):
+    """The disk refused a file that was being saved; safetensors has its own error class there."""
+
+    exit_code = 7
 
 
 class WireError(CkptzError):

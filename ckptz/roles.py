@@ -74,14 +74,17 @@ def load_rules(text: str) -> tuple[Rule, ...]:
         raise ConfigError(f"roles file: {error}") from None
 
 
+_WORDS: Final = "|".join(STATE_ROLES)
+_STATE: Final = re.compile(
+    rf"(?:optimizer\.(?:state\.)?)?(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+)"
+)
+_LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type in LAYER_PATTERNS)
+
+
 def _split_state(name: str) -> tuple[str, str]:
     """(role, parameter) of a tensor's name."""
-    for word, role in STATE_ROLES.items():
-        for shape in (rf"optimizer\.state\.(.+)\.{word}", rf"optimizer\.(.+)\.{word}"):
-            if match := re.fullmatch(shape, name):
-                return role, match[1]
-        if match := re.fullmatch(rf"{word}\.(.+)", name) or re.fullmatch(rf"(.+)\.{word}", name):
-            return role, match[1]
+    if match := _STATE.fullmatch(name):
+        return STATE_ROLES[match["word"] or match["first"]], match["parameter"] or match["rest"]
     if name.startswith("optimizer."):
         return "other", name
     return "weight", name.removeprefix("model.")
@@ -89,8 +92,8 @@ def _split_state(name: str) -> tuple[str, str]:
 
 def _layer_type(parameter: str, shape: Sequence[int]) -> str:
     lowered = parameter.lower()
-    for pattern, layer_type in LAYER_PATTERNS:
-        if re.search(pattern, lowered):
+    for pattern, layer_type in _LAYERS:
+        if pattern.search(lowered):
             return layer_type
     if len(shape) == 2:
         return "linear"

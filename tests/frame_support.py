@@ -22,6 +22,7 @@ from ckptz.quant.quant_map import AnyTable, ExplicitTable, IntegerTable, LinearT
 from ckptz.transform.classes import (
     BaseCode,
     Block,
+    ClassCounts,
     ClassRule,
     Magnitude,
     Row,
@@ -314,6 +315,7 @@ def _tables(
     counts = np.zeros((n_classes, 256), np.int64)
     np.add.at(counts, (rng.integers(0, n_classes, 4 * len(codes)), np.resize(codes, 4 * len(codes))), 50)
     counts[:, np.unique(codes)] += 1  # every class has a frequency for every code
-    table_counts, table_map = share_tables(counts, most=3)
+    found = ClassCounts(np.arange(n_classes), counts)
+    table_counts, table_map = share_tables(found, n_classes, most=3)
     assert isinstance(table_map, TableMap)
     return (StreamTables(np.stack([normalise(row) for row in table_counts]), table_map),)

@@ -16,6 +16,14 @@ def xxh64(data: Buffer) -> int:
     return int(xxhash.xxh64_intdigest(data))
 
 
+def xxh64_of_parts(parts: Iterable[Buffer]) -> int:
+    """XXH64 of buffers one after another."""
+    digest = xxhash.xxh64()
+    for part in parts:
+        digest.update(part)
+    return int(digest.intdigest())
+
+
 def combine(checksums: Iterable[int]) -> int:
     """Checksum of a tensor: XXH64 over the checksums of its chunks, each as a little-endian u64."""
     return xxh64(b"".join(value.to_bytes(8, "little") for value in checksums))

@@ -168,7 +168,9 @@ class _Streams:
             return self._plain(coder, data, self._n)
         if self._labels is None or self._per_class is None:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
-        segments = class_segments(self._per_class, self._header.plan.tables[index])
+        classes = np.flatnonzero(self._per_class)
+        tables = self._header.plan.tables[index]
+        segments = class_segments(classes, self._per_class[classes], tables)
         slots = self._header.slot_tables[index]
         segments = Segments(segments.ends, segments.table_of, segments.tables, slots)
         grouped, plane = np.empty(self._n, np.uint8), np.empty(self._n, np.uint8)

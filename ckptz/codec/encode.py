@@ -8,20 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits.checksum import xxh64, xxh64_of_parts
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, Predictor, StreamTables
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import Units, UnitSource
 from ckptz.codec.values import predicted
+from ckptz.entropy.frequency import entropy_bits
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans, encode_stream
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning
-from ckptz.transform.classes import Labels, labels_of
+from ckptz.transform.classes import ClassCounts, Labels, labels_of
 from ckptz.transform.planes import kernel_mode
 
 Bytes = NDArray[np.uint8]
-Stream = tuple[CoderId, bytes]
+Stream = tuple[CoderId, bytes | memoryview]
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 
 
@@ -52,38 +53,48 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's record, its streams, and for lossy plans what was lost."""
+    """A chunk's record, its streams as buffers, and for lossy plans what was lost."""
 
     record: ChunkRecord
-    payload: bytes
+    streams: tuple[bytes | memoryview, ...]
     deviation: Deviation | None = None
 
+    @property
+    def payload(self) -> bytes:
+        """All streams as one copy."""
+        return b"".join(self.streams)
 
-def class_segments(per_class: NDArray[np.int64], tables: StreamTables) -> Segments:
+
+def class_segments(
+    classes: NDArray[np.int64], per_class: NDArray[np.int64], tables: StreamTables
+) -> Segments:
     """How a stream, sorted by class, runs through the tensor's tables.
 
     Args:
-        per_class: units of the chunk in each class [n_classes].
+        classes: that occur in the chunk, ascending.
+        per_class: units of each.
         tables: the stream's tables.
     """
-    used = np.flatnonzero(per_class)
-    return Segments(np.cumsum(per_class[used]), tables.table_map.table_of[used], tables.frequencies)
+    return Segments(np.cumsum(per_class), tables.table_map.table_of[classes], tables.frequencies)
 
 
-def _shared_bytes(counts: NDArray[np.int64], tables: StreamTables) -> float:
-    """Size of the stream with the tensor's tables; infinite where they lack a code."""
-    bits = planning().shared_cost_bits(counts, tables.table_map.table_of, tables.frequencies)
-    return float(bits) / 8 + MAX_LANE_BYTES
+def _stored(plane: Bytes) -> Stream:
+    return CoderId.STORED, plane.data
 
 
 def _encode_classed(plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables) -> Stream:
-    counts = cpu().class_histogram(labels, plane, n_classes)
-    shared = _shared_bytes(counts, tables)
-    coder, data = encode_stream(plane, counts.sum(axis=0), beat=shared)
-    if len(data) <= shared:
-        return coder, data
+    found = ClassCounts.of(labels, plane, n_classes)
+    total = found.total
+    table_of = tables.table_map.table_of[found.classes]
+    bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
+    shared = bits / 8 + MAX_LANE_BYTES
+    coder, data = _stored(plane)
+    if total.max() == len(plane) or entropy_bits(total[None]) / 8 < shared:
+        coder, data = encode_stream(plane, total, beat=shared)
+        if len(data) <= shared:
+            return coder, data
     grouped = cpu().group(plane, labels, n_classes)
-    classed = encode_rans(grouped, class_segments(counts.sum(axis=1), tables), shared)
+    classed = encode_rans(grouped, class_segments(found.classes, found.per_class, tables), shared)
     return (CoderId.RANS_SHARED, classed) if len(classed) < len(data) else (coder, data)
 
 
@@ -164,10 +175,11 @@ def encode_chunk(source: UnitSource, plan: Plan, sources: ChunkSources) -> Encod
         quantized = _quantize(header, units, sources, labels)
         streams, decoded = quantized.streams, quantized.decoded
         deviation = _deviation(header, units, quantized)
-    payload = b"".join(data for _, data in streams)
+    parts = tuple(data for _, data in streams)
     records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
     base_codes = _base_codes_checksum(plan, sources)
-    return EncodedChunk(ChunkRecord(xxh64(payload), xxh64(decoded), records, base_codes), payload, deviation)
+    record = ChunkRecord(xxh64_of_parts(parts), xxh64(decoded), records, base_codes)
+    return EncodedChunk(record, parts, deviation)
 
 
 def _base_codes_checksum(plan: Plan, sources: ChunkSources) -> int | None:

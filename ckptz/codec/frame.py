@@ -87,7 +87,7 @@ class FrameHeader:
     @property
     def payload_bytes(self) -> int:
         """Stored bytes of all chunks."""
-        return sum(chunk.n_bytes for chunk in self.chunks)
+        return self.chunk_offsets[-1]
 
     @functools.cached_property
     def chunk_offsets(self) -> tuple[int, ...]:

@@ -7,24 +7,20 @@ import operator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ckptz.codec.plan import Domain, Plan, StreamTables
-from ckptz.codec.planner import MapFunction, plan_lossless
+from ckptz.codec.plan import Domain, Plan
+from ckptz.codec.planner import MapFunction, plan_lossless, stream_tables
 from ckptz.codec.sources import codes_of
 from ckptz.codec.units import UnitSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.config import Config, KMeans
 from ckptz.dtypes import DType
-from ckptz.entropy.frequency import entropy_bits, normalise
-from ckptz.kernels import cpu
+from ckptz.entropy.frequency import entropy_bits
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.quant.quant_map import QuantizationMap
 from ckptz.quant.sketch import Sketch
 from ckptz.roles import Role
-from ckptz.transform.classes import BaseCode, share_tables
-
-Counts = NDArray[np.int64]
+from ckptz.transform.classes import BaseCode, ClassCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +67,10 @@ def plan_kmeans(
     n_base_codes = getattr(base, "n_codes", None)
     if base is None or n_base_codes is None:
         return plan
-    counts = functools.reduce(
+    found = functools.reduce(
         operator.add, run(lambda b: _joint_counts(source, base, quantizer, n_base_codes, b), bounds)
     )
-    return _grouped(plan, counts, quant_map, n_base_codes)
+    return _grouped(plan, found, quant_map, n_base_codes)
 
 
 def _noted(plan: Plan, note: str) -> Plan:
@@ -83,20 +79,18 @@ def _noted(plan: Plan, note: str) -> Plan:
 
 def _joint_counts(
     source: UnitSource, base: UnitSource, quantizer: RegionQuantizer, n_codes: int, bounds: tuple[int, int]
-) -> Counts:
-    """Occurrences [base codes, 256] of each code beside each code of the base."""
+) -> ClassCounts:
+    """Codes by the code of the base."""
     labels = codes_of(base, *bounds)
     codes = quantizer.codes(*bounds, source.units(*bounds))
     labels = np.zeros(len(codes), np.uint8) if labels is None else labels
-    return cpu().class_histogram(labels, codes, n_codes)
+    return ClassCounts.of(labels, codes, n_codes)
 
 
-def _grouped(plan: Plan, counts: Counts, quant_map: QuantizationMap, n_base_codes: int) -> Plan:
+def _grouped(plan: Plan, found: ClassCounts, quant_map: QuantizationMap, n_base_codes: int) -> Plan:
     """The plan with codes grouped by the base's bucket, if that is smaller."""
-    if entropy_bits(counts) >= entropy_bits(counts.sum(axis=0)[None]):
+    if entropy_bits(found.counts) >= entropy_bits(found.total[None]):
         return plan
-    table_counts, table_map = share_tables(counts)
-    frequencies = np.stack([normalise(row) for row in table_counts])
     quant_map = QuantizationMap(
         quant_map.table, np.zeros(n_base_codes, np.int64), escape_code=quant_map.escape_code
     )
@@ -104,7 +98,7 @@ def _grouped(plan: Plan, counts: Counts, quant_map: QuantizationMap, n_base_code
         quant_map=quant_map,
         domain=Domain.LINEAR,
         rules=(BaseCode(n_base_codes),),
-        tables=(StreamTables(frequencies, table_map),),
+        tables=(stream_tables(found, n_base_codes),),
         quantizer=plan.quantizer,
     )
 

@@ -18,25 +18,24 @@ from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
 from ckptz.dtypes import DType
 from ckptz.entropy.frequency import entropy_bits, normalise
 from ckptz.kernels import cpu
-from ckptz.transform.classes import N_MAGNITUDE_CLASSES, Magnitude, share_tables
+from ckptz.transform.classes import N_MAGNITUDE_CLASSES, ClassCounts, Magnitude, share_tables
 from ckptz.transform.planes import PlaneMode, kernel_mode
 
-SAMPLE_UNITS: Final = 1 << 18  # decides between plans; larger samples chose the same on all bench pairs
+SAMPLE_UNITS: Final = 1 << 15  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
 
-Counts = NDArray[np.int64]
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
-def plane_counts(
+def _plane_counts(
     source: UnitSource, base: UnitSource, mode: PlaneMode, bounds: tuple[int, int]
-) -> list[Counts]:
-    """Occurrences [n_classes, 256] of each code in each class of the base, for each plane."""
+) -> list[ClassCounts]:
+    """Codes of each plane by the magnitude of the base."""
     units, base_units = source.units(*bounds), base.units(*bounds)
-    classes = cpu().magnitude_classes(base_units)
+    labels = cpu().magnitude_classes(base_units)
     planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
-    return [cpu().class_histogram(classes, plane, N_MAGNITUDE_CLASSES) for plane in planes]
+    return [ClassCounts.of(labels, plane, N_MAGNITUDE_CLASSES) for plane in planes]
 
 
 def _sample_bounds(n_units: int) -> tuple[int, int]:
@@ -50,8 +49,9 @@ def _plain_bits(units: NDArray[Any], dtype: DType) -> float:
     return sum(entropy_bits(cpu().histogram(plane)) for plane in planes)
 
 
-def _stream_tables(counts: Counts) -> StreamTables:
-    table_counts, table_map = share_tables(counts)
+def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
+    """Frequency tables shared by classes, from how often each code occurs in each."""
+    table_counts, table_map = share_tables(found, n_classes)
     return StreamTables(np.stack([normalise(row) for row in table_counts]), table_map)
 
 
@@ -68,8 +68,8 @@ def plan_lossless(source: UnitSource, base: UnitSource | None, run: MapFunction 
         return exact_plan(source.dtype)
     sample = _sample_bounds(n_units)
     modes = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
-    counts = {mode: plane_counts(source, base, mode, sample) for mode in modes}
-    sizes = {mode: sum(map(entropy_bits, planes)) for mode, planes in counts.items()}
+    found = {mode: _plane_counts(source, base, mode, sample) for mode in modes}
+    sizes = {mode: sum(entropy_bits(f.counts) for f in planes) for mode, planes in found.items()}
     best = min(sizes, key=sizes.__getitem__)
     plain = _plain_bits(source.units(*sample), source.dtype)
     if sizes[best] > plain * PLAIN_BIAS and plain:
@@ -77,11 +77,12 @@ def plan_lossless(source: UnitSource, base: UnitSource | None, run: MapFunction 
     is_whole = sample == (0, n_units)
     if n_units < MIN_CLASSED_UNITS or (is_whole and not sizes[best]):
         return planes_plan(best)
-    total = counts[best] if is_whole else _count_all(source, base, best, run)
-    return planes_plan(best, (Magnitude(),), tuple(map(_stream_tables, total)))
+    total = found[best] if is_whole else _count_all(source, base, best, run)
+    tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)
+    return planes_plan(best, (Magnitude(),), tables)
 
 
-def _count_all(source: UnitSource, base: UnitSource, mode: PlaneMode, run: MapFunction) -> list[Counts]:
+def _count_all(source: UnitSource, base: UnitSource, mode: PlaneMode, run: MapFunction) -> list[ClassCounts]:
     bounds = chunk_bounds(source.dtype.n_units(source.shape))
-    per_chunk = run(lambda b: plane_counts(source, base, mode, b), bounds)
+    per_chunk = run(lambda b: _plane_counts(source, base, mode, b), bounds)
     return functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)

@@ -43,7 +43,7 @@ class Envelope:
 
 
 def strict_json(text: bytes, what: str) -> Any:
-    """JSON with duplicate keys, NaN and Infinity refused."""
+    """JSON in UTF-8, with duplicate keys, NaN, Infinity and halves of surrogate pairs refused."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
@@ -55,7 +55,10 @@ def strict_json(text: bytes, what: str) -> Any:
         raise CorruptionError(f"{what}: {word} is not JSON")
 
     try:
-        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        value = json.loads(text.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        if b"\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()  # what is no text cannot be written as such
+        return value
     except (ValueError, RecursionError) as error:
         if isinstance(error, CorruptionError):
             raise

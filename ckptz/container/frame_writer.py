@@ -142,7 +142,8 @@ def _write_frame(
         plan, chunk = next(encoded)
         if not records:
             sink.seek(start + header_bytes(source.dtype, shape, plan))
-        sink.write(chunk.payload)
+        for stream in chunk.streams:
+            sink.write(stream)
         records.append(chunk.record)
         if chunk.deviation is not None:
             deviations.append(chunk.deviation)

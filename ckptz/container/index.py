@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -25,6 +25,11 @@ KNOWN_FEATURES: Final = frozenset({"lossless", "delta", "maps"})
 
 KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
 KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
+
+
+# Bounded where they enter, so that no arithmetic on them can overflow or take long.
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-frame.md#shape
 
 
 class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,9 +57,9 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    n_bytes: int
+    shape: Shape
+    offset: Count
+    n_bytes: Count
     checksum: str
     lossy: LossyRecord | None = None
 
@@ -64,7 +69,7 @@ class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     content_id: str
     file: str
-    depth: int
+    depth: Count
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -179,6 +184,8 @@ def check_version(metadata: dict[str, str]) -> None:
     version = metadata.get(KEY_VERSION, "")
     if version != FORMAT_VERSION:
         raise UnsupportedError(f"format version {version!r}; this ckptz reads {FORMAT_VERSION}")
+    if set(metadata) != {KEY_FORMAT, KEY_VERSION, KEY_FEATURES, KEY_DIGEST}:
+        raise CorruptionError("header: __metadata__ lacks a key of ckptz, or has others")
     features = set(filter(None, metadata.get(KEY_FEATURES, "").split(",")))
     if unknown := sorted(features - KNOWN_FEATURES):
         raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")

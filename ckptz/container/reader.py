@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +18,7 @@ from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.codec.sources import ChunkSources, companions_of
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, UnitSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
+from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.envelope import Envelope, read_envelope
 from ckptz.container.index import (
     INDEX_NAME,
@@ -37,60 +36,6 @@ from ckptz.transform.classes import Magnitude
 
 Units = NDArray[Any]
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
-CACHE_BYTES: Final = 64 << 20  # decoded chunks that slices of one open file may share
-ChunkKey = tuple[str, int]  # tensor, chunk
-
-
-class ChunkCache:
-    """The decoded chunks used last, up to a number of bytes; safe to share between threads.
-
-    Threads that want the same chunk at once wait for one of them to decode it.
-    """
-
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._chunks: OrderedDict[ChunkKey, Units] = OrderedDict()
-        self._n_bytes = 0
-        self._lock = threading.Lock()
-        self._decoding: dict[ChunkKey, threading.Lock] = {}
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes held."""
-        return self._n_bytes
-
-    def get(self, key: ChunkKey, decode: Callable[[], Units]) -> Units:
-        """A chunk that is held, or else what `decode` gives; never to be written to."""
-        with self._lock:
-            if key in self._chunks:
-                self._chunks.move_to_end(key)
-                return self._chunks[key]
-            turn = self._decoding.setdefault(key, threading.Lock())
-        with turn:
-            units = self._chunks.get(key)
-            if units is None:
-                try:
-                    units = decode()
-                    self._keep(key, units)
-                finally:
-                    self._decoding.pop(key, None)
-        return units
-
-    def _keep(self, key: ChunkKey, units: Units) -> None:
-        with self._lock:
-            if key in self._chunks or units.nbytes > self._max_bytes:
-                return
-            self._chunks[key] = units
-            self._n_bytes += units.nbytes
-            while self._n_bytes > self._max_bytes:
-                _, dropped = self._chunks.popitem(last=False)
-                self._n_bytes -= dropped.nbytes
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        with self._lock:
-            self._chunks.clear()
-            self._n_bytes = 0
 
 
 class FrameSource:
@@ -102,9 +47,12 @@ class FrameSource:
         self.dtype: DType = dtype_of(entry.dtype)
         self.shape = entry.shape
 
-    @functools.cached_property
+    @property
     def header(self) -> FrameHeader:
         """The frame's header, read and checked against the index."""
+        return self._container.headers.get(self.entry.name, self._read_header)
+
+    def _read_header(self) -> FrameHeader:
         with self._container.naming(self.entry.name):
             read = self._container.read
             length = header_length(read(self.entry.offset, PREFIX_BYTES).tobytes(), self.entry.n_bytes)
@@ -115,7 +63,6 @@ class FrameSource:
                 raise CorruptionError("frame length does not match its chunks")
             if f"{header.checksum:016x}" != self.entry.checksum:
                 raise CorruptionError("index and frame disagree on the checksum")
-            self._payload_offset = self.entry.offset + length
             return header
 
     @functools.cached_property
@@ -159,8 +106,9 @@ class FrameSource:
 
     def payload(self, index: int) -> NDArray[np.uint8]:
         """Stored bytes of a chunk."""
-        offset = self.header.chunk_offsets[index]
-        return self._container.read(self._payload_offset + offset, self.header.chunks[index].n_bytes)
+        header = self.header
+        offset = self.entry.offset + self.entry.n_bytes - header.payload_bytes + header.chunk_offsets[index]
+        return self._container.read(offset, header.chunks[index].n_bytes)
 
     def decode_chunk(self, index: int, out: Units) -> None:
         """Decode chunk `index` into `out`, checked."""
@@ -249,6 +197,7 @@ class Container:
         self._source = source
         self.name = source.name
         self.cache = ChunkCache()
+        self.headers = HeaderCache()
         self.bases: Mapping[str, UnitSource] = {}
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset

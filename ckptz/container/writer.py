@@ -7,9 +7,10 @@ written last.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
+from ckptz.codec.frame_plan import MAX_DIMS
 from ckptz.codec.plan_kmeans import Choice, choose
 from ckptz.codec.units import UnitSource
 from ckptz.container.contents import Contents, Progress
@@ -26,7 +27,7 @@ from ckptz.container.index import (
     writer_name,
 )
 from ckptz.dtypes import dtype_of
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.parallel import Workers
 from ckptz.roles import role_of
 
@@ -51,6 +52,14 @@ def check_names(names: Sequence[str]) -> None:
             raise ConfigError(f"tensor name {name!r} is reserved by ckptz; rename the tensor")
 
 
+def _check_shapes(tensors: Mapping[str, UnitSource]) -> None:
+    for name, source in tensors.items():
+        if len(source.shape) > MAX_DIMS:
+            raise UnsupportedError(
+                f"tensor {name!r} has {len(source.shape)} dimensions, a frame at most {MAX_DIMS}; reshape it"
+            )
+
+
 def write_container(
     sink: BinaryIO,
     tensors: Mapping[str, UnitSource],
@@ -68,14 +77,21 @@ def write_container(
         progress: called with the original bytes of each chunk written.
     """
     check_names(list(tensors))
+    _check_shapes(tensors)
     choices = {name: _choice(name, source, contents) for name, source in tensors.items()}
     features = _features(contents, choices)
     reserved = _reserved_header_bytes(tensors, features)
     sink.seek(reserved)
-    entries, headers = [], []
+    # Frames are let go one by one: their plans hold tables, and a file may have very many tensors.
+    entries, n_deltas, notes = [], 0, []
     for frame in write_frames(sink, reserved, tensors, choices, contents, workers, progress):
         entries.append(frame.entry())
-        headers.append(frame.header)
+        n_deltas += frame.header.plan.needs_base
+        notes += [(frame.name, frame.header.plan.note)] if frame.header.plan.note else []
+    if contents.base is not None and not n_deltas:
+        # No tensor gained from the base, so no reader shall have to find it.
+        contents = replace(contents, base=None)
+        features.remove("delta")
     index = _index(entries, contents)
     packed = pack_index(index)
     sink.write(packed)
@@ -86,12 +102,12 @@ def write_container(
     sink.seek(reserved + end + len(packed))
     return Written(
         n_tensors=len(entries),
-        original_bytes=sum(h.dtype.n_bytes(h.shape) for h in headers),
+        original_bytes=sum(source.dtype.n_bytes(source.shape) for source in tensors.values()),
         stored_bytes=reserved + end + len(packed),
         content_id=index.content_id,
-        n_deltas=sum(h.plan.needs_base for h in headers),
+        n_deltas=n_deltas,
         n_lossy=sum(entry.lossy is not None for entry in entries),
-        notes=tuple((e.name, h.plan.note) for e, h in zip(entries, headers, strict=True) if h.plan.note),
+        notes=tuple(notes),
     )
 
 

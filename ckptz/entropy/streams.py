@@ -16,7 +16,15 @@ import zstandard
 from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.entropy.frequency import Counts, Frequencies, cost_bits, normalise, pack_table, parse_table
+from ckptz.entropy.frequency import (
+    Counts,
+    Frequencies,
+    cost_bits,
+    entropy_bits,
+    normalise,
+    pack_table,
+    parse_table,
+)
 from ckptz.errors import CorruptionError
 from ckptz.kernels import cpu
 
@@ -43,6 +51,8 @@ ZSTD_LEVEL: Final = 3
 ZSTD_SAMPLE: Final = 1 << 14
 ZSTD_MIN_GAIN: Final = 0.95  # of the best other coder, on the sample, before zstd runs on everything
 SPARSE_MIN_SHARE: Final = 0.97
+RANDOM_MIN: Final = 1 << 18
+RANDOM_BITS: Final = 7.97  # 32,768 uniform bytes measure 7.994; MIN_GAIN asks for 7.94 of the whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +172,20 @@ def _decode_sparse(source: ByteReader, out: Bytes) -> None:
 
 def encode_stream(
     symbols: Bytes, counts: Counts | None = None, *, nested: bool = False, beat: float = float("inf")
-) -> tuple[CoderId, bytes]:
+) -> tuple[CoderId, bytes | memoryview]:
     """The smallest of the coders that need nothing but the stream.
 
     Args:
-        symbols: codes [n], n at least 1.
+        symbols: codes [n], n at least 1; a stored stream is their memory, not a copy.
         counts: their histogram [256], where the caller has it.
         nested: inside a sparse stream, where sparse may not nest.
         beat: bytes that another coder would take; what is larger is not tried.
     """
     n = len(symbols)
-    counts = cpu().histogram(symbols) if counts is None else counts
+    if counts is None:
+        if _looks_random(symbols):
+            return CoderId.STORED, symbols.data
+        counts = cpu().histogram(symbols)
     common = int(counts.argmax())
     if counts[common] == n:
         return CoderId.CONSTANT, bytes((common,))
@@ -180,20 +193,29 @@ def encode_stream(
     packed = pack_table(table)
     rans_bytes = cost_bits(counts, table) / 8
     rans_bytes += len(packed) + 1 + 4 * _n_lanes_for(rans_bytes)
-    best_coder, best_bytes = CoderId.STORED, float(n)
-    if rans_bytes < n * (1 - MIN_GAIN):
-        best_coder, best_bytes = CoderId.RANS_OWN, rans_bytes
-    candidates = []
+    pays = rans_bytes < n * (1 - MIN_GAIN)
+    plain = min(rans_bytes if pays else n, beat)
+    candidates: list[tuple[CoderId, bytes]] = []
     if counts[common] >= SPARSE_MIN_SHARE * n and not nested:
         candidates.append((CoderId.SPARSE, _encode_sparse(symbols, common)))
-    if _zstd_promises(symbols, min(best_bytes, beat)):
+    if _zstd_promises(symbols, plain):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
-    if candidates and len(stream) < min(best_bytes, beat):
+    if candidates and len(stream) < plain:
         return coder, stream
-    if best_coder is CoderId.STORED or best_bytes >= beat:
-        return CoderId.STORED, symbols.tobytes()
+    if not pays or rans_bytes > plain:
+        return CoderId.STORED, symbols.data
     return CoderId.RANS_OWN, _encode_own(symbols, table, packed, rans_bytes)
+
+
+def _looks_random(symbols: Bytes) -> bool:
+    """Whether samples from all over a long stream have nearly eight bits of entropy and no repeats."""
+    if len(symbols) < RANDOM_MIN:
+        return False
+    spread = np.ascontiguousarray(symbols[: len(symbols) // 64 * 64].reshape(64, -1)[:, :512]).reshape(-1)
+    return entropy_bits(cpu().histogram(spread)[None]) > RANDOM_BITS * len(spread) and not _zstd_promises(
+        symbols, len(symbols)
+    )
 
 
 def _zstd_promises(symbols: Bytes, other_bytes: float) -> bool:

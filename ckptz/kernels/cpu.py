@@ -34,7 +34,6 @@ from ckptz.kernels.reference import (
 )
 from ckptz.kernels.reference import outer_product as outer_product
 from ckptz.kernels.reference import round_f64 as round_f64
-from ckptz.kernels.reference import slot_tables as slot_tables
 
 kernel = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 inlined = numba.njit(inline="always")
@@ -203,12 +202,26 @@ def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
 
 @kernel
 def _class_starts(classes: Units, n_classes: int) -> Counts:
-    starts = np.zeros(n_classes + 1, np.int64)
-    for i in range(len(classes)):
-        starts[np.int64(classes[i]) + 1] += 1
+    """Where class k of quarter q begins in class order: [4, n_classes].
+
+    Quarters are walked side by side, because equal neighbours would wait for each other's counter.
+    """
+    quarter = len(classes) // 4
+    counts = np.zeros((4, n_classes), np.int64)
+    for i in range(quarter):
+        counts[0, classes[i]] += 1
+        counts[1, classes[quarter + i]] += 1
+        counts[2, classes[2 * quarter + i]] += 1
+        counts[3, classes[3 * quarter + i]] += 1
+    for i in range(4 * quarter, len(classes)):
+        counts[3, classes[i]] += 1
+    position = 0
     for k in range(n_classes):
-        starts[k + 1] += starts[k]
-    return starts
+        for q in range(4):
+            n = counts[q, k]
+            counts[q, k] = position
+            position += n
+    return counts
 
 
 @kernel
@@ -216,10 +229,17 @@ def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
     """See `reference.group`."""
     starts = _class_starts(classes, n_classes)
     grouped = np.empty(len(symbols), np.uint8)
-    for i in range(len(symbols)):
+    quarter = len(symbols) // 4
+    for i in range(quarter):
+        for q in range(4):
+            j = np.uintp(q * quarter + i)
+            k = classes[j]
+            grouped[np.uintp(starts[q, k])] = symbols[j]
+            starts[q, k] += 1
+    for i in range(4 * quarter, len(symbols)):
         k = classes[i]
-        grouped[starts[k]] = symbols[i]
-        starts[k] += 1
+        grouped[starts[3, k]] = symbols[i]
+        starts[3, k] += 1
     return grouped
 
 
@@ -227,10 +247,17 @@ def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
 def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
     """See `reference.ungroup`."""
     starts = _class_starts(classes, n_classes)
-    for i in range(len(out)):
+    quarter = len(out) // 4
+    for i in range(quarter):
+        for q in range(4):
+            j = np.uintp(q * quarter + i)
+            k = classes[j]
+            out[j] = grouped[np.uintp(starts[q, k])]
+            starts[q, k] += 1
+    for i in range(4 * quarter, len(out)):
         k = classes[i]
-        out[i] = grouped[starts[k]]
-        starts[k] += 1
+        out[i] = grouped[starts[3, k]]
+        starts[3, k] += 1
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -665,6 +692,21 @@ def rans_encode(
         symbols, ends, table_of, _encoding_tables(frequencies), states, n_lanes, words
     )
     return states, words[position:]
+
+
+@kernel
+def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """See `reference.slot_tables`."""
+    tables = np.empty((len(frequencies), SCALE), np.uint32)
+    for t in range(len(frequencies)):
+        start = 0
+        for symbol in range(256):
+            n = np.int64(frequencies[t, symbol])
+            low = uint32(symbol) | (uint32(n - 1) << uint32(8))
+            for i in range(n):
+                tables[t, start + i] = low | (uint32(i) << uint32(20))
+            start += int(n)
+    return tables
 
 
 @inlined

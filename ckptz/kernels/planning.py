@@ -64,14 +64,15 @@ def normalise(counts: Counts) -> Frequencies:
         if counts[j]:
             frequencies[j] = 1 if rare[j] else np.uint16(counts[j] * scale)
             missing -= frequencies[j]
-    # What rounding down left over goes where one more saves most.
-    while missing > 0:
-        best, best_gain = 0, -1.0
+    if missing:
+        # What rounding down left over goes where one more saves most, one to each.
+        gain = np.full(n, -1.0)
         for j in range(n):
-            if counts[j] and counts[j] / frequencies[j] > best_gain:
-                best, best_gain = j, counts[j] / frequencies[j]
-        frequencies[best] += 1
-        missing -= 1
+            if counts[j]:
+                gain[j] = counts[j] / frequencies[j]
+        order = np.argsort(gain)
+        for j in range(missing):
+            frequencies[order[n - 1 - j]] += 1
     return frequencies
 
 
@@ -85,6 +86,21 @@ def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
                 return np.inf
             bits += counts[j] * (SCALE_BITS - np.log2(frequencies[j]))
     return bits
+
+
+@kernel
+def used_class_histogram(classes: Any, symbols: Any, n_classes: int) -> Any:
+    """Classes that occur [n_used], ascending, and occurrences [n_used, 256] of each code in them."""
+    row_of = np.full(n_classes, -1, np.int32)
+    for i in range(len(classes)):
+        row_of[classes[i]] = 0
+    used = np.flatnonzero(row_of == 0)
+    for row in range(len(used)):
+        row_of[used[row]] = row
+    counts = np.zeros((len(used), 256), np.int64)
+    for i in range(len(symbols)):
+        counts[row_of[classes[i]], symbols[i]] += 1
+    return used, counts
 
 
 @kernel
@@ -121,8 +137,8 @@ def _row_cost(counts: Any, table_bits: float, symbol_bits: float) -> float:
 
 
 @kernel
-def merge_neighbours(counts: Counts, most: int, table_bits: float, symbol_bits: float) -> Counts:
-    """Group number of each row [n] so that merged neighbours cost less than apart.
+def merge_neighbours(counts: Counts, most: int, table_bits: float, symbol_bits: float) -> Any:
+    """Group number of each row [n], and counts of each group, so that merged neighbours cost less than apart.
 
     A group costs its ideal code, `table_bits`, and `symbol_bits` for each symbol that occurs in it;
     empty rows join the group before them.
@@ -131,7 +147,7 @@ def merge_neighbours(counts: Counts, most: int, table_bits: float, symbol_bits: 
     used = np.flatnonzero(counts.sum(axis=1))
     group_of = np.zeros(n, np.int64)
     if len(used) == 0:
-        return group_of
+        return group_of, counts[:1]
     sums = np.empty((len(used), n_symbols), np.int64)
     costs = np.empty(len(used))
     for g in range(len(used)):
@@ -171,7 +187,7 @@ def merge_neighbours(counts: Counts, most: int, table_bits: float, symbol_bits: 
             if alive[g]:
                 group += 1
         group_of[k] = max(group, 0)
-    return group_of
+    return group_of, sums[alive]
 
 
 @kernel

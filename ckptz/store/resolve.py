@@ -15,7 +15,7 @@ from typing import Final
 from ckptz.codec.units import UnitSource
 from ckptz.container.byte_source import ByteSource, FileBytes
 from ckptz.container.envelope import read_envelope
-from ckptz.container.index import BaseRef, is_ckptz
+from ckptz.container.index import RESERVED_PREFIX, BaseRef, is_ckptz
 from ckptz.container.plain import PlainFile, content_id_of
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, CorruptionError, MissingBaseError
@@ -61,9 +61,23 @@ class Checkpoint:
 
 
 def open_file(source: ByteSource) -> Container | PlainFile:
-    """One file, by what it says it is: `.ckptz` or plain safetensors."""
+    """One file, by what it says it is: `.ckptz` or plain safetensors. Closes `source` if it is neither."""
+    try:
+        return _open_file(source)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _open_file(source: ByteSource) -> Container | PlainFile:
     envelope = read_envelope(source)
-    return Container(source, envelope) if is_ckptz(envelope.metadata) else PlainFile(source, envelope)
+    if is_ckptz(envelope.metadata):
+        return Container(source, envelope)
+    for region in envelope.regions:
+        # One flipped bit in the metadata must not turn frames into tensors of bytes.
+        if region.name.startswith(RESERVED_PREFIX):
+            raise CorruptionError(f"{source.name}: holds {region.name!r}, yet is not announced as .ckptz")
+    return PlainFile(source, envelope)
 
 
 def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoint:
@@ -85,11 +99,7 @@ def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoin
 
 def open_source(source: ByteSource, folders: Sequence[Path] = ()) -> Checkpoint:
     """Open bytes as a checkpoint; bases are looked for in `folders`."""
-    try:
-        file = open_file(source)
-    except BaseException:
-        source.close()
-        raise
+    file = open_file(source)
     if isinstance(file, PlainFile):
         return Checkpoint(file.name, file.tensors, file.metadata, None, (file,))
     try:

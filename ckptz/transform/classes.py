@@ -167,16 +167,57 @@ class TableMap:
         return cls(table_of)
 
 
-def share_tables(counts: NDArray[np.int64], most: int = MAX_TABLES) -> tuple[NDArray[np.int64], TableMap]:
+@dataclass(frozen=True, slots=True)
+class ClassCounts:
+    """How often each code occurs in each class; classes that do not occur have no row.
+
+    Attributes:
+        classes: ascending [n_used].
+        counts: occurrences [n_used, 256].
+    """
+
+    classes: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
+        """Count some codes."""
+        return cls(*planning().used_class_histogram(labels, codes, n_classes))
+
+    def __add__(self, other: Self) -> Self:
+        classes = np.union1d(self.classes, other.classes)
+        counts = np.zeros((len(classes), 256), np.int64)
+        for part in (self, other):
+            counts[np.searchsorted(classes, part.classes)] += part.counts
+        return type(self)(classes, counts)
+
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """Occurrences [256] of each code in any class."""
+        return self.counts.sum(axis=0)
+
+    @property
+    def per_class(self) -> NDArray[np.int64]:
+        """Units of each class [n_used]."""
+        return self.counts.sum(axis=1)
+
+
+def share_tables(
+    found: ClassCounts, n_classes: int, most: int = MAX_TABLES
+) -> tuple[NDArray[np.int64], TableMap]:
     """Merge neighbouring classes while one table for both costs less than two.
 
     Args:
-        counts: occurrences [n_classes, 256] of each code in each class.
+        found: occurrences of each code in each class, of a tensor that is not empty.
+        n_classes: classes of the frame.
         most: tables allowed.
 
     Returns:
         Counts of each table [n_tables, 256] and the map from classes to tables.
     """
-    group_of = planning().merge_neighbours(counts, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL)
-    begins = np.flatnonzero(np.diff(group_of, prepend=-1))
-    return np.add.reduceat(counts, begins, axis=0), TableMap(group_of)
+    group_of, sums = planning().merge_neighbours(
+        found.counts, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
+    )
+    # Classes that do not occur use the table of the one before them, which keeps the runs long.
+    before = np.searchsorted(found.classes, np.arange(n_classes), side="right") - 1
+    return sums, TableMap(group_of[np.maximum(before, 0)])

@@ -1,0 +1,1 @@
+"""Files and folders of other formats to `.ckptz` and back."""

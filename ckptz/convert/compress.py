@@ -1,0 +1,284 @@
+"""`ckptz compress`: checkpoints of any kind to `.ckptz` files, alone, against a base, or as a chain."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ckptz.codec.units import UnitSource
+from ckptz.container.contents import Contents
+from ckptz.container.index import BaseRef
+from ckptz.container.publish import publish
+from ckptz.container.writer import write_container
+from ckptz.convert.inputs import Input, open_input
+from ckptz.convert.progress import SILENT, Progress
+from ckptz.convert.sharding import copy_carried
+from ckptz.convert.targets import check_carried, check_target, naming_output, places_for
+from ckptz.errors import ConfigError, UnsupportedError, named
+from ckptz.parallel import Workers
+from ckptz.store.resolve import SUFFIX, base_ref, open_checkpoint
+
+MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressOptions:
+    """How to compress.
+
+    Attributes:
+        base: store every input against this `.ckptz` or `.safetensors` file.
+        chain: store every input against the one before it, the first against `base` if there is one.
+        step: training step to record.
+        jobs: threads, all cores by default.
+        force: replace existing outputs.
+        search_path: folders to look for the base's own bases in.
+    """
+
+    base: Path | None = None
+    chain: bool = False
+    step: int | None = None
+    jobs: int | None = None
+    force: bool = False
+    search_path: Sequence[Path] = ()
+
+    def __post_init__(self) -> None:
+        if self.base is not None and self.base.is_dir():
+            raise ConfigError(f"{self.base}: a base is a file; compress the folder and name its .ckptz file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressReport:
+    """What one input became.
+
+    Attributes:
+        input: what was read.
+        output: what was written.
+        n_tensors: tensors in it.
+        n_deltas: those that are stored against the base.
+        n_lossy: those that do not come back bit for bit.
+        tensor_bytes: bytes of all tensors, which ratio is counted from.
+        stored_bytes: size of the output.
+        ratio: tensor bytes by stored bytes.
+        content_id: identity of the values.
+        base: file name of the base, or None.
+        depth: deltas between the output and its anchor.
+        step: training step, if it was given.
+        seconds: time taken.
+        notes: what the user should know.
+    """
+
+    input: str
+    output: str
+    n_tensors: int
+    n_deltas: int
+    n_lossy: int
+    tensor_bytes: int
+    stored_bytes: int
+    ratio: float
+    content_id: str
+    base: str | None
+    depth: int
+    step: int | None
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+Stamp = tuple[int, int]  # of a file: time of change, size
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What the next output is stored against: how it is named, and open tensors of the same values."""
+
+    ref: BaseRef
+    folder: Path
+    tensors: Mapping[str, UnitSource]
+    files: Mapping[Path, Stamp]
+    close: Callable[[], None]
+
+
+def compress_files(
+    inputs: Sequence[Path],
+    output: Path | None = None,
+    options: CompressOptions = CompressOptions(),
+    progress: Progress = SILENT,
+) -> Iterator[CompressReport]:
+    """Compress inputs one after another; yields the report of each when its file is published.
+
+    Args:
+        inputs: `.safetensors`, torch or `.ckptz` files, or folders of shards.
+        output: for one input a file or an existing folder, for several a folder; by default outputs
+            stand beside their files and in their folders. A folder's other files are copied along.
+        options: everything else.
+        progress: is told of each file and of the bytes done.
+
+    Raises:
+        FileNotFoundError: an input is missing.
+        ConfigError: an output exists or would replace a file that is read.
+        FormatError: an input is damaged.
+    """
+    if len(inputs) > 1 and options.step is not None:
+        raise ConfigError("a step belongs to one input; compress them one by one")
+    places = places_for(inputs, output, SUFFIX)
+    if output is not None and len(inputs) > 1:
+        output.mkdir(exist_ok=True)
+    with Workers(options.jobs) as workers:
+        base = None if options.base is None else _open_base(options.base, options.search_path)
+        try:
+            for source, place in zip(inputs, places, strict=True):
+                report, base = _compress(source, place, base, _Run(options, workers, progress))
+                yield report
+        finally:
+            if base is not None:
+                base.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What all inputs share."""
+
+    options: CompressOptions
+    workers: Workers
+    progress: Progress
+
+
+def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
+    """What changes when one of the files is written to."""
+    return {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in files}
+
+
+def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
+    checkpoint = open_checkpoint(path, search_path)
+    try:
+        stamps = _stamps(Path(file.name) for file in checkpoint.files)
+        return _Base(base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, checkpoint.close)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _compress(
+    source: Path, place: Path, base: _Base | None, run: _Run
+) -> tuple[CompressReport, _Base | None]:
+    """Write one output; returns its report and the base of the next one."""
+    with contextlib.ExitStack() as held:
+        opened = held.enter_context(contextlib.closing(open_input(source, run.options.search_path)))
+        own = _stamps(_files_of(opened, source))
+        read = {**own, **(base.files if base else {})}
+        target, notes = _prepare(opened, source, place, read, force=run.options.force)
+        report = _write(opened, target, base, read, notes, run)
+        if not run.options.chain:
+            return report, base
+        if base is not None:
+            base.close()
+        if report.n_lossy:
+            return report, _open_base(target, run.options.search_path)
+        return report, _as_base(report, opened, own, held.pop_all().close)
+
+
+def _files_of(opened: Input, source: Path) -> list[Path]:
+    """The files that hold the tensors of an input."""
+    if opened.checkpoint is not None:
+        return [Path(file.name) for file in opened.checkpoint.files]
+    shards = opened.sharding.shards if opened.sharding else ()
+    return [source / shard.file for shard in shards] or [source]
+
+
+def _as_base(
+    report: CompressReport, opened: Input, files: Mapping[Path, Stamp], close: Callable[[], None]
+) -> _Base:
+    # The input holds the same values as the file just written, and need not be decoded.
+    target = Path(report.output)
+    ref = BaseRef(content_id=report.content_id, file=target.name, depth=report.depth + 1)
+    return _Base(ref, target.parent, opened.tensors, files, close)
+
+
+def _prepare(
+    opened: Input, source: Path, place: Path, read: Iterable[Path], *, force: bool
+) -> tuple[Path, list[str]]:
+    """The file to write, and what the user should know of files that go with the tensors."""
+    notes = []
+    if opened.left_out:
+        notes.append(f"not carried over: {', '.join(opened.left_out)}")
+    if source.is_dir() and place.suffix != SUFFIX:
+        place.mkdir(exist_ok=True)
+        target = place / f"{opened.stem}{SUFFIX}"
+        check_target(target, read, force=force)
+        check_carried(opened.carried, place, force=force)
+        copy_carried(opened.carried, place)
+        return target, notes
+    check_target(place, read, force=force)
+    if opened.carried:
+        notes.append(f"{len(opened.carried)} other files are not copied to {place.parent}; -o FOLDER does")
+    return place, notes
+
+
+def _write(
+    opened: Input,
+    target: Path,
+    base: _Base | None,
+    read: Mapping[Path, Stamp],
+    notes: list[str],
+    run: _Run,
+) -> CompressReport:
+    start = time.perf_counter()
+    base = _usable(base, target, notes)
+    contents = Contents(
+        metadata=opened.metadata,
+        base=base.ref if base else None,
+        bases=base.tensors if base else {},
+        step=run.options.step,
+        sharding=opened.sharding,
+        tree=opened.tree,
+    )
+    run.progress.start(opened.name, sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values()))
+    with naming_output(target), publish(target) as sink:
+        try:
+            written = write_container(sink, opened.tensors, contents, run.workers, run.progress.advance)
+        except (ConfigError, UnsupportedError) as error:  # raised before anything is read
+            raise named(error, opened.name) from None
+        _check_unchanged(read)
+    if base is not None and not written.n_deltas:
+        base = None
+        notes.append("no tensor gains from the base; the file stands alone")
+    notes.extend(f"tensor {name!r}: {note}" for name, note in written.notes)
+    return CompressReport(
+        input=opened.name,
+        output=str(target),
+        n_tensors=written.n_tensors,
+        n_deltas=written.n_deltas,
+        n_lossy=written.n_lossy,
+        tensor_bytes=written.original_bytes,
+        stored_bytes=written.stored_bytes,
+        ratio=written.original_bytes / written.stored_bytes,
+        content_id=written.content_id,
+        base=base.ref.file if base else None,
+        depth=base.ref.depth if base else 0,
+        step=run.options.step,
+        seconds=time.perf_counter() - start,
+        notes=tuple(notes),
+    )
+
+
+def _usable(base: _Base | None, target: Path, notes: list[str]) -> _Base | None:
+    """The base, unless its chain is at its longest; adds to `notes` what follows for the user."""
+    if base is None:
+        return None
+    if base.ref.depth > MAX_WRITTEN_DEPTH:
+        notes.append(f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its anchor; this is a new anchor")
+        return None
+    if base.folder.resolve() != target.parent.resolve():
+        where = f"its base {base.ref.file} is in {base.folder}"
+        notes.append(f"{where}; restoring needs both in one folder, or --search-path")
+    return base
+
+
+def _check_unchanged(files: Mapping[Path, Stamp]) -> None:
+    found = _stamps(files)
+    for path, stamp in files.items():
+        if found[path] != stamp:
+            raise OSError(f"{path}: was changed while it was read; compress it again")

@@ -1,0 +1,250 @@
+"""`ckptz inspect`: what a file says of itself, read from its index and frame headers only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.plan import Domain
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.index import FORMAT_VERSION, LossyRecord
+from ckptz.container.plain import PlainFile
+from ckptz.container.reader import Container, FrameSource
+from ckptz.entropy.streams import CoderId
+from ckptz.errors import CkptzError, FormatError
+from ckptz.store.resolve import Checkpoint, open_checkpoint, open_file
+from ckptz.transform.classes import Magnitude
+
+Files = Sequence[Container | PlainFile]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorReport:
+    """One tensor.
+
+    Attributes:
+        name: its name.
+        dtype: safetensors' code.
+        shape: dimensions.
+        tensor_bytes: decoded size.
+        stored_bytes: size of its frame.
+        ratio: decoded by stored size; None if it is empty.
+        bits_per_element: of the frame; None if it is empty.
+        predictor: "zero", "base" or "outer".
+        mode: how bit patterns are split, "raw", "rotated", "xor" or "difference"; for a quantization
+            map the domain of its values, "linear" or "bits".
+        coders: share of the stored streams that each entropy coder wrote.
+        n_chunks: chunks, each decoded on its own.
+        n_frames: frames that one chunk is decoded from: its own, those of its bases, and those of the
+            tensors that its classes read; None if some are missing.
+        lossy: what was asked of a lossy tensor and what was measured; None if it is lossless.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tensor_bytes: int
+    stored_bytes: int
+    ratio: float | None
+    bits_per_element: float | None
+    predictor: str
+    mode: str
+    coders: dict[str, float]
+    n_chunks: int
+    n_frames: int | None
+    lossy: LossyRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One file of the chain; `path` is None where it is not found."""
+
+    file: str
+    content_id: str
+    depth: int
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectReport:
+    """One file.
+
+    Attributes:
+        file: the file.
+        format_version: of its bytes.
+        writer: what wrote it.
+        content_id: identity of the values.
+        depth: deltas between it and its anchor.
+        chain: its bases, nearest first, as far as they are found.
+        broken: why the chain is incomplete, or None.
+        step: training step, if it was recorded.
+        metadata: the user's own.
+        n_tensors: tensors in it.
+        tensor_bytes: their decoded size.
+        stored_bytes: size of this file.
+        ratio: tensor bytes by stored bytes.
+        coders: share of all stored streams that each entropy coder wrote.
+        shards: files that a restore writes, if the source was a folder.
+        has_tree: whether the source was a nested checkpoint.
+        tensors: one report each, in stored order.
+    """
+
+    file: str
+    format_version: str
+    writer: str
+    content_id: str
+    depth: int
+    chain: tuple[Member, ...]
+    broken: str | None
+    step: int | None
+    metadata: dict[str, str] | None
+    n_tensors: int
+    tensor_bytes: int
+    stored_bytes: int
+    ratio: float
+    coders: dict[str, float]
+    shards: tuple[str, ...]
+    has_tree: bool
+    tensors: tuple[TensorReport, ...]
+
+
+def inspect_file(path: Path, search_path: Sequence[Path] = ()) -> InspectReport:
+    """Describe a `.ckptz` file; no tensor is decoded, and bases may be missing.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: not a `.ckptz` file, or damaged.
+    """
+    with contextlib.ExitStack() as opened:
+        container = _open_container(path)
+        opened.callback(container.close)
+        checkpoint, broken = None, None
+        try:
+            checkpoint = open_checkpoint(path, search_path)
+            opened.callback(checkpoint.close)
+        except CkptzError as error:
+            broken = str(error)
+        whole = container if checkpoint is None else checkpoint.container
+        assert whole is not None
+        return _report(whole, checkpoint, broken)
+
+
+def _open_container(path: Path) -> Container:
+    file = open_file(FileBytes(path))
+    if not isinstance(file, Container):
+        file.close()
+        raise FormatError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
+    return file
+
+
+def _report(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:
+    index = container.index
+    files = checkpoint.files if checkpoint else (container,)
+    tensors = tuple(_tensor_report(source, files) for source in container.tensors.values())
+    counts: Counter[str] = Counter()
+    for source in container.tensors.values():
+        counts.update(_coder_bytes(source.header))
+    n_bytes = sum(tensor.tensor_bytes for tensor in tensors)
+    return InspectReport(
+        file=container.name,
+        format_version=FORMAT_VERSION,
+        writer=index.writer,
+        content_id=index.content_id,
+        depth=index.depth,
+        chain=_chain(container, checkpoint),
+        broken=broken,
+        step=index.step,
+        metadata=index.metadata,
+        n_tensors=len(tensors),
+        tensor_bytes=n_bytes,
+        stored_bytes=container.stored_bytes,
+        ratio=n_bytes / container.stored_bytes,
+        coders=_shares(counts),
+        shards=tuple(shard.file for shard in index.sharding.shards) if index.sharding else (),
+        has_tree=index.tree is not None,
+        tensors=tensors,
+    )
+
+
+def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member, ...]:
+    """The bases; of a broken chain only the nearest is known."""
+    members, delta = [], container
+    for i in range(container.index.depth):
+        ref = delta.index.base
+        if ref is None:
+            break
+        found = checkpoint.files[i + 1] if checkpoint else None
+        path = found.name if found else None
+        members.append(Member(file=ref.file, content_id=ref.content_id, depth=ref.depth - 1, path=path))
+        if not isinstance(found, Container):
+            break
+        delta = found
+    return tuple(members)
+
+
+def _tensor_report(source: FrameSource, files: Files) -> TensorReport:
+    header, n_bytes = source.header, source.dtype.n_bytes(source.shape)
+    plan = header.plan
+    n_elements = n_bytes * 8 // source.dtype.bits
+    return TensorReport(
+        name=source.entry.name,
+        dtype=source.dtype.name,
+        shape=source.shape,
+        tensor_bytes=n_bytes,
+        stored_bytes=source.entry.n_bytes,
+        ratio=n_bytes / source.entry.n_bytes if n_bytes else None,
+        bits_per_element=source.entry.n_bytes * 8 / n_elements if n_elements else None,
+        predictor=plan.predictor.name.lower(),
+        mode=(plan.mode if plan.domain is Domain.PLANES else plan.domain).name.lower(),
+        coders=_shares(_coder_bytes(header)),
+        n_chunks=len(header.chunks),
+        n_frames=_n_frames(files, source.entry.name),
+        lossy=source.entry.lossy,
+    )
+
+
+def _n_frames(files: Files, name: str) -> int | None:
+    """Frames that a chunk of tensor `name` is decoded from; None if one of them cannot be looked at."""
+    found: set[tuple[int, str]] = set()
+    waiting = [(0, name)]
+    while waiting:
+        level, name = waiting.pop()
+        source = files[level].tensors.get(name) if level < len(files) else None
+        if source is None:
+            return None
+        found.add((level, name))
+        if isinstance(source, FrameSource):
+            try:
+                waiting += set(_needed(source, level)) - found
+            except CkptzError:
+                return None
+    return len(found)
+
+
+def _needed(source: FrameSource, level: int) -> list[tuple[int, str]]:
+    """(level in the chain, name) of the tensors that one frame is decoded from."""
+    plan = source.header.plan
+    needed = [(level, rule.source) for rule in plan.rules if isinstance(rule, Magnitude) and rule.source]
+    return needed + ([(level + 1, source.entry.name)] if plan.needs_base else [])
+
+
+def _coder_bytes(header: FrameHeader) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for chunk in header.chunks:
+        for stream in chunk.streams:
+            counts[_coder_name(stream.coder)] += stream.n_bytes
+    return counts
+
+
+def _coder_name(coder: int) -> str:
+    known = {member.value: member.name.lower().replace("_", "-") for member in CoderId}
+    return known.get(coder, f"coder {coder}")
+
+
+def _shares(counts: Counter[str]) -> dict[str, float]:
+    total = counts.total()
+    return {name: n / total for name, n in counts.most_common() if total}

@@ -1,0 +1,183 @@
+"""What a decoded tensor becomes: a numpy array or a PyTorch tensor, made where its units are decoded to.
+
+Framework and device names are those of safetensors. `framework` is a lazy door: PyTorch loads when a
+caller asks for its tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from ckptz.codec.units import Units
+from ckptz.dtypes import DType
+from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.frameworks.window import Window
+
+Shape = tuple[int, ...]
+
+_SPELLINGS: Final = {
+    "torch": ("pt", "torch", "pytorch"),
+    "numpy": ("np", "numpy"),
+    "tensorflow": ("tf", "tensorflow"),
+    "jax": ("jax", "flax"),
+    "mlx": ("mlx",),
+    "paddle": ("paddle",),
+}
+FRAMEWORKS: Final = {word: name for name, words in _SPELLINGS.items() for word in words}
+BACKENDS: Final = ("mmap", "pread")
+# The names by which numpy and PyTorch know what safetensors calls otherwise.
+DTYPE_NAMES: Final = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",  # two elements in one
+}
+DTYPE_CODES: Final = {name: code for code, name in DTYPE_NAMES.items()}
+_NUMBERED_DEVICES: Final = ("cuda", "npu", "xpu", "xla", "mlu", "musa", "hpu")
+_MAX_INDEX: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What an index picks.
+
+    Attributes:
+        windows: the units to decode, one window behind the other.
+        shape: of the framework's tensor that they make.
+        then: what is left to be done with that tensor, or None.
+    """
+
+    windows: tuple[Window, ...]
+    shape: Shape
+    then: Callable[[Any], Any] | None = None
+
+
+class Framework(Protocol):
+    """Makes tensors of one framework."""
+
+    def shape_of(self, dtype: DType, shape: Shape) -> Shape:
+        """Shape of the framework's tensor; another one where it packs several elements into one."""
+        ...
+
+    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
+        """A tensor of this (framework's) shape that holds nothing yet, and its units to be written.
+
+        Raises:
+            DTypeError: the framework has no such dtype.
+        """
+        ...
+
+    def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
+        """What `index` picks from a tensor, with the errors of the framework for what it refuses."""
+        ...
+
+    def finish(self, tensor: Any) -> Any:
+        """The tensor where the caller wants it."""
+        ...
+
+
+def units_per_element(dtype: DType) -> int:
+    """Units in one element; types smaller than a byte are packed into units by the framework."""
+    return max(dtype.bits // (8 * dtype.unit_bytes), 1)
+
+
+def parse_framework(name: str) -> str:
+    """The framework's own name.
+
+    Raises:
+        ConfigError: safetensors knows no such framework.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"framework must be a str, got {type(name).__name__}")
+    if name not in FRAMEWORKS:
+        raise ConfigError(f"framework {name} is invalid; ckptz gives 'pt' or 'np' tensors")
+    return FRAMEWORKS[name]
+
+
+def parse_device(device: str | int | None) -> str | int:
+    """The device as PyTorch spells it; a bare number is left to PyTorch.
+
+    Raises:
+        ConfigError: not a device that safetensors takes.
+    """
+    if device is None:
+        return "cpu"
+    if isinstance(device, str):
+        return _parse_device_name(device)
+    try:
+        number = operator.index(device)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _MAX_INDEX:
+        raise ConfigError(f"device {device} is invalid; pass a name such as 'cuda:0' or a number")
+    return number
+
+
+def _parse_device_name(name: str) -> str:
+    kind, colon, digits = name.partition(":")
+    if name == "cpu":
+        return name
+    if kind not in (*_NUMBERED_DEVICES, "mps") or ":" in digits:
+        raise ConfigError(f"device {name} is invalid; 'cpu', 'mps' and 'cuda:0' are examples of valid ones")
+    if colon and not (re.fullmatch(r"\+?[0-9]+", digits) and int(digits) <= _MAX_INDEX):
+        raise ConfigError(f"device {name} is invalid; a number must follow the colon")
+    number = int(digits or 0)
+    if kind == "mps" and number:
+        raise ConfigError(f"device {name} is invalid; there is only one 'mps'")
+    return kind if kind == "mps" else f"{kind}:{number}"
+
+
+def parse_backend(backend: str) -> str:
+    """The backend, which changes nothing but the index rules of slices.
+
+    Raises:
+        ConfigError: safetensors knows no such backend.
+    """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str, got {type(backend).__name__}")
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is invalid; 'mmap' and 'pread' are known")
+    return backend
+
+
+def framework(name: str, device: str | int, backend: str) -> Framework:
+    """Makes tensors of framework `name` on `device`.
+
+    Args:
+        name: from `parse_framework`.
+        device: from `parse_device`.
+        backend: "pread" gives slices safetensors' own index rules, whatever the framework.
+
+    Raises:
+        ConfigError: the framework has no such device.
+        UnsupportedError: ckptz makes no tensors of this framework.
+    """
+    if name != "torch" and device != "cpu":
+        raise ConfigError(f"Device {device} is not supported for framework {name}; load to 'cpu'")
+    if name not in ("torch", "numpy"):
+        raise UnsupportedError(
+            f"framework {name!r}: ckptz makes PyTorch tensors and numpy arrays; open with 'np' and convert"
+        )
+    made: Framework = importlib.import_module(f"ckptz.frameworks.{name}").make(device, backend)
+    return made

@@ -1,0 +1,164 @@
+"""PyTorch tensors, and PyTorch's own index rules for slices.
+
+An index of ints, slices, None and an ellipsis is put to a tensor without memory: the view that PyTorch
+makes says which units are meant, and what PyTorch refuses is refused by PyTorch. Any other index is
+tried on a tensor of one repeated byte; then only the rows that it picks are decoded, where the
+first dimension tells, and the whole tensor otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import EllipsisType, NoneType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptz.codec.units import UNIT_TYPES, Units
+from ckptz.dtypes import DType
+from ckptz.errors import DTypeError
+from ckptz.frameworks import DTYPE_NAMES, Selection, Shape, units_per_element
+from ckptz.frameworks.strict import select as strict_select
+from ckptz.frameworks.window import Window, row_major_strides
+
+_BASIC_ITEMS = (int, np.integer, slice, NoneType, EllipsisType)
+_ROW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.bool)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The tensor type that holds `dtype`.
+
+    Raises:
+        DTypeError: this PyTorch has none.
+    """
+    found = getattr(torch, DTYPE_NAMES.get(dtype.name, ""), None)
+    if not isinstance(found, torch.dtype):
+        raise DTypeError(f"Dtype not understood: {dtype.name}; this version of PyTorch has no such dtype")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensors:
+    """Makes PyTorch tensors; see `ckptz.frameworks.Framework`.
+
+    Attributes:
+        device: where they end up.
+        is_strict: whether slices follow safetensors' index rules rather than PyTorch's.
+    """
+
+    device: str | int
+    is_strict: bool
+
+    def shape_of(self, dtype: DType, shape: Shape) -> Shape:
+        """See `Framework.shape_of`: PyTorch packs two F4 elements into one."""
+        if dtype.name != "F4":
+            return shape
+        if not shape or shape[-1] % 2:
+            raise DTypeError(f"PyTorch packs F4 in pairs, which shape {list(shape)} does not allow")
+        return (*shape[:-1], shape[-1] // 2)
+
+    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
+        """See `Framework.allocate`."""
+        native = torch_dtype(dtype)
+        self._check_device()
+        # A default device may be set; units are always written on the CPU.
+        tensor = torch.empty(shape, dtype=native, device="cpu")
+        return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
+
+    def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
+        """See `Framework.select`."""
+        if not self.is_strict:
+            torch_dtype(dtype)
+        native_shape = self.shape_of(dtype, shape)
+        picked = _strict(index, native_shape) if self.is_strict else _select(index, native_shape)
+        if self.device != "cpu":
+            torch.empty(0, device="cpu").to(self.device)  # refuses before anything is decoded
+        n = units_per_element(dtype)
+        return Selection(tuple(window.widened(n) for window in picked.windows), picked.shape, picked.then)
+
+    def finish(self, tensor: Any) -> Any:
+        """See `Framework.finish`."""
+        return tensor if self.device == "cpu" else tensor.to(self.device)
+
+    def _check_device(self) -> None:
+        if str(self.device).startswith("cuda") and not torch.cuda.is_available():
+            raise RuntimeError(f"device {self.device}: PyTorch finds no CUDA device; load to 'cpu'")
+        if self.device != "cpu":
+            torch.empty(0, device="cpu").to(self.device)
+
+
+def make(device: str | int, backend: str) -> TorchTensors:
+    """Tensors on `device`; backend "pread" has safetensors' own index rules."""
+    return TorchTensors(device, backend == "pread")
+
+
+def _strict(index: Any, shape: Shape) -> Selection:
+    window, kept = strict_select(index, shape)
+    return Selection((window,), kept)
+
+
+def _select(index: Any, shape: Shape) -> Selection:
+    items = index if isinstance(index, tuple) else (index,)
+    if all(isinstance(item, _BASIC_ITEMS) and not isinstance(item, bool) for item in items):
+        view = torch.empty(shape, dtype=torch.uint8, device="meta")[index]
+        return Selection(
+            (Window(int(view.storage_offset()), tuple(view.shape), view.stride()),), tuple(view.shape)
+        )
+    _try(index, shape)
+    found = _leading_rows(items[0], shape[0]) if shape and items else None
+    if found is None:
+        return Selection((Window.whole(shape),), shape, lambda tensor: tensor[index])
+    rows, item = found
+    return _select_rows(rows, (item, *items[1:]), shape)
+
+
+def _try(index: Any, shape: Shape) -> None:
+    """Let PyTorch refuse what it refuses, at the cost of one byte per element of the result."""
+    torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
+
+
+def _leading_rows(item: Any, n_rows: int) -> tuple[np.ndarray[Any, Any], Any] | None:
+    """The rows that the first item of an index picks, rising, and the item that picks the same from them."""
+    if isinstance(item, slice):
+        start, stop, step = item.indices(n_rows)
+        return np.arange(start, max(start, stop)), slice(None, None, step)
+    if (numbers := _row_numbers(item)) is None:
+        return None
+    rows, inverse = np.unique(np.where(numbers < 0, numbers + n_rows, numbers), return_inverse=True)
+    return rows, torch.from_numpy(inverse.reshape(numbers.shape))
+
+
+def _row_numbers(item: Any) -> np.ndarray[Any, Any] | None:
+    is_plain_list = isinstance(item, list) and len({type(entry) for entry in item}) <= 1
+    if is_plain_list and isinstance(item[0] if item else 0, int):
+        item = torch.tensor(item, dtype=None if item else torch.int64, device="cpu")
+    elif isinstance(item, np.ndarray):
+        item = torch.as_tensor(item, device="cpu")
+    if not isinstance(item, torch.Tensor) or item.dtype not in _ROW_DTYPES:
+        return None
+    if item.dtype != torch.bool:
+        numbers: np.ndarray[Any, Any] = item.cpu().to(torch.int64).numpy()
+        return numbers
+    return item.cpu().nonzero()[:, 0].numpy() if item.dim() == 1 else None
+
+
+def _select_rows(rows: np.ndarray[Any, Any], items: tuple[Any, ...], shape: Shape) -> Selection:
+    strides = row_major_strides(shape)
+    windows = (
+        Window(begin * strides[0], (end - begin, *shape[1:]), strides) for begin, end in _runs(rows.tolist())
+    )
+    then: Callable[[Any], Any] = lambda tensor: tensor[items]  # noqa: E731
+    return Selection(tuple(windows), (len(rows), *shape[1:]), then)
+
+
+def _runs(rows: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, behind the last) of the runs of neighbours."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and runs[-1][1] == row:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+    return runs

@@ -1,0 +1,152 @@
+"""numpy arrays in and out of `.ckptz` files: the names and arguments of `safetensors.numpy`.
+
+    from ckptz.numpy import load_file, save_file
+
+`load_file` and `load` also read plain safetensors files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from ckptz.codec.units import UNIT_TYPES, ArraySource
+from ckptz.config import LOSSLESS, Config
+from ckptz.dtypes import dtype_of
+from ckptz.errors import DTypeError
+from ckptz.frameworks import DTYPE_CODES
+from ckptz.handle import PathLike, load_bytes, safe_open
+from ckptz.saving import check_tensor_names, save_to_bytes, save_to_file
+
+Arrays = dict[str, NDArray[Any]]
+
+__all__ = ["load", "load_file", "save", "save_file"]
+
+
+def save(
+    tensor_dict: Arrays,
+    metadata: dict[str, str] | None = None,
+    *,
+    config: Config = LOSSLESS,
+    jobs: int | None = None,
+) -> bytes:
+    """The bytes of a `.ckptz` file that holds these arrays.
+
+    Args:
+        tensor_dict: arrays by name; of any layout, their values are saved.
+        metadata: text to keep with them.
+        config: what may be lost; nothing by default.
+        jobs: threads, all cores by default.
+
+    Example:
+        >>> import numpy as np
+        >>> from ckptz.numpy import load, save
+        >>> load(save({"weight": np.ones(2)}))
+        {'weight': array([1., 1.])}
+    """
+    return save_to_bytes(_sources(tensor_dict), metadata, config, jobs)
+
+
+def save_file(
+    tensor_dict: Arrays,
+    filename: PathLike,
+    metadata: dict[str, str] | None = None,
+    *,
+    config: Config = LOSSLESS,
+    base: PathLike | None = None,
+    jobs: int | None = None,
+) -> None:
+    """Write arrays to a `.ckptz` file, which appears whole or not at all.
+
+    Args:
+        tensor_dict: arrays by name; of any layout, their values are saved.
+        filename: the file, replaced if it exists.
+        metadata: text to keep with them.
+        config: what may be lost; nothing by default.
+        base: an earlier `.ckptz` or `.safetensors` file to store only the difference to. It is needed
+            for reading: keep it in the folder of `filename`.
+        jobs: threads, all cores by default.
+
+    Example:
+        >>> import numpy as np
+        >>> from ckptz.numpy import load_file, save_file
+        >>> save_file({"weight": np.ones(2)}, "step-1.ckptz")
+        >>> save_file({"weight": np.ones(2) * 1.01}, "step-2.ckptz", base="step-1.ckptz")
+        >>> load_file("step-2.ckptz")
+        {'weight': array([1.01, 1.01])}
+    """
+    save_to_file(_sources(tensor_dict), filename, metadata, config, base, jobs)
+
+
+def load(
+    data: bytes, *, search_path: Sequence[PathLike] = (), max_decoded_bytes: int | None = None
+) -> Arrays:
+    """The arrays of a `.ckptz` or a safetensors file in memory.
+
+    Args:
+        data: the file's bytes.
+        search_path: folders with the bases of a delta.
+        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
+
+    Example:
+        >>> import numpy as np
+        >>> from ckptz.numpy import load, save
+        >>> load(save({"weight": np.ones(2)}))
+        {'weight': array([1., 1.])}
+    """
+    tensors = load_bytes(data, "numpy", search_path, max_decoded_bytes)
+    return dict(safetensors.numpy.load(data)) if tensors is None else tensors
+
+
+def load_file(
+    filename: PathLike,
+    *,
+    backend: str = "mmap",
+    search_path: Sequence[PathLike] = (),
+    max_decoded_bytes: int | None = None,
+    jobs: int | None = None,
+) -> Arrays:
+    """All arrays of a `.ckptz` or a `.safetensors` file by name.
+
+    Args:
+        filename: the file; a delta finds its bases beside it and in `search_path`.
+        backend: "mmap" or "pread", as in safetensors.
+        search_path: more folders with bases.
+        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
+        jobs: threads, all cores by default.
+
+    Example:
+        >>> import numpy as np
+        >>> from ckptz.numpy import load_file, save_file
+        >>> save_file({"weight": np.ones(2)}, "model.ckptz")
+        >>> load_file("model.ckptz")
+        {'weight': array([1., 1.])}
+    """
+    limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
+    with safe_open(filename, "np", backend=backend, search_path=search_path, **limits) as file:
+        return dict(file.get_tensors())
+
+
+def _sources(tensor_dict: Mapping[str, NDArray[Any]]) -> dict[str, ArraySource]:
+    sources = {name: _source(name, array) for name, array in tensor_dict.items()}
+    check_tensor_names(sources)
+    return sources
+
+
+def _source(name: str, array: NDArray[Any]) -> ArraySource:
+    if not isinstance(array, np.ndarray):
+        # safetensors fails on the first attribute that is missing: the same class, said in words.
+        raise AttributeError(f"tensor {name!r} is a {type(array).__name__}, not a numpy array")
+    code = DTYPE_CODES.get(array.dtype.name)
+    if code is None or code == "F4":
+        raise DTypeError(
+            f"tensor {name!r} has dtype {array.dtype}, which the format does not know; convert it"
+        )
+    little = np.asarray(array).astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    dtype = dtype_of(code)
+    units = np.require(little.reshape(-1).view(UNIT_TYPES[dtype.unit_bytes]), requirements=["A"])
+    return ArraySource(dtype, array.shape, units)

@@ -1,0 +1,145 @@
+"""Decodes tensors, or parts of them, straight into the memory of the tensors that callers get.
+
+Threads take one chunk each. Nothing is allocated for a file's claims before they are held against the
+memory that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from ckptz.codec.units import CHUNK_UNITS, Units, chunk_bounds, n_chunks_of
+from ckptz.container.reader import FrameSource
+from ckptz.errors import LimitError
+from ckptz.frameworks import Framework, Selection
+from ckptz.frameworks.window import Piece
+from ckptz.parallel import Workers, default_jobs
+
+CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int | None:
+    """Bytes this process may still take, where the system tells: Linux, and its containers."""
+    found = [n for n in (_meminfo_available(), _cgroup_available()) if n is not None]
+    return min(found, default=None)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return None if limit == "max" else int(limit) - used + int(statistics.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
+    """Refuse to decode more than the caller, or else the machine, allows.
+
+    Raises:
+        LimitError: it would not fit.
+    """
+    limit = max_decoded_bytes
+    if limit is None and n_bytes >= CHECKED_BYTES:
+        limit = available_memory()
+    if limit is not None and n_bytes > limit:
+        allowed = "free" if max_decoded_bytes is None else "allowed by max_decoded_bytes"
+        raise LimitError(
+            f"{what}: decodes to {n_bytes} bytes, and only {limit} are {allowed}; "
+            "raise max_decoded_bytes, or read less at a time with safe_open"
+        )
+
+
+def read_tensors(
+    sources: Mapping[str, FrameSource], framework: Framework, jobs: int | None = None
+) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of whole tensors, in order.
+
+    Args:
+        sources: by name.
+        framework: makes the tensors.
+        jobs: threads, all cores by default.
+    """
+    made: dict[str, Any] = {}
+
+    def allocate(name: str) -> Units:
+        dtype = sources[name].dtype
+        made[name], units = framework.allocate(dtype, framework.shape_of(dtype, sources[name].shape))
+        return units
+
+    def tasks() -> Iterator[tuple[FrameSource, int, Units]]:
+        for name, n in n_chunks.items():
+            units = allocate(name)
+            for index, (begin, end) in enumerate(chunk_bounds(len(units)) if n else ()):
+                yield sources[name], index, units[begin:end]
+
+    n_chunks = {name: n_chunks_of(s.dtype.n_units(s.shape)) for name, s in sources.items()}
+    with _workers(jobs, sum(n_chunks.values())) as workers:
+        done = workers.map(_decode, tasks())
+        for name, n in n_chunks.items():
+            for _ in range(n):
+                next(done)
+            if name not in made:  # empty, and the tasks have not come to it
+                allocate(name)
+            yield name, framework.finish(made.pop(name))
+
+
+def _decode(task: tuple[FrameSource, int, Units]) -> None:
+    source, index, out = task
+    source.decode_chunk(index, out)
+
+
+def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:
+    """The tensor that `selection` picks from `source`; decodes only the chunks it touches."""
+    tensor, units = framework.allocate(source.dtype, selection.shape)
+    groups = [(chunk, list(pieces)) for chunk, pieces in groupby(_pieces(selection), lambda p: p.chunk)]
+
+    def fill(group: tuple[int, list[Piece]]) -> None:
+        _fill(source, *group, units)
+
+    with _workers(jobs, len(groups)) as workers:
+        for _ in workers.map(fill, groups):
+            pass
+    return framework.finish(tensor if selection.then is None else selection.then(tensor))
+
+
+def _pieces(selection: Selection) -> Iterator[Piece]:
+    at = 0
+    for window in selection.windows:
+        yield from window.pieces(at)
+        at += window.n_units
+
+
+def _fill(source: FrameSource, chunk: int, pieces: Iterable[Piece], out: Units) -> None:
+    """Bring the units of one chunk to their places."""
+    first, *more = pieces
+    if not more and first.is_run and first.n_units == _chunk_units(source, chunk):
+        # All of it, in order: decoded in place, and not kept.
+        source.decode_chunk(chunk, out[first.at : first.at + first.n_units])
+        return
+    units = source.chunk(chunk)
+    for piece in (first, *more):
+        piece.copy(units, out)
+
+
+def _chunk_units(source: FrameSource, chunk: int) -> int:
+    return min(CHUNK_UNITS, source.dtype.n_units(source.shape) - chunk * CHUNK_UNITS)
+
+
+def _workers(jobs: int | None, n_tasks: int) -> Workers:
+    return Workers(max(1, min(jobs or default_jobs(), n_tasks)))

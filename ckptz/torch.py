@@ -1,0 +1,358 @@
+"""PyTorch tensors in and out of `.ckptz` files: the names and arguments of `safetensors.torch`.
+
+    from ckptz.torch import load_file, save_file
+
+`load_file`, `load` and `load_model` also read plain safetensors files.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from ckptz.codec.units import UNIT_TYPES, ArraySource, Units, UnitSource
+from ckptz.config import LOSSLESS, Config
+from ckptz.dtypes import DType, dtype_of
+from ckptz.errors import DTypeError
+from ckptz.frameworks import DTYPE_CODES
+from ckptz.handle import PathLike, load_bytes, safe_open
+from ckptz.saving import check_tensor_names, save_to_bytes, save_to_file
+
+Tensors = dict[str, torch.Tensor]
+
+__all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model"]
+
+
+def save(
+    tensors: Tensors,
+    metadata: dict[str, str] | None = None,
+    *,
+    config: Config = LOSSLESS,
+    jobs: int | None = None,
+) -> bytes:
+    """The bytes of a `.ckptz` file that holds these tensors.
+
+    Args:
+        tensors: contiguous, dense tensors by name, on any device.
+        metadata: text to keep with them.
+        config: what may be lost; nothing by default.
+        jobs: threads, all cores by default.
+
+    Raises:
+        ValueError: not a dict of tensors, or a tensor is sparse or not contiguous.
+        RuntimeError: tensors share memory.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.torch import load, save
+        >>> load(save({"weight": torch.ones(2)}))
+        {'weight': tensor([1., 1.])}
+    """
+    return save_to_bytes(_sources(tensors), metadata, config, jobs)
+
+
+def save_file(
+    tensors: Tensors,
+    filename: PathLike,
+    metadata: dict[str, str] | None = None,
+    *,
+    config: Config = LOSSLESS,
+    base: PathLike | None = None,
+    jobs: int | None = None,
+) -> None:
+    """Write tensors to a `.ckptz` file, which appears whole or not at all.
+
+    Args:
+        tensors: contiguous, dense tensors by name, on any device.
+        filename: the file, replaced if it exists.
+        metadata: text to keep with them.
+        config: what may be lost; nothing by default.
+        base: an earlier `.ckptz` or `.safetensors` file to store only the difference to. It is needed
+            for reading: keep it in the folder of `filename`.
+        jobs: threads, all cores by default.
+
+    Raises:
+        ValueError: not a dict of tensors, or a tensor is sparse or not contiguous.
+        RuntimeError: tensors share memory.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.torch import load_file, save_file
+        >>> save_file({"weight": torch.ones(2)}, "step-1.ckptz")
+        >>> save_file({"weight": torch.ones(2) * 1.5}, "step-2.ckptz", base="step-1.ckptz")
+        >>> load_file("step-2.ckptz")
+        {'weight': tensor([1.5000, 1.5000])}
+    """
+    save_to_file(_sources(tensors), filename, metadata, config, base, jobs)
+
+
+def load(
+    data: bytes, *, search_path: Sequence[PathLike] = (), max_decoded_bytes: int | None = None
+) -> Tensors:
+    """The tensors of a `.ckptz` or a safetensors file in memory.
+
+    Args:
+        data: the file's bytes.
+        search_path: folders with the bases of a delta.
+        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.torch import load, save
+        >>> load(save({"weight": torch.ones(2)}))
+        {'weight': tensor([1., 1.])}
+    """
+    tensors = load_bytes(data, "torch", search_path, max_decoded_bytes)
+    return dict(safetensors.torch.load(data)) if tensors is None else tensors
+
+
+def load_file(
+    filename: PathLike,
+    device: str | int = "cpu",
+    *,
+    backend: str = "mmap",
+    search_path: Sequence[PathLike] = (),
+    max_decoded_bytes: int | None = None,
+    jobs: int | None = None,
+) -> Tensors:
+    """All tensors of a `.ckptz` or a `.safetensors` file by name.
+
+    Args:
+        filename: the file; a delta finds its bases beside it and in `search_path`.
+        device: where the tensors go.
+        backend: "mmap" or "pread", as in safetensors.
+        search_path: more folders with bases.
+        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
+        jobs: threads, all cores by default.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.torch import load_file, save_file
+        >>> save_file({"weight": torch.ones(2)}, "model.ckptz")
+        >>> load_file("model.ckptz")
+        {'weight': tensor([1., 1.])}
+    """
+    limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
+    with safe_open(filename, "pt", device, backend=backend, search_path=search_path, **limits) as file:
+        return dict(file.get_tensors())
+
+
+def save_model(
+    model: torch.nn.Module,
+    filename: PathLike,
+    metadata: dict[str, str] | None = None,
+    force_contiguous: bool = True,
+    *,
+    config: Config = LOSSLESS,
+    base: PathLike | None = None,
+    jobs: int | None = None,
+) -> None:
+    """Write a model's state; of parameters that share memory one is kept, the metadata name the others.
+
+    Args:
+        model: the model.
+        filename: the file, replaced if it exists.
+        metadata: text to keep with the tensors.
+        force_contiguous: save tensors of other layouts as contiguous ones instead of refusing them.
+        config: what may be lost; nothing by default.
+        base: an earlier file to store only the difference to; see `save_file`.
+        jobs: threads, all cores by default.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.torch import load_model, save_model
+        >>> save_model(torch.nn.Linear(2, 2), "model.ckptz")
+        >>> missing, unexpected = load_model(torch.nn.Linear(2, 2), "model.ckptz")
+        >>> list(missing), unexpected
+        ([], [])
+    """
+    state = model.state_dict()
+    dropped = {name: kept for kept, names in _duplicates(state).items() for name in names}
+    tensors = {name: tensor for name, tensor in state.items() if name not in dropped}
+    if force_contiguous:
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    texts = {**dropped, **(metadata or {})} if dropped else metadata
+    save_file(tensors, filename, texts, config=config, base=base, jobs=jobs)
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: PathLike,
+    strict: bool = True,
+    device: str | int = "cpu",
+    *,
+    backend: str = "mmap",
+    search_path: Sequence[PathLike] = (),
+    max_decoded_bytes: int | None = None,
+    jobs: int | None = None,
+) -> tuple[set[str], list[str]]:
+    """Load a file that `save_model` wrote, or any other with the right names, into `model`.
+
+    Args:
+        model: the model, changed in place.
+        filename: the file.
+        strict: refuse missing and unexpected names.
+        device: where the tensors are before they are copied into the model.
+        backend: "mmap" or "pread", as in safetensors.
+        search_path: more folders with bases of a delta.
+        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
+        jobs: threads, all cores by default.
+
+    Returns:
+        (names in the model that the file lacks, names in the file that the model lacks).
+
+    Raises:
+        RuntimeError: names are missing or unexpected, or shapes differ.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.torch import load_model, save_model
+        >>> save_model(torch.nn.Linear(2, 2), "model.ckptz")
+        >>> missing, unexpected = load_model(torch.nn.Linear(2, 2), "model.ckptz")
+        >>> list(missing), unexpected
+        ([], [])
+    """
+    limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
+    state = load_file(filename, device, backend=backend, search_path=search_path, **limits)
+    duplicates = _duplicates(model.state_dict(), preferred=state)
+    report = model.load_state_dict(state, strict=False)
+    missing, unexpected = set(report.missing_keys), list(report.unexpected_keys)
+    for name in (name for names in duplicates.values() for name in names):
+        if name in missing:
+            missing.remove(name)
+        else:
+            unexpected.append(name)
+    if strict and (missing or unexpected):
+        raise RuntimeError(_mismatch(model, missing, unexpected))
+    return missing, unexpected
+
+
+def _mismatch(model: torch.nn.Module, missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    lines = [f"the file does not fit {type(model).__name__}; pass strict=False to load what does:"]
+    if missing:
+        lines.append(f"missing key(s): {sorted(missing)}")
+    if unexpected:
+        lines.append(f"unexpected key(s): {sorted(unexpected)}")
+    return "\n    ".join(lines)
+
+
+# --- tensors that share memory ------------------------------------------------------------------
+
+
+def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """All names, those together whose tensors overlap in memory; tensors without memory are left out."""
+    by_storage: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.device.type != "meta" and (storage := tensor.untyped_storage()).nbytes():
+            by_storage[(tensor.device, storage.data_ptr(), storage.nbytes())].append(name)
+    return [group for names in by_storage.values() for group in _overlapping(names, tensors)]
+
+
+def _overlapping(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    groups: list[list[str]] = []
+    end = 0
+    for begin, stop, name in sorted((*_extent(tensors[name]), name) for name in names):
+        if groups and begin < end:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        end = max(end, stop)
+    return groups
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the byte behind the last."""
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _duplicates(tensors: Mapping[str, torch.Tensor], preferred: Iterable[str] = ()) -> dict[str, list[str]]:
+    """By each name to keep, the names to leave out because they are part of its memory."""
+    wanted, duplicates = set(preferred), {}
+    for names in _groups(tensors):
+        complete = sorted(name for name in names if _is_complete(tensors[name]))
+        if not complete:
+            raise RuntimeError(
+                f"tensors {sorted(names)} are parts of a memory that none of them covers whole; "
+                "clone them, or use save_file"
+            )
+        kept = next((name for name in complete if name in wanted), complete[0])
+        duplicates[kept] = sorted(name for name in names if name != kept)
+    return duplicates
+
+
+def _is_complete(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    fills = tensor.numel() * tensor.element_size() == storage.nbytes()
+    return tensor.data_ptr() == storage.data_ptr() and fills
+
+
+# --- tensors as sources of units ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceSource:
+    """A tensor on an accelerator; its units are fetched chunk by chunk."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    raw: torch.Tensor
+
+    def units(self, begin: int, end: int) -> Units:
+        """See `UnitSource.units`."""
+        n = self.dtype.unit_bytes
+        return self.raw[begin * n : end * n].cpu().numpy().view(UNIT_TYPES[n])
+
+
+def _sources(tensors: Tensors) -> dict[str, UnitSource]:
+    _check(tensors)
+    check_tensor_names(tensors)
+    return {name: _source(name, tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _check(tensors: Tensors) -> None:
+    if not isinstance(tensors, dict):
+        raise ValueError(f"tensors must be a dict of PyTorch tensors by name, got {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"tensor {name!r} is a {type(tensor).__name__}, not a PyTorch tensor")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"tensor {name!r} is sparse; pass its .to_dense(), which may be much larger")
+    if shared := [set(names) for names in _groups(tensors) if len(names) > 1]:
+        raise RuntimeError(
+            f"tensors share memory and would be stored twice: {shared}; "
+            "use save_model, or clone all but one of each"
+        )
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"tensor {name!r} is not contiguous; pass its .contiguous(), or use save_model "
+                "with force_contiguous=True"
+            )
+
+
+def _source(name: str, tensor: torch.Tensor) -> UnitSource:
+    if tensor.device.type == "meta":
+        raise NotImplementedError(f"tensor {name!r} is on the meta device and has no values to save")
+    code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+    if code is None:
+        raise DTypeError(f"tensor {name!r} has {tensor.dtype}, which the format does not know; convert it")
+    dtype, shape = dtype_of(code), tuple(tensor.shape)
+    if code == "F4":  # PyTorch counts pairs
+        shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    if not tensor.numel():
+        return ArraySource(dtype, shape, np.empty(0, UNIT_TYPES[dtype.unit_bytes]))
+    raw = tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    if tensor.device.type != "cpu":
+        return _DeviceSource(dtype, shape, raw)
+    units = raw.numpy().view(UNIT_TYPES[dtype.unit_bytes])
+    return ArraySource(dtype, shape, np.require(units, requirements=["A"]))

@@ -1,0 +1,326 @@
+"""What a handle decodes and keeps: only the chunks an index touches, within a bound, safe for threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from api_support import CKPTZ, make, outcome, same
+
+from ckptz import CkptzError, reading
+from ckptz.codec.units import CHUNK_UNITS
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.caches import CACHE_BYTES, ChunkCache
+from ckptz.container.reader import FrameSource
+from ckptz.errors import ChecksumError, ConfigError, LimitError, MissingBaseError
+
+LARGE = make(torch.uint8, 5, 1 << 10, 1 << 10)  # a chunk for each of five rows
+SLANTED = make(torch.bfloat16, 4000, 777)  # three chunks
+TENSORS = {"large": LARGE, "slanted": SLANTED, "small": make(torch.float32, 7, 5)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    """A file, and a chain of two deltas on it."""
+    at = tmp_path_factory.mktemp("lazy")
+    CKPTZ.torch.save_file(TENSORS, at / "anchor.ckptz")
+    CKPTZ.torch.save_file(step(1), at / "one.ckptz", base=at / "anchor.ckptz")
+    CKPTZ.torch.save_file(step(2), at / "two.ckptz", base=at / "one.ckptz")
+    return at
+
+
+def step(n: int) -> dict[str, torch.Tensor]:
+    """The tensors, with a few units changed."""
+    changed = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    for tensor in changed.values():
+        tensor.view(-1).view(torch.uint8)[:: 100_003 // n] ^= n
+    return changed
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str, int]]:
+    """Counts chunks by (file, tensor, chunk) as they are decoded."""
+    counts: Counter[tuple[str, str, int]] = Counter()
+    decode = FrameSource.decode_chunk
+
+    def counting(self: FrameSource, index: int, out: Any) -> None:
+        counts[Path(self._container.name).stem, self.entry.name, index] += 1
+        decode(self, index, out)
+
+    monkeypatch.setattr(FrameSource, "decode_chunk", counting)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("index", "chunks"),
+    [
+        (2, {2}),
+        ((2, slice(3, 9)), {2}),
+        (slice(1, 3), {1, 2}),
+        (slice(None, None, 2), {0, 2, 4}),
+        (slice(4, 0), set()),
+        ((slice(None), 5, 7), {0, 1, 2, 3, 4}),
+        ((slice(None, None, 4), slice(None), 1), {0, 4}),
+        ([4, 0, 4], {0, 4}),
+        (torch.tensor([False, True, False, False, True]), {1, 4}),
+        (np.array([[3], [3]]), {3}),
+        ((slice(2, 4), [0, 9]), {2, 3}),
+        ((torch.tensor(3), slice(None), [1]), {3}),
+        (..., {0, 1, 2, 3, 4}),
+        ([], set()),
+    ],
+    ids=str,
+)
+def test_a_slice_decodes_the_chunks_it_touches_once(
+    folder: Path, decoded: Counter[Any], index: Any, chunks: set[int]
+) -> None:
+    found = CKPTZ.safe_open(folder / "anchor.ckptz", "pt").get_slice("large")[index]
+    assert same(found, LARGE[index])
+    assert dict(decoded) == {("anchor", "large", chunk): 1 for chunk in chunks}
+
+
+def test_a_slice_of_a_delta_decodes_the_same_chunks_in_every_file(
+    folder: Path, decoded: Counter[Any]
+) -> None:
+    with CKPTZ.safe_open(folder / "two.ckptz", "np") as handle:
+        found = handle.get_slice("large")[1:3, 5]
+    assert same(found, step(2)["large"][1:3, 5].numpy())
+    assert dict(decoded) == {(f, "large", c): 1 for f in ("anchor", "one", "two") for c in (1, 2)}
+
+
+def test_the_next_slice_finds_what_the_last_one_decoded(folder: Path, decoded: Counter[Any]) -> None:
+    part = CKPTZ.safe_open(folder / "two.ckptz", "pt").get_slice("slanted")
+    for column in range(5):
+        assert same(part[:, column], step(2)["slanted"][:, column].contiguous())
+    assert set(decoded.values()) == {1}
+
+
+def test_shapes_and_names_decode_nothing(folder: Path, decoded: Counter[Any]) -> None:
+    with CKPTZ.safe_open(folder / "two.ckptz", "pt") as handle:
+        for name in handle.keys():  # noqa: SIM118  # the handle is no dict
+            assert handle.get_slice(name).get_shape() == list(TENSORS[name].shape)
+        assert handle.metadata() is None
+        assert isinstance(outcome(lambda: handle.get_slice("large")[99]), IndexError)
+    assert not decoded
+
+
+def test_the_cache_keeps_what_was_used_last_within_its_bound() -> None:
+    cache, made = ChunkCache(max_bytes=3000), []
+
+    def get(n: int) -> Any:
+        return cache.get(("x", n), lambda: made.append(n) or np.full(1000, n, np.uint8))
+
+    for n in (0, 1, 2, 0, 3, 0, 1):
+        assert get(n)[0] == n
+        assert cache.n_bytes <= 3000
+    assert made == [0, 1, 2, 3, 1]
+    assert len(cache.get(("x", 9), lambda: np.zeros(4000, np.uint8))) == 4000
+    assert cache.n_bytes == 3000
+    cache.clear()
+    assert cache.n_bytes == 0
+
+
+def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
+    cache, made, begin = ChunkCache(), [], threading.Barrier(8)
+
+    def get(_: int) -> Any:
+        begin.wait()
+        return cache.get(("x", 0), lambda: made.append(1) or np.zeros(10, np.uint8))
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(get, range(8)))
+    assert len(made) == 1
+    assert all(units is found[0] for units in found)
+
+
+def test_a_failed_decoding_is_tried_again() -> None:
+    cache = ChunkCache()
+    with pytest.raises(ChecksumError):
+        cache.get(("x", 0), lambda: (_ for _ in ()).throw(ChecksumError("changed")))
+    assert cache.get(("x", 0), lambda: np.ones(1, np.uint8))[0] == 1
+
+
+def random_index(random: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    items: list[Any] = []
+    for n in shape[: random.integers(1, len(shape) + 1)]:
+        begin = int(random.integers(0, n))
+        items.append(
+            begin if random.random() < 0.3 else slice(begin, int(random.integers(begin, n)) + 1, None)
+        )
+    return tuple(items)
+
+
+@pytest.mark.parametrize("file", ["anchor", "two"])
+def test_sixteen_threads_slice_one_handle(folder: Path, file: str) -> None:
+    truth = TENSORS if file == "anchor" else step(2)
+    handle = CKPTZ.safe_open(folder / f"{file}.ckptz", "pt", jobs=2)
+    names = sorted(truth)
+    begin = threading.Barrier(16)
+
+    def read(seed: int) -> int:
+        random = np.random.default_rng(seed)
+        begin.wait()
+        for _ in range(12):
+            name = names[random.integers(len(names))]
+            index = random_index(random, tuple(truth[name].shape))
+            if not same(handle.get_slice(name)[index], truth[name][index].contiguous()):
+                return 1
+        return 0 if same(handle.get_tensor("small"), truth["small"]) else 1
+
+    with ThreadPoolExecutor(16) as pool:
+        assert sum(pool.map(read, range(16))) == 0
+
+
+def test_threads_may_read_while_another_closes(folder: Path) -> None:
+    handle = CKPTZ.safe_open(folder / "two.ckptz", "pt")
+    parts = [handle.get_slice("slanted") for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        reads = [pool.submit(part.__getitem__, ...) for part in parts]
+        handle.__exit__(None, None, None)
+        assert all(same(read.result(), step(2)["slanted"]) for read in reads)
+    with pytest.raises(CkptzError, match="File is closed"):
+        handle.get_slice("slanted")
+
+
+def open_files(at: Path) -> list[str]:
+    links = Path("/proc/self/fd")
+    if not links.exists():
+        pytest.skip("no list of open files on this system")
+    targets = (os.readlink(link) for link in links.iterdir() if link.is_symlink())
+    return sorted(Path(t).name for t in targets if t.startswith(str(at)))
+
+
+def test_files_close_with_the_last_that_reads_them(folder: Path) -> None:
+    gc.collect()
+    assert open_files(folder) == []
+    with CKPTZ.safe_open(folder / "two.ckptz", "pt") as handle:
+        part = handle.get_slice("small")
+    assert open_files(folder) == ["anchor.ckptz", "one.ckptz", "two.ckptz"]
+    del part
+    assert open_files(folder) == []
+    with pytest.raises(CkptzError):
+        CKPTZ.safe_open(folder / "two.ckptz", "tf")
+    assert open_files(folder) == []
+
+
+# --- chains ----------------------------------------------------------------------------------------------
+
+
+def test_a_delta_reads_like_any_other_file(folder: Path) -> None:
+    loaded = CKPTZ.torch.load_file(folder / "two.ckptz")
+    assert all(same(loaded[name], tensor) for name, tensor in step(2).items())
+    assert os.path.getsize(folder / "two.ckptz") < os.path.getsize(folder / "anchor.ckptz") / 10
+    as_bytes = (folder / "two.ckptz").read_bytes()
+    assert same(CKPTZ.torch.load(as_bytes, search_path=[folder]), loaded)
+
+
+def test_a_base_that_vanishes_after_opening_is_not_missed(tmp_path: Path) -> None:
+    CKPTZ.torch.save_file(TENSORS, tmp_path / "base.ckptz")
+    CKPTZ.torch.save_file(step(1), tmp_path / "delta.ckptz", base=tmp_path / "base.ckptz")
+    with CKPTZ.safe_open(tmp_path / "delta.ckptz", "pt") as handle:
+        (tmp_path / "base.ckptz").unlink()
+        assert same(handle.get_tensor("slanted"), step(1)["slanted"])
+    with pytest.raises(MissingBaseError, match=r"base\.ckptz"):
+        CKPTZ.safe_open(tmp_path / "delta.ckptz", "pt")
+    with pytest.raises(MissingBaseError):
+        CKPTZ.torch.load((tmp_path / "delta.ckptz").read_bytes())
+
+
+def test_bases_are_found_in_the_search_path(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    CKPTZ.numpy.save_file({"x": np.arange(9)}, tmp_path / "old" / "base.ckptz")
+    CKPTZ.numpy.save_file({"x": np.arange(9) + 1}, tmp_path / "delta.ckptz", base=tmp_path / "old/base.ckptz")
+    with pytest.raises(MissingBaseError):
+        CKPTZ.numpy.load_file(tmp_path / "delta.ckptz")
+    loaded = CKPTZ.numpy.load_file(tmp_path / "delta.ckptz", search_path=[tmp_path / "old"])
+    assert loaded["x"].tolist() == list(range(1, 10))
+
+
+def test_a_plain_file_may_be_the_base(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    safetensors.torch.save_file(TENSORS, tmp_path / "base.safetensors")
+    CKPTZ.torch.save_file(step(1), tmp_path / "delta.ckptz", base=tmp_path / "base.safetensors")
+    assert same(CKPTZ.torch.load_file(tmp_path / "delta.ckptz")["slanted"], step(1)["slanted"])
+
+
+def test_a_delta_does_not_replace_its_base(tmp_path: Path) -> None:
+    CKPTZ.torch.save_file(TENSORS, tmp_path / "base.ckptz")
+    before = (tmp_path / "base.ckptz").read_bytes()
+    with pytest.raises(ConfigError, match="base"):
+        CKPTZ.torch.save_file(step(1), tmp_path / "base.ckptz", base=tmp_path / "base.ckptz")
+    assert (tmp_path / "base.ckptz").read_bytes() == before
+
+
+# --- refusals that safetensors has no need of -----------------------------------------------------------
+
+
+def test_a_changed_byte_is_named(folder: Path, tmp_path: Path) -> None:
+    whole = bytearray((folder / "anchor.ckptz").read_bytes())
+    source = CKPTZ.safe_open(folder / "anchor.ckptz", "np")._opened.sources["slanted"]
+    whole[source._container._data_offset + source.entry.offset + source.entry.n_bytes - 9] ^= 1
+    (tmp_path / "changed.ckptz").write_bytes(whole)
+    with CKPTZ.safe_open(tmp_path / "changed.ckptz", "pt") as handle:
+        assert same(handle.get_slice("slanted")[0], SLANTED[0])
+        for read in (lambda: handle.get_slice("slanted")[-1], lambda: handle.get_tensor("slanted")):
+            with pytest.raises(ChecksumError, match=r"changed\.ckptz.*slanted"):
+                read()
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_more_bytes_than_allowed_are_refused_by_name(folder: Path, kind: str) -> None:
+    module = getattr(CKPTZ, kind)
+    arrays = {"x": np.zeros(1000)} if kind == "numpy" else {"x": torch.zeros(1000, dtype=torch.float64)}
+    assert len(module.load(module.save(arrays), max_decoded_bytes=8000)) == 1
+    with pytest.raises(LimitError, match="max_decoded_bytes"):
+        module.load(module.save(arrays), max_decoded_bytes=7999)
+
+
+def test_limits_hold_for_tensors_and_slices(folder: Path) -> None:
+    with CKPTZ.safe_open(folder / "anchor.ckptz", "pt", max_decoded_bytes=1 << 20) as handle:
+        assert same(handle.get_slice("large")[3], LARGE[3])
+        for read in (
+            handle.get_tensors,
+            lambda: handle.get_tensor("large"),
+            lambda: handle.get_slice("large")[:2],
+        ):
+            with pytest.raises(LimitError, match=r"anchor\.ckptz.*max_decoded_bytes"):
+                read()
+
+
+def test_free_memory_is_the_limit_by_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "CHECKED_BYTES", 1)
+    monkeypatch.setattr(reading, "available_memory", lambda: 1 << 20)
+    with pytest.raises(LimitError, match="are free"):
+        CKPTZ.torch.load_file(folder / "anchor.ckptz")
+    assert CKPTZ.torch.load_file(folder / "anchor.ckptz", max_decoded_bytes=1 << 30)
+
+
+def test_the_free_memory_of_this_machine_is_known_or_not_asked_for() -> None:
+    free = reading.available_memory()
+    assert free is None or 1 << 20 < free < 1 << 50
+
+
+@pytest.fixture
+def deaf_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FileBytes, offset: int, n_bytes: int) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(FileBytes, "read", fail)
+
+
+def test_a_failing_disk_is_an_oserror(folder: Path, deaf_disk: None) -> None:
+    with pytest.raises(OSError, match="Input/output"):
+        CKPTZ.safe_open(folder / "anchor.ckptz", "pt")
+
+
+def test_chunks_and_cache_fit_together() -> None:
+    assert CACHE_BYTES >= 8 * CHUNK_UNITS

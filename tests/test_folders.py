@@ -1,0 +1,360 @@
+"""Folders of shards: one checkpoint out of many files, and every file back as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckptz.container.contents import Contents
+from ckptz.container.index import Shard, Sharding
+from ckptz.container.publish import publish
+from ckptz.container.writer import write_container
+from ckptz.convert.inputs import Input, open_input
+from ckptz.convert.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
+from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError
+from ckptz.parallel import Workers
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+HOSTILE_NAMES = ["../x", "/etc/x", "a/b", "a\\b", "..", ".", "", "a\nb", "a\x00b", "C:x", "\ud800", "x" * 256]
+
+
+def index_text(places: Mapping[str, Any]) -> str:
+    return json.dumps({"metadata": {"total_size": 88}, "weight_map": places}, indent=2) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sentence encoder's folder in small: two shards, their index, and files around them."""
+    root = tmp_path / "hub"
+    (root / "1_Pooling").mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    first = {"b": generator.normal(size=(3, 4)).astype("f4"), "a": np.arange(5), "empty": np.zeros((0, 2))}
+    second = {"c": generator.normal(size=7).astype("f2")}
+    save_file(first, root / FIRST, {"format": "pt"})
+    save_file(second, root / SECOND, {"format": "pt"})
+    places = dict.fromkeys(first, FIRST) | dict.fromkeys(second, SECOND)
+    (root / INDEX).write_bytes(index_text(places).replace("\n", "\r\n").encode())
+    (root / "config.json").write_text("{}")
+    (root / ".gitattributes").write_text("*.safetensors lfs")
+    (root / "1_Pooling" / "config.json").write_text('{"mean": true}')
+    return root
+
+
+def compress(source: Path, output: Path) -> None:
+    """What `ckptz compress FOLDER -o OUTPUT` comes down to."""
+    opened = open_input(source)
+    output.mkdir()
+    contents = Contents(metadata=opened.metadata, sharding=opened.sharding, tree=opened.tree)
+    with Workers(1) as workers, publish(output / f"{opened.stem}.ckptz") as sink:
+        write_container(sink, opened.tensors, contents, workers)
+    copy_carried(opened.carried, output)
+    opened.close()
+
+
+def restore(source: Path, output: Path) -> Input:
+    opened = open_input(source)
+    assert opened.sharding is not None
+    write_folder(output, opened.tensors, opened.sharding, tree=opened.tree, carried=opened.carried)
+    opened.close()
+    return opened
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_sharded_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    packed = {"model.ckptz", "config.json", ".gitattributes", "1_Pooling/config.json"}
+    assert set(contents_of(tmp_path / "packed")) == packed
+    restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert contents_of(tmp_path / "restored") == contents_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "stem"),
+    [
+        (["model.safetensors"], "model"),
+        ([FIRST, SECOND], "model"),
+        (["a.safetensors", "b.safetensors"], "model"),
+    ],
+)
+def test_shards_need_no_index(files: list[str], stem: str, tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    for i, file in enumerate(files):
+        save_file({f"t{i}": np.arange(3)}, tmp_path / "hub" / file, {"shard": str(i)})
+    compress(tmp_path / "hub", tmp_path / "packed")
+    opened = restore(tmp_path / "packed" / f"{stem}.ckptz", tmp_path / "restored")
+    assert contents_of(tmp_path / "restored") == contents_of(tmp_path / "hub")
+    assert opened.metadata == ({"shard": "0"} if len(files) == 1 else None)
+
+
+def test_common_metadata_are_the_checkpoints(folder: Path) -> None:
+    opened = open_input(folder)
+    assert (opened.kind, opened.stem, opened.metadata) == ("folder", "model", {"format": "pt"})
+    assert list(opened.tensors) == ["a", "empty", "b", "c"]  # as they lie in the shards
+    assert opened.sharding is not None
+    assert opened.sharding.index_text == (folder / INDEX).read_bytes().decode()
+    assert opened.left_out == ()
+    opened.close()
+
+
+def test_other_checkpoints_of_a_folder_are_carried(folder: Path) -> None:
+    save_file({"x": np.zeros(1)}, folder / "adapter.safetensors")
+    (folder / "training_args.bin").write_bytes(b"a pickle")
+    opened = open_input(folder)
+    assert {"adapter.safetensors", "training_args.bin"} <= {name for name, _ in opened.carried}
+    assert "x" not in opened.tensors
+    opened.close()
+
+
+def test_links_out_of_the_folder_and_hidden_folders_stay_behind(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "f").write_text("f")
+    (folder / "secret.txt").symlink_to(tmp_path / "secret")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "inside.json").symlink_to(folder / "config.json")
+    (folder / "broken").symlink_to(folder / "missing")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref")
+    (folder / "bad\nname").write_text("x")
+    (folder / ".x.0123.ckptz-tmp").write_text("left by a kill")
+    os.mkfifo(folder / "pipe")
+    (folder / "model.ckptz").write_text("an earlier output")
+    opened = open_input(folder)
+    left_out = {".git", "linked", "secret.txt", "broken", "bad\nname", "pipe", "model.ckptz"}
+    assert set(opened.left_out) == left_out
+    names = {name for name, _ in opened.carried}
+    assert names == {"config.json", "inside.json", ".gitattributes", "1_Pooling/config.json"}
+    opened.close()
+
+
+def test_the_links_of_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--x"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot = cache / "snapshots" / "0abc"
+    snapshot.mkdir(parents=True)
+    for name in (FIRST, SECOND, INDEX, "config.json"):
+        os.rename(folder / name, cache / "blobs" / f"sha-{name}")
+        (snapshot / name).symlink_to(Path("../../blobs") / f"sha-{name}")
+    compress(snapshot, tmp_path / "packed")
+    assert (tmp_path / "packed" / "config.json").read_text() == "{}"
+    assert not (tmp_path / "packed" / "config.json").is_symlink()
+
+
+def test_a_carried_file_that_is_gone_is_named(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    (tmp_path / "packed" / "config.json").unlink()
+    opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert opened.left_out == ("config.json",)
+    assert set(contents_of(folder)) - set(contents_of(tmp_path / "restored")) == {"config.json"}
+
+
+def test_a_carried_file_is_not_followed_out_of_its_folder(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "packed" / "config.json").unlink()
+    (tmp_path / "packed" / "config.json").symlink_to(tmp_path / "secret")
+    opened = open_input(tmp_path / "packed" / "model.ckptz")
+    assert opened.left_out == ("config.json",)
+    opened.close()
+
+
+def test_restoring_over_the_source_leaves_carried_files(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    before = contents_of(tmp_path / "packed")
+    restore(tmp_path / "packed" / "model.ckptz", tmp_path / "packed")
+    assert before.items() <= contents_of(tmp_path / "packed").items()
+
+
+def edit_index(folder: Path, **places: Any) -> None:
+    text = json.loads((folder / INDEX).read_text())
+    text["weight_map"] |= places
+    (folder / INDEX).write_text(json.dumps(text))
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    (folder / SECOND).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{INDEX}.*{SECOND}"):
+        open_input(folder)
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ({"d": FIRST}, f"{FIRST}: tensor 'd' is not in this shard"),
+        ({"c": FIRST, "d": SECOND}, f"{FIRST}: tensor 'c' is in {SECOND}, not here"),
+        ({"c": 1}, f"{INDEX}: tensor 'c': 1 is not a plain file name"),
+        *(({"c": name}, f"{INDEX}: .*") for name in HOSTILE_NAMES),
+    ],
+)
+def test_an_index_that_disagrees_with_its_shards_is_corrupt(
+    places: dict[str, Any], said: str, folder: Path
+) -> None:
+    edit_index(folder, **places)
+    with pytest.raises(CorruptionError, match=said):
+        open_input(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "x", "a": "y"}}',
+        "\xff",
+    ],
+)
+def test_an_index_without_a_map_is_corrupt(text: str, folder: Path) -> None:
+    (folder / INDEX).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CorruptionError, match=INDEX):
+        open_input(folder)
+
+
+def test_a_tensor_in_two_shards_is_corrupt(folder: Path) -> None:
+    save_file({"c": np.zeros(1), "b": np.zeros(1)}, folder / SECOND)
+    with pytest.raises(CorruptionError, match=f"{SECOND}: tensor 'b' is in {FIRST} too"):
+        open_input(folder)
+
+
+def test_a_cut_shard_is_named(folder: Path) -> None:
+    (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-1])
+    with pytest.raises(TruncatedError, match=SECOND):
+        open_input(folder)
+
+
+def test_a_shard_that_is_compressed_already_is_refused(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    os.replace(tmp_path / "packed" / "model.ckptz", folder / SECOND)
+    with pytest.raises(ConfigError, match=f"{SECOND}.*restore it first"):
+        open_input(folder)
+
+
+def test_several_checkpoints_in_one_folder_are_refused(folder: Path) -> None:
+    (folder / "model.fp16.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="several checkpoints"):
+        open_input(folder)
+
+
+def record(**changed: Any) -> Sharding:
+    fields: dict[str, Any] = {"shards": (Shard("s1", ("a",)), Shard("s2", ("b", "c"), {}))}
+    return Sharding(**{**fields, **changed})
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
+def test_hostile_names_in_a_record_are_corrupt(name: str) -> None:
+    assert not is_file_name(name)
+    records = [
+        record(shards=(Shard(name, ("a", "b", "c")),)),
+        record(index_file=name, index_text="{}"),
+        record(carried=(name if name != "a/b" else "a//b",)),
+        record(carried=(f"folder/{name if name != 'a/b' else '../b'}",)),
+    ]
+    for sharding in records:
+        with pytest.raises(CorruptionError, match="not a plain file name"):
+            check_sharding(sharding, "abc")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"index_file": "i"}, "needs a file name and a text"),
+        ({"index_text": "i"}, "needs a file name and a text"),
+        ({"index_file": "s1", "index_text": "i"}, "'s1' occurs 2 times"),
+        ({"carried": ("s2",)}, "'s2' occurs 2 times"),
+        ({"carried": ("/".join("x" * 33),)}, "not a plain file name"),
+        ({"shards": (Shard("s", ("a", "b", "b", "c")),)}, "'b' is in 2 shards"),
+        ({"shards": (Shard("s", ("a", "b")),)}, "'c' is in 0 shards"),
+        ({"shards": (Shard("s", ("a", "b", "c", "d")),)}, "'d' is not in the file"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_corrupt(changed: dict[str, Any], said: str) -> None:
+    check_sharding(record(), "abc")
+    with pytest.raises(CorruptionError, match=said):
+        check_sharding(record(**changed), "abc")
+
+
+def test_a_record_is_checked_when_its_file_is_opened(folder: Path, tmp_path: Path) -> None:
+    opened = open_input(folder)
+    assert opened.sharding is not None
+    bad = msgspec.structs.replace(opened.sharding, index_file="../escaped")
+    with Workers(1) as workers, publish(tmp_path / "bad.ckptz") as sink:
+        write_container(sink, opened.tensors, Contents(sharding=bad), workers)
+    opened.close()
+    with pytest.raises(CorruptionError, match=r"bad\.ckptz: sharding: '\.\./escaped'"):
+        open_input(tmp_path / "bad.ckptz")
+
+
+def test_a_hostile_record_is_not_written(folder: Path, tmp_path: Path) -> None:
+    opened = open_input(folder)
+    bad = Sharding((Shard("../escaped", tuple(opened.tensors)),))
+    with pytest.raises(CorruptionError, match="escaped"):
+        write_folder(tmp_path / "out", opened.tensors, bad)
+    opened.close()
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_restore_writes_is_known_before(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert opened.sharding is not None
+    assert sorted(written_files(opened.sharding)) == sorted(contents_of(tmp_path / "restored"))
+
+
+@pytest.fixture
+def torch_folder(tmp_path: Path) -> Path:
+    torch = pytest.importorskip("torch")
+    root = tmp_path / "old-hub"
+    root.mkdir()
+    shared = torch.randn(4, 5)
+    torch.save({"wte": shared, "head": shared.t()}, root / "pytorch_model-00001-of-00002.bin")
+    torch.save({"norm": torch.ones(5)}, root / "pytorch_model-00002-of-00002.bin")
+    places = {"wte": 1, "head": 1, "norm": 2}
+    files = {name: f"pytorch_model-0000{n}-of-00002.bin" for name, n in places.items()}
+    (root / "pytorch_model.bin.index.json").write_text(index_text(files))
+    (root / "training_args.bin").write_bytes(b"needs code")
+    (root / "config.json").write_text("{}")
+    return root
+
+
+def test_torch_shards_come_back_as_torch_shards(torch_folder: Path, tmp_path: Path) -> None:
+    import torch
+
+    compress(torch_folder, tmp_path / "packed")
+    opened = restore(tmp_path / "packed" / "pytorch_model.ckptz", tmp_path / "restored")
+    assert list(opened.tensors) == ["wte", "norm"]  # head is a view of wte
+    assert opened.sharding is not None
+    assert [shard.tensors for shard in opened.sharding.shards] == [("wte",), ("norm",)]
+    assert set(contents_of(tmp_path / "restored")) == set(contents_of(torch_folder))
+    for path in torch_folder.glob("pytorch_model-*.bin"):
+        state, restored = (torch.load(p) for p in (path, tmp_path / "restored" / path.name))
+        assert list(state) == list(restored)
+        assert all(torch.equal(restored[name], tensor) for name, tensor in state.items())
+
+
+def test_torch_shards_must_be_dicts_and_agree_with_their_index(torch_folder: Path) -> None:
+    import torch
+
+    first, second = sorted(torch_folder.glob("pytorch_model-*.bin"))
+    torch.save({"norm": torch.ones(5), "wte": torch.ones(1)}, second)
+    with pytest.raises(CorruptionError, match=f"{second.name}: tensor 'wte' is in {first.name} too"):
+        open_input(torch_folder)
+    torch.save({"other": torch.ones(5)}, second)
+    with pytest.raises(CorruptionError, match=f"{second.name}: tensor 'norm' is not in this shard"):
+        open_input(torch_folder)
+    torch.save([torch.ones(5)], second)
+    with pytest.raises(FormatError, match=f"{second.name}: not a dict"):
+        open_input(torch_folder)
