@@ -275,7 +275,7 @@ def setting(offset: int, value: int) -> Any:
         (setting(4, 0x80), UnsupportedError),  # reserved flag
         (setting(4, 1), CorruptionError),  # flag of a map
         (setting(5, 65), CorruptionError),  # dimensions
-        (setting(6, 0x7F), CorruptionError),  # a size that the records do not fit
+        (lambda body: body[:6] + b"\x80\x80\x80\x01" + body[7:], CorruptionError),  # too few records
         (setting(8, 9), UnsupportedError),  # plane mode
         (setting(9, 4), CorruptionError),  # class rules
         (lambda body: body + b"\0", CorruptionError),

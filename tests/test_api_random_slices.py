@@ -1,0 +1,166 @@
+"""Random index expressions: safetensors and ckptz give the same bytes, or errors of the same class."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from api_support import CKPTZ, LIBRARIES, SAFETENSORS, Library, bits, is_error, make, outcome, same
+from hypothesis import HealthCheck, assume, event, example, given, settings
+from hypothesis import strategies as st
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "box": (5, 4, 3),
+    "deep": (2, 1, 3, 2, 2),
+    "line": (17,),
+    "point": (),
+    "hollow": (3, 0, 2),
+    "rows": (2100, 1001),  # three chunks, cut within rows
+    "blocks": (3, 700, 1000),
+}
+DTYPES = {"rows": torch.bfloat16, "blocks": torch.uint8, "deep": torch.complex64}
+TENSORS = {name: make(DTYPES.get(name, torch.float32), *shape) for name, shape in SHAPES.items()}
+HOWS = {"pt": ("pt", "mmap"), "np": ("np", "mmap"), "pt pread": ("pt", "pread")}
+
+
+@pytest.fixture(scope="module")
+def handles(tmp_path_factory: Any) -> dict[tuple[str, str], Any]:
+    """Open handles by library and way of reading."""
+    folder: Path = tmp_path_factory.mktemp("random")
+    for library in LIBRARIES:
+        library.torch.save_file(TENSORS, folder / library.name)
+    return {
+        (library.name, how): library.safe_open(folder / library.name, framework, backend=backend)
+        for library in LIBRARIES
+        for how, (framework, backend) in HOWS.items()
+    }
+
+
+def bounds(n: int, lowest: int) -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(lowest, n + 2)
+
+
+def slices(n: int, is_strict: bool) -> st.SearchStrategy[slice]:
+    lowest = -1 if is_strict else -n - 2
+    steps = st.none() | st.integers(1, 4) | st.sampled_from([n + 1, 0, -1])
+    return st.builds(slice, bounds(n, lowest), bounds(n, lowest), steps)
+
+
+def inside(n: int) -> st.SearchStrategy[slice]:
+    """Slices that every rule takes, as long as there is something to take."""
+    pairs = st.tuples(st.integers(0, max(n - 1, 0)), st.integers(0, n)).map(sorted)
+    return st.builds(lambda pair, step: slice(*pair, step), pairs, st.none() | st.integers(1, n + 1))
+
+
+def positions(n: int) -> st.SearchStrategy[Any]:
+    numbers = st.lists(st.integers(-n, max(n - 1, 0)), max_size=4)
+    masks = st.lists(st.booleans(), min_size=n, max_size=n) if n < 50 else numbers
+    return st.one_of(
+        numbers, numbers.map(lambda x: torch.tensor(x, dtype=torch.int64)), masks.map(torch.tensor)
+    )
+
+
+def items(n: int, is_strict: bool) -> st.SearchStrategy[Any]:
+    ints = st.integers(-n, max(n - 1, 0))
+    plain = [ints, ints.map(np.int64), inside(n), inside(n), st.just(slice(None))]
+    odd = st.one_of(st.integers(-n - 1, n), slices(n, is_strict), st.none())
+    rare = st.integers(0, 5).flatmap(lambda i: st.one_of(*plain) if i else odd)
+    return rare if is_strict else st.one_of(*plain, slices(n, False), odd, positions(n))
+
+
+@st.composite
+def expressions(draw: Any, is_strict: bool) -> tuple[str, Any]:
+    """A tensor's name and an index."""
+    name = draw(st.sampled_from(sorted(SHAPES)))
+    shape = SHAPES[name]
+    n_items = draw(st.integers(0, len(shape)))
+    index = [draw(items(n, is_strict)) for n in shape[:n_items]]
+    if draw(st.integers(0, 9)) == 0:
+        index.append(draw(st.sampled_from([0, slice(None), None])))
+    if draw(st.integers(0, 2)) == 0:
+        ellipsis_at = draw(st.integers(0, len(index)))
+        dims = shape[len(shape) - len(index) + ellipsis_at :] if len(index) <= len(shape) else ()
+        index = index[:ellipsis_at] + [...] + [draw(items(n, is_strict)) for n in dims]
+    return name, index[0] if len(index) == 1 and draw(st.booleans()) else tuple(index)
+
+
+def crashes_safetensors(index: Any) -> bool:
+    """Bounds the wrong way round, on which its own rules panic: a documented difference."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(part, slice) and part.stop is not None and (part.start or 0) > part.stop for part in parts
+    )
+
+
+def picked(handles: dict[tuple[str, str], Any], library: Library, how: str, name: str, index: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return outcome(lambda: handles[library.name, how].get_slice(name)[index])
+
+
+def agree(theirs: Any, ours: Any) -> bool:
+    if is_error(theirs):
+        return isinstance(ours, type(theirs))
+    if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
+        return theirs.shape == ours.shape and theirs.dtype == ours.dtype and same(bits(theirs), bits(ours))
+    return same(theirs, ours)
+
+
+def check(handles: dict[tuple[str, str], Any], how: str, expression: tuple[str, Any]) -> None:
+    name, index = expression
+    theirs = picked(handles, SAFETENSORS, how, name, index)
+    ours = picked(handles, CKPTZ, how, name, index)
+    event(f"{how}: {type(theirs).__name__}")
+    assert agree(theirs, ours), f"{theirs!r}\n{ours!r}"
+
+
+def random_slices(n_examples: int) -> Any:
+    return settings(
+        max_examples=n_examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+any_how = pytest.mark.parametrize("how", ["np", "pt pread"])
+
+
+@random_slices(120)
+@given(expression=expressions(is_strict=False))
+@example(expression=("blocks", (slice(None), [3, -1], slice(None, None, 999))))
+def test_random_slices(handles: dict[tuple[str, str], Any], expression: tuple[str, Any]) -> None:
+    check(handles, "pt", expression)
+
+
+@any_how
+@random_slices(40)
+@given(expression=expressions(is_strict=True))
+def test_random_strict_slices(
+    handles: dict[tuple[str, str], Any], how: str, expression: tuple[str, Any]
+) -> None:
+    assume(not crashes_safetensors(expression[1]))
+    check(handles, how, expression)
+
+
+@pytest.mark.slow
+@random_slices(1200)
+@given(expression=expressions(is_strict=False))
+def test_many_random_slices(handles: dict[tuple[str, str], Any], expression: tuple[str, Any]) -> None:
+    check(handles, "pt", expression)
+
+
+@pytest.mark.slow
+@any_how
+@random_slices(400)
+@given(expression=expressions(is_strict=True))
+def test_many_random_strict_slices(
+    handles: dict[tuple[str, str], Any], how: str, expression: tuple[str, Any]
+) -> None:
+    assume(not crashes_safetensors(expression[1]))
+    check(handles, how, expression)

@@ -1,0 +1,218 @@
+"""`get_slice(...)[index]` as safetensors has it: PyTorch's rules, or its own stricter ones."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from api_support import CKPTZ, LIBRARIES, SAFETENSORS, Library, agrees, is_error, make, outcome, same, shapes
+from safetensors import SafetensorError
+
+S = slice
+LARGE = make(torch.bfloat16, 3, 700, 1000)  # three chunks, whose ends fall into rows
+
+# (index, what safetensors' own rules make of it for a tensor of shape [2, 3, 4]); None: the elements
+# that numpy picks.
+INDEXES: list[tuple[Any, type[Exception] | None]] = [
+    *((index, None) for index in (0, 1, -1, -2, np.int64(1), np.uint8(1), np.array(1), torch.tensor(1))),
+    *((index, SafetensorError) for index in (2, -3, 99, 1 << 31, -(1 << 31) - 1, 10**30)),
+    *(
+        (index, SafetensorError)
+        for index in (1.0, "a", b"a", np.float32(1), np.bool_(True), {0}, {}, range(2))
+    ),
+    *((index, None) for index in (S(None), S(1, None), S(None, 1), S(0, 2), S(0, 0), S(1, 1), S(0, 2, 2))),
+    *(
+        (index, None)
+        for index in (S(None, None, 2), S(None, None, 5), S(0, 1, 1 << 40), S(np.int64(1), None))
+    ),
+    *((index, SafetensorError) for index in (S(None, None, 0), S(None, None, -1), S(5, 9), S(2, None))),
+    *((index, SafetensorError) for index in (S(2, 2), S(0, 3), S(0, 99), S(0, (1 << 64) - 1))),
+    *((index, OverflowError) for index in (S(-1, None), S(None, -1), S(-9, None), S(None, -9), S(-2, -1))),
+    *((index, OverflowError) for index in (S(0, 10**30), S(-(10**30), None), S(None, None, 10**30))),
+    *((index, TypeError) for index in (S("a", None), S(None, "a"), S(1.0, None), S(None, None, "a"))),
+    *((index, None) for index in ((), ..., (0,), (0, 1), (0, 1, 2), (1, -1, -1), (0, ...), (..., 0))),
+    *((index, None) for index in ((0, ..., 1), (0, 0, 0, ...), (..., 0, 0, 0), (S(None), 1), (S(1, 2), 0))),
+    *((index, None) for index in ((S(None), S(1, 3), S(None, None, 2)), (0, 0, S(0, 1)), (S(None),) * 3)),
+    *((index, None) for index in ((S(None, None, 3), S(None, None, 2), S(None, None, 3)), (S(0, 0), 0))),
+    *((index, None) for index in ((S(None), S(None), S(0, 0)), (..., S(1, 3)), (S(1, 1), S(1, 1)))),
+    *(
+        (index, SafetensorError)
+        for index in ((0, 5), (0, -9), (0, 1, 2, 0), (S(None),) * 4, (..., 0, 0, 0, 0))
+    ),
+    *(
+        (index, SafetensorError)
+        for index in ((..., ...), (0, ..., ...), (..., S(5, None)), (S(0, 1), S(0, 9)))
+    ),
+    *(
+        (index, SafetensorError)
+        for index in ((S(None), S(None, None, -1)), (0, 0, 0, -1), (0, 0, 0, S(0, 5)))
+    ),
+    *((index, SafetensorError) for index in (None, (None, 0), (0, None), (S(None), None, ...), (..., None))),
+    *((index, SafetensorError) for index in ([0], [0, 1], [True, False], [0, 5], [[0, 1]], [None], [...])),
+    *((index, SafetensorError) for index in (([0, 1], 0), (0, [0, 1]), ([],), ((0, 1),), ((0, 1), 0))),
+    *((index, SafetensorError) for index in ([S(0, 1)], [0, S(0, 1)], ([0, 1], S(None), [0, 1]))),
+    *((index, SafetensorError) for index in (torch.tensor([0, 1]), torch.tensor([]), torch.tensor([0, 7]))),
+    *((index, SafetensorError) for index in (torch.tensor([True, False]), torch.tensor([0.0, 1.0]))),
+    *(
+        (index, SafetensorError)
+        for index in (torch.ones(2, 3, 4, dtype=torch.bool), torch.tensor([True] * 3))
+    ),
+    *((index, SafetensorError) for index in (torch.tensor([-1, -2]), torch.tensor([[0], [1]]))),
+    *((index, SafetensorError) for index in (torch.tensor([0, 1], dtype=torch.int32), np.array([1, 0]))),
+    *((index, SafetensorError) for index in (np.array([True, False]), (torch.tensor([0, 1]), S(None), 0))),
+    *((index, SafetensorError) for index in ((S(0, 1), [2, 0]), (S(None), ..., torch.tensor([0, 1])))),
+    *((index, OverflowError) for index in ((5, S(-1, None)), (0, 0, 0, S(-1, None)), (S(-1, None), None))),
+    *(
+        (index, SafetensorError)
+        for index in ((-9, S(-1, None)), (None, S(-1, None)), (S(-1, None), ..., ...))
+    ),
+]
+# Booleans are positions under its own rules and masks in PyTorch's.
+BOOLEANS: list[Any] = [True, False, (True, 0), (0, True), (True, False)]
+NAMES = sorted(shapes())
+
+
+@pytest.fixture(scope="module", params=LIBRARIES, ids=str)
+def place(request: Any, tmp_path_factory: Any) -> tuple[Library, Path]:
+    """A library and its file."""
+    library: Library = request.param
+    path = tmp_path_factory.mktemp("slices") / "file"
+    library.torch.save_file(shapes() | {"large": LARGE}, path)
+    return library, path
+
+
+def picks(library: Library, path: Path, name: str, index: Any, *args: Any, **options: Any) -> Any:
+    """What an index makes of a tensor of the file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own about indexes that it will drop
+        return outcome(lambda: library.safe_open(path, *args, **options).get_slice(name)[index])
+
+
+def plainly(tensor: Any, index: Any) -> Any:
+    """The same in memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return outcome(lambda: tensor[index])
+
+
+def spelled(index: Any) -> str:
+    return repr(index).replace("slice", "S").replace(" ", "").replace("None", "_").replace("\n", "")
+
+
+every_index = pytest.mark.parametrize("index", [i for i, _ in INDEXES] + BOOLEANS, ids=spelled)
+
+
+@every_index
+@pytest.mark.parametrize("name", ["box", "half", "point", "empty", "phase"])
+def test_pytorch_slices_index_as_pytorch_does(place: tuple[Library, Path], name: str, index: Any) -> None:
+    expected = plainly(shapes()[name], index)
+    assert agrees(picks(*place, name, index, "pt"), type(expected) if is_error(expected) else expected)
+
+
+@pytest.mark.parametrize(("index", "error"), INDEXES, ids=map(str, range(len(INDEXES))))
+@pytest.mark.parametrize("how", ["np", "np pread", "pt pread"])
+def test_strict_slices(
+    place: tuple[Library, Path], how: str, index: Any, error: type[Exception] | None
+) -> None:
+    framework, *backend = how.split()
+    box = shapes()["box"].numpy()
+    expected = np.asarray(plainly(box, index)) if error is None else error
+    if framework == "pt" and error is None:
+        expected = torch.from_numpy(np.ascontiguousarray(expected).reshape(expected.shape))
+    options = {"backend": backend[0]} if backend else {}
+    assert agrees(picks(*place, "box", index, framework, **options), expected)
+
+
+@pytest.mark.parametrize("index", BOOLEANS, ids=spelled)
+def test_booleans_are_positions_in_strict_slices(place: tuple[Library, Path], index: Any) -> None:
+    numbers = tuple(map(int, index)) if isinstance(index, tuple) else int(index)
+    assert agrees(picks(*place, "box", index, "np"), shapes()["box"].numpy()[numbers])
+
+
+@pytest.mark.parametrize(
+    ("index", "n"), [((), 0), (0, -1), (-1, -1), (S(None), -1), (..., -1), ([], -1), ((0, ...), -1)], ids=str
+)
+def test_strict_slices_of_an_empty_tensor(place: tuple[Library, Path], index: Any, n: int) -> None:
+    expected = shapes()["empty"].numpy() if n == 0 else SafetensorError
+    assert agrees(picks(*place, "empty", index, "np"), expected)
+
+
+@pytest.mark.parametrize("index", [(), ..., 0, -1, S(None), (0, 0), (..., 0), []], ids=str)
+def test_strict_slices_of_a_scalar(place: tuple[Library, Path], index: Any) -> None:
+    expected = shapes()["point"].numpy() if index in ((), ...) else SafetensorError
+    assert agrees(picks(*place, "point", index, "np"), expected)
+
+
+LARGE_INDEXES = [
+    *(0, -1, 2, S(None), S(1, None), S(None, None, 2), (1, 348), (1, 348, S(576, 577)), (..., 999)),
+    *((S(None), S(340, 360)), (1, S(345, 355, 3), S(None, None, 7)), (S(None), 699, 999), (..., S(0, 0))),
+    *((S(None), S(None), S(None, 500)), (S(None), S(None), 0), (S(0, 3, 2), S(1, 699, 2), S(3, 999, 13))),
+    *(
+        (2, S(698, 700)),
+        (S(0, 1), S(699, 700), S(999, 1000)),
+        (1, S(None, None, 350)),
+        (0, ..., S(999, 1000)),
+    ),
+]
+
+
+@pytest.mark.parametrize("index", LARGE_INDEXES, ids=spelled)
+@pytest.mark.parametrize("how", ["pt", "pt pread"])
+def test_slices_across_chunks(place: tuple[Library, Path], how: str, index: Any) -> None:
+    framework, *backend = how.split()
+    options = {"backend": backend[0]} if backend else {}
+    if backend and index == -1:
+        index = 2
+    assert agrees(picks(*place, "large", index, framework, **options), LARGE[index])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *([2, 0], [1], [-1, -1], torch.tensor([2, 2, 0]), np.array([1, 0]), torch.tensor([[0, 2], [1, 1]])),
+        *(torch.tensor([True, False, True]), np.array([False, True, False]), (torch.tensor([0, 2]), 5)),
+        *((S(None), [3, 699]), (S(1, None), [0, 1], S(5, 9)), (2, [0, 699]), ([0, 2], S(None), [1, 999])),
+        *((None, [1], 5), (..., [0, 999]), (torch.tensor(1), [4]), (S(2, 2), [0]), (True, 0, [3])),
+        *(torch.zeros(3, 700, dtype=torch.bool).fill_diagonal_(True), (S(None), torch.arange(700) % 2 == 0)),
+    ],
+    ids=spelled,
+)
+def test_lists_and_tensors_as_indexes_across_chunks(place: tuple[Library, Path], index: Any) -> None:
+    assert agrees(picks(*place, "large", index, "pt"), LARGE[index])
+
+
+def test_a_default_device_does_not_move_slices(tmp_path: Path) -> None:
+    CKPTZ.torch.save_file(shapes(), tmp_path / "file")
+    with torch.device("meta"):  # as while a large model is being set up
+        handle = CKPTZ.safe_open(tmp_path / "file", "pt")
+        found = handle.get_tensor("box"), handle.get_slice("box")[1:], handle.get_slice("box")[[1, 0]]
+    box = shapes()["box"]
+    assert same(found, (box, box[1:], box[[1, 0]]))
+
+
+@pytest.mark.parametrize("index", [0, ..., S(0, 2), (0, 1)], ids=spelled)
+def test_packed_f4_slices_are_those_of_the_packed_tensor(tmp_path: Path, index: Any) -> None:
+    packed = make(torch.uint8, 3, 2).view(torch.float4_e2m1fn_x2)
+    CKPTZ.torch.save_file({"x": packed}, tmp_path / "file")
+    handle = CKPTZ.safe_open(tmp_path / "file", "pt")
+    assert handle.get_slice("x").get_shape() == [3, 4]
+    assert same(handle.get_slice("x")[index], packed[index])
+
+
+@pytest.mark.parametrize("index", [S(1, 0), (S(None), S(2, 1)), (S(1, 0), 0), S(1, 0, 2)], ids=spelled)
+def test_reversed_bounds_are_an_error_in_strict_slices(tmp_path: Path, index: Any) -> None:
+    CKPTZ.torch.save_file(shapes(), tmp_path / "file")
+    with pytest.raises(SafetensorError, match="ends before it begins"):
+        CKPTZ.safe_open(tmp_path / "file", "np").get_slice("box")[index]
+
+
+def test_strided_slices_come_contiguous_and_hold_no_more_than_they_show(tmp_path: Path) -> None:
+    CKPTZ.torch.save_file(shapes(), tmp_path / "file")
+    part = CKPTZ.safe_open(tmp_path / "file", "pt").get_slice("box")[:, 1, ::2]
+    assert part.is_contiguous()
+    assert part.untyped_storage().nbytes() == part.numel() * 4
+    assert SAFETENSORS.torch.save({"part": part})

@@ -1,0 +1,138 @@
+"""Windows: every index becomes pieces that lie in one chunk each and cover exactly what it picks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptz.errors import ConfigError
+from ckptz.frameworks import parse_backend, parse_device, parse_framework, window
+from ckptz.frameworks.torch import _select
+from ckptz.frameworks.window import Piece, Window
+
+CHUNK = 7
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "CHUNK_UNITS", CHUNK)
+
+
+def gather(pieces: list[Piece], flat: np.ndarray, n_units: int) -> np.ndarray:
+    out = np.full(n_units, 255, np.uint8)
+    for piece in pieces:
+        chunk = flat[piece.chunk * CHUNK : (piece.chunk + 1) * CHUNK]
+        ends = piece.offset + sum((size - 1) * stride for size, stride in piece.dims)
+        assert 0 <= piece.offset <= ends < len(chunk), "a piece stays in its chunk"
+        piece.copy(chunk, out)
+    return out
+
+
+@st.composite
+def picked_boxes(draw: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
+    items = []
+    for n in shape:
+        begin = draw(st.integers(0, n - 1))
+        part = st.builds(slice, st.just(begin), st.integers(begin, n), st.integers(1, n))
+        items.append(draw(st.one_of(st.just(begin), part, st.just(slice(None)), part)))
+    return shape, tuple(items)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(box=picked_boxes(), per_element=st.sampled_from([1, 2]))
+def test_pieces_cover_what_the_index_picks(
+    box: tuple[tuple[int, ...], tuple[Any, ...]], per_element: int
+) -> None:
+    shape, index = box
+    flat = np.arange(math.prod(shape) * per_element, dtype=np.uint8) % 251
+    (picked,) = _select(index, shape).windows
+    widened = picked.widened(per_element)
+    pieces = list(widened.pieces())
+    expected = flat.reshape(*shape, per_element)[index]
+    assert gather(pieces, flat, widened.n_units).tobytes() == expected.tobytes()
+    assert [piece.chunk for piece in pieces] == sorted(piece.chunk for piece in pieces)
+    assert sum(piece.n_units for piece in pieces) == expected.size
+
+
+def test_a_run_falls_into_one_piece_a_chunk() -> None:
+    pieces = list(Window(5, (3, 4), (4, 1)).pieces(at=100))
+    assert [(p.chunk, p.offset, p.n_units, p.at) for p in pieces] == [
+        (0, 5, 2, 100),
+        (1, 0, 7, 102),
+        (2, 0, 3, 109),
+    ]
+    assert all(piece.is_run for piece in pieces)
+
+
+def test_rows_far_apart_leave_the_chunks_between_them_alone() -> None:
+    pieces = list(Window(0, (3, 2), (21, 1)).pieces())
+    assert [piece.chunk for piece in pieces] == [0, 3, 6]
+
+
+def test_nothing_has_no_pieces() -> None:
+    assert list(Window(3, (2, 0, 4), (8, 4, 1)).pieces()) == []
+
+
+@pytest.mark.parametrize(
+    ("index", "windows", "shape"),
+    [
+        ([3, 4, 1, 3], [(1, 2), (3, 5)], (3, 2)),
+        (torch.tensor([[5], [0]]), [(0, 1), (5, 6)], (2, 2)),
+        ([-1, 5], [(5, 6)], (1, 2)),
+        (torch.tensor([0, 0, 1, 1, 0, 0], dtype=torch.bool), [(2, 4)], (2, 2)),
+        ((slice(1, 4), [0]), [(1, 4)], (3, 2)),
+        ([[0, 1], [1, 0]], [(0, 6)], (6, 2)),
+        (True, [(0, 6)], (6, 2)),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Using a non-tuple")
+def test_only_the_rows_that_are_picked_are_decoded(index: Any, windows: Any, shape: tuple[int, ...]) -> None:
+    selection = _select(index, (6, 2))
+    assert selection.shape == shape
+    assert [(w.offset // 2, w.offset // 2 + w.n_units // 2) for w in selection.windows] == windows
+    tensor = torch.arange(12).reshape(6, 2)
+    part = torch.cat([tensor[begin:end] for begin, end in windows])
+    assert selection.then is not None
+    assert torch.equal(selection.then(part), tensor[index])
+
+
+@pytest.mark.parametrize(
+    ("device", "parsed"),
+    [
+        (None, "cpu"),
+        ("cuda", "cuda:0"),
+        ("cuda:+3", "cuda:3"),
+        ("mps:0", "mps"),
+        (True, 1),
+        (7, 7),
+        ("hpu", "hpu:0"),
+    ],
+)
+def test_devices(device: Any, parsed: Any) -> None:
+    assert parse_device(device) == parsed
+
+
+@pytest.mark.parametrize(
+    "device", ["meta", "cuda:", "cuda:1.0", "cuda:٣", "mps:1", "cpu:0", -1, 1.0, 1 << 64]
+)
+def test_no_devices(device: Any) -> None:
+    with pytest.raises(ConfigError, match="is invalid"):
+        parse_device(device)
+
+
+def test_names_are_parsed_before_anything_is_opened() -> None:
+    assert parse_framework("pytorch") == "torch"
+    assert parse_backend("pread") == "pread"
+    for parse in (parse_framework, parse_backend):
+        with pytest.raises(ConfigError):
+            parse("other")
+        with pytest.raises(TypeError):
+            parse(None)

@@ -1,0 +1,333 @@
+"""How the command line fails: one line, an exit code by cause, old files whole, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+from cli_support import a_state, ckptz, content_of, temporaries, write_plain
+from conftest import Chain
+
+from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
+from ckptz_cli.errors import failure_of, printable
+from ckptz_cli.main import main
+
+LARGE = 400_000  # elements: several writes, and more than the limits below
+
+
+# --- lines and codes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("?"), 1),
+        (MemoryError(), 1),
+        (ConfigError("?"), 2),
+        (click.UsageError("?"), 2),
+        (ModuleNotFoundError("?", name="torch"), 2),
+        (ChecksumError("?"), 3),
+        (UnsupportedError("?"), 4),
+        (MissingBaseError("?"), 5),
+        (FileNotFoundError(errno.ENOENT, "?", "name"), 5),
+        (FileNotFoundError("said"), 5),
+        (BudgetError("?"), 6),
+        (PermissionError(errno.EACCES, "?", "name"), 7),
+        (OSError("said"), 7),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_the_exit_code_tells_the_cause(error: BaseException, code: int) -> None:
+    failure = failure_of(error)
+    assert failure.exit_code == code
+    assert failure.message.isprintable()
+    assert failure.message
+
+
+def test_a_path_of_bytes_and_what_does_not_print_are_shown() -> None:
+    assert "\\udcff: no such" in failure_of(FileNotFoundError(errno.ENOENT, "?", b"\xff")).message
+    assert printable("a\tb\u202e\x9bü") == "a\\tb\\u202e\\x9bü"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compress"],
+        ["compress", "--jobs", "0", "a"],
+        ["compress", "--unknown", "a"],
+        ["restore", "a", "--to", "pickle"],
+        ["fly"],
+        ["--json"],
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments: list[str]) -> None:
+    run = ckptz(*arguments, fails=True)
+    assert run.exit_code == 2
+    assert "--help" in run.error
+
+
+def test_no_arguments_show_the_help() -> None:
+    run = ckptz(fails=True)
+    assert run.exit_code == 2
+    assert "compress" in run.stdout + run.stderr
+
+
+def test_a_traceback_is_shown_if_asked_for_before_or_after_the_verb(tmp_path: Path) -> None:
+    for arguments in (
+        ["--debug", "inspect", tmp_path / "gone"],
+        ["inspect", tmp_path / "gone", "--debug"],
+    ):
+        run = ckptz(*arguments, fails=True)
+        assert "Traceback" in run.stderr
+        assert run.stderr.splitlines()[-1].startswith("ckptz: ")
+    assert "Traceback" not in ckptz("inspect", tmp_path / "gone", fails=True).stderr
+
+
+def test_an_internal_error_asks_to_be_reported(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("two\nlines")
+
+    monkeypatch.setattr("ckptz.convert.inspect.inspect_file", fail)
+    run = ckptz("inspect", chain.anchor, fails=True)
+    assert run.exit_code == 1
+    assert "please report" in run.error
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "gone.ckptz"], ["compress", "--unknown"]])
+def test_errors_are_json_too(arguments: list[str]) -> None:
+    run = ckptz(*arguments, "--json", fails=True)
+    error = run.json["error"]
+    assert run.error == f"ckptz: {error['message']}"
+    assert error["exit_code"] == run.exit_code
+
+
+def test_what_was_done_before_an_error_is_in_the_json(tmp_path: Path) -> None:
+    good = write_plain(tmp_path / "good.safetensors", a_state())
+    run = ckptz("compress", good, tmp_path / "gone.safetensors", "--json", fails=True)
+    assert [report["output"] for report in run.json["files"]] == [str(tmp_path / "good.ckptz")]
+    assert run.json["error"]["exit_code"] == run.exit_code == 5
+
+
+def test_a_reader_that_goes_away_is_no_error(chain: Chain) -> None:
+    command = f"{sys.executable} -c 'from ckptz_cli.main import main; main()' inspect {chain.anchor} --json"
+    done = subprocess.run(["bash", "-c", f"{command} | true"], capture_output=True, text=True, check=True)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+# --- outputs that are refused ---------------------------------------------------------------------
+
+
+def test_an_existing_output_is_kept_unless_forced(chain: Chain) -> None:
+    for verb, source, target in (
+        ("compress", chain.first, chain.anchor),
+        ("restore", chain.anchor, chain.first),
+    ):
+        old = target.read_bytes()
+        run = ckptz(verb, source, fails=True)
+        assert run.exit_code == 2
+        assert "--force" in run.error
+        assert target.read_bytes() == old
+        ckptz(verb, source, "--force")
+
+
+@pytest.mark.parametrize("link", [None, os.symlink, os.link])
+def test_an_output_that_is_read_is_refused(link: Callable[..., None] | None, chain: Chain) -> None:
+    target = chain.folder / "same"
+    for verb, read, options in (
+        ("compress", chain.second, []),
+        ("compress", chain.second, ["--base", chain.first]),
+        ("restore", chain.delta, []),
+    ):
+        files = {chain.second, chain.first} if options else {chain.delta, chain.anchor}
+        for file in files if verb == "restore" or options else {read}:
+            old = file.read_bytes()
+            if link is not None:
+                link(file, target)
+            run = ckptz(verb, read, *options, "-o", target if link else file, "--force", fails=True)
+            assert run.exit_code == 2
+            assert file.read_bytes() == old
+            target.unlink(missing_ok=True)
+
+
+def test_a_folder_that_does_not_exist_is_named(chain: Chain) -> None:
+    run = ckptz("compress", chain.first, "-o", chain.folder / "no" / "x.ckptz", fails=True)
+    assert run.exit_code == 2
+    assert "does not exist" in run.error
+
+
+def test_a_folder_in_the_place_of_the_output_is_refused(chain: Chain) -> None:
+    (chain.folder / "new.ckptz").mkdir()
+    write_plain(chain.folder / "new.safetensors", a_state())
+    assert ckptz("compress", chain.folder / "new.safetensors", "--force", fails=True).exit_code == 2
+
+
+def test_two_inputs_for_one_output_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a/m.safetensors", "b/a/m.safetensors")]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_plain(path, a_state())
+    run = ckptz("compress", *paths, "-o", tmp_path / "out", fails=True)
+    assert run.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_belongs_to_one_input(chain: Chain) -> None:
+    assert ckptz("compress", chain.first, chain.second, "--step", 1, "--force", fails=True).exit_code == 2
+
+
+def test_an_input_that_changes_while_it_is_read_is_refused(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_container(*arguments: object) -> None:
+        os.utime(chain.first, (1, 1))
+
+    monkeypatch.setattr("ckptz.convert.compress.write_container", write_container)
+    run = ckptz("compress", chain.first, "--force", fails=True)
+    assert run.exit_code == 7
+    assert "was changed" in run.error
+
+
+# --- the disk, and ends that come early -----------------------------------------------------------
+
+
+def run_alone(code: str, *arguments: object, limit: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, after `code`; files may grow to `limit` bytes."""
+
+    def restrict() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    program = f"{code}\nfrom ckptz_cli.main import main\nmain()"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=restrict)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A file that does not compress below the limits, and its output and restored twin of before."""
+    path = write_plain(tmp_path / "large.safetensors", a_state(n=LARGE))
+    ckptz("compress", path)
+    ckptz("restore", tmp_path / "large.ckptz", "-o", tmp_path / "back.safetensors")
+    return path
+
+
+def jobs_of(large: Path) -> list[tuple[Path, list[object]]]:
+    """Two commands, each with the file that it would replace."""
+    packed, back = large.with_suffix(".ckptz"), large.with_name("back.safetensors")
+    return [
+        (packed, ["compress", large, "--force", "--jobs", 1]),
+        (back, ["restore", packed, "-o", back, "--force", "--jobs", 1]),
+    ]
+
+
+def test_a_file_that_cannot_grow_leaves_the_old_one(large: Path) -> None:
+    for target, arguments in jobs_of(large):
+        old = target.read_bytes()
+        done = run_alone("", *arguments, limit=1 << 20)
+        assert done.returncode == 7, done.stderr
+        line = done.stderr.splitlines()[-1]
+        assert line.startswith(f"ckptz: {target}: ")
+        assert "-o" in line
+        assert "Traceback" not in done.stderr
+        assert target.read_bytes() == old
+        assert temporaries(large.parent) == []
+
+
+def test_a_full_disk_is_said_with_a_remedy(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", fsync)
+    old = chain.anchor.read_bytes()
+    run = ckptz("compress", chain.first, "--force", fails=True)
+    assert run.exit_code == 7
+    assert f"{chain.anchor}: No space left on device; free some space" in run.error
+    assert chain.anchor.read_bytes() == old
+    assert temporaries(chain.folder) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs to mount a small disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_really_full_disk_leaves_nothing(large: Path, small_disk: Path) -> None:
+    run = ckptz("compress", large, "-o", small_disk / "x.ckptz", fails=True)
+    assert run.exit_code == 7
+    assert "No space left" in run.error
+    run = ckptz("restore", large.with_suffix(".ckptz"), "-o", small_disk / "x.safetensors", fails=True)
+    assert run.exit_code == 3
+    assert "free some space" in run.error
+    assert list(small_disk.iterdir()) == []
+
+
+DIE = """
+import contextlib, os, signal
+import ckptz_cli.compress, ckptz_cli.restore
+class Deadly:
+    def start(self, name, n_bytes): self.left = n_bytes // 3
+    def advance(self, n_bytes):
+        self.left -= n_bytes
+        if self.left < 0: os.kill(os.getpid(), signal.{signal})
+for module in (ckptz_cli.compress, ckptz_cli.restore):
+    module.progress_bar = lambda: contextlib.nullcontext(Deadly())
+"""
+
+
+def test_a_kill_leaves_the_old_file_and_what_is_recognised_as_temporary(large: Path) -> None:
+    for target, arguments in jobs_of(large):
+        old = target.read_bytes()
+        done = run_alone(DIE.format(signal="SIGKILL"), *arguments)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert target.read_bytes() == old
+        [left] = temporaries(large.parent)
+        assert left.name.startswith(f".{target.name}.")
+        left.unlink()
+        ckptz(*arguments)
+        assert target.read_bytes() == old
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupted_run_cleans_up(name: str, code: int, large: Path) -> None:
+    for target, arguments in jobs_of(large):
+        old = target.read_bytes()
+        done = run_alone(DIE.format(signal=name), *arguments)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+        assert target.read_bytes() == old
+        assert temporaries(large.parent) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(chain: Chain) -> None:
+    if not os.geteuid():
+        pytest.skip("root may write anywhere")
+    chain.folder.chmod(0o500)
+    run = ckptz("restore", chain.anchor, "--force", fails=True)
+    chain.folder.chmod(0o700)
+    assert run.exit_code == 7
+    assert "permissions" in run.error
+
+
+def test_the_leftovers_of_a_kill_are_not_taken_for_bases(chain: Chain) -> None:
+    left = chain.folder / ".step-1.ckptz.0badcafe.ckptz-tmp"
+    left.write_bytes(b"half")
+    assert content_of(chain.delta) == content_of(chain.second)
+
+
+def test_the_program_is_click_group() -> None:
+    assert set(main.commands) >= {"compress", "restore", "inspect", "verify"}

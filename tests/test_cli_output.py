@@ -1,0 +1,89 @@
+"""What the terminal shows beside the results: progress, and the notice about compiled kernels."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import ckptz, write_plain
+
+from ckptz.convert.progress import SILENT
+from ckptz.kernels.notice import NOTICE
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.render import ratio, size
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_shows_bytes_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress_bar() as progress:
+        for name in ("first[red]\x1b.safetensors", "second.safetensors"):
+            progress.start(name, 4_000_000)
+            progress.advance(1_000_000)
+            progress.advance(1_000_000)
+    shown = terminal.getvalue()
+    assert "first[red]\\x1b.safetensors" in shown
+    assert "2.0/4.0 MB" in shown
+    assert "second" in shown
+
+
+def test_there_is_no_progress_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar() as progress:
+        assert progress is SILENT
+        progress.start("x", 1)
+        progress.advance(1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (90_900_000, "90.9 MB"),
+        (999_600, "1 MB"),
+        (7 << 40, "7.7 TB"),
+        (10**18, "1000 PB"),
+    ],
+)
+def test_sizes_have_three_digits(n_bytes: int, text: str) -> None:
+    assert size(n_bytes) == text
+
+
+def test_a_ratio_names_what_it_is_of() -> None:
+    assert ratio(50, 100) == "0.5000 of the tensors' bytes, 2x"
+    assert ratio(50, 0) == "no tensor bytes"
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_compilation_is_said_once_and_only_when_it_happens(is_warm: bool, tmp_path: Path) -> None:
+    code = (
+        "import numpy as np; from ckptz.kernels import cpu;"
+        "cpu().histogram(np.zeros(4, np.uint8)); cpu().slot_tables(np.full((1, 256), 16, np.uint16))"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for _ in range(1 + is_warm):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+    assert done.stderr == ("" if is_warm else f"{NOTICE}\n")
+
+
+def test_an_empty_checkpoint_has_a_line_too(tmp_path: Path) -> None:
+    path = write_plain(tmp_path / "empty.safetensors", {})
+    assert "no tensor bytes" in ckptz("compress", path).stdout
+    ckptz("restore", tmp_path / "empty.ckptz", "--force")
+    assert "0 tensors" in ckptz("verify", tmp_path / "empty.ckptz", "--against", path).stdout
+    ckptz("inspect", tmp_path / "empty.ckptz", "--tensors")

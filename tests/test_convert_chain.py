@@ -1,0 +1,251 @@
+"""Several inputs: bases, chains, folders, and where the outputs go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_support import a_state, ckptz, content_of, write_plain
+from conftest import Chain
+
+from ckptz.convert.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
+from ckptz.convert.inspect import inspect_file
+from ckptz.convert.restore import restore_file
+from ckptz.convert.targets import places_for, stem_of
+from ckptz.errors import ConfigError, MissingBaseError
+
+# --- bases and chains -----------------------------------------------------------------------------
+
+
+def steps(folder: Path, n: int) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    return [
+        write_plain(folder / f"step-{i:02}.safetensors", a_state(drift=0.001 * i, n=2100), {"step": str(i)})
+        for i in range(n)
+    ]
+
+
+def test_a_chain_stores_each_input_against_the_one_before(tmp_path: Path) -> None:
+    paths = steps(tmp_path / "run", 4)
+    reports = list(compress_files(paths, tmp_path / "packed", CompressOptions(chain=True)))
+    assert [report.depth for report in reports] == [0, 1, 2, 3]
+    assert [report.base for report in reports] == [None, "step-00.ckptz", "step-01.ckptz", "step-02.ckptz"]
+    assert all(report.stored_bytes < 0.9 * reports[0].stored_bytes for report in reports[1:])
+    for path, report in zip(paths, reports, strict=True):
+        path.unlink()  # nothing but the packed files may be needed
+        restore_file(Path(report.output), path)
+        assert content_of(path)[1] == {"step": path.stem[-1]}
+        assert content_of(path) == content_of(Path(report.output))
+
+
+def test_a_chain_may_go_on_from_a_base(chain: Chain) -> None:
+    third = write_plain(chain.folder / "step-3.safetensors", a_state(drift=0.02))
+    fourth = write_plain(chain.folder / "step-4.safetensors", a_state(drift=0.03))
+    reports = list(compress_files([third, fourth], options=CompressOptions(base=chain.delta, chain=True)))
+    assert [(report.base, report.depth) for report in reports] == [("step-2.ckptz", 2), ("step-3.ckptz", 3)]
+    assert content_of(chain.folder / "step-4.ckptz") == content_of(fourth)
+
+
+def test_without_chain_every_input_is_stored_against_the_base(chain: Chain) -> None:
+    others = [write_plain(chain.folder / f"other-{i}.safetensors", a_state(drift=0.01 * i)) for i in (1, 2)]
+    reports = list(compress_files(others, options=CompressOptions(base=chain.first)))
+    assert [(report.base, report.depth) for report in reports] == [("step-1.safetensors", 1)] * 2
+
+
+def test_a_plain_base_and_its_packed_twin_serve_alike(chain: Chain) -> None:
+    out = chain.folder / "against-plain.ckptz"
+    [report] = compress_files([chain.second], out, CompressOptions(base=chain.first))
+    assert report.base == "step-1.safetensors"
+    chain.first.unlink()  # the packed twin has the same content id
+    assert content_of(out) == content_of(chain.second)
+    chain.anchor.unlink()
+    with pytest.raises(MissingBaseError):
+        content_of(out)
+
+
+def test_the_longest_chain_begins_anew(tmp_path: Path) -> None:
+    paths = steps(tmp_path / "run", MAX_WRITTEN_DEPTH + 3)
+    reports = list(compress_files(paths, options=CompressOptions(chain=True)))
+    depths = [report.depth for report in reports]
+    assert depths == [*range(MAX_WRITTEN_DEPTH + 1), 0, 1]
+    assert "new anchor" in reports[MAX_WRITTEN_DEPTH + 1].notes[0]
+    assert content_of(Path(reports[MAX_WRITTEN_DEPTH].output)) == content_of(paths[MAX_WRITTEN_DEPTH])
+    late = tmp_path / "late.ckptz"
+    [report] = compress_files(
+        [paths[-1]], late, CompressOptions(base=Path(reports[MAX_WRITTEN_DEPTH].output))
+    )
+    assert (report.depth, report.base) == (0, None)
+
+
+def test_a_base_that_no_tensor_gains_from_is_not_needed(tmp_path: Path) -> None:
+    base = write_plain(tmp_path / "base.safetensors", {"other": ("U8", (4,), b"1234")})
+    path = write_plain(tmp_path / "model.safetensors", a_state())
+    [report] = compress_files([path], options=CompressOptions(base=base))
+    assert (report.base, report.depth, report.n_deltas) == (None, 0, 0)
+    assert "stands alone" in report.notes[0]
+    base.unlink()
+    assert content_of(Path(report.output)) == content_of(path)
+    assert inspect_file(Path(report.output)).chain == ()
+
+
+def test_a_base_in_another_folder_is_noted_and_found_by_the_search_path(chain: Chain, tmp_path: Path) -> None:
+    out = tmp_path / "elsewhere.ckptz"
+    run = ckptz("compress", chain.second, "-o", out, "--base", chain.anchor)
+    assert "--search-path" in run.stderr
+    back = tmp_path / "back.safetensors"
+    assert ckptz("restore", out, "-o", back, fails=True).exit_code == 5
+    ckptz("restore", out, "-o", back, "--search-path", chain.folder)
+    assert content_of(back) == content_of(chain.second)
+    assert ckptz("inspect", out, "--search-path", chain.folder, "--json").json["broken"] is None
+
+
+def test_a_folder_is_no_base(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a base is a file"):
+        CompressOptions(base=tmp_path)
+
+
+def test_a_packed_file_can_be_packed_again_against_another_base(chain: Chain) -> None:
+    out = chain.folder / "again.ckptz"
+    ckptz("compress", chain.delta, "-o", out)
+    chain.anchor.unlink()
+    chain.first.unlink()
+    assert content_of(out) == content_of(chain.second)
+
+
+# --- where outputs go -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("model.safetensors", "model"),
+        ("step-1.5.pt", "step-1.5"),
+        ("pytorch_model.bin", "pytorch_model"),
+        ("v1.0", "v1.0"),
+        ("folder/", "folder"),
+        ("a.ckptz", "a"),
+    ],
+)
+def test_a_stem_loses_only_the_suffix_of_a_checkpoint(name: str, stem: str) -> None:
+    assert stem_of(Path(name)) == stem
+
+
+def test_outputs_stand_beside_their_inputs(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "m.pt", tmp_path / "b" / "m.safetensors"]
+    assert places_for(paths, None, ".ckptz") == [tmp_path / "a" / "m.ckptz", tmp_path / "b" / "m.ckptz"]
+
+
+def test_names_that_collide_in_a_folder_tell_where_they_are_from(tmp_path: Path) -> None:
+    paths = [tmp_path / f"checkpoint-{i}" / "model.safetensors" for i in (1, 2)]
+    out = tmp_path / "out"
+    assert places_for(paths, out, ".ckptz") == [
+        out / "checkpoint-1-model.ckptz",
+        out / "checkpoint-2-model.ckptz",
+    ]
+
+
+def test_one_input_goes_to_a_file_or_into_a_folder_that_exists(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    assert places_for([path], tmp_path / "new", ".ckptz") == [tmp_path / "new"]
+    assert places_for([path], tmp_path, ".ckptz") == [tmp_path / "m.ckptz"]
+
+
+def test_several_inputs_do_not_go_to_a_file(chain: Chain) -> None:
+    with pytest.raises(ConfigError, match="folder"):
+        places_for([chain.first, chain.second], chain.anchor, ".ckptz")
+    with pytest.raises(ConfigError, match="2 inputs"):
+        places_for([chain.first, chain.first], None, ".ckptz")
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "hf"
+    (folder / "sub").mkdir(parents=True)
+    state = a_state(n=500)
+    names = list(state)
+    for i, part in enumerate((names[:4], names[4:]), 1):
+        rows = {name: state[name] for name in part}
+        write_plain(folder / f"model-0000{i}-of-00002.safetensors", rows, {"format": "pt"})
+    homes = {name: f"model-0000{1 + (i > 3)}-of-00002.safetensors" for i, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}, indent=1))
+    (folder / "config.json").write_text("{}")
+    (folder / "sub" / "vocab.txt").write_text("a b c")
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_folder_comes_back_file_for_file(hf_folder: Path, tmp_path: Path) -> None:
+    packed, back = tmp_path / "packed", tmp_path / "back"
+    ckptz("compress", hf_folder, "-o", packed)
+    assert set(files_of(packed)) == {"model.ckptz", "config.json", "sub/vocab.txt"}
+    ckptz("verify", packed / "model.ckptz", "--against", hf_folder)
+    ckptz("restore", packed / "model.ckptz", "-o", back)
+    assert files_of(back) == files_of(hf_folder)
+
+
+def test_a_folder_is_packed_in_place_by_default(hf_folder: Path) -> None:
+    before = files_of(hf_folder)
+    ckptz("compress", hf_folder)
+    for shard in hf_folder.glob("*.safetensors*"):
+        shard.unlink()
+    ckptz("restore", hf_folder / "model.ckptz")
+    (hf_folder / "model.ckptz").unlink()
+    assert files_of(hf_folder) == before
+
+
+def test_a_folder_as_one_file_leaves_its_other_files_and_says_so(hf_folder: Path, tmp_path: Path) -> None:
+    run = ckptz("compress", hf_folder, "-o", tmp_path / "one.ckptz")
+    assert "2 other files are not copied" in run.stderr
+    run = ckptz("restore", tmp_path / "one.ckptz", "-o", tmp_path / "back")
+    assert "config.json" in run.stderr
+    run = ckptz("restore", tmp_path / "one.ckptz", "--to", "safetensors", "-o", tmp_path / "one.safetensors")
+    assert "2 shards" in run.stderr
+    assert dict(content_of(tmp_path / "one.safetensors")[0]) == a_state(n=500)
+
+
+@pytest.mark.parametrize("file", ["config.json", "sub/vocab.txt"])
+def test_the_other_files_of_a_folder_do_not_replace_what_is_there(
+    file: str, hf_folder: Path, tmp_path: Path
+) -> None:
+    for verb, source in (("compress", hf_folder), ("restore", hf_folder / "model.ckptz")):
+        if verb == "restore":
+            ckptz("compress", hf_folder)
+        target = tmp_path / verb / file
+        target.parent.mkdir(parents=True)
+        target.write_text("mine")
+        run = ckptz(verb, source, "-o", tmp_path / verb, fails=True)
+        assert run.exit_code == 2
+        assert target.read_text() == "mine"
+        ckptz(verb, source, "-o", tmp_path / verb, "--force")
+        assert target.read_bytes() == (hf_folder / file).read_bytes()
+
+
+def test_shards_that_are_there_are_kept_unless_forced(hf_folder: Path) -> None:
+    ckptz("compress", hf_folder)
+    shard = hf_folder / "model-00002-of-00002.safetensors"
+    old = shard.read_bytes()
+    shard.write_bytes(b"mine")
+    assert ckptz("restore", hf_folder / "model.ckptz", fails=True).exit_code == 2
+    assert shard.read_bytes() == b"mine"
+    ckptz("restore", hf_folder / "model.ckptz", "--force")
+    assert shard.read_bytes() == old
+
+
+def test_several_folders_go_into_folders_of_their_own(hf_folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    write_plain(other / "model.safetensors", a_state(n=500, drift=0.01))
+    ckptz("compress", hf_folder, other, "-o", tmp_path / "out")
+    assert set(files_of(tmp_path / "out")) == {
+        "hf/model.ckptz",
+        "hf/config.json",
+        "hf/sub/vocab.txt",
+        "other/model.ckptz",
+    }

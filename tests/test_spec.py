@@ -1,0 +1,172 @@
+"""The specification: its registry and fields are the code's, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from spec_support import ROOT, SPEC, page, pages, refusals, slug, table
+
+from ckptz.bits import cursor
+from ckptz.codec import frame_plan, units
+from ckptz.codec.plan import Domain, Predictor
+from ckptz.container import envelope, index, reader
+from ckptz.convert import sharding
+from ckptz.dtypes import DTYPES
+from ckptz.entropy import frequency
+from ckptz.entropy.streams import LANE_CHOICES, CoderId
+from ckptz.kernels import reference
+from ckptz.quant import quant_map
+from ckptz.store import resolve
+from ckptz.transform import classes
+from ckptz.transform.classes import RuleId
+from ckptz.transform.planes import PlaneMode
+
+KINDS_OF_REFUSAL = {row["kind"] for row in table("00-conventions.md", "kinds-of-refusal", "kind", "meaning")}
+
+
+# --- registry -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("anchor", "enum"),
+    [
+        ("coders", CoderId),
+        ("domains", Domain),
+        ("predictors", Predictor),
+        ("plane-modes", PlaneMode),
+        ("class-rules", RuleId),
+        ("table-kinds", frame_plan.TableKind),
+    ],
+)
+def test_the_registry_lists_the_ids_of_the_code(anchor: str, enum: Any) -> None:
+    listed = {int(row["id"]): row["name"] for row in table("registry.md", anchor, "id", "name")}
+    assert listed == {member.value: member.name.lower().replace("_", "-") for member in enum}
+
+
+def test_the_registry_lists_the_dtypes_of_the_code() -> None:
+    rows = [tuple(row.values()) for row in table("registry.md", "dtypes", "id", "float")]
+    known = sorted(DTYPES.values(), key=lambda d: d.id)
+    assert rows == [
+        (str(d.id), d.name, str(d.bits), str(d.unit_bytes), "yes" if d.is_float else "no") for d in known
+    ]
+
+
+def test_the_registry_lists_flags_features_and_lanes_of_the_code() -> None:
+    flags = {row["name"]: int(row["value"]) for row in table("registry.md", "frame-flags", "value")}
+    assert flags == {
+        "zero": frame_plan.FLAG_ZERO,
+        "escape": frame_plan.FLAG_ESCAPE,
+        "protected": frame_plan.FLAG_PROTECTED,
+    }
+    assert {row["name"] for row in table("registry.md", "features", "name")} == index.KNOWN_FEATURES
+    lanes = [(int(row["index"]), int(row["lanes"])) for row in table("registry.md", "lanes", "lanes")]
+    assert lanes == list(enumerate(LANE_CHOICES))
+
+
+def test_the_registry_lists_the_limits_of_the_code() -> None:
+    limits = {row["limit"]: int(row["value"]) for row in table("registry.md", "limits", "limit")}
+    assert limits.pop("labels of a class rule") == 1 << 28  # held against the parser by refusal T6
+    assert limits == {
+        "envelope header bytes": envelope.MAX_HEADER_BYTES,
+        "index bytes": index.MAX_INDEX_BYTES,
+        "dimensions": frame_plan.MAX_DIMS,
+        "elements": frame_plan.MAX_ELEMENTS,
+        "chunk units": units.CHUNK_UNITS,
+        "class rules": classes.MAX_RULES,
+        "classes": classes.MAX_CLASSES,
+        "depth of named tensors": reader.MAX_SOURCE_DEPTH,
+        "frequency tables of a stream": classes.MAX_TABLES,
+        "frequency sum": frequency.SCALE,
+        "Exp-Golomb order of a table": frequency.MAX_ORDER,
+        "Exp-Golomb low bits": reference.MAX_GOLOMB_BITS,
+        "varint bytes": cursor.MAX_VARINT_BYTES,
+        "map rows": quant_map.MAX_ROWS,
+        "map codes": quant_map.MAX_CODES,
+        "chain depth": resolve.MAX_DEPTH,
+        "file name bytes": sharding.MAX_NAME_BYTES,
+        "file path parts": sharding.MAX_DEPTH,
+    }
+
+
+def test_the_newest_version_is_that_of_the_code() -> None:
+    newest = table("versions.md", "of-the-format", "version")[0]
+    assert (newest["version"], newest["frame version"]) == (
+        index.FORMAT_VERSION,
+        str(frame_plan.FRAME_VERSION),
+    )
+    readme = (SPEC / "README.md").read_text()
+    text = table("versions.md", "of-the-text", "text")[0]["text"]
+    assert f"**Format version {newest['version']}**, text of this version {text}." in readme
+
+
+@pytest.mark.parametrize(
+    ("anchor", "struct"),
+    [
+        ("index", index.Index),
+        ("tensor-entries", index.TensorEntry),
+        ("lossy-record", index.LossyRecord),
+        ("sharding", index.Sharding),
+    ],
+)
+def test_the_pages_list_the_fields_of_the_index(anchor: str, struct: Any) -> None:
+    rows = table("06-container.md", anchor, "field", "JSON")
+    assert [row["field"] for row in rows] == list(struct.__struct_fields__)
+    may_be_missing = {row["field"] for row in rows if "may be missing" in row["JSON"]}
+    assert may_be_missing == set(struct.__struct_fields__[-len(struct.__struct_defaults__) :])
+
+
+def test_the_pages_list_the_fields_of_the_base_and_the_keys_of_the_envelope() -> None:
+    base = [row["field"] for row in table("07-chain.md", "base-reference", "field", "JSON")]
+    assert base == list(index.BaseRef.__struct_fields__)
+    keys = [row["key"] for row in table("06-container.md", "envelope", "key", "value")]
+    assert keys == list(index.envelope_metadata([], b""))
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def _python_sources() -> list[Any]:
+    return [p for folder in ("ckptz", "cli", "tests", "spec") for p in (ROOT / folder).rglob("*.py")]
+
+
+def test_every_reference_of_the_sources_has_its_place() -> None:
+    found = []
+    for path in _python_sources():
+        for name, anchor in re.findall(r"spec/([\w-]+\.md)(?:#([\w-]+))?", path.read_text()):
+            found.append((name, anchor))
+            assert (SPEC / name).is_file(), f"{path}: there is no spec/{name}"
+            assert not anchor or anchor in page(name), f"{path}: spec/{name} has no #{anchor}"
+    assert len(found) > 30
+
+
+@pytest.mark.parametrize("name", pages())
+def test_every_link_of_a_page_has_its_place(name: str) -> None:
+    text = (SPEC / name).read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        file, _, anchor = target.partition("#")
+        assert not file or (SPEC / file).is_file(), f"{name} links to {target}"
+        assert not anchor or anchor in page(file or name), f"{name} links to {target}"
+
+
+@pytest.mark.parametrize("name", [name for name in pages() if re.match(r"0\d-", name)])
+def test_pages_of_the_format_bind_no_encoder_and_name_no_code(name: str) -> None:
+    text = (SPEC / name).read_text()
+    assert "An encoder may choose anything that decodes" in text
+    assert not re.search(r"ckptz/|\.py\b|numpy|numba", text)
+
+
+def test_every_refusal_is_of_a_kind_and_numbered_in_order() -> None:
+    listed = refusals()
+    for name, kind in listed.values():
+        assert kind in KINDS_OF_REFUSAL, f"{name}: {kind}"
+    letters = {re.sub(r"\d+", "", i) for i in listed}
+    for letter in letters:
+        own = [int(i[1:]) for i in listed if i.startswith(letter)]
+        assert own == list(range(1, len(own) + 1)), letter
+
+
+def test_slugs_are_those_of_the_pages() -> None:
+    assert slug("Nothing is believed before it is bounded") == "nothing-is-believed-before-it-is-bounded"
+    assert slug("XXH64") == "xxh64"
