@@ -15,11 +15,17 @@ from ckptz.errors import ConfigError
 class Lossless:
     """Every bit comes back, NaN payloads and negative zeros included. The default.
 
+    Attributes:
+        sparse: store a delta by the positions that changed, where few did: it is applied many times
+            faster, and about a third larger than the smallest. What `ckptz.sync` publishes.
+
     Example:
         >>> from ckptz.config import LOSSLESS, Lossless
         >>> Lossless() == LOSSLESS
         True
     """
+
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,7 +222,11 @@ def checked_path(filename: PathLike) -> str:
 
 
 def load_bytes(
-    data: bytes, framework_name: str, search_path: Sequence[PathLike], max_decoded_bytes: int | None
+    data: bytes,
+    framework_name: str,
+    search_path: Sequence[PathLike],
+    max_decoded_bytes: int | None,
+    jobs: int | None,
 ) -> dict[str, Any] | None:
     """All tensors of a `.ckptz` file in memory; None if the bytes are a plain safetensors file."""
     if not isinstance(data, bytes):
@@ -230,6 +234,6 @@ def load_bytes(
     checkpoint = open_source(MemoryBytes(data), [Path(folder) for folder in search_path])
     if checkpoint.container is None:
         return None
-    handle = _handle(safe_open, checkpoint, (framework_name, "cpu", "mmap"), max_decoded_bytes, None)
+    handle = _handle(safe_open, checkpoint, (framework_name, "cpu", "mmap"), max_decoded_bytes, jobs)
     tensors: dict[str, Any] = handle.get_tensors()
     return tensors

@@ -83,7 +83,11 @@ def save_file(
 
 
 def load(
-    data: bytes, *, search_path: Sequence[PathLike] = (), max_decoded_bytes: int | None = None
+    data: bytes,
+    *,
+    search_path: Sequence[PathLike] = (),
+    max_decoded_bytes: int | None = None,
+    jobs: int | None = None,
 ) -> Arrays:
     """The arrays of a `.ckptz` or a safetensors file in memory.
 
@@ -91,6 +95,7 @@ def load(
         data: the file's bytes.
         search_path: folders with the bases of a delta.
         max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
+        jobs: threads, all cores by default.
 
     Example:
         >>> import numpy as np
@@ -98,7 +103,7 @@ def load(
         >>> load(save({"weight": np.ones(2)}))
         {'weight': array([1., 1.])}
     """
-    tensors = load_bytes(data, "numpy", search_path, max_decoded_bytes)
+    tensors = load_bytes(data, "numpy", search_path, max_decoded_bytes, jobs)
     return dict(safetensors.numpy.load(data)) if tensors is None else tensors
 
 

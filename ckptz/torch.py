@@ -93,7 +93,11 @@ def save_file(
 
 
 def load(
-    data: bytes, *, search_path: Sequence[PathLike] = (), max_decoded_bytes: int | None = None
+    data: bytes,
+    *,
+    search_path: Sequence[PathLike] = (),
+    max_decoded_bytes: int | None = None,
+    jobs: int | None = None,
 ) -> Tensors:
     """The tensors of a `.ckptz` or a safetensors file in memory.
 
@@ -101,6 +105,7 @@ def load(
         data: the file's bytes.
         search_path: folders with the bases of a delta.
         max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
+        jobs: threads, all cores by default.
 
     Example:
         >>> import torch
@@ -108,7 +113,7 @@ def load(
         >>> load(save({"weight": torch.ones(2)}))
         {'weight': tensor([1., 1.])}
     """
-    tensors = load_bytes(data, "torch", search_path, max_decoded_bytes)
+    tensors = load_bytes(data, "torch", search_path, max_decoded_bytes, jobs)
     return dict(safetensors.torch.load(data)) if tensors is None else tensors
 
 

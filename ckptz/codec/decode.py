@@ -12,6 +12,7 @@ from ckptz.codec.encode import class_segments
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import Predictor
 from ckptz.codec.sources import ChunkSources
+from ckptz.codec.sparse import read_changes
 from ckptz.codec.values import predicted
 from ckptz.entropy.streams import CoderId, Segments, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError
@@ -119,6 +120,11 @@ class _Streams:
     def _decode_planes(self, out: Units) -> None:
         plan, dtype = self._header.plan, self._header.dtype
         base = self._sources.base_units() if plan.predictor is Predictor.BASE else out
+        changes = read_changes(self._header, self._record, self._payload, self._n)
+        if changes is not None:
+            out[:] = base
+            out[changes.positions] = changes.units(base[changes.positions])
+            return
         planes = [self.codes(i) for i in range(dtype.unit_bytes)]
         cpu().merge_planes(planes, base, kernel_mode(plan.mode, dtype), out)
 

@@ -12,6 +12,7 @@ from ckptz.bits.checksum import xxh64, xxh64_of_parts
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, Predictor, StreamTables
 from ckptz.codec.sources import ChunkSources
+from ckptz.codec.sparse import encode_changes
 from ckptz.codec.units import Units, UnitSource
 from ckptz.codec.values import predicted
 from ckptz.entropy.frequency import entropy_bits
@@ -169,8 +170,11 @@ def encode_chunk(source: UnitSource, plan: Plan, sources: ChunkSources) -> Encod
     deviation, decoded = None, units
     if plan.quant_map is None:
         base = sources.base_units() if plan.predictor is Predictor.BASE else units
-        planes = cpu().split_planes(units, base, kernel_mode(plan.mode, source.dtype))
-        streams = _encode_codes(planes, plan, labels)
+        changed = encode_changes(units, base, plan, source.dtype) if plan.is_sparse else None
+        if changed is None:
+            planes = cpu().split_planes(units, base, kernel_mode(plan.mode, source.dtype))
+            changed = _encode_codes(planes, plan, labels)
+        streams = changed
     else:
         quantized = _quantize(header, units, sources, labels)
         streams, decoded = quantized.streams, quantized.decoded

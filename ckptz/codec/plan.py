@@ -77,6 +77,7 @@ class Plan:
         tables: one entry a code stream if there are rules, else empty.
         quantizer: encoder only.
         note: encoder only: what the user should know, or empty.
+        is_sparse: encoder only: code a chunk of which few units changed by their positions.
     """
 
     mode: PlaneMode = PlaneMode.RAW
@@ -88,6 +89,7 @@ class Plan:
     tables: tuple[StreamTables, ...] = ()
     quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
     note: str = field(default="", compare=False)
+    is_sparse: bool = field(default=False, compare=False)
 
     @property
     def n_classes(self) -> int:

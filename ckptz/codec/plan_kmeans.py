@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptz.codec.plan import Domain, Plan
-from ckptz.codec.planner import MapFunction, plan_lossless, stream_tables
+from ckptz.codec.planner import MapFunction, plan_lossless, plan_sparse, stream_tables
 from ckptz.codec.sources import codes_of
 from ckptz.codec.units import UnitSource, chunk_bounds
 from ckptz.codec.values import KINDS
-from ckptz.config import Config, KMeans
+from ckptz.config import Config, KMeans, Lossless
 from ckptz.dtypes import DType
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
@@ -25,14 +25,23 @@ from ckptz.transform.classes import BaseCode, ClassCounts
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a configuration means for one tensor: its role, and partitions if it becomes lossy."""
+    """What a configuration means for one tensor.
+
+    Attributes:
+        role: what the tensor is.
+        partitions: how it becomes lossy, or None.
+        is_sparse: prefer changed positions over the smallest bytes.
+    """
 
     role: Role
     partitions: Partitions | None = None
+    is_sparse: bool = False
 
 
 def choose(config: Config, role: Role, dtype: DType, shape: tuple[int, ...]) -> Choice:
     """Which tensors a configuration makes lossy: weights with two or more dimensions, not too small."""
+    if isinstance(config, Lossless) and config.sparse:
+        return Choice(role, is_sparse=True)
     if not isinstance(config, KMeans) or role.role != "weight" or dtype.name not in KINDS:
         return Choice(role)
     if len(shape) < 2 or dtype.n_units(shape) < config.min_elements:
@@ -105,6 +114,8 @@ def _grouped(plan: Plan, found: ClassCounts, quant_map: QuantizationMap, n_base_
 
 def plan_tensor(source: UnitSource, base: UnitSource | None, choice: Choice, run: MapFunction = map) -> Plan:
     """The plan of one tensor, lossless or lossy as chosen."""
+    if choice.is_sparse:
+        return plan_sparse(source, base, run)
     if choice.partitions is None or not source.dtype.n_units(source.shape):
         return plan_lossless(source, base, run)
     return plan_kmeans(source, base, choice.partitions, run)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.plan import Plan, StreamTables, exact_plan, planes_plan
+from ckptz.codec.sparse import MAX_SPARSE_SHARE, n_changed
 from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
 from ckptz.dtypes import DType
 from ckptz.entropy.frequency import entropy_bits, normalise
@@ -53,6 +55,24 @@ def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
     """Frequency tables shared by classes, from how often each code occurs in each."""
     table_counts, table_map = share_tables(found, n_classes)
     return StreamTables(np.stack([normalise(row) for row in table_counts]), table_map)
+
+
+def plan_sparse(source: UnitSource, base: UnitSource | None, run: MapFunction = map) -> Plan:
+    """The plan that decodes fastest: by the positions of changed units, unless too many are.
+
+    Args:
+        source: the tensor.
+        base: a tensor of the same dtype and shape, or None.
+        run: maps a function over chunks.
+    """
+    n_units = source.dtype.n_units(source.shape)
+    if base is None or not n_units:
+        return exact_plan(source.dtype)
+    found = run(lambda b: n_changed(source.units(*b), base.units(*b)), chunk_bounds(n_units))
+    if sum(found) > MAX_SPARSE_SHARE * n_units:
+        return plan_lossless(source, base, run)
+    # A step down and a step up are both small as ordered differences, whatever they carry into.
+    return replace(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
 
 
 def plan_lossless(source: UnitSource, base: UnitSource | None, run: MapFunction = map) -> Plan:

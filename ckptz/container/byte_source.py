@@ -44,7 +44,10 @@ class FileBytes:
         out = np.empty(n_bytes, np.uint8)
         view, done = out.data, 0
         while done < n_bytes:
-            n = os.preadv(self._file.fileno(), [view[done : done + MAX_READ]], offset + done)
+            try:
+                n = os.preadv(self._file.fileno(), [view[done : done + MAX_READ]], offset + done)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.name) from None  # it names no file itself
             if not n:
                 raise TruncatedError(f"{self.name}: was cut at byte {offset + done} while it was read")
             done += n

@@ -49,6 +49,7 @@ LANE_MIN_BYTES: Final = (0, 400, 6400)  # encoder only: lane states stay near 2 
 MIN_GAIN: Final = 1 / 128
 ZSTD_LEVEL: Final = 3
 ZSTD_SAMPLE: Final = 1 << 14
+ZSTD_SAMPLE_LEVEL: Final = 1
 ZSTD_MIN_GAIN: Final = 0.95  # of the best other coder, on the sample, before zstd runs on everything
 SPARSE_MIN_SHARE: Final = 0.97
 RANDOM_MIN: Final = 1 << 18
@@ -83,10 +84,12 @@ class _Zstd(Protocol):
 _local = threading.local()  # zstd contexts are costly to make and not thread-safe
 
 
-def _zstd_compress(symbols: Bytes) -> bytes:
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(ZSTD_LEVEL, write_checksum=False)
-    compressor: _Zstd = _local.compressor
+def _zstd_compress(symbols: Bytes, level: int = ZSTD_LEVEL) -> bytes:
+    if not hasattr(_local, "compressors"):
+        _local.compressors = {
+            n: zstandard.ZstdCompressor(n, write_checksum=False) for n in (ZSTD_LEVEL, ZSTD_SAMPLE_LEVEL)
+        }
+    compressor: _Zstd = _local.compressors[level]
     return compressor.compress(symbols)
 
 
@@ -135,11 +138,11 @@ def _decode_own(source: ByteReader, out: Bytes) -> None:
 # --- sparse -------------------------------------------------------------------------------------
 
 
-def _encode_sparse(symbols: Bytes, common: int) -> bytes:
+def encode_sparse(gaps: Bytes, values: Bytes, common: int) -> bytes:
     """Common symbol u8, then gaps and values: each a count, a coder, a length and a stream."""
     out = ByteWriter()
     out.u8(common)
-    for part in cpu().sparse_split(symbols, common):
+    for part in (gaps, values):
         coder, stream = encode_stream(part, nested=True) if len(part) else (CoderId.STORED, b"")
         out.varint(len(part))
         out.u8(coder)
@@ -148,22 +151,28 @@ def _encode_sparse(symbols: Bytes, common: int) -> bytes:
     return out.getvalue()
 
 
-def _decode_sparse(source: ByteReader, out: Bytes) -> None:
-    out[:] = source.u8("sparse common symbol")
+def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
+    """(common symbol, gaps, values) of a sparse stream of `n` codes; inverse of `encode_sparse`."""
+    common = source.u8("sparse common symbol")
     # Each value has one gap byte below 255, and gaps of 255 skip 255 codes each.
-    most = (len(out) + len(out) // 255 + 1, len(out))
+    most = (n + n // 255 + 1, n)
     parts = []
     for what, limit in zip(("sparse gaps", "sparse values"), most, strict=True):
         n_symbols = source.varint(f"{what}: count")
         coder = source.u8(f"{what}: coder")
         if n_symbols > limit or coder == CoderId.SPARSE:
-            raise CorruptionError(f"{what}: {n_symbols} symbols by coder {coder} in a stream of {len(out)}")
+            raise CorruptionError(f"{what}: {n_symbols} symbols by coder {coder} in a stream of {n}")
         part = np.empty(n_symbols, np.uint8)
         stream = source.take(source.varint(f"{what}: length"), what)
         decode_stream(coder, stream, part)
         parts.append(part)
     source.end("sparse stream")
-    if not cpu().sparse_merge(parts[0], parts[1], out):
+    return common, parts[0], parts[1]
+
+
+def _decode_sparse(source: ByteReader, out: Bytes) -> None:
+    out[:], gaps, values = read_sparse(source, len(out))
+    if not cpu().sparse_merge(gaps, values, out):
         raise CorruptionError("sparse stream: gaps and values do not agree")
 
 
@@ -197,7 +206,7 @@ def encode_stream(
     plain = min(rans_bytes if pays else n, beat)
     candidates: list[tuple[CoderId, bytes]] = []
     if counts[common] >= SPARSE_MIN_SHARE * n and not nested:
-        candidates.append((CoderId.SPARSE, _encode_sparse(symbols, common)))
+        candidates.append((CoderId.SPARSE, encode_sparse(*cpu().sparse_split(symbols, common), common)))
     if _zstd_promises(symbols, plain):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
@@ -222,7 +231,7 @@ def _zstd_promises(symbols: Bytes, other_bytes: float) -> bool:
     n = len(symbols)
     begin = max((n - ZSTD_SAMPLE) // 2, 0)
     sample = symbols[begin : begin + ZSTD_SAMPLE]
-    return len(_zstd_compress(sample)) < ZSTD_MIN_GAIN * other_bytes * len(sample) / n
+    return len(_zstd_compress(sample, ZSTD_SAMPLE_LEVEL)) < ZSTD_MIN_GAIN * other_bytes * len(sample) / n
 
 
 def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments | None = None) -> None:

@@ -26,5 +26,19 @@ def planning() -> Any:
 
 
 @functools.cache
+def wire() -> Any:
+    """The compiled kernels of the wire."""
+    _listen()
+    return importlib.import_module("ckptz.kernels.wire_cpu")
+
+
+@functools.cache
+def sparse() -> Any:
+    """The compiled kernels for what changes in few places."""
+    _listen()
+    return importlib.import_module("ckptz.kernels.sparse_cpu")
+
+
+@functools.cache
 def _listen() -> None:
     importlib.import_module("ckptz.kernels.notice").listen()

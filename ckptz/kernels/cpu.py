@@ -143,15 +143,63 @@ def _merge_planes(planes: Any, base: Any, mode: int, out: Any) -> None:
         _restore(here, base[begin:end], mode, 8 * n_planes, out[begin:end])
 
 
+# The two cases of every lossless float tensor, written out: a third of the time of the general loop.
+
+
+@kernel
+def _split_rotated_2(units: Any, low: Any, high: Any) -> None:
+    for i in range(len(units)):
+        unit = uint16(uint16(units[i] << uint16(1)) | uint16(units[i] >> uint16(15)))
+        low[i] = uint8(unit)
+        high[i] = uint8(unit >> uint16(8))
+
+
+@kernel
+def _split_rotated_4(units: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
+    for i in range(len(units)):
+        unit = uint32(uint32(units[i] << uint32(1)) | uint32(units[i] >> uint32(31)))
+        p0[i] = uint8(unit)
+        p1[i] = uint8(unit >> uint32(8))
+        p2[i] = uint8(unit >> uint32(16))
+        p3[i] = uint8(unit >> uint32(24))
+
+
+@kernel
+def _merge_rotated_2(low: Any, high: Any, out: Any) -> None:
+    for i in range(len(out)):
+        unit = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
+        out[i] = uint16(unit >> uint16(1)) | uint16(unit << uint16(15))
+
+
+@kernel
+def _merge_rotated_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
+    for i in range(len(out)):
+        low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
+        unit = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
+        out[i] = uint32(unit >> uint32(1)) | uint32(unit << uint32(31))
+
+
 def split_planes(units: Units, base: Units, mode: int) -> Bytes:
     """See `reference.split_planes`."""
     planes = np.empty((units.itemsize, len(units)), np.uint8)
+    if mode == ROTATED and units.itemsize == 2:
+        _split_rotated_2(units, *planes)
+        return planes
+    if mode == ROTATED and units.itemsize == 4:
+        _split_rotated_4(units, *planes)
+        return planes
     _split_planes(units, base, mode, planes)
     return planes
 
 
 def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
     """See `reference.merge_planes`."""
+    if mode == ROTATED and out.itemsize == 2:
+        _merge_rotated_2(*planes, out)
+        return
+    if mode == ROTATED and out.itemsize == 4:
+        _merge_rotated_4(*planes, out)
+        return
     _merge_planes(tuple(planes), base, mode, out)
 
 
@@ -553,11 +601,10 @@ def all_finite(units: Units, kind: int) -> bool:
 
 
 @kernel
-def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
-    """See `reference.pack_codes`."""
-    out = np.zeros((len(codes) * n_bits + 7) >> 3, np.uint8)
-    held, n_held, position = uint32(0), 0, 0
-    for i in range(len(codes)):
+def _pack_tail(codes: Any, n_bits: int, begin: int, out: Any) -> None:
+    """Codes from `begin`, a multiple of eight, to the end."""
+    held, n_held, position = uint32(0), 0, begin * n_bits >> 3
+    for i in range(begin, len(codes)):
         held |= uint32(codes[i]) << uint32(n_held)
         n_held += n_bits
         while n_held >= 8:
@@ -567,15 +614,43 @@ def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
             n_held -= 8
     if n_held:
         out[position] = uint8(held)
+
+
+@kernel
+def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
+    """See `reference.pack_codes`."""
+    out = np.empty((len(codes) * n_bits + 7) >> 3, np.uint8)
+    whole = len(codes) >> 3
+    if n_bits == 4:
+        for i in range(4 * whole):
+            out[i] = codes[2 * i] | (codes[2 * i + 1] << uint8(4))
+    elif n_bits == 2:
+        for i in range(2 * whole):
+            pair = codes[4 * i + 2] << uint8(4) | (codes[4 * i + 3] << uint8(6))
+            out[i] = codes[4 * i] | (codes[4 * i + 1] << uint8(2)) | pair
+    elif n_bits == 1:
+        for i in range(whole):
+            held = uint32(0)
+            for j in range(8):
+                held |= uint32(codes[8 * i + j]) << uint32(j)
+            out[i] = uint8(held)
+    else:  # eight codes fill n_bits bytes
+        for i in range(whole):
+            word = uint64(0)
+            for j in range(8):
+                word |= uint64(codes[8 * i + j]) << uint64(j * n_bits)
+            for j in range(n_bits):
+                out[i * n_bits + j] = uint8(word >> uint64(8 * j))
+    _pack_tail(codes, n_bits, 8 * whole, out)
     return out
 
 
 @kernel
-def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
-    """See `reference.unpack_codes`."""
-    held, n_held, position = uint32(0), 0, 0
+def _unpack_tail(packed: Any, n_bits: int, begin: int, out: Any) -> None:
+    """Inverse of `_pack_tail`."""
+    held, n_held, position = uint32(0), 0, begin * n_bits >> 3
     mask = uint32((1 << n_bits) - 1)
-    for i in range(len(out)):
+    for i in range(begin, len(out)):
         while n_held < n_bits:
             held |= uint32(packed[position]) << uint32(n_held)
             position += 1
@@ -583,6 +658,31 @@ def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
         out[i] = uint8(held & mask)
         held >>= uint32(n_bits)
         n_held -= n_bits
+
+
+@kernel
+def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
+    """See `reference.unpack_codes`."""
+    whole = len(out) >> 3
+    if n_bits == 4:
+        for i in range(4 * whole):
+            out[2 * i] = packed[i] & uint8(15)
+            out[2 * i + 1] = packed[i] >> uint8(4)
+    elif n_bits <= 2:
+        per_byte = 8 // n_bits
+        mask = uint32((1 << n_bits) - 1)
+        for i in range(whole * n_bits):
+            for j in range(per_byte):
+                out[i * per_byte + j] = uint8((uint32(packed[i]) >> uint32(j * n_bits)) & mask)
+    else:
+        wide_mask = uint64((1 << n_bits) - 1)
+        for i in range(whole):
+            word = uint64(0)
+            for j in range(n_bits):
+                word |= uint64(packed[i * n_bits + j]) << uint64(8 * j)
+            for j in range(8):
+                out[8 * i + j] = uint8((word >> uint64(j * n_bits)) & wide_mask)
+    _unpack_tail(packed, n_bits, 8 * whole, out)
 
 
 # --- rANS ---------------------------------------------------------------------------------------
@@ -600,20 +700,28 @@ def _lowest_bit(mask: Any) -> Any:
     return np.intp(_BIT_POSITION[uint32(lowest * _BIT_MULTIPLIER) >> uint32(27)])
 
 
+@kernel
 def _encoding_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint64]:
     """[n_tables, 256] of reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
 
     With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
     every x below 2^32, since m f exceeds its real value by less than f <= 2^s.
     """
-    f = frequencies.astype(np.uint64)
-    starts = np.cumsum(f, axis=1) - f
-    f = np.maximum(f, np.uint64(1))
-    shift = np.ceil(np.log2(f.astype(np.float64))).astype(np.uint64)
-    reciprocal = ((ONE << (np.uint64(32) + shift)) + f - ONE) // f - (ONE << np.uint64(32))
-    return (
-        reciprocal | (starts & LOW_12) << np.uint64(32) | shift << np.uint64(44) | (f - ONE) << np.uint64(48)
-    )
+    entries = np.zeros(frequencies.shape, np.uint64)
+    for t in range(len(frequencies)):
+        start = uint64(0)
+        for symbol in range(256):
+            f = uint64(frequencies[t, symbol])
+            if f:
+                shift = uint64(0)
+                while (ONE << shift) < f:
+                    shift += ONE
+                reciprocal = ((ONE << (uint64(32) + shift)) + f - ONE) // f - (ONE << uint64(32))
+                entries[t, symbol] = (
+                    reciprocal | (start << uint64(32)) | (shift << uint64(44)) | ((f - ONE) << uint64(48))
+                )
+            start += f
+    return entries
 
 
 @inlined

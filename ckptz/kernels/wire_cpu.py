@@ -1,0 +1,342 @@
+"""The kernels of the wire for the CPU, compiled by numba. `wire_reference.py` defines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import int32, uint8, uint16, uint32, uint64
+from numpy.typing import NDArray
+
+from ckptz.kernels import wire_reference
+from ckptz.kernels.cpu import from_f32 as from_f32
+from ckptz.kernels.cpu import inlined, kernel, pack_codes, unpack_codes
+from ckptz.kernels.cpu import to_f32 as to_f32
+from ckptz.kernels.wire_reference import (
+    BF16_MAX,
+    INFINITY,
+    MIX_32_A,
+    MIX_32_B,
+    MIX_64_A,
+    MIX_64_B,
+    NAN_SCALE,
+    SMALLEST,
+    STEP_32,
+    STEP_64,
+    Bytes,
+    Patterns,
+    as_units,
+)
+from ckptz.kernels.wire_reference import add as add
+from ckptz.kernels.wire_reference import all_finite as all_finite
+from ckptz.kernels.wire_reference import any_nonzero as any_nonzero
+from ckptz.kernels.wire_reference import as_bytes as as_bytes
+from ckptz.kernels.wire_reference import concat as concat
+from ckptz.kernels.wire_reference import exclude as exclude
+from ckptz.kernels.wire_reference import from_bytes as from_bytes
+from ckptz.kernels.wire_reference import host_bytes as host_bytes
+from ckptz.kernels.wire_reference import low_bytes as low_bytes
+from ckptz.kernels.wire_reference import mask_at as mask_at
+from ckptz.kernels.wire_reference import popcounts as popcounts
+from ckptz.kernels.wire_reference import positions as positions
+from ckptz.kernels.wire_reference import saturate as saturate
+from ckptz.kernels.wire_reference import squared_norm as squared_norm
+from ckptz.kernels.wire_reference import subtract as subtract
+from ckptz.kernels.wire_reference import total as total
+from ckptz.kernels.wire_reference import wide as wide
+from ckptz.kernels.wire_reference import zeros as zeros
+
+ONE_LESS_31 = np.int32(0x7FFFFFFF)
+N_COARSE, N_MIDDLE, N_FINE = 1 << 11, 1 << 10, 1 << 10  # 31 magnitude bits in three steps
+
+
+# --- bytes --------------------------------------------------------------------------------------
+
+
+def unpack(packed: Bytes, n_bits: int, n: int) -> Bytes:
+    """See `reference.unpack_codes`."""
+    out = np.empty(n, np.uint8)
+    if n_bits == 8:
+        out[:] = packed[:n]
+    else:
+        unpack_codes(packed, n_bits, out)
+    return out
+
+
+def pack(codes: Bytes, n_bits: int) -> Bytes:
+    """See `reference.pack_codes`."""
+    return codes if n_bits == 8 else pack_codes(codes, n_bits)
+
+
+@kernel
+def _checksum(words: Any) -> Any:
+    total_ = uint64(0)
+    for i in range(len(words)):
+        x = words[i] + uint64(i + 1) * uint64(STEP_64)
+        x = (x ^ (x >> uint64(33))) * uint64(MIX_64_A)
+        x = (x ^ (x >> uint64(33))) * uint64(MIX_64_B)
+        total_ += x ^ (x >> uint64(33))
+    return total_
+
+
+def checksum(data: Bytes) -> int:
+    """See `wire_reference.checksum`."""
+    return int(_checksum(as_units(data, 8)))
+
+
+# --- uniform levels -----------------------------------------------------------------------------
+
+
+@inlined
+def _sortable(signed: Any) -> Any:
+    return signed ^ ((signed >> int32(31)) & ONE_LESS_31)
+
+
+@kernel
+def _range(keys: Any) -> Any:
+    low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+    for i in range(len(keys)):
+        key = _sortable(keys[i])
+        low = min(low, key)
+        high = max(high, key)
+    return low, high
+
+
+@inlined
+def _bf16_below(pattern: Any) -> Any:
+    down = pattern >> uint32(16)
+    negative = pattern >> uint32(31)
+    if negative and (pattern & uint32(0xFFFF)):
+        down += uint32(1)
+    if (down & uint32(0x7FFF)) > uint32(BF16_MAX):
+        down = (down & uint32(0x8000)) | uint32(BF16_MAX)
+    if (down & uint32(0x7FFF)) < uint32(SMALLEST):
+        is_less = negative and (pattern & uint32(0x7FFFFFFF))
+        down = uint32(0x8000 | SMALLEST) if is_less else uint32(0)
+    return uint16(down)
+
+
+@kernel
+def _scale_of(low: Any, high: Any, n_levels: int, one: Any, one_f32: Any) -> Any:
+    """See `wire_reference.scales_of`; `one` and `one_f32` are views of one word."""
+    if high >= int32(INFINITY) or low < int32(-INFINITY):
+        return uint16(0), uint16(NAN_SCALE)
+    one[0] = uint32(_sortable(high))
+    last = np.float64(one_f32[0])
+    offset = _bf16_below(uint32(_sortable(low)))
+    one[0] = uint32(offset) << uint32(16)
+    exact = (last - np.float64(one_f32[0])) * (1.0 / (n_levels - 1))
+    if exact == 0.0:
+        return offset, uint16(0)
+    one_f32[0] = np.float32(exact)
+    if np.float64(one_f32[0]) < exact:
+        one[0] += uint32(1)
+    up = (one[0] >> uint32(16)) + uint32((one[0] & uint32(0xFFFF)) != uint32(0))
+    return offset, uint16(min(max(up, uint32(SMALLEST)), uint32(BF16_MAX)))
+
+
+@inlined
+def _random(i: Any, low: Any, high: Any) -> Any:
+    x = uint32(uint32(i) * uint32(STEP_32) + low)
+    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(MIX_32_A)) ^ high
+    x = uint32(uint32(x ^ (x >> uint32(13))) * uint32(MIX_32_B))
+    return np.float32(np.int32((x ^ (x >> uint32(16))) >> uint32(8))) * np.float32(2.0**-24)
+
+
+@kernel
+def _codes_nearest(values: Any, half: Any, inverse: Any, most: Any, out: Any) -> None:
+    for i in range(len(values)):
+        t = (values[i] * np.float32(0.5) - half) * inverse + np.float32(0.5)
+        out[i] = uint8(np.int32(min(t, most)))
+
+
+@kernel
+def _codes_random(
+    values: Any, half: Any, inverse: Any, most: Any, begin: int, low: Any, high: Any, out: Any
+) -> None:
+    for i in range(len(values)):
+        t = (values[i] * np.float32(0.5) - half) * inverse + _random(begin + i, low, high)
+        out[i] = uint8(np.int32(min(t, most)))
+
+
+@kernel
+def _quantize(
+    keys: Any,
+    values: Any,
+    block: int,
+    n_bits: int,
+    stochastic: bool,
+    seed: Any,
+    offsets: Any,
+    scales: Any,
+    codes: Any,
+) -> None:
+    one = np.zeros(1, np.uint32)
+    one_f32 = one.view(np.float32)
+    most = np.float32((1 << n_bits) - 1)
+    low_seed, high_seed = uint32(seed), uint32(seed >> uint64(32))
+    for b in range(len(offsets)):
+        begin, end = b * block, min((b + 1) * block, len(keys))
+        low, high = _range(keys[begin:end])
+        offsets[b], scales[b] = _scale_of(low, high, 1 << n_bits, one, one_f32)
+        here = codes[begin:end]
+        if scales[b] == uint16(0) or scales[b] == uint16(NAN_SCALE):
+            here[:] = uint8(0)
+            continue
+        one[0] = uint32(offsets[b]) << uint32(16)
+        half = one_f32[0] * np.float32(0.5)
+        one[0] = uint32(scales[b]) << uint32(16)
+        inverse = np.float32(2) / one_f32[0]
+        if stochastic:
+            _codes_random(values[begin:end], half, inverse, most, begin, low_seed, high_seed, here)
+        else:
+            _codes_nearest(values[begin:end], half, inverse, most, here)
+
+
+def quantize(
+    patterns: Patterns, block: int, n_bits: int, seed: int | None
+) -> tuple[NDArray[np.uint16], NDArray[np.uint16], Bytes]:
+    """See `wire_reference.quantize`."""
+    n_blocks = -(-len(patterns) // block)
+    offsets, scales = np.empty(n_blocks, np.uint16), np.empty(n_blocks, np.uint16)
+    codes = np.empty(len(patterns), np.uint8)
+    keys, values = patterns.view(np.int32), patterns.view(np.float32)
+    stochastic, number = seed is not None, np.uint64(seed or 0)
+    _quantize(keys, values, block, n_bits, stochastic, number, offsets, scales, codes)
+    return offsets, scales, codes
+
+
+@kernel
+def _dequantize(
+    offsets: Any, scales: Any, codes: Any, block: int, largest: float, one: Any, out: Any, bits: Any
+) -> None:
+    one_f32 = one.view(np.float32)
+    for b in range(len(offsets)):
+        begin, end = b * block, min((b + 1) * block, len(codes))
+        if (scales[b] & uint16(0x7F80)) == uint16(0x7F80):
+            bits[begin:end] = uint32(0x7FC00000)
+            continue
+        one[0] = uint32(offsets[b]) << uint32(16)
+        offset = np.float64(one_f32[0])
+        one[0] = uint32(scales[b]) << uint32(16)
+        scale = np.float64(one_f32[0])
+        values, here = out[begin:end], codes[begin:end]
+        for i in range(len(values)):
+            value = scale * here[i] + offset
+            values[i] = np.float32(min(max(value, -largest), largest))
+
+
+def dequantize(
+    offsets: NDArray[np.uint16], scales: NDArray[np.uint16], codes: Bytes, block: int, largest: float
+) -> Patterns:
+    """See `wire_reference.dequantize`."""
+    out = np.empty(len(codes), np.float32)
+    one = np.zeros(1, np.uint32)
+    _dequantize(offsets, scales, codes, block, largest, one, out, out.view(np.uint32))
+    return out.view(np.uint32)
+
+
+# --- the largest of each sample -----------------------------------------------------------------
+
+
+@kernel
+def _find(counts: Any, k: Any) -> Any:
+    """(bucket, how many of it belong to the k) counting from the greatest bucket down."""
+    bucket = len(counts) - 1
+    while k > counts[bucket]:
+        k -= counts[bucket]
+        bucket -= 1
+    return bucket, k
+
+
+@kernel
+def _threshold(patterns: Any, k: int, coarse: Any, near: Any) -> Any:
+    """(the k-th greatest magnitude, how many equal to it belong to the k)."""
+    coarse[:] = uint32(0)
+    whole = len(patterns) // 2 * 2
+    for i in range(0, whole, 2):
+        coarse[0, (patterns[i] & uint32(0x7FFFFFFF)) >> uint32(20)] += uint32(1)
+        coarse[1, (patterns[i + 1] & uint32(0x7FFFFFFF)) >> uint32(20)] += uint32(1)
+    if whole < len(patterns):
+        coarse[0, (patterns[whole] & uint32(0x7FFFFFFF)) >> uint32(20)] += uint32(1)
+    for j in range(N_COARSE):
+        coarse[0, j] += coarse[1, j]
+    bucket, rest = _find(coarse[0], np.int64(k))
+    n_near = 0
+    for i in range(len(patterns)):
+        magnitude = patterns[i] & uint32(0x7FFFFFFF)
+        near[n_near] = magnitude
+        n_near += np.int64((magnitude >> uint32(20)) == uint32(bucket))
+    prefix = uint32(bucket)
+    for shift in (10, 0):
+        counts = np.zeros(N_MIDDLE, np.int64)
+        for i in range(n_near):
+            if (near[i] >> uint32(shift + 10)) == prefix:
+                counts[(near[i] >> uint32(shift)) & uint32(0x3FF)] += 1
+        bucket, rest = _find(counts, rest)
+        prefix = (prefix << uint32(10)) | uint32(bucket)
+    return prefix, rest
+
+
+@kernel
+def _top_mask(patterns: Any, n_samples: int, k: int, mask: Any) -> None:
+    size = len(patterns) // n_samples
+    coarse = np.empty((2, N_COARSE), np.uint32)
+    near = np.empty(size + 1, np.uint32)
+    for s in range(n_samples):
+        here, marks = patterns[s * size : (s + 1) * size], mask[s * size : (s + 1) * size]
+        limit, rest = _threshold(here, k, coarse, near)
+        n_equal = uint32(0)
+        for i in range(size):
+            magnitude = here[i] & uint32(0x7FFFFFFF)
+            marks[i] = uint8(magnitude >= limit)
+            n_equal += uint32(magnitude == limit)
+        if n_equal == uint32(rest):
+            continue
+        for i in range(size):
+            if (here[i] & uint32(0x7FFFFFFF)) == limit:
+                marks[i] = uint8(rest > 0)
+                rest -= 1
+
+
+def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
+    """See `wire_reference.top_mask`."""
+    mask = np.empty(len(patterns), np.uint8)
+    _top_mask(patterns, n_samples, k, mask)
+    return mask
+
+
+@kernel
+def _take(patterns: Any, mask: Any, out: Any) -> None:
+    n = 0
+    for i in range(len(mask)):
+        out[n] = patterns[i]
+        n += np.int64(mask[i])
+
+
+def take(patterns: Patterns, mask: Bytes, k: int) -> Patterns:
+    """See `wire_reference.take`."""
+    out = np.empty(k + 1, np.uint32)  # the loop writes one behind the last
+    _take(patterns, mask, out)
+    return out[:k]
+
+
+@kernel
+def _put(values: Any, mask: Any, out: Any) -> None:
+    n = 0
+    for i in range(len(mask)):
+        if mask[i]:
+            out[i] = values[n]
+            n += 1
+        else:
+            out[i] = uint32(0)
+
+
+def put(values: Patterns, mask: Bytes) -> Patterns:
+    """See `wire_reference.put`."""
+    out = np.empty(len(mask), np.uint32)
+    _put(values, mask, out)
+    return out
+
+
+random_24 = wire_reference.random_24

@@ -1,0 +1,315 @@
+"""The kernels of the wire as torch operations, for tensors where they live. `wire_reference.py` defines them.
+
+Bit patterns are torch's signed integers of the same size; arithmetic on them widens to int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptz.kernels import torch as disk
+from ckptz.kernels.torch import UNIT_TYPES
+from ckptz.kernels.torch import from_f32 as from_f32
+from ckptz.kernels.torch import to_f32 as to_f32
+from ckptz.kernels.wire_reference import (
+    ALIGN,
+    BF16_MAX,
+    INFINITY,
+    MASK_32,
+    MIX_32_A,
+    MIX_32_B,
+    MIX_64_A,
+    MIX_64_B,
+    NAN_SCALE,
+    SMALLEST,
+    STEP_32,
+    STEP_64,
+)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit number."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _wide(units: Tensor) -> Tensor:
+    return units.to(torch.int64) & ((1 << 8 * units.element_size()) - 1)
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+def zeros(n: int, n_bytes: int, like: Tensor) -> Tensor:
+    """See `wire_reference.zeros`."""
+    return torch.zeros(n, dtype=UNIT_TYPES[n_bytes], device=like.device)
+
+
+def from_bytes(buffer: Any, like: Tensor) -> Tensor:
+    """See `wire_reference.from_bytes`."""
+    return torch.from_numpy(np.frombuffer(buffer, np.uint8).copy()).to(like.device)
+
+
+def host_bytes(data: Tensor) -> Any:
+    """See `wire_reference.host_bytes`."""
+    return data.cpu().numpy()
+
+
+def as_bytes(units: Tensor) -> Tensor:
+    """See `wire_reference.as_bytes`."""
+    return units.contiguous().view(torch.uint8)
+
+
+def as_units(data: Tensor, n_bytes: int) -> Tensor:
+    """See `wire_reference.as_units`."""
+    if not len(data):
+        return zeros(0, n_bytes, data)
+    if data.data_ptr() % n_bytes or data.storage_offset() % n_bytes:
+        data = data.clone()
+    return data.view(UNIT_TYPES[n_bytes])
+
+
+def concat(parts: Sequence[Tensor]) -> Tensor:
+    """See `wire_reference.concat`."""
+    padded = [torch.nn.functional.pad(part, (0, -len(part) % ALIGN)) for part in parts]
+    return torch.cat(padded)
+
+
+def any_nonzero(data: Tensor) -> bool:
+    """See `wire_reference.any_nonzero`."""
+    return bool(data.any())
+
+
+def unpack(packed: Tensor, n_bits: int, n: int) -> Tensor:
+    """See `reference.unpack_codes`."""
+    out = torch.empty(n, dtype=torch.uint8, device=packed.device)
+    disk.unpack_codes(packed, n_bits, out)
+    return out
+
+
+def pack(codes: Tensor, n_bits: int) -> Tensor:
+    """See `reference.pack_codes`."""
+    return disk.pack_codes(codes, n_bits)
+
+
+def _shift_33(x: Tensor) -> Tensor:
+    return (x >> 33) & 0x7FFFFFFF
+
+
+def checksum(data: Tensor) -> int:
+    """See `wire_reference.checksum`."""
+    words = as_units(data, 8)
+    index = torch.arange(1, len(words) + 1, device=data.device)
+    x = words + index * _signed(STEP_64)
+    for factor in (MIX_64_A, MIX_64_B):
+        x = (x ^ _shift_33(x)) * _signed(factor)
+    return int((x ^ _shift_33(x)).sum()) & 0xFFFFFFFFFFFFFFFF
+
+
+# --- uniform levels -----------------------------------------------------------------------------
+
+
+def _sortable(signed: Tensor) -> Tensor:
+    return signed ^ ((signed >> 31) & 0x7FFFFFFF)
+
+
+def _blocks(flat: Tensor, block: int) -> Tensor:
+    """[n_blocks, block], the last block filled up with its last value."""
+    missing = -len(flat) % block
+    if missing:
+        flat = torch.cat([flat, flat[-1:].expand(missing)])
+    return flat.view(-1, block)
+
+
+def _bf16_below(patterns: Tensor) -> Tensor:
+    """See `wire_reference.bf16_below`; wide patterns in and out."""
+    top, rest = patterns >> 16, patterns & 0xFFFF
+    negative = patterns >> 31 != 0
+    down = top + (negative & (rest != 0))
+    down = torch.where((down & 0x7FFF) > BF16_MAX, down & 0x8000 | BF16_MAX, down)
+    is_less = negative & ((patterns & 0x7FFFFFFF) != 0)
+    floor = torch.where(is_less, 0x8000 | SMALLEST, 0)
+    return torch.where((down & 0x7FFF) < SMALLEST, floor, down)
+
+
+def _bf16_above(values: Tensor) -> Tensor:
+    """See `wire_reference.bf16_above`; wide patterns out."""
+    narrow = values.to(torch.float32)
+    patterns = _wide(narrow.view(torch.int32)) + (narrow.to(torch.float64) < values)
+    up = (patterns >> 16) + ((patterns & 0xFFFF) != 0)
+    return torch.where(values == 0, 0, up.clamp(SMALLEST, BF16_MAX))
+
+
+def _float_of(bf16: Tensor) -> Tensor:
+    """Wide bf16 patterns as float32."""
+    return (bf16 << 16).to(torch.int32).view(torch.float32)
+
+
+def _random_24(seed: int, n: int, device: torch.device) -> Tensor:
+    x = (torch.arange(n, device=device) * STEP_32 + (seed & MASK_32)) & MASK_32
+    x = (((x ^ (x >> 16)) * MIX_32_A) & MASK_32) ^ (seed >> 32)
+    x = ((x ^ (x >> 13)) * MIX_32_B) & MASK_32
+    return ((x ^ (x >> 16)) >> 8).to(torch.float32) * 2.0**-24
+
+
+def _scales_of(low: Tensor, high: Tensor, n_levels: int) -> tuple[Tensor, Tensor]:
+    """See `wire_reference.scales_of`; wide patterns out."""
+    bad = (high >= INFINITY) | (low < -INFINITY)
+    low, high = torch.where(bad, 0, low), torch.where(bad, 0, high)
+    last = _sortable(high).view(torch.float32).to(torch.float64)
+    offset = _bf16_below(_wide(_sortable(low)))
+    scale = _bf16_above((last - _float_of(offset).to(torch.float64)) * (1.0 / (n_levels - 1)))
+    return offset, torch.where(bad, NAN_SCALE, scale)
+
+
+def quantize(patterns: Tensor, block: int, n_bits: int, seed: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """See `wire_reference.quantize`."""
+    n, block = len(patterns), min(block, len(patterns))
+    rows = _blocks(patterns, block)
+    keys = _sortable(rows)
+    offset, scale = _scales_of(keys.amin(dim=1), keys.amax(dim=1), 1 << n_bits)
+    usable = ((scale != 0) & (scale != NAN_SCALE))[:, None]
+    inverse = torch.where(usable, 2.0 / _float_of(scale)[:, None], 0.0)
+    values = torch.where(usable, rows.view(torch.float32), 0.0)
+    t = (values * 0.5 - _float_of(offset)[:, None] * 0.5) * inverse
+    if seed is None:
+        t = t + 0.5
+    else:
+        t = t + _random_24(seed, rows.numel(), patterns.device).view(rows.shape)
+    codes = torch.where(usable, t.floor().clamp(max=float((1 << n_bits) - 1)), 0.0)
+    return _narrow_16(offset), _narrow_16(scale), codes.to(torch.uint8).view(-1)[:n]
+
+
+def _narrow_16(wide_patterns: Tensor) -> Tensor:
+    return ((wide_patterns ^ 0x8000) - 0x8000).to(torch.int16)
+
+
+def dequantize(offsets: Tensor, scales: Tensor, codes: Tensor, block: int, largest: float) -> Tensor:
+    """See `wire_reference.dequantize`."""
+    n, block = len(codes), min(block, len(codes))
+    rows = _blocks(codes, block)
+    offset, scale = _wide(offsets)[:, None], _wide(scales)[:, None]
+    steps = _float_of(scale).to(torch.float64) * rows.to(torch.float64)
+    values = (steps + _float_of(offset).to(torch.float64)).clamp(-largest, largest)
+    patterns = values.to(torch.float32).view(torch.int32)
+    return torch.where((scale & 0x7F80) == 0x7F80, 0x7FC00000, patterns).view(-1)[:n]
+
+
+# --- the largest of each sample -----------------------------------------------------------------
+
+
+def _find(counts: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row: the bucket of the k-th greatest, and how many of it belong to the k."""
+    above = counts.flip(1).cumsum(1)
+    index = torch.searchsorted(above, k[:, None].contiguous()).clamp(max=counts.shape[1] - 1)
+    bucket = counts.shape[1] - 1 - index
+    rest = k - (above.gather(1, index) - counts.gather(1, bucket))[:, 0]
+    return bucket[:, 0], rest
+
+
+def _row_histogram(values: Tensor, weights: Tensor, n_buckets: int) -> Tensor:
+    counts = torch.zeros(len(values), n_buckets, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(1, values, weights.to(torch.int64))
+
+
+def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
+    """See `wire_reference.top_mask`."""
+    magnitudes = (_wide(patterns) & 0x7FFFFFFF).view(n_samples, -1)
+    rest = torch.full((n_samples,), k, dtype=torch.int64, device=patterns.device)
+    prefix = torch.zeros_like(rest)
+    for shift, width in ((20, 11), (10, 10), (0, 10)):
+        inside = (magnitudes >> (shift + width)) == prefix[:, None]
+        counts = _row_histogram((magnitudes >> shift) & ((1 << width) - 1), inside, 1 << width)
+        bucket, rest = _find(counts, rest)
+        prefix = prefix << width | bucket
+    equal = magnitudes == prefix[:, None]
+    first = equal & (equal.cumsum(1) <= rest[:, None])
+    return ((magnitudes > prefix[:, None]) | first).to(torch.uint8).view(-1)
+
+
+def exclude(patterns: Tensor, mask: Tensor) -> Tensor:
+    """See `wire_reference.exclude`."""
+    up = ((_wide(patterns) & 0x7FFFFFFF) + 1).clamp(max=0x7FFFFFFF)
+    return torch.where(mask != 0, 0, up).to(torch.int32)
+
+
+def take(patterns: Tensor, mask: Tensor, k: int) -> Tensor:
+    """See `wire_reference.take`; the rank of each one is its place, so no size is asked of the device."""
+    place = torch.where(mask != 0, mask.to(torch.int64).cumsum(0) - 1, k)
+    out = torch.zeros(k + 1, dtype=patterns.dtype, device=patterns.device)
+    return out.scatter_(0, place, patterns)[:k]
+
+
+def put(values: Tensor, mask: Tensor) -> Tensor:
+    """See `wire_reference.put`."""
+    place = (mask.to(torch.int64).cumsum(0) - 1).clamp(min=0)
+    return torch.where(mask != 0, values[place], 0).to(torch.int32)
+
+
+def popcounts(mask: Tensor, n_samples: int) -> list[int]:
+    """See `wire_reference.popcounts`."""
+    counts: list[int] = mask.view(n_samples, -1).sum(dim=1, dtype=torch.int64).tolist()
+    return counts
+
+
+def positions(mask: Tensor) -> Tensor:
+    """See `wire_reference.positions`."""
+    return mask.nonzero()[:, 0]
+
+
+def mask_at(where: Tensor, n: int) -> Tensor:
+    """See `wire_reference.mask_at`."""
+    mask = torch.zeros(n, dtype=torch.uint8, device=where.device)
+    mask[where] = 1
+    return mask
+
+
+def low_bytes(numbers: Tensor) -> Tensor:
+    """See `wire_reference.low_bytes`."""
+    return (numbers & 0xFF).to(torch.uint8)
+
+
+def wide(codes: Tensor) -> Tensor:
+    """See `wire_reference.wide`."""
+    return codes.to(torch.int64)
+
+
+def total(numbers: Tensor) -> int:
+    """See `wire_reference.total`."""
+    return int(numbers.sum())
+
+
+# --- arithmetic of the per-link state -----------------------------------------------------------
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """See `wire_reference.add`."""
+    return (a.view(torch.float32) + b.view(torch.float32)).view(torch.int32)
+
+
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    """See `wire_reference.subtract`."""
+    return (a.view(torch.float32) - b.view(torch.float32)).view(torch.int32)
+
+
+def saturate(patterns: Tensor, largest: float) -> Tensor:
+    """See `wire_reference.saturate`."""
+    values = patterns.view(torch.float32)
+    finite = (patterns & INFINITY) != INFINITY
+    limit = float(np.float32(largest))
+    return torch.where(finite, values.clamp(-limit, limit), values).view(torch.int32)
+
+
+def all_finite(patterns: Tensor) -> bool:
+    """See `wire_reference.all_finite`."""
+    return not bool(((patterns & INFINITY) == INFINITY).any())
+
+
+def squared_norm(patterns: Tensor) -> float:
+    """See `wire_reference.squared_norm`."""
+    values = patterns.view(torch.float32).to(torch.float64)
+    return float(values @ values)

@@ -1,0 +1,74 @@
+"""Messages between pipeline stages, with the same codec as the files. Implements spec/08-wire.md.
+
+    from ckptz.wire import LinkPolicy, CompressLink, CompressedPipelineStage, TopK, Uniform
+
+Names come when they are asked for, so that only what needs torch loads it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from ckptz.wire.adaptive import Adaptive
+    from ckptz.wire.codecs import RAW, Raw, TopK, Uniform, cap
+    from ckptz.wire.endpoint import Link
+    from ckptz.wire.link import TensorLink
+    from ckptz.wire.policy import (
+        PRESETS,
+        LinkPolicy,
+        PolicyWarning,
+        check_policy,
+        policy_metadata,
+        policy_of,
+    )
+    from ckptz.wire.simulate import CompressLink, simulate
+    from ckptz.wire.sockets import SocketLink
+    from ckptz.wire.stage import CompressedPipelineStage
+
+__all__ = [
+    "PRESETS",
+    "RAW",
+    "Adaptive",
+    "CompressLink",
+    "CompressedPipelineStage",
+    "Link",
+    "LinkPolicy",
+    "PolicyWarning",
+    "Raw",
+    "SocketLink",
+    "TensorLink",
+    "TopK",
+    "Uniform",
+    "cap",
+    "check_policy",
+    "policy_metadata",
+    "policy_of",
+    "simulate",
+]
+
+_HOMES: Final = {
+    "adaptive": ("Adaptive",),
+    "codecs": ("RAW", "Raw", "TopK", "Uniform"),
+    "endpoint": ("Link",),
+    "link": ("TensorLink",),
+    "policy": (
+        *("PRESETS", "LinkPolicy", "PolicyWarning"),
+        *("cap", "check_policy", "policy_metadata", "policy_of"),
+    ),
+    "simulate": ("CompressLink", "simulate"),
+    "sockets": ("SocketLink",),
+    "stage": ("CompressedPipelineStage",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"ckptz.wire.{home}"), name)
+    raise AttributeError(f"module 'ckptz.wire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

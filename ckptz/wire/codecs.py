@@ -1,0 +1,249 @@
+"""What a user asks for on a link, and what that means for one tensor. Implements spec/08-wire.md#codecs.
+
+A codec is a frozen value; `plan_of` binds it to a dtype and a shape and fixes every size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, Literal
+
+from ckptz.bits.checksum import xxh64
+from ckptz.dtypes import DType, n_elements
+from ckptz.errors import ConfigError
+from ckptz.kernels import reference, wire_reference
+from ckptz.wire.header import HEADER_BYTES
+
+BLOCK: Final = 256  # elements of a block; 4 bytes of offset and scale are 0.016 byte an element
+MIN_ELEMENTS: Final = 4096  # a smaller tensor goes raw: its message is all latency
+RAW_SHARE: Final = 0.75  # of the raw bytes; a codec that saves less than a quarter goes raw
+RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a bitmap costs little more
+MAX_BYTES: Final = (1 << 32) - 1
+
+KINDS: Final = {"F32": reference.F32, "BF16": reference.BF16, "F16": reference.F16}
+
+
+class CodecId(IntEnum):
+    """spec/08-wire.md#codecs."""
+
+    RAW = 0
+    UNIFORM = 1
+    TOPK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """The tensor's bytes as they are."""
+
+    def __str__(self) -> str:
+        return "raw"
+
+
+RAW: Final = Raw()
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """2^bits levels between the least and the greatest value of a block.
+
+    Attributes:
+        bits: 2, 3, 4, 6 or 8.
+        scale: what shares a range: "block", "sample" (first dimension), or "tensor" as in the paper.
+        block: elements of a block.
+        rans: entropy-code the codes where that is smaller; only on transports of variable length.
+    """
+
+    bits: int = 8
+    scale: Literal["block", "sample", "tensor"] = "block"
+    block: int = BLOCK
+    rans: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4, 6, 8):
+            raise ConfigError(f"bits must be 2, 3, 4, 6 or 8, got {self.bits}")
+        if self.scale not in ("block", "sample", "tensor"):
+            raise ConfigError(f"scale must be block, sample or tensor, got {self.scale!r}")
+        if not 8 <= self.block <= 1 << 20:
+            raise ConfigError(f"block must be 8..2^20, got {self.block}")
+
+    def __str__(self) -> str:
+        scale = f"block{self.block}" if self.scale == "block" else self.scale
+        return f"q{self.bits}-{scale}" + "-rans" * self.rans
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The `share` of greatest magnitude of each sample; all other elements arrive as zero.
+
+    Attributes:
+        share: of the elements of a sample, above 0 and at most 1; at least one element is kept.
+        values: bits of a value, 16 or 8.
+        index: "bitmap", "rice" gaps, or "auto": gaps up to 3 % where lengths may vary.
+    """
+
+    share: float = 0.1
+    values: Literal[8, 16] = 8
+    index: Literal["auto", "bitmap", "rice"] = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share must be above 0 and at most 1, got {self.share}")
+        if self.values not in (8, 16):
+            raise ConfigError(f"values must be 8 or 16 bits, got {self.values}")
+        if self.index not in ("auto", "bitmap", "rice"):
+            raise ConfigError(f"index must be auto, bitmap or rice, got {self.index!r}")
+
+    def __str__(self) -> str:
+        return f"top{self.share:g}-v{self.values}-{self.index}"
+
+    @property
+    def tries_rice(self) -> bool:
+        """Whether gaps are an option."""
+        return self.index == "rice" or (self.index == "auto" and self.share <= RICE_BELOW)
+
+
+Codec = Raw | Uniform | TopK
+_CLASSES: Final[Mapping[str, type[Raw | Uniform | TopK]]] = {"raw": Raw, "uniform": Uniform, "topk": TopK}
+
+
+def codec_to_dict(codec: Codec) -> dict[str, Any]:
+    """A codec as JSON values."""
+    name = next(name for name, kind in _CLASSES.items() if isinstance(codec, kind))
+    return {"codec": name} | dataclasses.asdict(codec)
+
+
+def codec_from_dict(record: Mapping[str, Any]) -> Codec:
+    """Inverse of `codec_to_dict`."""
+    fields = dict(record)
+    name = str(fields.pop("codec", None))
+    if name not in _CLASSES:
+        raise ConfigError(f"codec {name!r} is not one of {', '.join(_CLASSES)}")
+    try:
+        return _CLASSES[name](**fields)
+    except TypeError as error:
+        raise ConfigError(f"codec {name}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A codec bound to a dtype and a shape: every size of a message is fixed here.
+
+    Attributes:
+        wanted: the codec that was asked for.
+        codec: the codec in force: raw for integers, small tensors, and where little would be saved.
+        kind: F32, BF16 or F16 for the kernels; -1 for other types.
+        block: elements that share a range.
+        k: values of each sample that TopK keeps.
+        reuse: TopK values at positions that the other direction sent.
+    """
+
+    wanted: Codec
+    codec: Codec
+    dtype: DType
+    shape: tuple[int, ...]
+    reuse: bool = False
+
+    @property
+    def n(self) -> int:
+        """Elements."""
+        return n_elements(self.shape)
+
+    @property
+    def n_samples(self) -> int:
+        """Size of the first dimension."""
+        return self.shape[0] if len(self.shape) > 1 and self.n else 1
+
+    @property
+    def kind(self) -> int:
+        """The kernels' number of the float type."""
+        return KINDS[self.dtype.name]
+
+    @property
+    def largest(self) -> float:
+        """Greatest finite value of the type."""
+        return wire_reference.LARGEST_F32[self.kind]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensor itself."""
+        return self.dtype.n_bytes(self.shape)
+
+    @property
+    def block(self) -> int:
+        """Elements that share a range."""
+        codec = self.codec
+        if not isinstance(codec, Uniform) or codec.scale == "block":
+            return codec.block if isinstance(codec, Uniform) else BLOCK
+        return self.n if codec.scale == "tensor" else self.n // self.n_samples
+
+    @property
+    def k(self) -> int:
+        """Values that TopK keeps of each sample: the share rounded half up, at least one."""
+        assert isinstance(self.codec, TopK)
+        size = self.n // self.n_samples
+        return min(max(int(self.codec.share * size + 0.5), 1), size)
+
+    @property
+    def cap(self) -> int:
+        """Greatest size of a message, header included; the exact size of one of fixed length."""
+        return HEADER_BYTES + self.payload_cap
+
+    @property
+    def payload_cap(self) -> int:
+        """Greatest size of a payload."""
+        codec = self.codec
+        if isinstance(codec, Uniform):
+            return self._blocks_bytes(self.n, self.block, codec.bits)
+        if isinstance(codec, TopK):
+            bitmap = 0 if self.reuse else _padded((self.n + 7) // 8)
+            n_values = self.k * self.n_samples
+            return bitmap + (
+                self._blocks_bytes(n_values, BLOCK, 8) if codec.values == 8 else _padded(2 * n_values)
+            )
+        return _padded(self.raw_bytes)
+
+    @staticmethod
+    def _blocks_bytes(n: int, block: int, bits: int) -> int:
+        return _padded(4 * math.ceil(n / block)) + _padded((n * bits + 7) // 8)
+
+    @property
+    def id(self) -> int:
+        """Hash of everything that both ends must agree on."""
+        text = f"{self.wanted}|{self.codec}|{self.dtype.name}|{list(self.shape)}|{self.reuse}"
+        return xxh64(text.encode()) & 0xFFFFFFFF
+
+    @property
+    def codec_id(self) -> CodecId:
+        """spec/08-wire.md#codecs."""
+        codecs = {Uniform: CodecId.UNIFORM, TopK: CodecId.TOPK}
+        return codecs.get(type(self.codec), CodecId.RAW)
+
+    @property
+    def param(self) -> int:
+        """Bits of a code or a value."""
+        codec = self.codec
+        return codec.bits if isinstance(codec, Uniform) else codec.values if isinstance(codec, TopK) else 0
+
+
+def _padded(n_bytes: int) -> int:
+    return -(-n_bytes // wire_reference.ALIGN) * wire_reference.ALIGN
+
+
+def plan_of(codec: Codec, dtype: DType, shape: tuple[int, ...], *, reuse: bool = False) -> TensorPlan:
+    """Bind a codec to a tensor.
+
+    Raises:
+        ConfigError: the message would exceed 4 GiB.
+    """
+    plan = TensorPlan(codec, codec, dtype, tuple(shape), reuse and isinstance(codec, TopK))
+    lossy = dtype.name in KINDS and plan.n >= MIN_ELEMENTS
+    if not lossy or plan.payload_cap >= RAW_SHARE * plan.raw_bytes:
+        plan = TensorPlan(codec, RAW, dtype, tuple(shape))
+    if plan.cap > MAX_BYTES:
+        raise ConfigError(f"a message of {plan.cap} bytes exceeds 4 GiB: split the tensor along dimension 0")
+    return plan
+

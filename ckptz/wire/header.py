@@ -1,0 +1,127 @@
+"""The 64 bytes before every payload. Implements spec/08-wire.md#header.
+
+Knows nothing of codecs, tensors or transports: it says which message this is and how long it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Final, Self
+
+from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.errors import ChecksumError, CorruptionError, TruncatedError, UnsupportedError
+from ckptz.kernels.wire_reference import mix_64
+
+MAGIC: Final = 0x5A57  # "WZ"
+VERSION: Final = 1
+HEADER_BYTES: Final = 64
+MASK_64: Final = 0xFFFFFFFFFFFFFFFF
+
+
+class Direction(IntEnum):
+    """Which way along a link."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+    @property
+    def word(self) -> str:
+        """For messages."""
+        return self.name.lower()
+
+
+class Flag(IntFlag):
+    """spec/08-wire.md#flags."""
+
+    BACKWARD = 1
+    REUSE = 2
+    DELTA = 4
+    STRONG = 8
+    NOT_FINITE = 16
+    EVAL = 32
+    UNDEFINED = 192
+
+
+@dataclass(frozen=True, slots=True)
+class LinkHeader:
+    """spec/08-wire.md#header, fields in the order of their bytes.
+
+    Attributes:
+        codec: id of the codec, spec/08-wire.md#codecs.
+        param: its bits: of a code, or of a TopK value.
+        dtype: frame id of the element type.
+        mode: how the codec's variable part is written.
+        state_seq: messages before this one that used the same slot of state.
+        plan: hash of codec, dtype and shape, which both ends agreed on.
+        n: elements.
+        count: values that follow: TopK's k in all, else the number of blocks.
+        batch: hash of the sample ids, 0 without.
+    """
+
+    codec: int
+    param: int
+    dtype: int
+    flags: int
+    src: int
+    dst: int
+    tensor: int
+    mode: int
+    step: int
+    microbatch: int
+    state_seq: int
+    plan: int
+    n: int
+    count: int
+    payload_bytes: int
+    batch: int
+    checksum: int
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        out = ByteWriter()
+        out.u16(MAGIC)
+        for value in (VERSION, HEADER_BYTES // 16, self.codec, self.param, self.dtype, self.flags):
+            out.u8(value)
+        for value in (self.src, self.dst, self.tensor, self.mode):
+            out.u16(value)
+        for value in (self.step, self.microbatch, self.state_seq, self.plan):
+            out.u32(value)
+        for value in (self.n, self.count, self.payload_bytes, self.batch):
+            out.u32(value)
+        out.u64(self.checksum)
+        body = out.getvalue()
+        return body + header_checksum(body).to_bytes(8, "little")
+
+    @classmethod
+    def parse(cls, raw: bytes | memoryview) -> Self:
+        """Inverse of `pack`.
+
+        Raises:
+            FormatError: the bytes are no header.
+            UnsupportedError: a newer version wrote it.
+        """
+        if len(raw) < HEADER_BYTES:
+            raise TruncatedError(f"header: a message of {len(raw)} bytes, the header alone takes {HEADER_BYTES}")
+        source = ByteReader(bytes(raw[:HEADER_BYTES]))
+        if source.u16("magic") != MAGIC:
+            raise CorruptionError("magic: these bytes are no ckptz message")
+        version, length = source.u8("version"), source.u8("header length")
+        if header_checksum(bytes(raw[: HEADER_BYTES - 8])) != int.from_bytes(raw[56:HEADER_BYTES], "little"):
+            raise ChecksumError("header checksum: the header was changed on its way")
+        if version != VERSION or length != HEADER_BYTES // 16:
+            raise UnsupportedError(f"version: message version {version} is not known here; upgrade ckptz")
+        fields = [source.u8(name) for name in ("codec", "param", "dtype", "flags")]
+        fields += [source.u16(name) for name in ("src", "dst", "tensor", "mode")]
+        fields += [source.u32(name) for name in ("step", "microbatch", "state_seq", "plan")]
+        fields += [source.u32(name) for name in ("n", "count", "payload_bytes", "batch")]
+        if fields[3] & Flag.UNDEFINED:
+            raise UnsupportedError(f"flags: {fields[3]:#x} sets what is not defined here; upgrade ckptz")
+        return cls(*fields, source.u64("checksum"))
+
+
+def header_checksum(body: bytes) -> int:
+    """The checksum of a payload, taken over the header's first seven words."""
+    words = (int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body), 8))
+    steps = (word + (i + 1) * 0x9E3779B97F4A7C15 for i, word in enumerate(words))
+    return sum(mix_64(step & MASK_64) for step in steps) & MASK_64
