@@ -16,6 +16,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from ckptz.applying import apply_
 from ckptz.codec.units import UNIT_TYPES, ArraySource, Units, UnitSource
 from ckptz.config import LOSSLESS, Config
 from ckptz.dtypes import DType, dtype_of
@@ -26,7 +27,7 @@ from ckptz.saving import check_tensor_names, save_to_bytes, save_to_file
 
 Tensors = dict[str, torch.Tensor]
 
-__all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model"]
+__all__ = ["apply_", "load", "load_file", "load_model", "save", "save_file", "save_model"]
 
 
 def save(

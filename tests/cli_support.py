@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,20 @@ def write_plain(path: Path, rows: Rows, metadata: Mapping[str, str] | None = Non
     """`plain_bytes` as a file."""
     path.write_bytes(plain_bytes(rows, metadata))
     return path
+
+
+def hf_folder(folder: Path) -> Path:
+    """Two shards, their index, and two other files."""
+    (folder / "sub").mkdir(parents=True)
+    state = a_state(n=200)
+    homes = {name: f"model-0000{1 + (i > 3)}-of-00002.safetensors" for i, name in enumerate(state)}
+    for file in set(homes.values()):
+        rows = {name: row for name, row in state.items() if homes[name] == file}
+        write_plain(folder / file, rows, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}, indent=1))
+    (folder / "config.json").write_text("{}")
+    (folder / "sub" / "vocab.txt").write_text("a b c")
+    return folder
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
@@ -167,3 +181,25 @@ def bomb(path: Path, n_chunks: int) -> Path:
     blob = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [0, len(frame)]}
     header_rows = {"__metadata__": envelope_metadata(["lossless"], packed), "zeros": blob}
     return write_index(path, header_rows, frame, packed)
+
+
+def flipped(whole: bytes, bits: Iterable[int]) -> Iterator[bytes]:
+    """Copies of `whole`, each with one bit changed."""
+    for bit in bits:
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield bytes(changed)
+
+
+def regions_of(raw: bytes) -> dict[str, range]:
+    """Header, first frame header, streams, index: bit positions."""
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    index = header["__ckptz__.index"]["data_offsets"][0] + begin
+    n_frame = int.from_bytes(raw[begin : begin + 4], "little")
+    return {
+        "header": range(8 * begin),
+        "frame header": range(8 * begin, 8 * (begin + n_frame)),
+        "payload": range(8 * (begin + n_frame), 8 * index),
+        "index": range(8 * index, 8 * len(raw)),
+    }

@@ -101,6 +101,24 @@ def test_threads_change_no_byte(tmp_path: Path, jobs: int) -> None:
     assert all(tensor.is_contiguous() for tensor in loaded.values())
 
 
+@pytest.mark.parametrize("how", ["pt", "np"])
+def test_slices_of_a_lossy_file_are_those_of_its_tensors(tmp_path: Path, how: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1500, 1001, generator=generator)
+    CKPTZ.torch.save_file({"weight": weight}, tmp_path / "x", config=ckptz.KMeans(levels=16))
+    with CKPTZ.safe_open(tmp_path / "x", how) as handle:
+        whole, part = handle.get_tensor("weight"), handle.get_slice("weight")
+        for index in (0, (slice(None), 1000), (slice(1040, 1060), slice(None, None, 7)), ...):
+            assert bits_of(part[index]) == bits_of(whole[index])
+    loaded = CKPTZ.torch.load_file(tmp_path / "x")["weight"]
+    assert loaded.unique().numel() <= 17
+    assert bits_of(loaded) == bits_of(whole)
+
+
+def bits_of(values: Any) -> bytes:
+    return np.ascontiguousarray(values).tobytes()
+
+
 @pytest.mark.parametrize("name", ["__ckptz__", "__ckptz__.index", "__ckptz__x", "__metadata__"])
 def test_reserved_names_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reserved"):
@@ -156,6 +174,19 @@ def test_arrays_of_any_layout_are_saved_by_value(array: np.ndarray, tmp_path: Pa
 def test_lazily_negated_tensors_are_saved_by_value(tensor: torch.Tensor) -> None:
     loaded = CKPTZ.torch.load(CKPTZ.torch.save({"x": tensor}))["x"]
     assert same(loaded, tensor.resolve_conj().resolve_neg())
+
+
+def test_parts_that_lie_apart_in_one_memory_are_found(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    state = {"whole": whole, "first": whole[1:2], "last": whole[4:]}
+    with pytest.raises(RuntimeError, match=r"first.*last|last.*first"):
+        CKPTZ.torch.save_file(state, tmp_path / "x")
+    model = torch.nn.Module()
+    for name, tensor in state.items():
+        model.register_buffer(name, tensor)
+    CKPTZ.torch.save_model(model, tmp_path / "x")
+    assert CKPTZ.safe_open(tmp_path / "x", "pt").metadata() == {"first": "whole", "last": "whole"}
+    assert CKPTZ.torch.load_model(model, tmp_path / "x") == (set(), [])
 
 
 @pytest.mark.parametrize("name", ["float4", "float8_e8m0fnu", "float8_e4m3fn", "bfloat16"])

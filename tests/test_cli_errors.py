@@ -242,6 +242,16 @@ def test_a_file_that_cannot_grow_leaves_the_old_one(large: Path) -> None:
         assert temporaries(large.parent) == []
 
 
+def test_a_disk_that_cannot_be_read_is_named(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preadv(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("os.preadv", preadv)
+    run = ckptz("compress", chain.first, "--force", fails=True)
+    assert run.exit_code == 7
+    assert f"{chain.first}: Input/output error" in run.error
+
+
 def test_a_full_disk_is_said_with_a_remedy(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -306,7 +316,7 @@ def test_a_kill_leaves_the_old_file_and_what_is_recognised_as_temporary(large: P
 def test_an_interrupted_run_cleans_up(name: str, code: int, large: Path) -> None:
     for target, arguments in jobs_of(large):
         old = target.read_bytes()
-        done = run_alone(DIE.format(signal=name), *arguments)
+        done = run_alone(DIE.format(signal=name), *arguments, "--jobs", 2)
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
         assert target.read_bytes() == old

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, content_of, write_plain
+from cli_support import a_state, ckptz, content_of, hf_folder, write_plain
 from conftest import Chain
 
 from ckptz.convert.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
@@ -37,6 +36,13 @@ def test_a_chain_stores_each_input_against_the_one_before(tmp_path: Path) -> Non
         restore_file(Path(report.output), path)
         assert content_of(path)[1] == {"step": path.stem[-1]}
         assert content_of(path) == content_of(Path(report.output))
+
+
+def test_several_inputs_are_summed_up(tmp_path: Path) -> None:
+    run = ckptz("compress", *steps(tmp_path, 3), "--chain")
+    *lines, total = run.stdout.splitlines()
+    assert len(lines) == 3
+    assert total.startswith("3 files: ")
 
 
 def test_a_chain_may_go_on_from_a_base(chain: Chain) -> None:
@@ -162,61 +168,50 @@ def test_several_inputs_do_not_go_to_a_file(chain: Chain) -> None:
 
 
 @pytest.fixture
-def hf_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "hf"
-    (folder / "sub").mkdir(parents=True)
-    state = a_state(n=500)
-    names = list(state)
-    for i, part in enumerate((names[:4], names[4:]), 1):
-        rows = {name: state[name] for name in part}
-        write_plain(folder / f"model-0000{i}-of-00002.safetensors", rows, {"format": "pt"})
-    homes = {name: f"model-0000{1 + (i > 3)}-of-00002.safetensors" for i, name in enumerate(names)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}, indent=1))
-    (folder / "config.json").write_text("{}")
-    (folder / "sub" / "vocab.txt").write_text("a b c")
-    return folder
+def folder(tmp_path: Path) -> Path:
+    return hf_folder(tmp_path / "hf")
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_folder_comes_back_file_for_file(hf_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_comes_back_file_for_file(folder: Path, tmp_path: Path) -> None:
     packed, back = tmp_path / "packed", tmp_path / "back"
-    ckptz("compress", hf_folder, "-o", packed)
+    ckptz("compress", folder, "-o", packed)
     assert set(files_of(packed)) == {"model.ckptz", "config.json", "sub/vocab.txt"}
-    ckptz("verify", packed / "model.ckptz", "--against", hf_folder)
+    ckptz("verify", packed / "model.ckptz", "--against", folder)
     ckptz("restore", packed / "model.ckptz", "-o", back)
-    assert files_of(back) == files_of(hf_folder)
+    assert files_of(back) == files_of(folder)
 
 
-def test_a_folder_is_packed_in_place_by_default(hf_folder: Path) -> None:
-    before = files_of(hf_folder)
-    ckptz("compress", hf_folder)
-    for shard in hf_folder.glob("*.safetensors*"):
+def test_a_folder_is_packed_in_place_by_default(folder: Path) -> None:
+    before = files_of(folder)
+    ckptz("compress", folder)
+    for shard in folder.glob("*.safetensors*"):
         shard.unlink()
-    ckptz("restore", hf_folder / "model.ckptz")
-    (hf_folder / "model.ckptz").unlink()
-    assert files_of(hf_folder) == before
+    ckptz("restore", folder / "model.ckptz")
+    (folder / "model.ckptz").unlink()
+    assert files_of(folder) == before
 
 
-def test_a_folder_as_one_file_leaves_its_other_files_and_says_so(hf_folder: Path, tmp_path: Path) -> None:
-    run = ckptz("compress", hf_folder, "-o", tmp_path / "one.ckptz")
+def test_a_folder_as_one_file_leaves_its_other_files_and_says_so(folder: Path, tmp_path: Path) -> None:
+    run = ckptz("compress", folder, "-o", tmp_path / "one.ckptz")
     assert "2 other files are not copied" in run.stderr
     run = ckptz("restore", tmp_path / "one.ckptz", "-o", tmp_path / "back")
     assert "config.json" in run.stderr
     run = ckptz("restore", tmp_path / "one.ckptz", "--to", "safetensors", "-o", tmp_path / "one.safetensors")
     assert "2 shards" in run.stderr
-    assert dict(content_of(tmp_path / "one.safetensors")[0]) == a_state(n=500)
+    assert dict(content_of(tmp_path / "one.safetensors")[0]) == a_state(n=200)
 
 
 @pytest.mark.parametrize("file", ["config.json", "sub/vocab.txt"])
 def test_the_other_files_of_a_folder_do_not_replace_what_is_there(
-    file: str, hf_folder: Path, tmp_path: Path
+    file: str, folder: Path, tmp_path: Path
 ) -> None:
-    for verb, source in (("compress", hf_folder), ("restore", hf_folder / "model.ckptz")):
+    for verb, source in (("compress", folder), ("restore", folder / "model.ckptz")):
         if verb == "restore":
-            ckptz("compress", hf_folder)
+            ckptz("compress", folder)
         target = tmp_path / verb / file
         target.parent.mkdir(parents=True)
         target.write_text("mine")
@@ -224,25 +219,25 @@ def test_the_other_files_of_a_folder_do_not_replace_what_is_there(
         assert run.exit_code == 2
         assert target.read_text() == "mine"
         ckptz(verb, source, "-o", tmp_path / verb, "--force")
-        assert target.read_bytes() == (hf_folder / file).read_bytes()
+        assert target.read_bytes() == (folder / file).read_bytes()
 
 
-def test_shards_that_are_there_are_kept_unless_forced(hf_folder: Path) -> None:
-    ckptz("compress", hf_folder)
-    shard = hf_folder / "model-00002-of-00002.safetensors"
+def test_shards_that_are_there_are_kept_unless_forced(folder: Path) -> None:
+    ckptz("compress", folder)
+    shard = folder / "model-00002-of-00002.safetensors"
     old = shard.read_bytes()
     shard.write_bytes(b"mine")
-    assert ckptz("restore", hf_folder / "model.ckptz", fails=True).exit_code == 2
+    assert ckptz("restore", folder / "model.ckptz", fails=True).exit_code == 2
     assert shard.read_bytes() == b"mine"
-    ckptz("restore", hf_folder / "model.ckptz", "--force")
+    ckptz("restore", folder / "model.ckptz", "--force")
     assert shard.read_bytes() == old
 
 
-def test_several_folders_go_into_folders_of_their_own(hf_folder: Path, tmp_path: Path) -> None:
+def test_several_folders_go_into_folders_of_their_own(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     write_plain(other / "model.safetensors", a_state(n=500, drift=0.01))
-    ckptz("compress", hf_folder, other, "-o", tmp_path / "out")
+    ckptz("compress", folder, other, "-o", tmp_path / "out")
     assert set(files_of(tmp_path / "out")) == {
         "hf/model.ckptz",
         "hf/config.json",

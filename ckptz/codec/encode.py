@@ -19,11 +19,13 @@ from ckptz.entropy.frequency import entropy_bits
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans, encode_stream
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning
+from ckptz.kernels.reference import widen_f64
 from ckptz.transform.classes import ClassCounts, Labels, labels_of
 from ckptz.transform.planes import kernel_mode
 
 Bytes = NDArray[np.uint8]
 Stream = tuple[CoderId, bytes | memoryview]
+FLUSHED_BELOW = 2.0**-100  # as in `reference.add_f32`
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 
 
@@ -153,7 +155,12 @@ def _deviation(header: FrameHeader, units: Units, quantized: _Quantized) -> Devi
     kind = header.value_table.kind
     exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (units, quantized.decoded))
     largest, error, power = planning().deviation(exact, restored)
-    return Deviation(float(largest), error, power, cpu().histogram(quantized.codes))
+    if largest < FLUSHED_BELOW:
+        # Differences this small may have been flushed to zero by the processor.
+        wide, wide_restored = (widen_f64(f.view(np.uint32)) for f in (exact, restored))
+        difference = wide_restored - wide
+        largest, error, power = np.abs(difference).max(initial=0.0), difference @ difference, wide @ wide
+    return Deviation(float(largest), float(error), float(power), cpu().histogram(quantized.codes))
 
 
 def encode_chunk(source: UnitSource, plan: Plan, sources: ChunkSources) -> EncodedChunk:

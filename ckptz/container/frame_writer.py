@@ -84,6 +84,7 @@ class WrittenFrame:
         zeros = [c for c in range(quant_map.n_codes) if c != escape and not int(entries[c]) & 0x7FFFFFFF]
         return LossyRecord(
             method="kmeans",
+            promise="none",
             layer_type=self.choice.role.layer_type,
             levels=quant_map.n_codes - (escape is not None),
             prune=wanted.prune,

@@ -49,7 +49,7 @@ class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     max_abs_error: float
     rms_error: float
     rms: float
-    promise: str = "none"
+    promise: str
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

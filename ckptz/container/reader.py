@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ckptz.codec.decode import check_stored, decode_chunk, decode_codes
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.codec.sources import ChunkSources, companions_of
+from ckptz.codec.sparse import Changes, read_changes
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, UnitSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
@@ -131,6 +132,18 @@ class FrameSource:
         payload = self.payload(index)
         with self._container.naming(self.entry.name):
             return decode_codes(self.header, index, payload, self._sources(begin, end))
+
+    def changes(self, index: int) -> Changes | None:
+        """Where chunk `index` differs from its base; None if it does not say so, but must be decoded."""
+        payload = self.payload(index)
+        record = self.header.chunks[index]
+        n_units = min(CHUNK_UNITS, self.header.n_units - index * CHUNK_UNITS)
+        with self._container.naming(self.entry.name):
+            try:
+                return read_changes(self.header, record, payload, n_units)
+            except FormatError as error:
+                check_stored(record, index, payload)
+                raise type(error)(f"chunk {index}: {error}") from None
 
     def check_chunk(self, index: int) -> None:
         """Require that the stored bytes of a chunk are as written."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptz.codec.units import UnitSource
+from ckptz.config import LOSSLESS, Config
 from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.publish import publish
@@ -20,6 +21,7 @@ from ckptz.convert.sharding import copy_carried
 from ckptz.convert.targets import check_carried, check_target, naming_output, places_for
 from ckptz.errors import ConfigError, UnsupportedError, named
 from ckptz.parallel import Workers
+from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX, base_ref, open_checkpoint
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
@@ -36,6 +38,8 @@ class CompressOptions:
         jobs: threads, all cores by default.
         force: replace existing outputs.
         search_path: folders to look for the base's own bases in.
+        config: lossless, or how weights become lossy.
+        role_rules: the user's rows of the table of roles.
     """
 
     base: Path | None = None
@@ -44,6 +48,8 @@ class CompressOptions:
     jobs: int | None = None
     force: bool = False
     search_path: Sequence[Path] = ()
+    config: Config = LOSSLESS
+    role_rules: Sequence[Rule] = ()
 
     def __post_init__(self) -> None:
         if self.base is not None and self.base.is_dir():
@@ -234,6 +240,8 @@ def _write(
         step=run.options.step,
         sharding=opened.sharding,
         tree=opened.tree,
+        config=run.options.config,
+        role_rules=run.options.role_rules,
     )
     run.progress.start(opened.name, sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values()))
     with naming_output(target), publish(target) as sink:
@@ -246,6 +254,7 @@ def _write(
         base = None
         notes.append("no tensor gains from the base; the file stands alone")
     notes.extend(f"tensor {name!r}: {note}" for name, note in written.notes)
+    notes.extend(_base_differences(opened, base))
     return CompressReport(
         input=opened.name,
         output=str(target),
@@ -262,6 +271,16 @@ def _write(
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
     )
+
+
+def _base_differences(opened: Input, base: _Base | None) -> list[str]:
+    """What the base and the input do not share."""
+    if base is None:
+        return []
+    new = [name for name in opened.tensors if name not in base.tensors]
+    gone = [name for name in base.tensors if name not in opened.tensors]
+    notes = [f"{len(new)} tensors are new and stand alone, first {new[0]!r}"] if new else []
+    return notes + ([f"{len(gone)} tensors of the base are gone, first {gone[0]!r}"] if gone else [])
 
 
 def _usable(base: _Base | None, target: Path, notes: list[str]) -> _Base | None:

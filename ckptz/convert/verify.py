@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.units import UnitSource, chunk_bounds
+from ckptz.codec.values import KINDS
 from ckptz.container.index import Sharding
 from ckptz.container.reader import Container, FrameSource
 from ckptz.convert.inputs import Input, open_input
 from ckptz.convert.progress import SILENT, Progress
 from ckptz.errors import ConfigError, CorruptionError
+from ckptz.kernels import cpu, planning
 from ckptz.parallel import Workers
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
@@ -51,6 +53,7 @@ class VerifyReport:
         tensor_bytes: bytes decoded.
         content_id: identity of the values.
         against: the checkpoint compared with.
+        n_lossy: tensors that were compared by their recorded errors instead of bit for bit.
         seconds: time taken.
     """
 
@@ -61,6 +64,7 @@ class VerifyReport:
     tensor_bytes: int
     content_id: str
     against: str | None
+    n_lossy: int
     seconds: float
 
 
@@ -73,6 +77,7 @@ class _Chunk:
     original: UnitSource | None
     begin: int
     end: int
+    max_abs_error: float | None = None
 
 
 def verify_file(
@@ -115,6 +120,7 @@ def verify_file(
             tensor_bytes=n_bytes,
             content_id=checkpoint.content_id(),
             against=None if options.against is None else str(options.against),
+            n_lossy=sum(_recorded_error(source) is not None for source in checkpoint.tensors.values()),
             seconds=time.perf_counter() - start,
         )
 
@@ -135,7 +141,14 @@ def _check_stored(frame: FrameSource) -> int:
 def _chunks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[_Chunk]:
     for name, source in checkpoint.tensors.items():
         for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
-            yield _Chunk(f"{checkpoint.name}: tensor {name!r}", source, originals.get(name), begin, end)
+            where, error = f"{checkpoint.name}: tensor {name!r}", _recorded_error(source)
+            yield _Chunk(where, source, originals.get(name), begin, end, error)
+
+
+def _recorded_error(source: UnitSource) -> float | None:
+    """Largest absolute error that the file records of a lossy tensor."""
+    lossy = source.entry.lossy if isinstance(source, FrameSource) else None
+    return None if lossy is None else lossy.max_abs_error
 
 
 def _decode_and_compare(chunk: _Chunk) -> int:
@@ -148,6 +161,15 @@ def _decode_and_compare(chunk: _Chunk) -> int:
 def _compare(chunk: _Chunk, units: NDArray[Any], original: NDArray[Any]) -> None:
     if np.array_equal(units, original):
         return
+    if chunk.max_abs_error is not None:
+        kind = KINDS[chunk.source.dtype.name]
+        exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (original, units))
+        largest = float(planning().deviation(exact, restored)[0])
+        if largest <= chunk.max_abs_error:
+            return
+        raise CorruptionError(
+            f"{chunk.name} is {largest:.6g} off the original, the file records {chunk.max_abs_error:.6g}"
+        )
     first = chunk.begin + int(np.flatnonzero(units != original)[0])
     raise CorruptionError(f"{chunk.name} differs from the original, first at element {first}")
 

@@ -1,0 +1,84 @@
+"""Errors as one line and an exit code by cause; no library module loads before something failed.
+
+0 ok    1 internal    2 usage    3 damaged    4 unsupported    5 missing file or base
+6 budget not met    7 I/O    130 interrupted
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Final
+
+import click
+
+INTERNAL, USAGE, DAMAGED, MISSING, IO, INTERRUPTED = 1, 2, 3, 5, 7, 130
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "free some space, or write elsewhere with -o",
+    errno.EDQUOT: "free some of your quota, or write elsewhere with -o",
+    errno.EFBIG: "the file size limit is reached; raise it, or write elsewhere with -o",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "write elsewhere with -o",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the command line says of an error."""
+
+    exit_code: int
+    kind: str
+    message: str
+
+
+def printable(text: str) -> str:
+    """The text with control characters and what else does not print written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Exit code and one line of text for any error."""
+    code, message = _explain(error)
+    return Failure(code, type(error).__name__, printable(message))
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, click.ClickException):
+        return USAGE, _usage_text(error)
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, OSError):
+        return _explain_os_error(error)
+    if isinstance(error, MemoryError):
+        return INTERNAL, "out of memory; try --jobs 1"
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return USAGE, "this needs torch; install it with: pip install 'ckptz[torch]'"
+    return _explain_library_error(error)
+
+
+def _explain_library_error(error: BaseException) -> tuple[int, str]:
+    from safetensors import SafetensorError
+
+    if isinstance(error, SafetensorError):  # CkptzError is one, and knows its code
+        return getattr(error, "exit_code", DAMAGED), str(error)
+    return INTERNAL, f"internal error, {type(error).__name__}: {error}; --debug shows where, please report it"
+
+
+def _explain_os_error(error: OSError) -> tuple[int, str]:
+    where = f"{_text(error.filename)}: " if error.filename is not None else ""
+    if isinstance(error, FileNotFoundError):
+        return MISSING, f"{where}no such file or folder; check the path" if where else str(error)
+    remedy = _REMEDIES.get(error.errno or 0)
+    return IO, f"{where}{error.strerror or error}" + (f"; {remedy}" if remedy else "")
+
+
+def _text(filename: str | bytes | int) -> str:
+    return filename.decode(errors="surrogateescape") if isinstance(filename, bytes) else str(filename)
+
+
+def _usage_text(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    where = f"; see {context.command_path} --help" if context is not None else ""
+    return " ".join(error.format_message().split()).rstrip(".") + where

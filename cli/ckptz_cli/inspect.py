@@ -1,0 +1,37 @@
+"""`ckptz inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptz_cli.options import PATH, debug_option, json_option, search_path_option
+from ckptz_cli.session import Session
+
+EPILOG = """\b
+Examples:
+  ckptz inspect model.ckptz
+  ckptz inspect model.ckptz --tensors
+  ckptz inspect model.ckptz --json | jq .content_id
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("file", type=PATH)
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path, ...]) -> None:
+    """Say what a .ckptz file holds, without decoding it.
+
+    Shows format and writer, identity, chain, metadata, sizes, and how each tensor is stored. Works where
+    the base is missing.
+    """
+    from ckptz.convert.inspect import inspect_file
+    from ckptz_cli.render import inspected_text
+
+    report = inspect_file(file, search_path)
+    session.show(report, inspected_text(report, with_tensors=tensors))

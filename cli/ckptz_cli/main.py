@@ -1,0 +1,114 @@
+"""The command `ckptz`. Each verb parses, makes one library call and renders what it returns.
+
+Nothing heavy loads here: a verb imports the library inside itself, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, Final, NoReturn
+
+import click
+
+from ckptz._version import __version__
+from ckptz_cli.compress import compress
+from ckptz_cli.inspect import inspect
+from ckptz_cli.options import debug_option
+from ckptz_cli.restore import restore
+from ckptz_cli.session import Session
+from ckptz_cli.verify import verify
+
+TERMINATED: Final = 143  # 128 + SIGTERM, as shells report it
+
+EPILOG: Final = """\b
+Examples:
+  ckptz compress model.safetensors
+  ckptz compress step-2.safetensors --base step-1.ckptz
+  ckptz restore model.ckptz -o restored.safetensors
+  ckptz inspect model.ckptz --tensors
+  ckptz verify model.ckptz --against model.safetensors
+
+\b
+Exit codes:
+  0 ok, 1 internal, 2 usage, 3 damaged, 4 unsupported, 5 missing file or base,
+  6 budget not met (lossless written), 7 I/O, 130 interrupted
+"""
+
+
+class Program(click.Group):
+    """A group whose errors are one line on stderr and an exit code by cause."""
+
+    def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
+        """Run a command line, by default the process's own, and exit."""
+        words = sys.argv[1:] if args is None else list(args)
+        session = Session(words)
+        with _unwinding_when_terminated():
+            try:
+                super().main(words, "ckptz", standalone_mode=False, obj=session)
+            except Exception as error:
+                session.fail(error)
+            sys.exit(_finished(session))
+
+
+def _finished(session: Session) -> int:
+    try:
+        code = session.finish()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone, as `head` does; the interpreter's own flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return session.exit_code
+    return code
+
+
+@contextlib.contextmanager
+def _unwinding_when_terminated() -> Iterator[None]:
+    """A scheduler's SIGTERM unwinds like Ctrl-C, and so leaves no temporary file."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        from ckptz.container.index import FORMAT_VERSION
+
+        click.echo(f"ckptz {__version__} (format {FORMAT_VERSION})")
+        context.exit()
+
+
+@click.group(cls=Program, epilog=EPILOG)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print the version of ckptz and of its format.",
+)
+@debug_option
+def main() -> None:
+    """Compress training checkpoints, bit for bit, and get them back.
+
+    A .ckptz file is smaller than its .safetensors file and restores to exactly the same tensors; stored
+    against an earlier checkpoint it is smaller still.
+    """
+
+
+for _verb in (compress, restore, inspect, verify):
+    main.add_command(_verb)

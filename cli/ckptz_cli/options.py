@@ -1,0 +1,30 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import click
+
+PATH: Final = click.Path(path_type=Path)
+
+# Read from the command line by `Session`, so that they work before or after the verb.
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+)
+json_option = click.option(
+    "--json", is_flag=True, expose_value=False, help="Print one JSON object on stdout."
+)
+
+jobs_option = click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="N", help="Threads; by default all cores."
+)
+force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
+search_path_option = click.option(
+    "--search-path",
+    type=PATH,
+    multiple=True,
+    metavar="DIR",
+    help="A folder to look for bases in, after the file's own; may be given several times.",
+)

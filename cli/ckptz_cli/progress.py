@@ -1,0 +1,67 @@
+"""Progress on a terminal: bytes, speed, time left. Silent elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckptz_cli.errors import printable
+
+if TYPE_CHECKING:
+    import rich.progress
+
+    from ckptz.convert.progress import Progress
+
+
+class _Bar:
+    """A `ckptz.convert.progress.Progress` that rich draws."""
+
+    def __init__(self, display: rich.progress.Progress) -> None:
+        self._display = display
+        self._task: rich.progress.TaskID | None = None
+
+    def start(self, name: str, n_bytes: int) -> None:
+        """A file of this many tensor bytes comes next."""
+        if self._task is not None:
+            self._display.remove_task(self._task)
+        self._task = self._display.add_task(printable(name), total=n_bytes)
+
+    def advance(self, n_bytes: int) -> None:
+        """So many more are done."""
+        if self._task is not None:
+            self._display.advance(self._task, n_bytes)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on stderr if that is a terminal."""
+    from ckptz.convert.progress import SILENT
+
+    if not sys.stderr.isatty():
+        yield SILENT
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        *(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()),
+    )
+    # Results printed meanwhile go above the bar, unless they go somewhere else altogether.
+    display = Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    with display:
+        yield _Bar(display)

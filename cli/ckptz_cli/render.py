@@ -1,0 +1,240 @@
+"""Reports as text: one line, or tables for `inspect`. Names come from files, so nothing is trusted."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ckptz.convert.compress import CompressReport
+from ckptz.convert.inspect import InspectReport, TensorReport
+from ckptz.convert.restore import RestoreReport
+from ckptz.convert.verify import VerifyReport
+from ckptz_cli.errors import printable
+
+UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
+WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps
+LONGEST_VALUE: Final = 100  # characters of a metadata value
+
+
+def size(n_bytes: float) -> str:
+    """A number of bytes in decimal units."""
+    for unit in UNITS[:-1]:
+        if n_bytes < 999.5:
+            return f"{n_bytes:.3g} {unit}" if unit != "B" else f"{n_bytes:.0f} B"
+        n_bytes /= 1000
+    return f"{n_bytes:.4g} {UNITS[-1]}"
+
+
+def ratio(stored_bytes: int, tensor_bytes: int) -> str:
+    """Stored size by decoded size, with both named."""
+    if not tensor_bytes:
+        return "no tensor bytes"
+    times = f"{tensor_bytes / stored_bytes:.3g}x" if stored_bytes else "-"
+    return f"{stored_bytes / tensor_bytes:.4f} of the tensors' bytes, {times}"
+
+
+def _pace(n_bytes: int, seconds: float) -> str:
+    return f"{seconds:.2f} s, {n_bytes / 1e6 / max(seconds, 1e-9):.3g} MB/s"
+
+
+def compressed_line(report: CompressReport) -> str:
+    """What one input became."""
+    against = f", {report.n_deltas} tensors against {printable(report.base)}" if report.base else ""
+    lossy = f", {report.n_lossy} of them lossy with no promise, errors in inspect" if report.n_lossy else ""
+    return (
+        f"{printable(report.output)}: {size(report.tensor_bytes)} -> {size(report.stored_bytes)} "
+        f"({ratio(report.stored_bytes, report.tensor_bytes)}), {report.n_tensors} tensors{against}{lossy}, "
+        f"{_pace(report.tensor_bytes, report.seconds)}"
+    )
+
+
+def total_line(reports: Sequence[CompressReport]) -> str:
+    """All inputs together."""
+    n_bytes, stored = sum(r.tensor_bytes for r in reports), sum(r.stored_bytes for r in reports)
+    sizes = f"{size(n_bytes)} -> {size(stored)} ({ratio(stored, n_bytes)})"
+    return f"{len(reports)} files: {sizes}, {_pace(n_bytes, sum(r.seconds for r in reports))}"
+
+
+def restored_line(report: RestoreReport) -> str:
+    """What was restored."""
+    chain = f" in a chain of {report.depth + 1} files" if report.depth else ""
+    return (
+        f"{printable(report.output)}: {size(report.tensor_bytes)} in {report.n_tensors} tensors from "
+        f"{size(report.stored_bytes)}{chain}, all checksums match, "
+        f"{_pace(report.tensor_bytes, report.seconds)}"
+    )
+
+
+def verified_line(report: VerifyReport) -> str:
+    """What was found to be right."""
+    chain = f" of {len(report.chain) + 1} files" if report.chain else ""
+    same = _agreement(report)
+    return (
+        f"{printable(report.file)}: ok{same}; {report.n_chunks} stored chunks{chain} and all "
+        f"{report.n_tensors} tensors match their checksums, "
+        f"{_pace(report.tensor_bytes, report.seconds)}"
+    )
+
+
+def _agreement(report: VerifyReport) -> str:
+    """How the file agrees with the original it was compared with."""
+    if not report.against:
+        return ""
+    if not report.n_lossy:
+        return f", bit for bit {printable(report.against)}"
+    within = f"{report.n_lossy} lossy tensors within their recorded errors"
+    return f", bit for bit {printable(report.against)} but for {within}"
+
+
+def inspected_text(report: InspectReport, *, with_tensors: bool) -> str:
+    """Tables: the file, its metadata, its chain, how it is stored, and, if asked for, every tensor."""
+    parts = [_facts(_file_facts(report))]
+    if report.metadata:
+        parts.append(_facts([(f"metadata {k}", _short(v)) for k, v in report.metadata.items()]))
+    if report.depth:
+        parts.append(_chain_table(report))
+    parts.append(_methods_table(report.tensors))
+    if with_tensors:
+        parts.append(_tensors_table(report.tensors))
+    return "\n\n".join(map(_drawn, parts))
+
+
+def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
+    facts = [
+        ("file", report.file),
+        ("format", f"{report.format_version}, written by {report.writer}"),
+        ("content id", report.content_id),
+        ("kind", _kind(report)),
+        ("step", "not recorded" if report.step is None else str(report.step)),
+        ("tensors", f"{report.n_tensors}, {size(report.tensor_bytes)}"),
+        ("stored", f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"),
+        ("coders", _share_text(report.coders)),
+    ]
+    if report.shards:
+        facts.append(("shards", f"{len(report.shards)}, restored as a folder"))
+    if report.has_tree:
+        facts.append(("tree", "nested; restored as a torch file"))
+    if report.broken:
+        facts.append(("chain", f"incomplete: {report.broken}"))
+    return facts
+
+
+def _kind(report: InspectReport) -> str:
+    promise = "lossy" if any(tensor.lossy for tensor in report.tensors) else "lossless"
+    return f"{promise} delta, {report.depth} from its anchor" if report.depth else f"{promise} anchor"
+
+
+def _chain_table(report: InspectReport) -> Table:
+    table = _table("chain, nearest first", "depth", "content id", "found at")
+    for member in report.chain:
+        found = member.path or "missing"
+        _row(table, member.file, str(member.depth), member.content_id[:16], found)
+    return table
+
+
+def _methods_table(tensors: Sequence[TensorReport]) -> Table:
+    """Tensors summed up by type and method."""
+    groups: dict[tuple[str, str, str], list[TensorReport]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.predictor, tensor.mode), []).append(tensor)
+    table = _table(
+        "dtype", "predictor", "mode", "tensors", "bytes", "stored", "ratio", "bits/element", "coders"
+    )
+    for (dtype, predictor, mode), members in groups.items():
+        n_bytes, stored = sum(t.tensor_bytes for t in members), sum(t.stored_bytes for t in members)
+        bits = [t.bits_per_element for t in members if t.bits_per_element is not None]
+        n_elements = sum(t.stored_bytes * 8 / t.bits_per_element for t in members if t.bits_per_element)
+        numbers = (size(n_bytes), size(stored), _times(n_bytes, stored))
+        per_element = f"{stored * 8 / n_elements:.3f}" if bits and n_elements else "-"
+        shares = _merged_shares(members)
+        _row(table, dtype, predictor, mode, str(len(members)), *numbers, per_element, _share_text(shares))
+    return table
+
+
+def _merged_shares(tensors: Iterable[TensorReport]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for tensor in tensors:
+        for coder, share in tensor.coders.items():
+            sums[coder] = sums.get(coder, 0.0) + share * tensor.stored_bytes
+    total = sum(sums.values())
+    return {coder: n / total for coder, n in sorted(sums.items(), key=lambda item: -item[1]) if total}
+
+
+def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
+    names = ("tensor", "dtype", "shape", "stored", "ratio", "bits/element", "predictor", "mode", "coders")
+    losses = ("loss",) if any(tensor.lossy for tensor in tensors) else ()
+    table = _table(*names, "slice decodes", *losses)
+    for tensor in tensors:
+        bits = "-" if tensor.bits_per_element is None else f"{tensor.bits_per_element:.3f}"
+        numbers = (size(tensor.stored_bytes), _times(tensor.tensor_bytes, tensor.stored_bytes), bits)
+        method = (tensor.predictor, tensor.mode, _share_text(tensor.coders))
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        ends = (_slice_cost(tensor), *(_loss_text(tensor) for _ in losses))
+        _row(table, tensor.name, tensor.dtype, shape, *numbers, *method, *ends)
+    return table
+
+
+def _loss_text(tensor: TensorReport) -> str:
+    """What a lossy tensor was promised, and what was measured on it."""
+    loss = tensor.lossy
+    if loss is None:
+        return "none"
+    error = f"{loss.rms_error / loss.rms:.2%}" if loss.rms else f"{loss.rms_error:.2g}"
+    n = max(math.prod(tensor.shape), 1)
+    shares = f"pruned {loss.n_pruned / n:.2%}, protected {loss.n_protected / n:.2%}"
+    return (
+        f"{loss.method}, {loss.layer_type}, {loss.levels} levels, {shares}, promise {loss.promise}, "
+        f"rms error {error} of rms, largest {loss.max_abs_error:.3g}"
+    )
+
+
+def _slice_cost(tensor: TensorReport) -> str:
+    """Chunks that a slice may touch, times the frames that each is decoded from."""
+    chunks = f"1..{tensor.n_chunks} chunks" if tensor.n_chunks > 1 else f"{tensor.n_chunks} chunk"
+    frames = "?" if tensor.n_frames is None else str(tensor.n_frames)
+    return f"{chunks} x {frames}"
+
+
+def _times(n_bytes: int, stored: int) -> str:
+    return f"{n_bytes / stored:.3g}x" if stored and n_bytes else "-"
+
+
+def _share_text(shares: dict[str, float]) -> str:
+    return ", ".join(f"{coder} {share:.0%}" for coder, share in shares.items() if share >= 0.005) or "-"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in facts:
+        _row(table, name, value)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _row(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(printable(cell)) for cell in cells))
+
+
+def _drawn(table: Table) -> str:
+    is_terminal = sys.stdout.isatty()
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=None if is_terminal else WIDE, force_terminal=is_terminal)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())

@@ -1,0 +1,70 @@
+"""`ckptz restore`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptz_cli.options import (
+    PATH,
+    debug_option,
+    force_option,
+    jobs_option,
+    json_option,
+    search_path_option,
+)
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.session import Session
+
+if TYPE_CHECKING:
+    from ckptz.convert.restore import Kind
+
+EPILOG = """\b
+Examples:
+  ckptz restore model.ckptz                      writes model.safetensors beside it
+  ckptz restore model.ckptz -o restored.safetensors
+  ckptz restore step-200.ckptz --search-path ../bases
+  ckptz restore training.ckptz --to safetensors  a flat file of a torch checkpoint's tensors
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("file", type=PATH)
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="Where to write.")
+@click.option(
+    "--to",
+    "kind",
+    type=click.Choice(["safetensors", "pt"]),
+    help="What to write; by default what was compressed.",
+)
+@jobs_option
+@force_option
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def restore(
+    session: Session,
+    file: Path,
+    output: Path | None,
+    kind: Kind | None,
+    jobs: int | None,
+    force: bool,
+    search_path: tuple[Path, ...],
+) -> None:
+    """Write back what was compressed, bit for bit.
+
+    Every chunk is checked against the checksum of what the writer saw. A folder of shards comes back as
+    one, a torch file as a torch file.
+    """
+    from ckptz.convert.restore import RestoreOptions, restore_file
+    from ckptz_cli.render import restored_line
+
+    options = RestoreOptions(kind=kind, jobs=jobs, force=force, search_path=search_path)
+    with progress_bar() as progress:
+        report = restore_file(file, output, options, progress)
+    session.show(report, restored_line(report))
+    for note in report.notes:
+        session.note(note)

@@ -1,0 +1,52 @@
+"""`ckptz verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptz_cli.options import PATH, debug_option, jobs_option, json_option, search_path_option
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.session import Session
+
+EPILOG = """\b
+Examples:
+  ckptz verify model.ckptz
+  ckptz verify run/*.ckptz
+  ckptz verify model.ckptz --against model.safetensors
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE...")
+@click.option("--against", type=PATH, metavar="ORIGINAL", help="Compare with this checkpoint.")
+@jobs_option
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def verify(
+    session: Session,
+    files: tuple[Path, ...],
+    against: Path | None,
+    jobs: int | None,
+    search_path: tuple[Path, ...],
+) -> None:
+    """Check every stored byte and every decoded value, through the whole chain.
+
+    With --against, also that names, types, shapes, metadata and all bits are those of ORIGINAL; lossy
+    tensors must be within the errors that the file records. All files are checked; the first failure
+    decides the exit code.
+    """
+    from ckptz.convert.verify import VerifyOptions, verify_file
+    from ckptz_cli.render import verified_line
+
+    options = VerifyOptions(against=against, jobs=jobs, search_path=search_path)
+    for file in files:
+        try:
+            with progress_bar() as progress:
+                report = verify_file(file, options, progress)
+            session.add(report, verified_line(report))
+        except Exception as error:
+            session.add_failure(str(file), error)
