@@ -7,15 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
+MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads only when asked for
+
+
 def default_jobs() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The cores this process may use, at most 16."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_DEFAULT_JOBS)
 
 
 class Workers:
@@ -26,7 +30,7 @@ class Workers:
         in_flight: results per thread that may wait to be consumed, which bounds memory.
     """
 
-    def __init__(self, jobs: int | None = None, in_flight: int = 3) -> None:
+    def __init__(self, jobs: int | None = None, in_flight: int = 2) -> None:
         self.jobs = jobs or default_jobs()
         self._window = self.jobs * in_flight
         self._pool = ThreadPoolExecutor(self.jobs, "ckptz") if self.jobs > 1 else None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ckptz.codec.decode import decode_chunk, decode_codes
 from ckptz.codec.encode import EncodedChunk, encode_chunk
 from ckptz.codec.frame import FrameHeader, header_bytes
+from ckptz.codec.frame_plan import pack_plan
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import ArraySource, UnitSource, chunk_bounds
@@ -105,7 +106,8 @@ def round_trip(case: Case) -> Array:
     """Encode, pack and parse the header, decode."""
     header, chunks = case.encode()
     packed = header.pack()
-    assert len(packed) == header_bytes(header.dtype, header.shape, case.plan)
+    plan = pack_plan(header.dtype, header.shape, case.plan)
+    assert len(packed) == header_bytes(header.dtype, header.shape, case.plan, plan)
     return case.decode(FrameHeader.parse(packed), [chunk.payload for chunk in chunks])
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import combine, xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.codec.frame_plan import parse_plan, write_plan
+from ckptz.codec.frame_plan import pack_plan, parse_plan
 from ckptz.codec.plan import Plan
 from ckptz.codec.units import n_chunks_of
 from ckptz.codec.values import ValueTable
@@ -104,10 +104,10 @@ class FrameHeader:
         """The quantization map ready for the kernels, made once."""
         return ValueTable.of(self.dtype, self.plan)
 
-    def pack(self) -> bytes:
-        """The header's bytes."""
+    def pack(self, packed_plan: bytes | None = None) -> bytes:
+        """The header's bytes; `packed_plan` is what `pack_plan` gave, where the caller has it."""
         out = ByteWriter()
-        write_plan(out, self.dtype, self.shape, self.plan)
+        out.raw(packed_plan or pack_plan(self.dtype, self.shape, self.plan))
         for chunk in self.chunks:
             out.u64(chunk.stored)
             out.u64(chunk.decoded)
@@ -142,12 +142,10 @@ class FrameHeader:
         return cls(dtype, shape, plan, chunks)
 
 
-def header_bytes(dtype: DType, shape: tuple[int, ...], plan: Plan) -> int:
+def header_bytes(dtype: DType, shape: tuple[int, ...], plan: Plan, packed_plan: bytes) -> int:
     """Size of the packed header, known before any chunk is encoded."""
-    out = ByteWriter()
-    write_plan(out, dtype, shape, plan)
     records = n_chunks_of(dtype.n_units(shape)) * chunk_record_bytes(dtype, plan)
-    return PREFIX_BYTES + len(out) + records + CHECKSUM_BYTES
+    return PREFIX_BYTES + len(packed_plan) + records + CHECKSUM_BYTES
 
 
 def header_length(prefix: bytes, most: int) -> int:

@@ -69,8 +69,9 @@ def _known(kind: type[E], value: int, what: str) -> E:
         raise UnsupportedError(f"{what} {value} is not known to this ckptz; upgrade it") from None
 
 
-def write_plan(out: ByteWriter, dtype: DType, shape: tuple[int, ...], plan: Plan) -> None:
-    """Everything of the header but the chunk records."""
+def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
+    """Everything of the header but its length, the chunk records and the checksum."""
+    out = ByteWriter()
     quant_map = plan.quant_map
     out.u8(FRAME_VERSION)
     out.u8(dtype.id)
@@ -93,10 +94,11 @@ def write_plan(out: ByteWriter, dtype: DType, shape: tuple[int, ...], plan: Plan
     if plan.outer is not None:
         for vector in (plan.outer.rows, plan.outer.columns):
             out.raw(vector.astype("<u4").tobytes())
+    return out.getvalue()
 
 
 def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
-    """Inverse of `write_plan`.
+    """Inverse of `pack_plan`.
 
     Raises:
         CorruptionError: the plan contradicts itself.

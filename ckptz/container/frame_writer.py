@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from ckptz.codec.encode import Deviation, EncodedChunk, encode_chunk
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
+from ckptz.codec.frame_plan import pack_plan
 from ckptz.codec.plan import Plan, exact_plan
 from ckptz.codec.plan_kmeans import Choice, plan_tensor
 from ckptz.codec.sources import ChunkSources
@@ -136,13 +137,14 @@ def _write_frame(
 ) -> WrittenFrame:
     """Stream the chunks of one frame behind its header, which is written when they are."""
     shape, start = tuple(source.shape), data_offset + at.offset
-    plan = exact_plan(source.dtype)
+    plan, packed_plan = exact_plan(source.dtype), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
     for begin, end in chunk_bounds(source.dtype.n_units(shape)):
         plan, chunk = next(encoded)
         if not records:
-            sink.seek(start + header_bytes(source.dtype, shape, plan))
+            packed_plan = pack_plan(source.dtype, shape, plan)
+            sink.seek(start + header_bytes(source.dtype, shape, plan, packed_plan))
         for stream in chunk.streams:
             sink.write(stream)
         records.append(chunk.record)
@@ -151,7 +153,7 @@ def _write_frame(
         if progress:
             progress((end - begin) * source.dtype.unit_bytes)
     header = FrameHeader(source.dtype, shape, plan, tuple(records))
-    packed = header.pack()
+    packed = header.pack(packed_plan)
     n_bytes = len(packed) + header.payload_bytes
     sink.seek(start)
     sink.write(packed)
