@@ -20,7 +20,7 @@ from ckptz.codec.encode import encode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain, Plan, Predictor, exact_plan, planes_plan
 from ckptz.codec.planner import plan_lossless
-from ckptz.codec.sources import ChunkSources
+from ckptz.codec.sources import ChunkSources, codes_of
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, chunk_bounds
 from ckptz.dtypes import DTYPES, DType, dtype_of
 from ckptz.entropy import frequency as frequency_module
@@ -95,6 +95,31 @@ def test_codes_are_read_without_values(case: Case) -> None:
     codes = case.decode_codes(header, [chunk.payload for chunk in chunks])
     np.testing.assert_array_equal(codes, case.plan.quantizer.all_codes)  # type: ignore[union-attr]
     assert expected_labels(case).max(initial=0) < case.plan.n_classes
+
+
+def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
+    # Two would double with every member of a chain.
+    rng = np.random.default_rng(0)
+    shape = (6, 7)
+    case = build_case(rng, dtype_of("F32"), shape, Domain.LINEAR, Predictor.BASE, ["base code"], 42)
+    assert case.plan.reads_base_units
+    assert case.plan.reads_base_codes
+    calls = []
+
+    class Base:
+        dtype, shape = case.source.dtype, case.source.shape
+
+        def units_and_codes(self, begin: int, end: int) -> Any:
+            calls.append((begin, end))
+            return case.base.units(begin, end), codes_of(case.base, begin, end)  # type: ignore[union-attr,arg-type]
+
+    header, chunks = case.encode()
+    out = np.empty(42, np.uint32)
+    sources = ChunkSources(0, 42, Base(), reads_both=True)  # type: ignore[arg-type]
+    payload = np.frombuffer(bytearray(chunks[0].payload), np.uint8)
+    decode_module.decode_chunk(header, 0, payload, sources, out)
+    np.testing.assert_array_equal(out, expected_units(case))
+    assert calls == [(0, 42)]
 
 
 @given(cases(), st.data())
@@ -272,12 +297,13 @@ def setting(offset: int, value: int) -> Any:
         (setting(2, 7), UnsupportedError),  # domain
         (setting(3, 7), UnsupportedError),  # predictor
         (setting(3, 1), CorruptionError),  # predictor that the plane mode has no use for
-        (setting(4, 0x80), UnsupportedError),  # reserved flag
+        (setting(4, 0x80), UnsupportedError),  # reserved flags
+        (setting(7, 0x01), UnsupportedError),
         (setting(4, 1), CorruptionError),  # flag of a map
-        (setting(5, 65), CorruptionError),  # dimensions
-        (lambda body: body[:6] + b"\x80\x80\x80\x01" + body[7:], CorruptionError),  # too few records
-        (setting(8, 9), UnsupportedError),  # plane mode
-        (setting(9, 4), CorruptionError),  # class rules
+        (setting(8, 65), CorruptionError),  # dimensions
+        (lambda body: body[:9] + b"\x80\x80\x80\x01" + body[10:], CorruptionError),  # too few records
+        (setting(11, 9), UnsupportedError),  # plane mode
+        (setting(12, 4), CorruptionError),  # class rules
         (lambda body: body + b"\0", CorruptionError),
         (lambda body: body[:-1], FormatError),
     ],

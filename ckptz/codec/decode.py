@@ -24,8 +24,10 @@ Bytes = NDArray[np.uint8]
 Units = NDArray[Any]
 
 
-def decode_chunk(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources, out: Units) -> None:
-    """Decode chunk `index` into `out` and check it.
+def decode_chunk(
+    header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources, out: Units
+) -> Bytes | None:
+    """Decode chunk `index` into `out` and check it; returns its codes, if a quantization map made them.
 
     Args:
         header: the frame's header.
@@ -41,7 +43,7 @@ def decode_chunk(header: FrameHeader, index: int, payload: Bytes, sources: Chunk
     """
     record = header.chunks[index]
     try:
-        _Streams(header, record, payload, sources).decode(out)
+        codes = _Streams(header, record, payload, sources).decode(out)
     except FormatError as error:
         check_stored(record, index, payload)
         raise type(error)(f"chunk {index}: {error}") from None
@@ -50,22 +52,26 @@ def decode_chunk(header: FrameHeader, index: int, payload: Bytes, sources: Chunk
         if header.plan.needs_base:
             raise MissingBaseError("the base found is not the checkpoint that this delta was made from")
         raise CorruptionError(f"chunk {index}: decodes to other values than were written")
+    return codes
 
 
 def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources) -> Bytes:
-    """Only the codes of chunk `index`, for a delta that is grouped by them."""
+    """Only the codes of chunk `index`, for a delta that is grouped by them.
+
+    Without values there is no decoded checksum to compare, so the stored one is.
+    """
     record = header.chunks[index]
+    check_stored(record, index, payload)
     try:
         return _Streams(header, record, payload, sources).codes(0)
     except FormatError as error:
-        check_stored(record, index, payload)
         raise type(error)(f"chunk {index}: {error}") from None
 
 
 def check_stored(record: ChunkRecord, index: int, payload: Bytes) -> None:
     """Require that the stored bytes of a chunk are as written.
 
-    Decoding only asks when something is wrong: the decoded checksum covers the good case.
+    Decoding values only asks when something is wrong: the decoded checksum covers the good case.
     """
     if xxh64(payload) != record.stored:
         raise ChecksumError(f"chunk {index}: its stored bytes were changed after they were written")
@@ -109,13 +115,12 @@ class _Streams:
         self._offset += stream.n_bytes
         return stream.coder, data
 
-    def decode(self, out: Units) -> None:
-        """All streams, into units."""
-        plan = self._header.plan
-        if plan.quant_map is None:
+    def decode(self, out: Units) -> Bytes | None:
+        """All streams, into units; returns the codes of a quantization map."""
+        if self._header.plan.quant_map is None:
             self._decode_planes(out)
-        else:
-            self._decode_map(out)
+            return None
+        return self._decode_map(out)
 
     def _decode_planes(self, out: Units) -> None:
         plan, dtype = self._header.plan, self._header.dtype
@@ -128,7 +133,7 @@ class _Streams:
         planes = [self.codes(i) for i in range(dtype.unit_bytes)]
         cpu().merge_planes(planes, base, kernel_mode(plan.mode, dtype), out)
 
-    def _decode_map(self, out: Units) -> None:
+    def _decode_map(self, out: Units) -> Bytes:
         plan, sources = self._header.plan, self._sources
         quant_map = plan.quant_map
         assert quant_map is not None
@@ -139,30 +144,32 @@ class _Streams:
         prediction = predicted(plan, plan.outer, base, sources.begin, sources.end)
         table = self._header.value_table
         table.decode(codes, self._labels, prediction, out)
+        exact = np.zeros(self._n, np.bool_)
         if quant_map.escape_code is not None:
-            self._put(codes == quant_map.escape_code, out)
+            exact |= self._put(codes == quant_map.escape_code, out)
         if quant_map.has_protected:
             mask = self._plain(*self._take(), self._n)
             if len(mask) and int(mask.max()) > 1:
                 raise CorruptionError("the mask of protected positions holds other codes than 0 and 1")
-            self._put(mask.astype(np.bool_), out)
-        elif quant_map.escape_code is None and not cpu().all_finite(out, table.kind):
+            exact |= self._put(mask.astype(np.bool_), out)
+        # What stands exactly may be anything; what was computed is finite, or rounding is not defined.
+        if not cpu().all_finite(out, table.kind) and not cpu().all_finite(out[~exact], table.kind):
             raise CorruptionError("a value that is not finite is not protected")
+        return codes
 
-    def _put(self, mask: NDArray[np.bool_], out: Units) -> None:
+    def _put(self, mask: NDArray[np.bool_], out: Units) -> NDArray[np.bool_]:
         n = int(mask.sum())
         planes = [self._plain(*self._take(), n) for _ in range(out.itemsize)]
         values = np.empty(n, out.dtype)
         if n:
             cpu().merge_planes(planes, values, 0, values)
         out[mask] = values
+        return mask
 
     def _plain(self, coder: int, data: Bytes, n: int) -> Bytes:
         """A stream that needs no tables of the tensor."""
         if coder == CoderId.STORED and len(data) == n:
             return data
-        if not n:
-            raise CorruptionError("a stream of no codes is not empty")
         plane = np.empty(n, np.uint8)
         decode_stream(coder, data.data, plane)
         return plane

@@ -19,7 +19,7 @@ from ckptz.bits.checksum import combine, xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.codec.frame_plan import pack_plan, parse_plan
 from ckptz.codec.plan import Plan
-from ckptz.codec.units import n_chunks_of
+from ckptz.codec.units import n_chunks_of, n_rows_of
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType
 from ckptz.errors import ChecksumError, CorruptionError
@@ -77,7 +77,7 @@ class FrameHeader:
     @property
     def row_units(self) -> int:
         """Units of one index of the first dimension."""
-        return max(self.n_units // self.shape[0], 1) if self.shape and self.shape[0] else 1
+        return max(self.n_units // n_rows_of(self.shape), 1)
 
     @property
     def checksum(self) -> int:

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
-from ckptz.codec.units import UNIT_TYPES
+from ckptz.codec.units import UNIT_TYPES, n_rows_of
 from ckptz.dtypes import DType, dtype_of_id
 from ckptz.entropy.frequency import parse_tables, write_tables
 from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
 from ckptz.errors import CorruptionError, UnsupportedError
+from ckptz.kernels import reference
 from ckptz.quant.quant_map import (
     MAX_CODES,
     MAX_ROWS,
@@ -31,6 +32,7 @@ from ckptz.quant.quant_map import (
 )
 from ckptz.transform.classes import (
     MAX_CLASSES,
+    MAX_INDICES,
     MAX_RULES,
     MAX_TABLES,
     BaseCode,
@@ -77,7 +79,7 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
     out.u8(dtype.id)
     out.u8(plan.domain)
     out.u8(plan.predictor)
-    out.u8(_flags(quant_map))
+    out.u32(_flags(quant_map))
     out.u8(len(shape))
     for n in shape:
         out.varint(n)
@@ -110,7 +112,7 @@ def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
     dtype = dtype_of_id(source.u8("frame dtype"))
     domain = _known(Domain, source.u8("frame domain"), "frame domain")
     predictor = _known(Predictor, source.u8("frame predictor"), "frame predictor")
-    flags = source.u8("frame flags")
+    flags = source.u32("frame flags")
     if flags & ~KNOWN_FLAGS:
         raise UnsupportedError(f"frame sets reserved flags {flags:#04x}; written by a newer ckptz")
     shape = _parse_shape(source)
@@ -200,7 +202,9 @@ def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> Cla
         return BaseCode(radix)
     n_units = dtype.n_units(shape)
     if rule is RuleId.ROW:
-        n_rows = shape[0] if shape else 1
+        n_rows = n_rows_of(shape)
+        if n_units % n_rows:
+            raise CorruptionError(f"{n_rows} rows of a tensor of {n_units} units do not begin with one")
         return Row(radix, _parse_indices(source, radix, n_rows if n_units else 0))
     size = source.varint("block size")
     if not 1 <= size <= MAX_ELEMENTS:
@@ -211,13 +215,11 @@ def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> Cla
 def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:
     coder = source.u8("class indices: coder")
     data = source.take(source.varint("class indices: length"), "class indices")
-    # A constant stream of one byte may stand for any number of rows: bounded by the bytes a stream
-    # can describe, 2^32 rows would need frames no writer makes.
-    if n > 1 << 28:
-        raise CorruptionError(f"{n} class indices, at most 2^28 are allowed")
+    # A constant stream of one byte may stand for any number of labels.
+    if n > MAX_INDICES:
+        raise CorruptionError(f"{n} class indices, at most {MAX_INDICES} are allowed")
     indices = np.empty(n, np.uint8)
-    if n or len(data):
-        decode_stream(coder, data, indices)
+    decode_stream(coder, data, indices)
     if n and int(indices.max()) >= radix:
         raise CorruptionError(f"class index {int(indices.max())} is beyond radix {radix}")
     return indices
@@ -281,9 +283,20 @@ def _parse_entries(
         of = "<u4" if domain is Domain.LINEAR else UNIT_TYPES[dtype.unit_bytes].str
         return ExplicitTable(vector(n_rows * n_codes, of).reshape(shape))
     if domain is Domain.LINEAR:
-        return LinearTable(vector(n_rows, "<f8"), vector(n_codes, "<f8"), vector(n_rows, "<f8"))
+        scale, level, offset = (vector(n, "<f8") for n in (n_rows, n_codes, n_rows))
+        _check_normal(scale, level, offset)
+        return LinearTable(scale, level, offset)
     width = 8 * dtype.unit_bytes
     return IntegerTable(vector(n_rows, "<i8"), vector(n_codes, "<i8"), vector(n_rows, "<i8"), width)
+
+
+def _check_normal(*vectors: NDArray[np.float64]) -> None:
+    """Refuse doubles that are not finite, and subnormal ones, which some processor modes flush."""
+    for vector in vectors:
+        exponent = vector.view(np.uint64) >> np.uint64(52) & np.uint64(0x7FF)
+        is_zero = (vector.view(np.uint64) << np.uint64(1)) == 0
+        if (exponent == 0x7FF).any() or ((exponent == 0) & ~is_zero).any():
+            raise CorruptionError("a scale, level or offset is infinite, NaN or subnormal")
 
 
 def _parse_tables(source: ByteReader, plan: Plan, dtype: DType) -> tuple[StreamTables, ...]:
@@ -303,4 +316,7 @@ def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> Outer:
     rows, columns = (
         np.frombuffer(source.take(4 * n, "outer vector"), "<u4").copy() for n in (n_rows, n_columns)
     )
+    for vector in (rows, columns):
+        if not reference.all_finite(vector, reference.F32):
+            raise CorruptionError("an outer vector holds an infinity or NaN")
     return Outer(rows, columns)

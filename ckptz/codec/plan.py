@@ -97,10 +97,14 @@ class Plan:
         return n_classes_of(self.rules)
 
     @property
+    def reads_base_units(self) -> bool:
+        """Whether decoding reads the base's values."""
+        return self.predictor is Predictor.BASE or any(rule == Magnitude() for rule in self.rules)
+
+    @property
     def needs_base(self) -> bool:
         """Whether decoding reads the base's values or codes."""
-        from_base = any(isinstance(r, BaseCode) or r == Magnitude() for r in self.rules)
-        return self.predictor is Predictor.BASE or from_base
+        return self.reads_base_units or self.reads_base_codes
 
     @property
     def reads_base_codes(self) -> bool:

@@ -22,19 +22,25 @@ class ChunkSources:
         end: unit after its last.
         base: the base tensor, or None.
         companions: tensors of the same file by name, for classes by another tensor's magnitude.
+        reads_both: the base's units and its codes are both needed. They come from one decoding then:
+            two would double with every member of a chain.
     """
 
     begin: int
     end: int
     base: UnitSource | None = None
     companions: Callable[[str], UnitSource] | None = None
+    reads_both: bool = False
     _units: NDArray[Any] | None = field(default=None, repr=False)
     _codes: NDArray[np.uint8] | None = field(default=None, repr=False)
+    _has_codes: bool = field(default=False, repr=False)
 
     def base_units(self) -> NDArray[Any]:
         """Units of the base."""
         if self.base is None:
             raise MissingBaseError("the tensor is stored against a base, and none is open")
+        if self._units is None and self.reads_both:
+            self._read_both(self.base)
         if self._units is None:
             self._units = self.base.units(self.begin, self.end)
         return self._units
@@ -43,9 +49,17 @@ class ChunkSources:
         """Codes of the base's own frame; None if it has none."""
         if self.base is None:
             raise MissingBaseError("the tensor is grouped by the codes of a base, and none is open")
-        if self._codes is None:
-            self._codes = codes_of(self.base, self.begin, self.end)
+        if not self._has_codes and self.reads_both:
+            self._read_both(self.base)
+        if not self._has_codes:
+            self._codes, self._has_codes = codes_of(self.base, self.begin, self.end), True
         return self._codes
+
+    def _read_both(self, base: UnitSource) -> None:
+        read = getattr(base, "units_and_codes", None)
+        if read is not None:
+            self._units, self._codes = read(self.begin, self.end)
+            self._has_codes = True
 
     def units_of(self, name: str) -> NDArray[Any]:
         """Units of another tensor of the same file."""

@@ -55,6 +55,11 @@ class ArraySource:
         return self.flat[begin:end]
 
 
+def n_rows_of(shape: tuple[int, ...]) -> int:
+    """Indices of the first dimension; 1 for a scalar and for a tensor without elements."""
+    return max(shape[0], 1) if shape else 1
+
+
 def n_chunks_of(n_units: int) -> int:
     """Chunks of a tensor."""
     return math.ceil(n_units / CHUNK_UNITS)

@@ -80,7 +80,10 @@ def read_envelope(source: ByteSource) -> Envelope:
             raise CorruptionError(f"header of {n_header} bytes exceeds the limit; not a safetensors file")
         if LENGTH_BYTES + n_header > source.size:
             raise TruncatedError(f"header of {n_header} bytes in a file of {source.size}")
-        raw = strict_json(source.read(LENGTH_BYTES, n_header).tobytes(), "header")
+        text = source.read(LENGTH_BYTES, n_header).tobytes()
+        if not text.startswith(b"{"):
+            raise CorruptionError("header does not begin with {; not a safetensors file")
+        raw = strict_json(text, "header")
         return _checked(raw, LENGTH_BYTES + n_header, source.size)
     except (TruncatedError, CorruptionError) as error:
         raise named(error, source.name) from None

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from ckptz._version import __version__
 from ckptz.container.envelope import strict_json
-from ckptz.errors import CorruptionError, UnsupportedError
+from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 
 FORMAT_NAME: Final = "ckptz"
 FORMAT_VERSION: Final = "0.1"
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
 MAX_INDEX_BYTES: Final = 64 << 20
-KNOWN_FEATURES: Final = frozenset({"lossless", "delta", "maps"})
+DELTA_FEATURE: Final = "delta"
+KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, "maps"})
 
 KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
 KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
@@ -97,7 +98,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     tensors: tuple[TensorEntry, ...]
     metadata: dict[str, str] | None = None
     base: BaseRef | None = None
-    step: int | None = None
+    step: Count | None = None
     sharding: Sharding | None = None
     tree: Any = None
 
@@ -129,8 +130,15 @@ def writer_name() -> str:
 
 
 def pack_index(index: Index) -> bytes:
-    """The index tensor's bytes: u8 1 and deflated JSON."""
-    return b"\x01" + zlib.compress(msgspec.json.encode(index), 9)
+    """The index tensor's bytes: u8 1 and deflated JSON.
+
+    Raises:
+        ConfigError: larger than a reader accepts.
+    """
+    text = msgspec.json.encode(index)
+    if len(text) > MAX_INDEX_BYTES:
+        raise ConfigError("names, metadata and nested values exceed 64 MiB; split the checkpoint")
+    return b"\x01" + zlib.compress(text, 9)
 
 
 def parse_index(raw: bytes) -> Index:
@@ -179,6 +187,11 @@ def is_ckptz(metadata: dict[str, str] | None) -> bool:
     return metadata is not None and metadata.get(KEY_FORMAT) == FORMAT_NAME
 
 
+def features_of(metadata: Mapping[str, str]) -> set[str]:
+    """What a reader has to know to read the file."""
+    return set(filter(None, metadata.get(KEY_FEATURES, "").split(",")))
+
+
 def check_version(metadata: dict[str, str]) -> None:
     """Refuse formats and features that this reader does not know, by name."""
     version = metadata.get(KEY_VERSION, "")
@@ -186,6 +199,5 @@ def check_version(metadata: dict[str, str]) -> None:
         raise UnsupportedError(f"format version {version!r}; this ckptz reads {FORMAT_VERSION}")
     if set(metadata) != {KEY_FORMAT, KEY_VERSION, KEY_FEATURES, KEY_DIGEST}:
         raise CorruptionError("header: __metadata__ lacks a key of ckptz, or has others")
-    features = set(filter(None, metadata.get(KEY_FEATURES, "").split(",")))
-    if unknown := sorted(features - KNOWN_FEATURES):
+    if unknown := sorted(features_of(metadata) - KNOWN_FEATURES):
         raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")

@@ -22,12 +22,16 @@ from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.envelope import Envelope, read_envelope
 from ckptz.container.index import (
+    DELTA_FEATURE,
     INDEX_NAME,
     KEY_DIGEST,
+    MAX_INDEX_BYTES,
+    RESERVED_PREFIX,
     Index,
     TensorEntry,
     check_version,
     content_id,
+    features_of,
     is_ckptz,
     parse_index,
 )
@@ -71,17 +75,19 @@ class FrameSource:
         """The base tensor that the frame needs, or None."""
         if not self.header.plan.needs_base:
             return None
+        if self._container.index.base is None:
+            raise CorruptionError("the frame needs a base, and the file names none")
         base = self._container.bases.get(self.entry.name)
         if base is None:
-            raise MissingBaseError(f"{self._container.name}: tensor {self.entry.name!r} needs its base")
+            raise MissingBaseError("needs its base, which has no such tensor or is not open")
         if (base.dtype, tuple(base.shape)) != (self.dtype, self.shape):
-            raise MissingBaseError(
-                f"{self._container.name}: tensor {self.entry.name!r} has another dtype or shape in the base"
-            )
+            raise MissingBaseError("has another dtype or shape in the base")
         return base
 
     def _sources(self, begin: int, end: int) -> ChunkSources:
-        return ChunkSources(begin, end, self.base, self._companion)
+        plan = self.header.plan
+        both = plan.reads_base_units and plan.reads_base_codes
+        return ChunkSources(begin, end, self.base, self._companion, both)
 
     def _companion(self, name: str) -> UnitSource:
         """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
@@ -111,12 +117,17 @@ class FrameSource:
         offset = self.entry.offset + self.entry.n_bytes - header.payload_bytes + header.chunk_offsets[index]
         return self._container.read(offset, header.chunks[index].n_bytes)
 
-    def decode_chunk(self, index: int, out: Units) -> None:
-        """Decode chunk `index` into `out`, checked."""
+    def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
+        """Decode chunk `index` into `out`, checked; returns its codes, if a quantization map made them."""
         begin = index * CHUNK_UNITS
         payload = self.payload(index)
         with self._container.naming(self.entry.name):
-            decode_chunk(self.header, index, payload, self._sources(begin, begin + len(out)), out)
+            return decode_chunk(self.header, index, payload, self._sources(begin, begin + len(out)), out)
+
+    def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
+        """Units and codes of begin..end, which are one chunk, from one decoding."""
+        units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
+        return units, self.decode_chunk(begin // CHUNK_UNITS, units)
 
     @property
     def n_codes(self) -> int | None:
@@ -228,6 +239,8 @@ class Container:
         if not envelope.regions or envelope.regions[-1].name != INDEX_NAME:
             raise CorruptionError(f"the last tensor is not {INDEX_NAME}")
         region = envelope.regions[-1]
+        if region.end - region.begin > MAX_INDEX_BYTES + 1:
+            raise CorruptionError("index: larger than 64 MiB")
         packed = self.read(region.begin, region.end - region.begin).tobytes()
         if hashlib.sha256(packed).hexdigest() != envelope.metadata.get(KEY_DIGEST):
             raise ChecksumError("the index was changed after it was written")
@@ -236,10 +249,16 @@ class Container:
         return index
 
     def _check_agreement(self, envelope: Envelope, index: Index) -> None:
-        regions = [(r.name, r.dtype.name, r.begin, r.end) for r in envelope.regions[:-1]]
-        entries = [(e.name, "U8", e.offset, e.offset + e.n_bytes) for e in index.tensors]
+        if any(r.dtype.name != "U8" or r.shape != (r.end - r.begin,) for r in envelope.regions):
+            raise CorruptionError("header: a frame or the index is not one row of U8")
+        regions = [(r.name, r.begin, r.end) for r in envelope.regions[:-1]]
+        entries = [(e.name, e.offset, e.offset + e.n_bytes) for e in index.tensors]
         if regions != entries:
             raise CorruptionError("header and index disagree on names or offsets")
+        if any(e.name.startswith(RESERVED_PREFIX) for e in index.tensors):
+            raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
+        if index.base is not None and DELTA_FEATURE not in features_of(envelope.metadata or {}):
+            raise CorruptionError("the index names a base, and the feature 'delta' is not required")
         for entry in index.tensors:
             dtype_of(entry.dtype).n_bytes(entry.shape)
         found = content_id((e.name, e.dtype, e.shape, _checksum(e)) for e in index.tensors)

@@ -7,6 +7,7 @@ the tensor's tables takes the tables and the class segments from the frame.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -25,7 +26,7 @@ from ckptz.entropy.frequency import (
     pack_table,
     parse_table,
 )
-from ckptz.errors import CorruptionError
+from ckptz.errors import CorruptionError, UnsupportedError
 from ckptz.kernels import cpu
 
 Bytes = NDArray[np.uint8]
@@ -78,7 +79,7 @@ class Segments:
 
 class _Zstd(Protocol):
     def compress(self, data: Any) -> bytes: ...
-    def decompress(self, data: Any, max_output_size: int = 0) -> bytes: ...
+    def decompress(self, data: Any, max_output_size: int = 0, *, allow_extra_data: bool = True) -> bytes: ...
 
 
 _local = threading.local()  # zstd contexts are costly to make and not thread-safe
@@ -170,6 +171,11 @@ def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
     return common, parts[0], parts[1]
 
 
+def _encode_around(symbols: Bytes, common: int) -> bytes:
+    gaps, values = cpu().sparse_split(symbols, common)
+    return encode_sparse(gaps, values, common)
+
+
 def _decode_sparse(source: ByteReader, out: Bytes) -> None:
     out[:], gaps, values = read_sparse(source, len(out))
     if not cpu().sparse_merge(gaps, values, out):
@@ -206,7 +212,7 @@ def encode_stream(
     plain = min(rans_bytes if pays else n, beat)
     candidates: list[tuple[CoderId, bytes]] = []
     if counts[common] >= SPARSE_MIN_SHARE * n and not nested:
-        candidates.append((CoderId.SPARSE, encode_sparse(*cpu().sparse_split(symbols, common), common)))
+        candidates.append((CoderId.SPARSE, _encode_around(symbols, common)))
     if _zstd_promises(symbols, plain):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
@@ -246,35 +252,49 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
     Raises:
         FormatError: the bytes are not a stream of n codes.
     """
-    source = ByteReader(stream)
-    if coder == CoderId.CONSTANT:
-        out[:] = source.u8("constant stream")
-        source.end("constant stream")
-    elif coder == CoderId.STORED:
-        out[:] = np.frombuffer(source.take(len(out), "stored stream"), np.uint8)
-        source.end("stored stream")
-    elif coder == CoderId.ZSTD:
-        _decode_zstd(stream, out)
-    elif coder == CoderId.RANS_OWN:
-        _decode_own(source, out)
-    elif coder == CoderId.SPARSE:
-        _decode_sparse(source, out)
-    elif coder == CoderId.RANS_SHARED and segments is not None:
-        decode_rans(source, segments, out)
-    else:
-        raise CorruptionError(f"coder {coder} is not defined here")
+    if not len(out) and (coder != CoderId.STORED or len(stream)):
+        raise CorruptionError("a stream of no codes is not an empty stored one")
+    if coder == CoderId.RANS_SHARED:
+        if segments is None:
+            raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
+        decode_rans(ByteReader(stream), segments, out)
+        return
+    decode = _DECODERS.get(coder)
+    if decode is None:
+        raise UnsupportedError(f"coder {coder} is not known to this ckptz; upgrade it")
+    decode(ByteReader(stream), out)
 
 
-def _decode_zstd(stream: memoryview, out: Bytes) -> None:
+def _decode_constant(source: ByteReader, out: Bytes) -> None:
+    out[:] = source.u8("constant stream")
+    source.end("constant stream")
+
+
+def _decode_stored(source: ByteReader, out: Bytes) -> None:
+    out[:] = np.frombuffer(source.take(len(out), "stored stream"), np.uint8)
+    source.end("stored stream")
+
+
+def _decode_zstd(source: ByteReader, out: Bytes) -> None:
+    stream = source.take(source.left, "zstd stream")
     try:
         if zstandard.frame_content_size(stream) != len(out):
             raise CorruptionError(f"zstd stream does not announce {len(out)} bytes")
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
         decompressor: _Zstd = _local.decompressor
-        decoded = decompressor.decompress(stream, max_output_size=len(out))
+        decoded = decompressor.decompress(stream, max_output_size=len(out), allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptionError(f"zstd stream: {error}") from None
     if len(decoded) != len(out):
         raise CorruptionError(f"zstd stream holds {len(decoded)} bytes, not {len(out)}")
     out[:] = np.frombuffer(decoded, np.uint8)
+
+
+_DECODERS: Final[Mapping[int, Callable[[ByteReader, Bytes], None]]] = {
+    CoderId.CONSTANT: _decode_constant,
+    CoderId.STORED: _decode_stored,
+    CoderId.ZSTD: _decode_zstd,
+    CoderId.RANS_OWN: _decode_own,
+    CoderId.SPARSE: _decode_sparse,
+}

@@ -173,9 +173,9 @@ def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[tuple[Path, _
 
 def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> bool:
     if isinstance(file, Container):
-        return file.index.content_id == ref.content_id and file.index.depth == ref.depth - 1
+        return file.index.content_id == ref.content_id and file.index.depth < ref.depth
     # A plain file says nothing of its values: read it all, but only if its tensors could fit.
-    return ref.depth == 1 and _could_fit(file, delta) and content_id_of(file.tensors) == ref.content_id
+    return _could_fit(file, delta) and content_id_of(file.tensors) == ref.content_id
 
 
 def _could_fit(file: PlainFile, delta: Container) -> bool:

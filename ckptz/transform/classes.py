@@ -21,6 +21,7 @@ from ckptz.kernels import cpu, planning
 
 MAX_RULES: Final = 3
 MAX_CLASSES: Final = 1 << 12
+MAX_INDICES: Final = 1 << 24  # labels that a header may hold for rows or blocks
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CLASSES: Final = 256
 
@@ -105,22 +106,18 @@ class ClassSources(Protocol):
 
 
 def _labels_of(rule: ClassRule, sources: ClassSources, row_units: int) -> Labels:
-    n = sources.end - sources.begin
     if isinstance(rule, Magnitude):
         units = sources.base_units() if rule.source is None else sources.units_of(rule.source)
         return cpu().magnitude_classes(units)
     if isinstance(rule, BaseCode):
         codes = sources.base_codes()
         if codes is None:
-            return np.zeros(n, np.uint8)
+            return np.zeros(sources.end - sources.begin, np.uint8)
         if len(codes) and int(codes.max()) >= rule.radix:
             raise CorruptionError(f"the base uses code {int(codes.max())}, the frame expects {rule.radix}")
         return codes
     size = row_units if isinstance(rule, Row) else rule.size
-    first = sources.begin // size
-    here = rule.indices[first : (sources.end - 1) // size + 1]
-    begin = sources.begin - first * size
-    return np.repeat(here, size)[begin : begin + n]
+    return rule.indices[np.arange(sources.begin, sources.end) // size]
 
 
 def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:

@@ -1,0 +1,321 @@
+"""The worked examples of the specification, computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from spec_support import SPEC, hex_bytes, numbers, table
+
+from ckptz.bits.checksum import xxh64
+from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.codec.plan import Domain, Plan, Predictor
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import UNIT_TYPES, ArraySource
+from ckptz.codec.values import KINDS, ValueTable
+from ckptz.container.plain import content_id_of
+from ckptz.dtypes import dtype_of
+from ckptz.entropy.frequency import parse_table
+from ckptz.entropy.streams import CoderId, decode_stream
+from ckptz.kernels import cpu, reference
+from ckptz.quant.quant_map import ExplicitTable, LinearTable, QuantizationMap
+from ckptz.transform.classes import Block, labels_of
+from ckptz.transform.planes import PlaneMode, kernel_mode
+
+Array = np.ndarray[Any, Any]
+BACKENDS = [pytest.param(lambda: reference, id="reference"), pytest.param(cpu, id="cpu")]
+
+
+# --- 01 integers --------------------------------------------------------------------------------
+
+
+def _written(write: Callable[[ByteWriter], None]) -> bytes:
+    out = ByteWriter()
+    write(out)
+    return out.getvalue()
+
+
+def test_integer_examples() -> None:
+    for row in table("01-integers.md", "fixed", "u32"):
+        assert _written(lambda out, row=row: out.u32(int(row["u32"]))) == hex_bytes(row["bytes"])
+    for row in table("01-integers.md", "varint", "varint"):
+        assert _written(lambda out, row=row: out.varint(int(row["varint"]))) == hex_bytes(row["bytes"])
+        assert ByteReader(hex_bytes(row["bytes"])).varint("") == int(row["varint"])
+    for row in table("01-integers.md", "text", "text"):
+        text = "" if row["text"] == "(empty)" else row["text"]
+        assert _written(lambda out, text=text: out.text(text)) == hex_bytes(row["bytes"])
+
+
+def test_zigzag_and_packing_examples() -> None:
+    for row in table("01-integers.md", "zigzag", "zigzag"):
+        d = np.array([int(row["d, w = 16"], 0)], np.uint16)
+        planes = reference.split_planes(d, d * 0, reference.DIFFERENCE)
+        assert planes.T.tobytes() == int(row["zigzag"], 0).to_bytes(2, "little")
+    for row in table("01-integers.md", "packed-bits", "codes"):
+        packed = reference.pack_codes(np.array(numbers(row["codes"]), np.uint8), int(row["bits each"]))
+        assert packed.tobytes() == hex_bytes(row["bytes"])
+
+
+def test_exp_golomb_examples() -> None:
+    for row in table("01-integers.md", "exp-golomb", "bits, in their order"):
+        bits = numbers(row["bits, in their order"])
+        packed = reference.golomb_pack(np.array([int(row["value"])], np.uint16), int(row["order"]))
+        assert packed.tobytes() == np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes()
+        n_bits = (int(row["value"]) + (1 << int(row["order"]))).bit_length()
+        assert len(bits) == (n_bits - 1 - int(row["order"])) + 1 + (n_bits - 1)
+    for row in table("01-integers.md", "exp-golomb", "values"):
+        values = np.array(numbers(row["values"]), np.uint16)
+        assert reference.golomb_pack(values, int(row["order"])).tobytes() == hex_bytes(row["bytes"])
+
+
+def test_xxh64_examples_and_the_text_itself() -> None:
+    for row in table("01-integers.md", "xxh64", "input"):
+        data = hex_bytes(row["input"])
+        assert xxh64(data) == _xxh64_of_the_page(data) == int(row["checksum"], 16)
+    for n in (31, 32, 33, 63, 100):
+        assert xxh64(bytes(range(n))) == _xxh64_of_the_page(bytes(range(n)))
+
+
+MASK = (1 << 64) - 1
+
+
+def _rotl(x: int, n: int) -> int:
+    return (x << n | x >> 64 - n) & MASK
+
+
+def _xxh64_of_the_page(data: bytes) -> int:
+    """Steps 1 to 4 of the page, with its constants."""
+    p1, p2, p3, p4, p5 = (int(r["value"], 16) for r in table("01-integers.md", "xxh64", "constant"))
+
+    def rounded(a: int, raw: bytes) -> int:
+        return _rotl((a + int.from_bytes(raw, "little") * p2) & MASK, 31) * p1 & MASK
+
+    rest, h = data, p5
+    if len(data) >= 32:
+        v = [(p1 + p2) & MASK, p2, 0, -p1 & MASK]
+        while len(rest) >= 32:
+            v = [rounded(v[i], rest[8 * i : 8 * i + 8]) for i in range(4)]
+            rest = rest[32:]
+        h = sum(_rotl(v[i], n) for i, n in enumerate((1, 7, 12, 18)))
+        for x in v:
+            h = ((h ^ rounded(0, x.to_bytes(8, "little"))) * p1 + p4) & MASK
+    h = (h + len(data)) & MASK
+    for begin in range(0, len(rest) // 8 * 8, 8):
+        h = (_rotl(h ^ rounded(0, rest[begin : begin + 8]), 27) * p1 + p4) & MASK
+    rest = rest[len(rest) // 8 * 8 :]
+    if len(rest) >= 4:
+        h = (_rotl(h ^ int.from_bytes(rest[:4], "little") * p1 & MASK, 23) * p2 + p3) & MASK
+    for byte in rest[len(rest) // 4 * 4 :]:
+        h = _rotl(h ^ byte * p5 & MASK, 11) * p1 & MASK
+    h = (h ^ h >> 33) * p2 & MASK
+    h = (h ^ h >> 29) * p3 & MASK
+    return h ^ h >> 32
+
+
+# --- 02 entropy ---------------------------------------------------------------------------------
+
+
+def test_sparse_examples() -> None:
+    for row in table("02-entropy.md", "sparse", "common"):
+        n, common = int(row["n"]), int(row["common"])
+        gaps, values = (bytes(numbers(row[name])) for name in ("gaps", "values"))
+        out = ByteWriter()
+        out.u8(common)
+        for part in (gaps, values):
+            out.varint(len(part))
+            out.u8(CoderId.STORED)
+            out.varint(len(part))
+            out.raw(part)
+        codes = np.empty(n, np.uint8)
+        decode_stream(CoderId.SPARSE, memoryview(out.getvalue()), codes)
+        assert codes.tolist() == _codes_of_text(row["decodes to"])
+
+
+def _codes_of_text(text: str) -> list[int]:
+    """`7 7 9`, or `296 times 0, 5`."""
+    if "," not in text:
+        return numbers(text)
+    parts = [part.split(" times ") for part in text.split(", ")]
+    return [int(part[-1]) for part in parts for _ in range(int(part[0]) if len(part) == 2 else 1)]
+
+
+def _worked(anchor: str) -> dict[str, str]:
+    return {
+        row["what"]: next(v for k, v in row.items() if k != "what")
+        for row in table("02-entropy.md", anchor, "what")
+    }
+
+
+def test_the_worked_stream_decodes_to_its_codes() -> None:
+    worked = _worked("worked-example")
+    out = np.empty(len(numbers(worked["codes"])), np.uint8)
+    decode_stream(CoderId.RANS_OWN, memoryview(hex_bytes(worked["stream"])), out)
+    assert out.tolist() == numbers(worked["codes"])
+
+
+def test_the_worked_frequency_table_is_that_of_the_stream() -> None:
+    source = ByteReader(hex_bytes(_worked("worked-example")["stream"]))
+    frequencies = parse_table(source).astype(np.int64)
+    rows = table("02-entropy.md", "worked-example", "f(s)")
+    assert [int(row["f(s)"]) for row in rows] == frequencies[frequencies > 0].tolist()
+    starts = np.cumsum(frequencies) - frequencies
+    assert [int(row["start(s)"]) for row in rows] == [int(starts[int(row["s"])]) for row in rows]
+    written = table("02-entropy.md", "worked-example", "code", "bits")
+    assert [int(row["value"]) for row in written] == [int(row["f(s)"]) for row in rows[:-1]]
+    bits = [bit for row in written for bit in numbers(row["bits"])]
+    packed = np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes()
+    assert packed == hex_bytes(_worked("worked-example")["stream"])[3 : source.offset]
+
+
+def test_the_worked_steps_follow_from_the_stream() -> None:
+    stream = hex_bytes(_worked("worked-example")["stream"])
+    source = ByteReader(stream)
+    frequencies = [int(f) for f in parse_table(source)]
+    assert source.u8("lane index") == 0
+    state, rows = source.u32("state"), table("02-entropy.md", "worked-example", "i", "slot")
+    assert f"`{stream[-6:-2].hex(' ')}` = {state}" in (SPEC / "02-entropy.md").read_text()
+    for i, row in enumerate(rows):
+        slot = state % 4096
+        code = next(s for s in range(256) if sum(frequencies[: s + 1]) > slot)
+        after = frequencies[code] * (state // 4096) + slot - sum(frequencies[:code])
+        word = None if after >= 1 << 16 else source.u16("word")
+        ended = after if word is None else after << 16 | word
+        shown = [int(cell) if cell else None for cell in row.values()]
+        assert shown == [i, state, slot, code, after, word, ended]
+        state = ended
+    assert (state, source.left) == (1 << 16, 0)
+
+
+def test_the_stream_order_example() -> None:
+    worked = _worked("example-of-the-stream-order")
+    codes, labels = (
+        np.array(numbers(worked[k]), np.uint8) for k in ("codes, in the order of their units", "classes")
+    )
+    grouped = numbers(worked["stream order"])
+    assert reference.group(codes, labels, 3).tolist() == grouped
+    out = np.empty_like(codes)
+    reference.ungroup(np.array(grouped, np.uint8), labels, 3, out)
+    assert out.tolist() == codes.tolist()
+
+
+# --- 03 transforms ------------------------------------------------------------------------------
+
+
+def _unit(text: str, n_bytes: int) -> Array:
+    return np.array([int(text, 0) if text else 0], UNIT_TYPES[n_bytes])
+
+
+def test_order_examples() -> None:
+    for row in table("03-transforms.md", "order", "order"):
+        unit, ordered = (_unit(cell, 2) for cell in row.values())
+        assert reference.order(unit) == ordered
+        assert reference.unorder(ordered) == unit
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plane_examples(backend: Callable[[], Any]) -> None:
+    for row in table("03-transforms.md", "planes", "dtype", "z"):
+        dtype, mode = dtype_of(row["dtype"]), PlaneMode[row["mode"].upper()]
+        unit, base, z = (_unit(row[name], dtype.unit_bytes) for name in ("unit", "base", "z"))
+        planes = backend().split_planes(unit, base, kernel_mode(mode, dtype))
+        assert planes.T.tobytes() == z.tobytes(), row
+        out = np.empty_like(unit)
+        backend().merge_planes(list(planes), base, kernel_mode(mode, dtype), out)
+        assert out == unit, row
+
+
+def test_class_examples() -> None:
+    for row in table("03-transforms.md", "classes", "radices"):
+        rules = tuple(
+            Block(radix, 1, np.array([label], np.uint8))
+            for radix, label in zip(numbers(row["radices"]), numbers(row["labels"]), strict=True)
+        )
+        assert labels_of(rules, ChunkSources(0, 1), 1).tolist() == [int(row["class"])]
+
+
+# --- 04 quantization ----------------------------------------------------------------------------
+
+
+def _patterns(rows: list[dict[str, str]], column: str) -> Array:
+    return np.array([int(row[column], 0) for row in rows], np.uint32)
+
+
+def test_entry_examples() -> None:
+    for row in table("04-quantization.md", "entries", "entry"):
+        scale, level, offset = (np.array([float(x)]) for x in row["scale, level, offset"].split(", "))
+        assert LinearTable(scale, level, offset).expand()[0, 0] == int(row["entry"], 16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_addition_examples(backend: Callable[[], Any]) -> None:
+    rows = table("04-quantization.md", "addition", "add")
+    a, b, total = (_patterns(rows, column) for column in ("a", "b", "add"))
+    assert backend().add_f32(a, b).tolist() == total.tolist() == backend().add_f32(b, a).tolist()
+
+
+def test_product_examples() -> None:
+    for row in table("04-quantization.md", "product", "product"):
+        a, b = (np.array([int(row[name], 16)], np.uint32) for name in "ab")
+        assert reference.outer_product(a, b, 0, 1)[0] == int(row["product"], 16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_cast_examples(dtype: str, backend: Callable[[], Any]) -> None:
+    rows = table("04-quantization.md", "cast", "F32")
+    cast = backend().from_f32(_patterns(rows, "F32"), KINDS[dtype])
+    assert [f"{u:#06x}" for u in cast] == [row[dtype] for row in rows]
+    assert [_cast_of_the_page(int(row["F32"], 16), dtype) for row in rows] == cast.tolist()
+
+
+def _cast_of_the_page(p: int, dtype: str) -> int:
+    """The two casts as the page writes them out."""
+    if dtype == "BF16":
+        return (p + 0x7FFF + (p >> 16 & 1)) >> 16
+    s, m = p >> 16 & 0x8000, p & 0x7FFFFFFF
+    if m >= 0x477FF000:
+        return s | 0x7C00
+    if m <= 0x33000000:
+        return s
+    e, f = m >> 23, m & 0x7FFFFF | 0x800000
+    t = 13 if e >= 113 else 126 - e
+    q, rest = f >> t, f % (1 << t)
+    q += rest > 1 << t - 1 or (rest == 1 << t - 1 and q % 2 == 1)
+    return s | q + ((e - 113 << 10) if e >= 113 else 0)
+
+
+def test_the_casts_of_the_page_are_those_of_the_kernels() -> None:
+    patterns = np.random.default_rng(1).integers(0, 1 << 32, 20_000, np.uint32)
+    patterns = patterns[(patterns & 0x7F800000) != 0x7F800000]
+    near = np.arange(0x32FFFF00, 0x33000100, dtype=np.uint32)
+    for dtype in ("BF16", "F16"):
+        for some in (patterns, near):
+            expected = reference.from_f32(some, KINDS[dtype]).tolist()
+            assert [_cast_of_the_page(int(p), dtype) for p in some] == expected
+
+
+@pytest.mark.parametrize(
+    "row", table("04-quantization.md", "decoding", "entry"), ids=lambda r: "-".join(r.values())
+)
+def test_decoding_examples(row: dict[str, str]) -> None:
+    dtype, domain = dtype_of(row["dtype"]), Domain[row["domain"].upper()]
+    entry_bytes = 4 if domain is Domain.LINEAR else dtype.unit_bytes
+    entries = ExplicitTable(_unit(row["entry"], entry_bytes).reshape(1, 1))
+    quant_map = QuantizationMap(entries, np.zeros(1, np.int64))
+    predictor = Predictor.ZERO if row["predictor"] == "zero" else Predictor.BASE
+    base = None if predictor is Predictor.ZERO else _unit(row["predictor"], dtype.unit_bytes)
+    out = np.empty(1, UNIT_TYPES[dtype.unit_bytes])
+    plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor)
+    ValueTable.of(dtype, plan).decode(np.zeros(1, np.uint8), None, base, out)
+    assert out[0] == int(row["unit"], 16)
+
+
+# --- 07 chain -----------------------------------------------------------------------------------
+
+
+def test_content_id_examples() -> None:
+    tensors = {"w": ArraySource.from_buffer(dtype_of("F32"), (2,), np.array([1, -2], np.float32))}
+    ids = [row["content id"] for row in table("07-chain.md", "content-id", "tensors")]
+    assert ids == [content_id_of({}), content_id_of(tensors)]

@@ -1,0 +1,87 @@
+"""The annotated example of the specification: up to date, whole, and a file that loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from spec_support import SPEC, page, table
+
+from ckptz.container.byte_source import MemoryBytes
+from ckptz.store.resolve import open_source
+
+FIELD_PAGES = ("02-entropy.md", "04-quantization.md", "05-frame.md", "06-container.md")
+
+
+@pytest.fixture(scope="module")
+def examples() -> ModuleType:
+    """The script that makes the page."""
+    spec = importlib.util.spec_from_file_location("make_examples", SPEC / "make_examples.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def annotated_bytes() -> bytes:
+    """The file, put together from the tables and texts of the page; every byte must have its place."""
+    data = b""
+    for section in page("examples.md").values():
+        for lines in section.tables:
+            for row in lines if "offset" in lines[0] else []:
+                assert int(row["offset"]) == len(data), row
+                data += bytes.fromhex(row["bytes"])
+        text = "".join(line[4:] for line in section.lines if line.startswith("    "))
+        if match := re.search(r"Bytes (\d+) to (\d+)", "\n".join(section.lines)):
+            begin, end = int(match[1]), int(match[2])
+            assert begin == len(data)
+            data += text.encode().ljust(end + 1 - begin, b" ")
+    return data
+
+
+def test_the_page_is_up_to_date(examples: ModuleType) -> None:
+    written = (SPEC / "examples.md").read_text(encoding="utf-8")
+    assert written == examples.render(), "run: python spec/make_examples.py"
+
+
+def test_the_page_shows_every_byte_of_the_file(examples: ModuleType) -> None:
+    assert annotated_bytes() == examples.build()[0]
+
+
+def test_the_file_of_the_page_loads() -> None:
+    data = annotated_bytes()
+    tensors = open_source(MemoryBytes(data)).tensors
+    rows = {row["tensor"]: row["units"].split() for row in table("examples.md", "decoded", "units")}
+    assert rows.keys() == tensors.keys()
+    for name, source in tensors.items():
+        units = source.units(0, source.dtype.n_units(source.shape))
+        assert units.tolist() == [int(unit, 16) for unit in rows[name]]
+    assert np.array(tensors["weight"].units(17, 18)).view(np.float32).tolist() == [3.25]
+    blobs = safetensors.numpy.load(data)
+    assert set(blobs) == {"bias", "weight", "__ckptz__.index"}
+
+
+def test_the_fields_of_the_file_are_those_of_the_pages() -> None:
+    known = {
+        row["field"]
+        for name in FIELD_PAGES
+        for section in page(name).values()
+        for lines in section.tables
+        for row in lines
+        if "field" in row
+    }
+    shown = {
+        row["field"].split(": ", 1)[-1] if row["field"].startswith("stream ") else row["field"]
+        for section in page("examples.md").values()
+        for lines in section.tables
+        for row in lines
+        if "offset" in row
+    }
+    assert len(shown) > 30
+    assert shown - known <= {"", "stream", "plain"}
