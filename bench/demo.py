@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_methods import METHODS, restored_path, store, warm_up, zstd_for_scale
+from demo_methods import METHODS, Method, restored_path, store, warm_up, zstd_for_scale
 from demo_report import Report, Row, draw, print_table, problems, write_json
 from demo_training import BATCH, QUICK, Resumption, Settings, Trainer, resume, threads
 from rich.console import Console
@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(report, console)
     draw(report, options.out / "demo.png")
     write_json(report, options.out / "demo.json")
-    console.print(f"{report.total_seconds:.0f} s in all; see {options.out / 'demo.png'} and demo.json")
+    console.print(f"{report.total_seconds:.0f} s in all; see {options.out / 'demo.png'} and demo.json; try")
+    console.print(
+        f"  .venv/bin/ckptz inspect {options.out}/ckptz-lossless/step-{report.resume_step:04d}.ckptz"
+    )
     found = problems(report)
     for problem in found:
         console.print(f"FAILED: {problem}", style="red")
@@ -67,37 +70,36 @@ def run(settings: Settings, out: Path, console: Console) -> Report:
     n_threads, other_threads = thread_counts()
     data = read_corpus()
     with threads(n_threads):
-        run = train(settings, data[0], fresh_folder(out / "uncompressed"), console)
-    checkpoint = run.files[settings.resume_index]
+        trained = train(settings, data[0], fresh_folder(out / "uncompressed"), console)
+    state_bytes = BYTES_PER_PARAMETER * trained.n_parameters
+    checkpoint = trained.files[settings.resume_index]
 
-    def resume_from(path: Path, name: str, n_threads: int = n_threads) -> Resumption:
-        console.print(f"training on from {path.name}: {name}")
+    def resumed(path: Path, n_threads: int = n_threads) -> Resumption:
+        console.print(f"training on from {path}, torch threads: {n_threads}")
         return resume(load_file(path), settings, data, n_threads)
 
-    exact = resume_from(checkpoint, "exact resume")
-    noisy = resume_from(checkpoint, f"exact resume, torch threads {other_threads}", other_threads)
+    def method_row(method: Method) -> Row:
+        console.print(f"compressing and restoring {len(trained.files)} checkpoints: {method.name}")
+        folder = fresh_folder(out / method.name.replace(" ", "-"))
+        kept = store(method, trained.files, folder, state_bytes)
+        resumption = resumed(restored_path(checkpoint, folder))
+        return Row(name=method.name, is_lossless=method.is_lossless, resumption=resumption, storage=kept)
+
+    exact, noisy = resumed(checkpoint), resumed(checkpoint, other_threads)
+    first_use = warm_up(METHODS[0], trained.files)
     rows = [
         Row(name="uncompressed", is_lossless=True, resumption=exact),
-        Row(name=f"same, torch threads {other_threads}", is_lossless=False, resumption=noisy),
+        Row(name=f"same, torch threads: {other_threads}", is_lossless=False, resumption=noisy),
+        *map(method_row, METHODS),
     ]
-    first_use = warm_up(METHODS[0], run.files, fresh_folder(out / "warm-up"))
-    state_bytes = BYTES_PER_PARAMETER * run.n_parameters
-    for method in METHODS:
-        console.print(f"compressing and restoring {len(run.files)} checkpoints: {method.name}")
-        folder = fresh_folder(out / method.name.replace(" ", "-"))
-        kept = store(method, run.files, folder, state_bytes)
-        resumption = resume_from(restored_path(checkpoint, folder), method.name)
-        rows.append(
-            Row(name=method.name, is_lossless=method.is_lossless, resumption=resumption, storage=kept)
-        )
     return Report(
         rows=rows,
-        steps=run.steps,
-        resume_step=run.steps[settings.resume_index],
-        training=run.losses,
+        steps=trained.steps,
+        resume_step=trained.steps[settings.resume_index],
+        training=trained.losses,
         state_bytes=state_bytes,
-        plain_bytes=[path.stat().st_size for path in run.files],
-        zstd=zstd_for_scale(run.files),
+        plain_bytes=[path.stat().st_size for path in trained.files],
+        zstd=zstd_for_scale(trained.files),
         first_use_seconds=first_use,
         total_seconds=time.perf_counter() - begin,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ import zstandard
 from demo_training import is_same_state
 from safetensors.torch import load_file
 
+import ckptz.torch
+from ckptz.config import LOSSLESS, Config, KMeans
 from ckptz.convert.compress import CompressOptions, compress_files
+from ckptz.convert.inspect import inspect_file
 from ckptz.convert.restore import restore_file
 
 
@@ -39,6 +43,7 @@ class Storage:
     Attributes:
         n_bytes: of each checkpoint on disk.
         ratio: bytes of fp32 weights and both moments of the run over bytes on disk.
+        weights_ratio: the same of the weights alone: their fp32 bytes over those of their frames.
         compress_rate: MB/s of the original files, reading and writing included.
         restore_rate: the same.
         n_bit_equal: restored checkpoints that equal their originals to the bit.
@@ -46,15 +51,20 @@ class Storage:
 
     n_bytes: list[int]
     ratio: float
+    weights_ratio: float
     compress_rate: float
     restore_rate: float
     n_bit_equal: int
 
 
-def compress_chain(plain: Sequence[Path], folder: Path) -> list[Path]:
-    """Losslessly; the first checkpoint stands alone, each further one is a delta to the one before it."""
-    reports = compress_files(plain, folder, CompressOptions(chain=True))
-    return [Path(report.output) for report in reports]
+def chain_of(config: Config) -> Callable[[Sequence[Path], Path], list[Path]]:
+    """A chain: the first checkpoint stands alone, each further one is a delta to the one before it."""
+
+    def compress(plain: Sequence[Path], folder: Path) -> list[Path]:
+        reports = compress_files(plain, folder, CompressOptions(chain=True, config=config))
+        return [Path(report.output) for report in reports]
+
+    return compress
 
 
 def restore(packed: Path, out: Path) -> None:
@@ -62,18 +72,22 @@ def restore(packed: Path, out: Path) -> None:
     restore_file(packed, out)
 
 
-METHODS = (Method(name="ckptz lossless", is_lossless=True, compress=compress_chain, restore=restore),)
+# Moments stay lossless with k-means maps: only weights become lossy.
+KMEANS = KMeans(levels=16, prune=0.1, protect=0.005)
+
+METHODS = (
+    Method(name="ckptz lossless", is_lossless=True, compress=chain_of(LOSSLESS), restore=restore),
+    Method(name="ckptz kmeans 16", is_lossless=False, compress=chain_of(KMEANS), restore=restore),
+)
 
 
-def warm_up(method: Method, plain: Sequence[Path], folder: Path) -> float:
+def warm_up(method: Method, plain: Sequence[Path]) -> float:
     """Seconds of the first use on the first two files; compiles what is not compiled yet."""
-    begin = time.perf_counter()
-    packed = method.compress(plain[:2], folder)
-    method.restore(packed[-1], folder / "warm-up.safetensors")
-    seconds = time.perf_counter() - begin
-    for path in (*packed, folder / "warm-up.safetensors"):
-        path.unlink()
-    return seconds
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        packed = method.compress(plain[:2], Path(folder))
+        method.restore(packed[-1], Path(folder) / "restored.safetensors")
+        return time.perf_counter() - begin
 
 
 def restored_path(path: Path, folder: Path) -> Path:
@@ -94,10 +108,23 @@ def store(method: Method, plain: Sequence[Path], folder: Path, state_bytes: int)
     return Storage(
         n_bytes=n_bytes,
         ratio=state_bytes * len(plain) / sum(n_bytes),
+        weights_ratio=_weights_ratio(packed),
         compress_rate=original_mb / (compressed_at - begin),
         restore_rate=original_mb / (end - compressed_at),
-        n_bit_equal=sum(is_same_state(load_file(p), load_file(restored_path(p, folder))) for p in plain),
+        n_bit_equal=sum(_is_bit_equal(p, c, folder) for p, c in zip(plain, packed, strict=True)),
     )
+
+
+def _weights_ratio(packed: Sequence[Path]) -> float:
+    tensors = [t for path in packed for t in inspect_file(path).tensors if t.name.startswith("model.")]
+    return sum(t.tensor_bytes for t in tensors) / sum(t.stored_bytes for t in tensors)
+
+
+def _is_bit_equal(original: Path, packed: Path, folder: Path) -> bool:
+    """Whether both ways back give the original: the restored file, and loading without restoring."""
+    state = load_file(original)
+    ways_back = (load_file(restored_path(original, folder)), ckptz.torch.load_file(packed))
+    return all(is_same_state(state, found) for found in ways_back)
 
 
 def zstd_for_scale(plain: Sequence[Path]) -> tuple[int, float]:

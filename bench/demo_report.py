@@ -85,7 +85,7 @@ def change_percent(value: float, exact: float) -> float:
 
 
 def _percent(value: float) -> str:
-    return "0" if value == 0 else f"{value:+.2g} %" if abs(value) < 0.01 else f"{value:+.2f} %"
+    return "0" if value == 0 else f"{value:+.0e} %" if abs(value) < 0.01 else f"{value:+.2f} %"
 
 
 def print_table(report: Report, console: Console) -> None:
@@ -93,18 +93,19 @@ def print_table(report: Report, console: Console) -> None:
     title = f"{len(report.steps)} checkpoints of a small GPT, resumed from step {report.resume_step}"
     table = Table(title=title)
     table.add_column("method", no_wrap=True)
-    titles = ("run, MB", "ratio", "compress MB/s", "restore MB/s", "loss at once", "change")
-    for title in (*titles, "loss resumed", "change", "bit-equal"):
-        table.add_column(title, justify="right")
+    titles = ("run, MB", "ratio", "weights ratio", "compress MB/s", "restore MB/s", "loss at once", "change")
+    for title in (*titles, "loss resumed", "change", "bit equal"):
+        table.add_column(title, justify="right", min_width=max(map(len, title.split())))
     for row in report.rows:
         table.add_row(row.name, *_size_cells(row, report), *_loss_cells(row.resumption, report.exact))
     console.print(table)
     zstd_bytes, zstd_rate = report.zstd
     console.print(
         f"ratio: fp32 weights and both moments, {report.state_bytes / MB:.1f} MB a checkpoint, over bytes on "
-        f"disk; zstd -3: {_ratio(report, zstd_bytes):.3f}x at {zstd_rate:.0f} MB/s\n"
-        f"MB/s: of the original files, {os.cpu_count()} cores, reading and writing included; the first use, "
-        f"with compilation if needed, took {report.first_use_seconds:.1f} s\n"
+        f"disk; weights ratio: of the weights alone; zstd -3 of everything: "
+        f"{_ratio(report, zstd_bytes):.3f}x at {zstd_rate:.0f} MB/s\n"
+        f"MB/s: of the original files, {os.cpu_count()} cores, reading, writing and, for a delta, its "
+        f"chain included; the first use, with compilation if needed, took {report.first_use_seconds:.1f} s\n"
         f"loss: validation, nats per byte; resumed: mean over {len(report.exact.training)} further steps; "
         "change: against the exact resume; on other threads it is the noise floor",
         highlight=False,
@@ -119,11 +120,12 @@ def _ratio(report: Report, n_bytes: int) -> float:
 def _size_cells(row: Row, report: Report) -> list[str]:
     if kept := row.storage:
         speeds = [f"{kept.compress_rate:.0f}", f"{kept.restore_rate:.0f}"]
-        return [f"{sum(kept.n_bytes) / MB:.1f}", f"{kept.ratio:.3f}x", *speeds]
+        ratios = [f"{kept.ratio:.3f}x", f"{kept.weights_ratio:.3f}x"]
+        return [f"{sum(kept.n_bytes) / MB:.1f}", *ratios, *speeds]
     if row is not report.rows[0]:
-        return ["-"] * 4
+        return ["-"] * 5
     n_bytes = sum(report.plain_bytes)
-    return [f"{n_bytes / MB:.1f}", f"{_ratio(report, n_bytes):.3f}x", "-", "-"]
+    return [f"{n_bytes / MB:.1f}", f"{_ratio(report, n_bytes):.3f}x", "1.000x", "-", "-"]
 
 
 def _loss_cells(got: Resumption, exact: Resumption) -> list[str]:
@@ -211,6 +213,6 @@ def _is_complete(row: Row, report: Report) -> bool:
     numbers = [got.at_once, *got.training, *got.validation]
     counts = [len(got.training) - len(exact.training), len(got.validation) - len(exact.validation)]
     if kept:
-        numbers += [*kept.n_bytes, kept.ratio, kept.compress_rate, kept.restore_rate]
+        numbers += [*kept.n_bytes, kept.ratio, kept.weights_ratio, kept.compress_rate, kept.restore_rate]
         counts.append(len(kept.n_bytes) - len(report.steps))
     return not any(counts) and all(math.isfinite(number) and number > 0 for number in numbers)

@@ -27,8 +27,9 @@ FLOORS = (
     ("container", "wire", "frameworks"),
     ("store", "search", "reading"),
     ("handle", "convert"),
-    ("saving",),
+    ("saving", "applying"),
     ("numpy", "torch"),
+    ("sync",),
     ("hooks",),
     ("integrations",),
 )
@@ -44,9 +45,10 @@ OWNERS = {
     "rich": ("ckptz_cli",),
     "pickle": (),
     "torch": (
-        *("ckptz.kernels.torch", "ckptz.frameworks.torch", "ckptz.torch"),
+        *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
+        *("ckptz.torch", "ckptz.applying"),
         *("ckptz.hooks", "ckptz.integrations"),
-        *("ckptz.wire.link", "ckptz.wire.simulate", "ckptz.wire.stage"),
+        *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage"),
     ),
     "ml_dtypes": (),
 }

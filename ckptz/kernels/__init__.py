@@ -15,14 +15,14 @@ from typing import Any
 def cpu() -> Any:
     """The compiled kernels."""
     _listen()
-    return importlib.import_module("ckptz.kernels.cpu")
+    return importlib.import_module("ckptz.kernels.codec_cpu")
 
 
 @functools.cache
 def planning() -> Any:
     """The compiled arithmetic of the encoder's choices."""
     _listen()
-    return importlib.import_module("ckptz.kernels.planning")
+    return importlib.import_module("ckptz.kernels.planning_cpu")
 
 
 @functools.cache

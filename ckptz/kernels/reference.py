@@ -1,6 +1,6 @@
 """The kernels in plain numpy: slow, and the definition of what the fast ones must return.
 
-Every function here stands under the same name and signature in `cpu.py`; parity tests hold the two
+Every function here stands under the same name and signature in `codec_cpu.py`; parity tests hold the two
 equal. Arrays in, arrays out; nothing here knows a format.
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import uint8
 
-from ckptz.kernels.cpu import kernel
+from ckptz.kernels.codec_cpu import kernel
 from ckptz.kernels.sparse_reference import MAX_GAP_BYTE, Bytes, Positions
 
 
@@ -46,7 +46,7 @@ def unpack_gaps(gaps: Bytes, n: int, out: Positions) -> bool:
     """See `sparse_reference.unpack_gaps`."""
     position, n_found = 0, 0
     for i in range(len(gaps)):
-        position += np.int64(gaps[i])
+        position += int(gaps[i])
         if gaps[i] == MAX_GAP_BYTE:
             continue
         if position >= n or n_found == len(out):

@@ -183,10 +183,10 @@ def split_planes(units: Units, base: Units, mode: int) -> Bytes:
     """See `reference.split_planes`."""
     planes = np.empty((units.itemsize, len(units)), np.uint8)
     if mode == ROTATED and units.itemsize == 2:
-        _split_rotated_2(units, *planes)
+        _split_rotated_2(units, planes[0], planes[1])
         return planes
     if mode == ROTATED and units.itemsize == 4:
-        _split_rotated_4(units, *planes)
+        _split_rotated_4(units, planes[0], planes[1], planes[2], planes[3])
         return planes
     _split_planes(units, base, mode, planes)
     return planes

@@ -1,0 +1,57 @@
+# Every target makes its own virtual environment in .venv on first use; Python 3.11 or newer is enough.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEV := .venv/.installed-dev
+BENCH := .venv/.installed-bench
+NEEDS_3_11 := import sys; sys.exit("ckptz needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)
+
+# PyTorch's threads wait without spinning: as fast on free cores, several times faster on shared ones.
+export OMP_WAIT_POLICY ?= passive
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-slow lint types check format bench
+
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
+
+demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-output/, about 5 minutes
+	$(BIN)/python bench/demo.py
+
+test: $(DEV) ## the test suite
+	$(BIN)/python -m pytest
+
+test-slow: $(DEV) ## the exhaustive sweeps
+	$(BIN)/python -m pytest -m slow
+
+lint: $(DEV) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV) ## mypy --strict
+	$(BIN)/mypy
+
+check: lint types test ## lint, types, test: what a change must pass
+
+format: $(DEV) ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH) ## sizes, speeds, memory, start-up, against other compressors: about 20 minutes
+	$(BIN)/python bench/lossless.py
+	$(BIN)/python bench/entropy_coder.py
+	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/startup.py
+
+$(DEV): pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(NEEDS_3_11)'
+	@echo "Setting up .venv, once; this downloads PyTorch and takes a few minutes"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH): $(DEV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
