@@ -195,10 +195,10 @@ def split_planes(units: Units, base: Units, mode: int) -> Bytes:
 def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
     """See `reference.merge_planes`."""
     if mode == ROTATED and out.itemsize == 2:
-        _merge_rotated_2(*planes, out)
+        _merge_rotated_2(planes[0], planes[1], out)
         return
     if mode == ROTATED and out.itemsize == 4:
-        _merge_rotated_4(*planes, out)
+        _merge_rotated_4(planes[0], planes[1], planes[2], planes[3], out)
         return
     _merge_planes(tuple(planes), base, mode, out)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels.reference import MAX_GAP_BYTE
+from ckptz.kernels.reference import MAX_GAP_BYTE as MAX_GAP_BYTE
 
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]

@@ -9,9 +9,9 @@ from numba import int32, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
 from ckptz.kernels import wire_reference
-from ckptz.kernels.cpu import from_f32 as from_f32
-from ckptz.kernels.cpu import inlined, kernel, pack_codes, unpack_codes
-from ckptz.kernels.cpu import to_f32 as to_f32
+from ckptz.kernels.codec_cpu import from_f32 as from_f32
+from ckptz.kernels.codec_cpu import inlined, kernel, pack_codes, unpack_codes
+from ckptz.kernels.codec_cpu import to_f32 as to_f32
 from ckptz.kernels.wire_reference import (
     BF16_MAX,
     INFINITY,
@@ -34,11 +34,13 @@ from ckptz.kernels.wire_reference import as_bytes as as_bytes
 from ckptz.kernels.wire_reference import concat as concat
 from ckptz.kernels.wire_reference import exclude as exclude
 from ckptz.kernels.wire_reference import from_bytes as from_bytes
+from ckptz.kernels.wire_reference import gaps_of as gaps_of
 from ckptz.kernels.wire_reference import host_bytes as host_bytes
 from ckptz.kernels.wire_reference import low_bytes as low_bytes
 from ckptz.kernels.wire_reference import mask_at as mask_at
 from ckptz.kernels.wire_reference import popcounts as popcounts
 from ckptz.kernels.wire_reference import positions as positions
+from ckptz.kernels.wire_reference import positions_of as positions_of
 from ckptz.kernels.wire_reference import saturate as saturate
 from ckptz.kernels.wire_reference import squared_norm as squared_norm
 from ckptz.kernels.wire_reference import subtract as subtract

@@ -255,6 +255,16 @@ def mask_at(where: NDArray[np.int64], n: int) -> Bytes:
     return mask
 
 
+def gaps_of(where: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Zeros before each one."""
+    return np.diff(where, prepend=-1) - 1
+
+
+def positions_of(gaps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Inverse of `gaps_of`."""
+    return (gaps + 1).cumsum() - 1
+
+
 def low_bytes(numbers: NDArray[np.int64]) -> Bytes:
     """The low eight bits of each number."""
     return (numbers & 0xFF).astype(np.uint8)

@@ -176,10 +176,8 @@ def quantize(patterns: Tensor, block: int, n_bits: int, seed: int | None) -> tup
     inverse = torch.where(usable, 2.0 / _float_of(scale)[:, None], 0.0)
     values = torch.where(usable, rows.view(torch.float32), 0.0)
     t = (values * 0.5 - _float_of(offset)[:, None] * 0.5) * inverse
-    if seed is None:
-        t = t + 0.5
-    else:
-        t = t + _random_24(seed, rows.numel(), patterns.device).view(rows.shape)
+    n_padded = rows.numel()
+    t = t + (0.5 if seed is None else _random_24(seed, n_padded, patterns.device).view(rows.shape))
     codes = torch.where(usable, t.floor().clamp(max=float((1 << n_bits) - 1)), 0.0)
     return _narrow_16(offset), _narrow_16(scale), codes.to(torch.uint8).view(-1)[:n]
 
@@ -266,6 +264,16 @@ def mask_at(where: Tensor, n: int) -> Tensor:
     mask = torch.zeros(n, dtype=torch.uint8, device=where.device)
     mask[where] = 1
     return mask
+
+
+def gaps_of(where: Tensor) -> Tensor:
+    """See `wire_reference.gaps_of`."""
+    return torch.diff(where, prepend=where.new_full((1,), -1)) - 1
+
+
+def positions_of(gaps: Tensor) -> Tensor:
+    """See `wire_reference.positions_of`."""
+    return (gaps + 1).cumsum(0) - 1
 
 
 def low_bytes(numbers: Tensor) -> Tensor:

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ckptz.wire.adaptive import Adaptive
-    from ckptz.wire.codecs import RAW, Raw, TopK, Uniform, cap
+    from ckptz.wire.codecs import RAW, Raw, TopK, Uniform
     from ckptz.wire.endpoint import Link
     from ckptz.wire.link import TensorLink
     from ckptz.wire.policy import (
         PRESETS,
         LinkPolicy,
         PolicyWarning,
+        cap,
         check_policy,
         policy_metadata,
         policy_of,
     )
-    from ckptz.wire.simulate import CompressLink, simulate
+    from ckptz.wire.loopback import CompressLink, simulate
     from ckptz.wire.sockets import SocketLink
     from ckptz.wire.stage import CompressedPipelineStage
 
@@ -57,7 +58,7 @@ _HOMES: Final = {
         *("PRESETS", "LinkPolicy", "PolicyWarning"),
         *("cap", "check_policy", "policy_metadata", "policy_of"),
     ),
-    "simulate": ("CompressLink", "simulate"),
+    "loopback": ("CompressLink", "simulate"),
     "sockets": ("SocketLink",),
     "stage": ("CompressedPipelineStage",),
 }

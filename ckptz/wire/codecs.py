@@ -246,4 +246,3 @@ def plan_of(codec: Codec, dtype: DType, shape: tuple[int, ...], *, reuse: bool =
     if plan.cap > MAX_BYTES:
         raise ConfigError(f"a message of {plan.cap} bytes exceeds 4 GiB: split the tensor along dimension 0")
     return plan
-

@@ -102,7 +102,9 @@ class LinkHeader:
             UnsupportedError: a newer version wrote it.
         """
         if len(raw) < HEADER_BYTES:
-            raise TruncatedError(f"header: a message of {len(raw)} bytes, the header alone takes {HEADER_BYTES}")
+            raise TruncatedError(
+                f"header: a message of {len(raw)} bytes, the header alone takes {HEADER_BYTES}"
+            )
         source = ByteReader(bytes(raw[:HEADER_BYTES]))
         if source.u16("magic") != MAGIC:
             raise CorruptionError("magic: these bytes are no ckptz message")
@@ -117,7 +119,8 @@ class LinkHeader:
         fields += [source.u32(name) for name in ("n", "count", "payload_bytes", "batch")]
         if fields[3] & Flag.UNDEFINED:
             raise UnsupportedError(f"flags: {fields[3]:#x} sets what is not defined here; upgrade ckptz")
-        return cls(*fields, source.u64("checksum"))
+        names = cls.__slots__[:-1]
+        return cls(**dict(zip(names, fields, strict=True)), checksum=source.u64("checksum"))
 
 
 def header_checksum(body: bytes) -> int:

@@ -17,7 +17,10 @@ from typing import Any, Final, NoReturn
 import click
 
 from ckptz._version import __version__
+from ckptz_cli.apply import apply
 from ckptz_cli.compress import compress
+from ckptz_cli.export import export
+from ckptz_cli.fold import fold
 from ckptz_cli.inspect import inspect
 from ckptz_cli.options import debug_option
 from ckptz_cli.restore import restore
@@ -110,5 +113,5 @@ def main() -> None:
     """
 
 
-for _verb in (compress, restore, inspect, verify):
+for _verb in (compress, restore, inspect, verify, fold, apply, export):
     main.add_command(_verb)
