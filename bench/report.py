@@ -1,4 +1,4 @@
-"""Copies the tables of results/ into README.md, between the markers that name them.
+"""Copies the tables of results/ into README.md and bench/README.md, between the markers that name them.
 
     python bench/report.py            rewrite the tables
     python bench/report.py --check    exit 1 if one of them is out of date
@@ -17,7 +17,7 @@ import sys
 
 from measure import BENCH, RESULTS, machine_line, table
 
-README = BENCH / "README.md"
+PAGES = (BENCH / "README.md", BENCH.parent / "README.md")
 MARKED = re.compile(r"<!-- results/([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -38,8 +38,9 @@ def rendered(text: str) -> str:
 
 
 def update_readme() -> None:
-    """Rewrite the tables of README.md."""
-    README.write_text(rendered(README.read_text()))
+    """Rewrite the tables of both pages."""
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
 
 
 def main() -> int:
@@ -49,11 +50,10 @@ def main() -> int:
     if not parser.parse_args().check:
         update_readme()
         return 0
-    text = README.read_text()
-    if rendered(text) != text:
-        print("bench/README.md: its tables differ from bench/results; run python bench/report.py")
-        return 1
-    return 0
+    stale = [page for page in PAGES if rendered(page.read_text()) != page.read_text()]
+    for page in stale:
+        print(f"{page}: its tables differ from bench/results; run python bench/report.py")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

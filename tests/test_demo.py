@@ -56,7 +56,9 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Any:
     from demo_training import Resumption
 
     got = Resumption(2, 2.0, [2.1, 2.0], [1.9], "digest")
-    kept = Storage(n_bytes=[5, 3], ratio=3.0, compress_rate=9.0, restore_rate=9.0, n_bit_equal=2)
+    kept = Storage(
+        n_bytes=[5, 3], ratio=3.0, weights_ratio=3.0, compress_rate=9.0, restore_rate=9.0, n_bit_equal=2
+    )
     return Report(
         rows=[
             Row(name="uncompressed", is_lossless=True, resumption=got),
