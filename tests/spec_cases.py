@@ -245,8 +245,11 @@ TRANSFORMS: dict[str, list[Case]] = {
     ],
     "T6": [
         Frame(
-            plan(shape=((1 << 28) + 1,), rules=[row_rule(1, b"\0", CONSTANT)], rest=tables(1)), n_chunks=257
-        ).parse
+            plan(shape=((1 << 24) + 1,), rules=[row_rule(1, b"\0", CONSTANT)], rest=tables(1)), n_chunks=17
+        ).parse,
+        Frame(
+            plan(shape=(1 << 23,), rules=[row_rule(1, b"\0", CONSTANT)] * 3, rest=tables(1)), n_chunks=8
+        ).parse,
     ],
     "T7": [
         companions(w="other").read,

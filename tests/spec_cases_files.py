@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spec_cases import F32, Case, delta
+from spec_cases import F32, Case, delta, quantized
 from spec_files import ABSENT, STORED, File, Frame, open_bytes, plain_file, plan, read_all
 
 from ckptz.container.index import Shard, Sharding
@@ -64,6 +64,8 @@ CONTAINER: dict[str, list[Case]] = {
         File(text=b'{"w":1,"w":1}').open,
         index_text(edited(lambda t: t.replace('"writer"', '"writer":"x","writer"'))),
         index_text(edited(lambda t: t.replace("[4]", "[NaN]"))),
+        index_text(edited(lambda t: t.replace("[4]", "[1e999]"))),
+        index_text(edited(lambda t: t.replace("by hand", "," * (1 << 22)))),
         index_text(edited(lambda t: t.replace("[4]", "[4.0]"))),
         index_text(edited(lambda t: t.replace("by hand", "\\ud800"))),
         index_text(b"\xef\xbb\xbf" + edited(str)),
@@ -133,7 +135,8 @@ CONTAINER: dict[str, list[Case]] = {
     ],
     "C18": [File(index={"base": {"content_id": "", "file": "a", "depth": 1}}).open],
     "C19": [File({"w": delta()}).read],
-    "C20": [
+    "C20": [File({"w": quantized()}).read],
+    "C21": [
         *(sharded(file) for file in ("", "..", ". .", "a/b", "a\\b", "c:", "a\n", "a\x7f", "é" * 128)),
         sharded("a", "a"),
         sharded("a", tensors=()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,23 @@ def test_a_file_written_with_flushed_subnormals_is_the_same(tmp_path: Path) -> N
         found.append(out.read_bytes())
         assert load_plain(source).keys() == load_file(out).keys()
     assert found[0] == found[1]
+
+
+def test_protected_values_beyond_bf16_stay_exact(tmp_path: Path) -> None:
+    tensor = weights()["model.up.weight"]
+    tensor[0, 0] = np.float32(3.4e38)
+    save_file({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(protect=0.005, protect_as="bf16"))
+    restored = load_file(tmp_path / "a.ckptz")["up.weight"]
+    assert restored[0, 0] == tensor[0, 0]
+    assert np.isfinite(restored).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_recorded_error_is_a_bound(tmp_path: Path, seed: int) -> None:
+    tensor = np.random.default_rng(seed).standard_cauchy((64, 128)).astype(np.float32)
+    save_file({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=2 + seed % 3))
+    [report] = ckptz("inspect", tmp_path / "a.ckptz", "--json").json["tensors"]
+    restored = load_file(tmp_path / "a.ckptz")["up.weight"]
+    pairs = zip(restored.flat, tensor.flat, strict=True)
+    true = max(abs(Fraction(float(a)) - Fraction(float(b))) for a, b in pairs)
+    assert true <= Fraction(report["lossy"]["max_abs_error"])

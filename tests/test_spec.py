@@ -70,13 +70,14 @@ def test_the_registry_lists_flags_features_and_lanes_of_the_code() -> None:
 
 def test_the_registry_lists_the_limits_of_the_code() -> None:
     limits = {row["limit"]: int(row["value"]) for row in table("registry.md", "limits", "limit")}
-    assert limits.pop("labels of a class rule") == 1 << 28  # held against the parser by refusal T6
     assert limits == {
         "envelope header bytes": envelope.MAX_HEADER_BYTES,
         "index bytes": index.MAX_INDEX_BYTES,
         "dimensions": frame_plan.MAX_DIMS,
         "elements": frame_plan.MAX_ELEMENTS,
         "chunk units": units.CHUNK_UNITS,
+        "JSON openings and commas": envelope.MAX_JSON_VALUES,
+        "labels of all class rules of a frame": classes.MAX_INDICES,
         "class rules": classes.MAX_RULES,
         "classes": classes.MAX_CLASSES,
         "depth of named tensors": reader.MAX_SOURCE_DEPTH,

@@ -15,7 +15,7 @@ from ckptz.codec.sources import ChunkSources
 from ckptz.codec.sparse import read_changes
 from ckptz.codec.values import predicted
 from ckptz.entropy.streams import CoderId, Segments, decode_stream
-from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError
+from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
 from ckptz.transform.classes import Labels, labels_of
 from ckptz.transform.planes import kernel_mode
@@ -44,7 +44,7 @@ def decode_chunk(
     record = header.chunks[index]
     try:
         codes = _Streams(header, record, payload, sources).decode(out)
-    except FormatError as error:
+    except (FormatError, UnsupportedError) as error:
         check_stored(record, index, payload)
         raise type(error)(f"chunk {index}: {error}") from None
     if xxh64(out) != record.decoded:

@@ -188,6 +188,9 @@ def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tu
     rules = tuple(_parse_rule(source, dtype, shape) for _ in range(n_rules))
     if n_classes_of(rules) > MAX_CLASSES:
         raise CorruptionError(f"{n_classes_of(rules)} classes, at most {MAX_CLASSES} are allowed")
+    n_labels = sum(len(rule.indices) for rule in rules if isinstance(rule, Row | Block))
+    if n_labels > MAX_INDICES:
+        raise CorruptionError(f"{n_labels} class indices, at most {MAX_INDICES} are allowed")
     return rules
 
 

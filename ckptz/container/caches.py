@@ -10,11 +10,13 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from ckptz.codec.frame import FrameHeader
+from ckptz.transform.classes import Block, Row
 
 Units = NDArray[Any]
 ChunkKey = tuple[str, int]  # tensor, chunk
 CACHE_BYTES: Final = 64 << 20  # decoded chunks that slices of one open file may share
-MAX_HEADERS: Final = 32  # each holds decoding tables, 16 KiB apiece and at most 64 a plane
+MAX_HEADER_CACHE_BYTES: Final = 16 << 20  # headers with their class labels and decoding tables
+SLOT_TABLE_BYTES: Final = 4 * 4096
 
 
 class ChunkCache:
@@ -69,22 +71,35 @@ class ChunkCache:
             self._n_bytes = 0
 
 
-class HeaderCache:
-    """The frame headers used last; safe to share between threads, which may parse one twice."""
+def _weight(header: FrameHeader) -> int:
+    """About the bytes that a header keeps alive: class labels, decoding tables, chunk records."""
+    plan = header.plan
+    labels = sum(len(rule.indices) for rule in plan.rules if isinstance(rule, Row | Block))
+    tables = sum(len(stream.frequencies) for stream in plan.tables)
+    return labels + tables * SLOT_TABLE_BYTES + len(header.chunks) * 500 + 4000
 
-    def __init__(self) -> None:
+
+class HeaderCache:
+    """The frame headers used last, up to a number of bytes; safe to share between threads."""
+
+    def __init__(self, max_bytes: int = MAX_HEADER_CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._headers: OrderedDict[str, FrameHeader] = OrderedDict()
+        self._n_bytes = 0
         self._lock = threading.Lock()
 
     def get(self, name: str, parse: Callable[[], FrameHeader]) -> FrameHeader:
-        """A header that is held, or else what `parse` gives."""
+        """A header that is held, or else what `parse` gives; two threads may parse one twice."""
         with self._lock:
             if name in self._headers:
                 self._headers.move_to_end(name)
                 return self._headers[name]
         header = parse()
         with self._lock:
-            self._headers[name] = header
-            if len(self._headers) > MAX_HEADERS:
-                self._headers.popitem(last=False)
+            if name not in self._headers:
+                self._headers[name] = header
+                self._n_bytes += _weight(header)
+            # The one just asked for stays, whatever it weighs: its chunks come next.
+            while self._n_bytes > self._max_bytes and len(self._headers) > 1:
+                self._n_bytes -= _weight(self._headers.popitem(last=False)[1])
         return header

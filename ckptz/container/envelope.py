@@ -9,6 +9,7 @@ no duplicate keys.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -18,6 +19,7 @@ from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import CorruptionError, TruncatedError, named
 
 LENGTH_BYTES: Final = 8
+MAX_JSON_VALUES: Final = 1 << 22  # spec/06-container.md#envelope
 MAX_HEADER_BYTES: Final = 100_000_000  # safetensors' own limit
 ALIGNMENT: Final = 8
 
@@ -42,26 +44,42 @@ class Envelope:
     data_offset: int
 
 
+def _unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(items)
+    if len(found) != len(items):
+        raise CorruptionError("a key occurs twice")
+    return found
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise CorruptionError(f"{word} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise CorruptionError(f"{digits[:20]} exceeds the range of a double")
+    return value
+
+
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+)
+
+
 def strict_json(text: bytes, what: str) -> Any:
-    """JSON in UTF-8, with duplicate keys, NaN, Infinity and halves of surrogate pairs refused."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) != len(items):
-            raise CorruptionError(f"{what}: a key occurs twice")
-        return found
-
-    def constant(word: str) -> NoReturn:
-        raise CorruptionError(f"{what}: {word} is not JSON")
-
+    """JSON in UTF-8; duplicate keys, infinite numbers and halves of surrogate pairs are refused."""
+    # Python objects take a hundred times the bytes of the shortest values they stand for.
+    if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_VALUES:
+        raise CorruptionError(f"{what}: more than {MAX_JSON_VALUES} values")
     try:
-        value = json.loads(text.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        value = _DECODER.decode(text.decode())
         if b"\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()  # what is no text cannot be written as such
         return value
+    except CorruptionError as error:
+        raise CorruptionError(f"{what}: {error}") from None
     except (ValueError, RecursionError) as error:
-        if isinstance(error, CorruptionError):
-            raise
         raise CorruptionError(f"{what}: not valid JSON ({error})") from None
 
 

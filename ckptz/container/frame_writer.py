@@ -92,7 +92,8 @@ class WrittenFrame:
             protect=wanted.protect,
             n_pruned=int(deviation.counts[zeros].sum()) if wanted.prune else 0,
             n_protected=0 if escape is None else int(deviation.counts[escape]),
-            max_abs_error=deviation.largest,
+            # Doubles round the difference of two floats that are far apart; the bound must not be.
+            max_abs_error=math.nextafter(deviation.largest, math.inf) if deviation.largest else 0.0,
             rms_error=math.sqrt(deviation.error / self.header.n_units),
             rms=math.sqrt(deviation.power / self.header.n_units),
         )

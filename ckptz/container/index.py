@@ -22,7 +22,8 @@ RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
 MAX_INDEX_BYTES: Final = 64 << 20
 DELTA_FEATURE: Final = "delta"
-KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, "maps"})
+MAPS_FEATURE: Final = "maps"
+KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, MAPS_FEATURE})
 
 KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
 KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
@@ -30,6 +31,8 @@ KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
 
 # Bounded where they enter, so that no arithmetic on them can overflow or take long.
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-frame.md#shape
 
 
@@ -42,14 +45,14 @@ class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     method: str
     layer_type: str
-    levels: int
-    prune: float
-    protect: float
-    n_pruned: int
-    n_protected: int
-    max_abs_error: float
-    rms_error: float
-    rms: float
+    levels: Count
+    prune: Share
+    protect: Share
+    n_pruned: Count
+    n_protected: Count
+    max_abs_error: Amount
+    rms_error: Amount
+    rms: Amount
     promise: str
 
 
@@ -133,11 +136,13 @@ def pack_index(index: Index) -> bytes:
     """The index tensor's bytes: u8 1 and deflated JSON.
 
     Raises:
-        ConfigError: larger than a reader accepts.
+        ConfigError: a reader would not accept it.
     """
     text = msgspec.json.encode(index)
-    if len(text) > MAX_INDEX_BYTES:
-        raise ConfigError("names, metadata and nested values exceed 64 MiB; split the checkpoint")
+    try:
+        _parse_text(text)
+    except CorruptionError as error:
+        raise ConfigError(f"the checkpoint does not fit into one file: {error}") from None
     return b"\x01" + zlib.compress(text, 9)
 
 
@@ -153,6 +158,10 @@ def parse_index(raw: bytes) -> Index:
         text = _inflate(raw[1:])
     else:
         raise CorruptionError("index: its first byte is neither 0 (plain) nor 1 (deflated)")
+    return _parse_text(text)
+
+
+def _parse_text(text: bytes) -> Index:
     if len(text) > MAX_INDEX_BYTES:
         raise CorruptionError("index: larger than 64 MiB")
     try:

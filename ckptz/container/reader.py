@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ from ckptz.container.index import (
     DELTA_FEATURE,
     INDEX_NAME,
     KEY_DIGEST,
+    MAPS_FEATURE,
     MAX_INDEX_BYTES,
     RESERVED_PREFIX,
     Index,
@@ -36,7 +38,15 @@ from ckptz.container.index import (
     parse_index,
 )
 from ckptz.dtypes import DType, dtype_of
-from ckptz.errors import ChecksumError, CkptzError, CorruptionError, FormatError, MissingBaseError, named
+from ckptz.errors import (
+    ChecksumError,
+    CkptzError,
+    CorruptionError,
+    FormatError,
+    MissingBaseError,
+    UnsupportedError,
+    named,
+)
 from ckptz.transform.classes import Magnitude
 
 Units = NDArray[Any]
@@ -68,6 +78,8 @@ class FrameSource:
                 raise CorruptionError("frame length does not match its chunks")
             if f"{header.checksum:016x}" != self.entry.checksum:
                 raise CorruptionError("index and frame disagree on the checksum")
+            if header.plan.quant_map is not None and MAPS_FEATURE not in self._container.features:
+                raise CorruptionError("has a quantization map, and the feature 'maps' is not required")
             return header
 
     @functools.cached_property
@@ -87,7 +99,14 @@ class FrameSource:
     def _sources(self, begin: int, end: int) -> ChunkSources:
         plan = self.header.plan
         both = plan.reads_base_units and plan.reads_base_codes
-        return ChunkSources(begin, end, self.base, self._companion, both)
+        base = self.base
+        if isinstance(base, FrameSource) and self._names_companions:
+            base = _Shared(base)
+        return ChunkSources(begin, end, base, self._companion, both)
+
+    @property
+    def _names_companions(self) -> bool:
+        return any(isinstance(rule, Magnitude) and rule.source for rule in self.header.plan.rules)
 
     def _companion(self, name: str) -> UnitSource:
         """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
@@ -97,7 +116,7 @@ class FrameSource:
             raise CorruptionError(f"classes depend on tensor {name!r}, which has another shape")
         if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
             raise CorruptionError(f"classes depend on tensor {name!r}, which depends on too many others")
-        return source
+        return _Shared(source)
 
     def source_depth(self, most: int) -> int:
         """How many tensors of this file, one after another, the classes depend on; at most `most` + 1."""
@@ -152,7 +171,7 @@ class FrameSource:
         with self._container.naming(self.entry.name):
             try:
                 return read_changes(self.header, record, payload, n_units)
-            except FormatError as error:
+            except (FormatError, UnsupportedError) as error:
                 check_stored(record, index, payload)
                 raise type(error)(f"chunk {index}: {error}") from None
 
@@ -191,6 +210,37 @@ class FrameSource:
     def chunk_bounds(self) -> Iterator[tuple[int, int]]:
         """(begin, end) in units of every chunk."""
         return chunk_bounds(self.header.n_units)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A frame read through its file's cache of chunks.
+
+    Where classes depend on other tensors, two ways through a chain may lead to the same chunk; without
+    the cache their number would grow with every member.
+    """
+
+    frame: FrameSource
+
+    @property
+    def dtype(self) -> DType:
+        return self.frame.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.frame.shape
+
+    def units(self, begin: int, end: int) -> Units:
+        """Units of one chunk."""
+        return self.frame.chunk(begin // CHUNK_UNITS)[: end - begin]
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """Codes of one chunk."""
+        return self.frame.codes(begin, end)
+
+    def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
+        """Units and codes of one chunk."""
+        return self.units(begin, end), self.codes(begin, end)
 
 
 class _Naming:
@@ -236,6 +286,7 @@ class Container:
             raise FormatError("not a .ckptz file")
         assert envelope.metadata is not None
         check_version(envelope.metadata)
+        self.features = features_of(envelope.metadata)
         if not envelope.regions or envelope.regions[-1].name != INDEX_NAME:
             raise CorruptionError(f"the last tensor is not {INDEX_NAME}")
         region = envelope.regions[-1]
@@ -257,7 +308,7 @@ class Container:
             raise CorruptionError("header and index disagree on names or offsets")
         if any(e.name.startswith(RESERVED_PREFIX) for e in index.tensors):
             raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
-        if index.base is not None and DELTA_FEATURE not in features_of(envelope.metadata or {}):
+        if index.base is not None and DELTA_FEATURE not in self.features:
             raise CorruptionError("the index names a base, and the feature 'delta' is not required")
         for entry in index.tensors:
             dtype_of(entry.dtype).n_bytes(entry.shape)

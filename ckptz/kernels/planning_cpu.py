@@ -258,16 +258,12 @@ def partition(values: Any, weights: Any, n_parts: int) -> Any:
 
 @summing
 def deviation(exact: Any, restored: Any) -> Any:
-    """(largest absolute error, sum of squared errors, sum of squared values) of two F32 arrays."""
-    largest, error, power = np.float32(0), 0.0, 0.0
-    # Blocks of float32 differences keep the loop wide; their squares add up in double.
-    for begin in range(0, len(exact), 1024):
-        block_error, block_power = 0.0, 0.0
-        for i in range(begin, min(begin + 1024, len(exact))):
-            difference = restored[i] - exact[i]
-            largest = max(largest, abs(difference))
-            block_error += np.float64(difference) * np.float64(difference)
-            block_power += np.float64(exact[i]) * np.float64(exact[i])
-        error += block_error
-        power += block_power
+    """(largest absolute error, sum of squared errors, sum of squared values) of two F32 arrays, in double."""
+    largest, error, power = 0.0, 0.0, 0.0
+    for i in range(len(exact)):
+        value = np.float64(exact[i])
+        difference = np.float64(restored[i]) - value
+        largest = max(largest, abs(difference))
+        error += difference * difference
+        power += value * value
     return largest, error, power

@@ -57,7 +57,10 @@ class RegionQuantizer:
         """What protected units restore to."""
         if not self.keep_as_bf16 or self.kind != reference.F32:
             return units
-        return cpu().from_f32(units, reference.BF16).astype(np.uint32) << np.uint32(16)
+        rounded = cpu().from_f32(units, reference.BF16).astype(np.uint32) << np.uint32(16)
+        # The largest F32 values would round to infinity: those stay exact.
+        is_infinite = (rounded & np.uint32(0x7FFFFFFF)) == np.uint32(0x7F800000)
+        return np.where(is_infinite, units, rounded)
 
     def protected(self, begin: int, end: int, units: Units) -> None:
         """Nothing stands beside its code: what is protected takes the escape code."""
