@@ -1,0 +1,76 @@
+"""What decoding a chain costs: linear in its length, whatever its frames depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spec_files import STORED, File, Frame, plan, varint
+
+from ckptz.container import caches, reader
+from ckptz.container.caches import HeaderCache
+from ckptz.store.resolve import open_checkpoint
+
+ZEROS = bytes(4)
+FLAT_TABLES = b"\1" + b"\0\0\0" + varint(256) + b"\0"  # one table of one symbol, for all 256 classes
+
+
+def xor_frame(companion: str | None) -> Frame:
+    """A delta that changes nothing, with classes by another tensor's magnitude."""
+    rules = [b"\1" + varint(len(companion)) + companion.encode()] if companion else []
+    made = plan(predictor=1, mode=2, rules=rules, rest=FLAT_TABLES if rules else b"")
+    return Frame(made, [(STORED, ZEROS)], ZEROS)
+
+
+def crossed_chain(folder: Path, depth: int) -> Path:
+    """Tensors a and b name each other in turn, so that two ways lead to almost every frame."""
+    file = File({name: Frame(plan(), [(STORED, ZEROS)], ZEROS) for name in "ab"})
+    folder.joinpath("0.ckptz").write_bytes(file.bytes())
+    for level in range(1, depth + 1):
+        base = {"content_id": file.content_id(), "file": f"{level - 1}.ckptz", "depth": level}
+        first, second = ("b", None) if level % 2 == 0 else (None, "a")
+        frames = {"a": xor_frame(first), "b": xor_frame(second)}
+        file = File(frames, features="delta,lossless", index={"base": base})
+        folder.joinpath(f"{level}.ckptz").write_bytes(file.bytes())
+    return folder / f"{depth}.ckptz"
+
+
+def test_two_ways_to_a_frame_do_not_multiply_along_a_chain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, decode = [], reader.decode_chunk
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return decode(*arguments)
+
+    monkeypatch.setattr(reader, "decode_chunk", counting)
+    depth = 40
+    checkpoint = open_checkpoint(crossed_chain(tmp_path, depth))
+    try:
+        assert checkpoint.tensors["a"].units(0, 4).tobytes() == ZEROS
+    finally:
+        checkpoint.close()
+    assert len(calls) <= 4 * depth
+
+
+def test_headers_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "_weight", lambda header: header)
+    cache, parsed = HeaderCache(max_bytes=10), []
+
+    def get(name: str, weight: int) -> None:
+        cache.get(name, lambda: parsed.append(name) or weight)  # type: ignore[func-returns-value,arg-type,return-value]
+
+    for name, weight in (
+        ("a", 4),
+        ("b", 4),
+        ("a", 4),
+        ("c", 4),
+        ("a", 4),
+        ("b", 4),
+        ("huge", 99),
+        ("huge", 99),
+    ):
+        get(name, weight)
+    assert parsed == ["a", "b", "c", "b", "huge"]
