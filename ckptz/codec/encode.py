@@ -85,8 +85,9 @@ def _stored(plane: Bytes) -> Stream:
     return CoderId.STORED, plane.data
 
 
-def _encode_classed(plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables) -> Stream:
-    found = ClassCounts.of(labels, plane, n_classes)
+def _encode_classed(
+    plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables, found: ClassCounts
+) -> Stream:
     total = found.total
     table_of = tables.table_map.table_of[found.classes]
     bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
@@ -104,8 +105,10 @@ def _encode_classed(plane: Bytes, labels: Labels, n_classes: int, tables: Stream
 def _encode_codes(planes: Any, plan: Plan, labels: Labels | None) -> list[Stream]:
     if labels is None:
         return [encode_stream(plane) for plane in planes]
-    pairs = zip(planes, plan.tables, strict=True)
-    return [_encode_classed(plane, labels, plan.n_classes, tables) for plane, tables in pairs]
+    n_classes = plan.n_classes
+    counted = plan.counted or [ClassCounts.of(labels, plane, n_classes) for plane in planes]
+    rows = zip(planes, plan.tables, counted, strict=True)
+    return [_encode_classed(plane, labels, n_classes, tables, found) for plane, tables, found in rows]
 
 
 def encode_values(units: Units) -> list[Stream]:

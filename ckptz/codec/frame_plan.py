@@ -6,7 +6,6 @@ version | dtype | domain | predictor | flags | shape | mode | class rules | map 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from enum import IntEnum
 from typing import Any, Final, TypeVar
 
@@ -116,15 +115,16 @@ def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
     if flags & ~KNOWN_FLAGS:
         raise UnsupportedError(f"frame sets reserved flags {flags:#04x}; written by a newer ckptz")
     shape = _parse_shape(source)
-    plan = Plan(domain=domain, predictor=predictor)
+    mode = PlaneMode.RAW
     if domain is Domain.PLANES:
-        plan = replace(plan, mode=_known(PlaneMode, source.u8("plane mode"), "plane mode"))
-    plan = replace(plan, rules=_parse_rules(source, dtype, shape))
-    if domain is not Domain.PLANES:
-        plan = replace(plan, quant_map=_parse_map(source, dtype, domain, plan.n_classes, flags))
-    plan = replace(plan, tables=_parse_tables(source, plan, dtype))
-    if predictor is Predictor.OUTER:
-        plan = replace(plan, outer=_parse_outer(source, shape))
+        mode = _known(PlaneMode, source.u8("plane mode"), "plane mode")
+    rules = _parse_rules(source, dtype, shape)
+    n_classes = n_classes_of(rules)
+    is_map = domain is not Domain.PLANES
+    quant_map = _parse_map(source, dtype, domain, n_classes, flags) if is_map else None
+    tables = _parse_tables(source, n_classes, 1 if is_map else dtype.unit_bytes) if rules else ()
+    outer = _parse_outer(source, shape) if predictor is Predictor.OUTER else None
+    plan = Plan(mode, quant_map, domain, predictor, outer, rules, tables)
     _check(plan, dtype, flags)
     return dtype, shape, plan
 
@@ -302,13 +302,11 @@ def _check_normal(*vectors: NDArray[np.float64]) -> None:
             raise CorruptionError("a scale, level or offset is infinite, NaN or subnormal")
 
 
-def _parse_tables(source: ByteReader, plan: Plan, dtype: DType) -> tuple[StreamTables, ...]:
-    if not plan.rules:
-        return ()
+def _parse_tables(source: ByteReader, n_classes: int, n_streams: int) -> tuple[StreamTables, ...]:
     tables = []
-    for _ in range(plan.n_code_streams(dtype)):
+    for _ in range(n_streams):
         frequencies = parse_tables(source, MAX_TABLES)
-        table_map = TableMap.parse(source, plan.n_classes, len(frequencies))
+        table_map = TableMap.parse(source, n_classes, len(frequencies))
         tables.append(StreamTables(frequencies, table_map))
     return tuple(tables)
 

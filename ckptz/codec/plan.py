@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ckptz.dtypes import DType
 from ckptz.quant.quant_map import QuantizationMap
-from ckptz.transform.classes import BaseCode, ClassRule, Magnitude, TableMap, n_classes_of
+from ckptz.transform.classes import BaseCode, ClassCounts, ClassRule, Magnitude, TableMap, n_classes_of
 from ckptz.transform.planes import BASE_MODES, PlaneMode
 
 
@@ -77,6 +77,7 @@ class Plan:
         tables: one entry a code stream if there are rules, else empty.
         quantizer: encoder only.
         note: encoder only: what the user should know, or empty.
+        counted: encoder only: codes by class of each stream, if the planner counted the one chunk there is.
         is_sparse: encoder only: code a chunk of which few units changed by their positions.
     """
 
@@ -89,6 +90,7 @@ class Plan:
     tables: tuple[StreamTables, ...] = ()
     quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
     note: str = field(default="", compare=False)
+    counted: tuple[ClassCounts, ...] = field(default=(), compare=False, repr=False)
     is_sparse: bool = field(default=False, compare=False)
 
     @property

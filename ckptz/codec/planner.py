@@ -23,7 +23,7 @@ from ckptz.kernels import cpu
 from ckptz.transform.classes import N_MAGNITUDE_CLASSES, ClassCounts, Magnitude, share_tables
 from ckptz.transform.planes import PlaneMode, kernel_mode
 
-SAMPLE_UNITS: Final = 1 << 15  # decides between plans; larger samples chose the same on all bench pairs
+SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
 
@@ -99,7 +99,9 @@ def plan_lossless(source: UnitSource, base: UnitSource | None, run: MapFunction 
         return planes_plan(best)
     total = found[best] if is_whole else _count_all(source, base, best, run)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)
-    return planes_plan(best, (Magnitude(),), tables)
+    plan = planes_plan(best, (Magnitude(),), tables)
+    # The counts of a tensor of one chunk are those that its encoding needs again.
+    return replace(plan, counted=tuple(total)) if n_units <= CHUNK_UNITS else plan
 
 
 def _count_all(source: UnitSource, base: UnitSource, mode: PlaneMode, run: MapFunction) -> list[ClassCounts]:

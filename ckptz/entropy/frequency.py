@@ -11,14 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.errors import CorruptionError
+from ckptz.errors import CorruptionError, FormatError, TruncatedError
 from ckptz.kernels import cpu, planning
+from ckptz.kernels.reference import MAX_TABLE_ORDER
 
 Counts = NDArray[np.int64]
 Frequencies = NDArray[np.uint16]
 
 SCALE: Final = 4096
-MAX_ORDER: Final = 11
+MAX_ORDER: Final = MAX_TABLE_ORDER
 
 
 def normalise(counts: Counts) -> Frequencies:
@@ -50,21 +51,31 @@ def pack_table(frequencies: Frequencies) -> bytes:
 
 def parse_table(source: ByteReader) -> Frequencies:
     """Inverse of `pack_table`; refuses tables that do not sum to 4096."""
-    first, last, order = (source.u8(f"frequency table {field}") for field in ("first", "last", "order"))
-    if last < first or order > MAX_ORDER:
-        raise CorruptionError(f"frequency table: symbols {first}..{last} with order {order}")
-    frequencies = np.zeros(256, np.uint16)
-    start = source.offset
-    rest = np.frombuffer(source.peek(), np.uint8)
-    n_bytes = int(cpu().golomb_unpack(rest, last - first, order, frequencies[first:last]))
-    if n_bytes < 0:
-        raise CorruptionError(f"frequency table at offset {start}: its codes end early or overflow")
-    source.take(n_bytes, "frequency table")
-    rest_of_scale = SCALE - int(frequencies.sum(dtype=np.int64))
-    frequencies[last] = max(rest_of_scale, 0)
-    if rest_of_scale < 1 or not frequencies[first]:
-        raise CorruptionError(f"frequency table at offset {start}: frequencies do not sum to {SCALE}")
+    frequencies = np.empty(256, np.uint16)
+    _parse_into(source, frequencies)
     return frequencies
+
+
+def _parse_into(source: ByteReader, frequencies: Frequencies) -> None:
+    n_bytes = int(cpu().table_unpack(np.frombuffer(source.peek(), np.uint8), frequencies))
+    if n_bytes < 0:
+        raise _why_no_table(source)
+    source.take(n_bytes, "frequency table")
+
+
+def _why_no_table(source: ByteReader) -> FormatError:
+    """The reason, found by reading it once more field by field."""
+    at = source.offset
+    try:
+        first, last, order = (source.u8(f"frequency table {field}") for field in ("first", "last", "order"))
+    except TruncatedError as error:
+        return error
+    if last < first or order > MAX_ORDER:
+        return CorruptionError(f"frequency table: symbols {first}..{last} with order {order}")
+    codes = np.empty(last - first, np.uint16)
+    if cpu().golomb_unpack(np.frombuffer(source.peek(), np.uint8), last - first, order, codes) < 0:
+        return CorruptionError(f"frequency table at offset {at}: its codes end early or overflow")
+    return CorruptionError(f"frequency table at offset {at}: frequencies do not sum to {SCALE}")
 
 
 def write_tables(out: ByteWriter, tables: Frequencies) -> None:
@@ -79,5 +90,7 @@ def parse_tables(source: ByteReader, most: int) -> Frequencies:
     n_tables = source.u8("number of frequency tables")
     if n_tables > most:
         raise CorruptionError(f"{n_tables} frequency tables, at most {most} are allowed")
-    rows = [parse_table(source) for _ in range(n_tables)]
-    return np.stack(rows) if rows else np.zeros((0, 256), np.uint16)
+    tables = np.empty((n_tables, 256), np.uint16)
+    for row in tables:
+        _parse_into(source, row)
+    return tables

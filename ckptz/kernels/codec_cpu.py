@@ -21,6 +21,7 @@ from ckptz.kernels.reference import (
     F32,
     MAX_GAP_BYTE,
     MAX_GOLOMB_BITS,
+    MAX_TABLE_ORDER,
     N_BUCKETS,
     ORDERED_DIFFERENCE,
     ROTATED,
@@ -1002,3 +1003,20 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
             return -1
         position += 1
     return position >> 3
+
+
+@kernel
+def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
+    """See `reference.table_unpack`."""
+    if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
+        return -1
+    first, last = int(source[0]), int(source[1])
+    out[:] = 0
+    used = golomb_unpack(source[3:], last - first, int(source[2]), out[first:last])
+    left = np.int64(SCALE)
+    for symbol in range(256):
+        left -= out[symbol]
+    if used < 0 or left < 1:
+        return -1
+    out[last] = left
+    return 3 + used if out[first] else -1

@@ -22,6 +22,7 @@ SCALE_BITS = 12
 SCALE = 1 << SCALE_BITS
 STATE_LOW = 1 << 16
 MAX_GAP_BYTE = 255
+MAX_TABLE_ORDER = 11  # of the codes of a frequency table
 MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
 
 
@@ -397,3 +398,20 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
             return -1
         out[i] = value
     return -1 if any(bits[position : -(-position // 8) * 8]) else -(-position // 8)
+
+
+def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
+    """A packed frequency table into `out` [256]; bytes used, or -1 if it is none.
+
+    spec/02-entropy.md#frequency-table: first and last symbol, order, codes of all frequencies but the last.
+    """
+    if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
+        return -1
+    first, last, order = (int(byte) for byte in source[:3])
+    out[:] = 0
+    used = golomb_unpack(source[3:], last - first, order, out[first:last])
+    left = SCALE - int(out.sum(dtype=np.int64))
+    if used < 0 or left < 1:
+        return -1
+    out[last] = left
+    return 3 + used if out[first] else -1
