@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import uint8
 
-from ckptz.kernels.codec_cpu import kernel
+from ckptz.kernels.numba_base import kernel
 from ckptz.kernels.sparse_reference import MAX_GAP_BYTE, Bytes, Positions
 
 

@@ -257,14 +257,26 @@ def outer_product(rows: Tensor, columns: Tensor, begin: int, end: int) -> Tensor
 
 def pack_codes(codes: Tensor, n_bits: int) -> Tensor:
     """See `reference.pack_codes`."""
-    bits = codes.reshape(-1, 1) >> torch.arange(n_bits, device=codes.device, dtype=torch.uint8) & 1
-    flat = bits.reshape(-1)
-    flat = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).reshape(-1, 8).to(torch.int64)
-    return (flat << torch.arange(8, device=codes.device)).sum(dim=1).to(torch.uint8)
+    if n_bits == 8:
+        return codes
+    if 8 % n_bits:
+        codes = (codes.reshape(-1, 1) >> _shifts(n_bits, 1, codes) & 1).reshape(-1)
+        n_bits = 1
+    per_byte = 8 // n_bits
+    rows = torch.nn.functional.pad(codes, (0, -len(codes) % per_byte)).view(-1, per_byte)
+    # The bits of a row do not overlap: a sum modulo 256 is their union.
+    return (rows << _shifts(per_byte, n_bits, codes)).sum(dim=1, dtype=torch.uint8)
 
 
 def unpack_codes(packed: Tensor, n_bits: int, out: Tensor) -> None:
     """See `reference.unpack_codes`."""
-    bits = packed.reshape(-1, 1) >> torch.arange(8, device=packed.device, dtype=torch.uint8) & 1
-    groups = bits.reshape(-1)[: n_bits * len(out)].reshape(-1, n_bits).to(torch.int64)
-    out.copy_((groups << torch.arange(n_bits, device=packed.device)).sum(dim=1).to(torch.uint8))
+    width = n_bits if 8 % n_bits == 0 else 1
+    parts = packed.reshape(-1, 1) >> _shifts(8 // width, width, packed) & ((1 << width) - 1)
+    if width < n_bits:
+        groups = parts.reshape(-1)[: n_bits * len(out)].reshape(-1, n_bits)
+        parts = (groups << _shifts(n_bits, 1, packed)).sum(dim=1, dtype=torch.uint8)
+    out.copy_(parts.reshape(-1)[: len(out)])
+
+
+def _shifts(n: int, step: int, like: Tensor) -> Tensor:
+    return torch.arange(0, n * step, step, device=like.device, dtype=torch.uint8)

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from ckptz.kernels import wire_reference
 from ckptz.kernels.codec_cpu import from_f32 as from_f32
-from ckptz.kernels.codec_cpu import inlined, kernel, pack_codes, unpack_codes
+from ckptz.kernels.codec_cpu import pack_codes, unpack_codes
 from ckptz.kernels.codec_cpu import to_f32 as to_f32
+from ckptz.kernels.numba_base import inlined, kernel
 from ckptz.kernels.wire_reference import (
     BF16_MAX,
+    DOWN,
     INFINITY,
     MIX_32_A,
     MIX_32_B,
@@ -146,18 +148,18 @@ def _random(i: Any, low: Any, high: Any) -> Any:
 
 
 @kernel
-def _codes_nearest(values: Any, half: Any, inverse: Any, most: Any, out: Any) -> None:
+def _codes_nearest(values: Any, low_end: Any, inverse: Any, most: Any, out: Any) -> None:
     for i in range(len(values)):
-        t = (values[i] * np.float32(0.5) - half) * inverse + np.float32(0.5)
+        t = (values[i] * np.float32(DOWN) - low_end) * inverse + np.float32(0.5)
         out[i] = uint8(np.int32(min(t, most)))
 
 
 @kernel
 def _codes_random(
-    values: Any, half: Any, inverse: Any, most: Any, begin: int, low: Any, high: Any, out: Any
+    values: Any, low_end: Any, inverse: Any, most: Any, begin: int, low: Any, high: Any, out: Any
 ) -> None:
     for i in range(len(values)):
-        t = (values[i] * np.float32(0.5) - half) * inverse + _random(begin + i, low, high)
+        t = (values[i] * np.float32(DOWN) - low_end) * inverse + _random(begin + i, low, high)
         out[i] = uint8(np.int32(min(t, most)))
 
 
@@ -186,13 +188,13 @@ def _quantize(
             here[:] = uint8(0)
             continue
         one[0] = uint32(offsets[b]) << uint32(16)
-        half = one_f32[0] * np.float32(0.5)
+        low_end = one_f32[0] * np.float32(DOWN)
         one[0] = uint32(scales[b]) << uint32(16)
-        inverse = np.float32(2) / one_f32[0]
+        inverse = np.float32(1 / DOWN) / one_f32[0]
         if stochastic:
-            _codes_random(values[begin:end], half, inverse, most, begin, low_seed, high_seed, here)
+            _codes_random(values[begin:end], low_end, inverse, most, begin, low_seed, high_seed, here)
         else:
-            _codes_nearest(values[begin:end], half, inverse, most, here)
+            _codes_nearest(values[begin:end], low_end, inverse, most, here)
 
 
 def quantize(
@@ -264,7 +266,7 @@ def _threshold(patterns: Any, k: int, coarse: Any, near: Any) -> Any:
     for j in range(N_COARSE):
         coarse[0, j] += coarse[1, j]
     bucket, rest = _find(coarse[0], np.int64(k))
-    n_near = 0
+    n_near: Any = 0
     for i in range(len(patterns)):
         magnitude = patterns[i] & uint32(0x7FFFFFFF)
         near[n_near] = magnitude
@@ -310,7 +312,7 @@ def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
 
 @kernel
 def _take(patterns: Any, mask: Any, out: Any) -> None:
-    n = 0
+    n: Any = 0
     for i in range(len(mask)):
         out[n] = patterns[i]
         n += np.int64(mask[i])

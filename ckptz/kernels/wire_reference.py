@@ -25,6 +25,7 @@ INFINITY = 0x7F800000
 NAN_SCALE = 0x7FC0  # bf16 scale of a block that holds something not finite
 SMALLEST = 0x0880  # bf16 2^-110: smaller scales and offsets would decode to subnormal numbers
 BF16_MAX = 0x7F7F
+DOWN = 0.0625  # values are taken smaller by this, exactly: ranges of F32 overflow, their inverses vanish
 LARGEST_F32 = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)  # by kind: F32, BF16, F16
 
 # The finaliser of MurmurHash3, 64 and 32 bits wide, and the golden ratio's fraction as step.
@@ -180,12 +181,12 @@ def quantize(
     offsets, scales = scales_of(low, high, 1 << n_bits)
     usable = (scales != 0) & (scales != NAN_SCALE)
     with np.errstate(all="ignore"):
-        inverse = np.where(usable, np.float32(2) / _widen(scales), np.float32(0)).astype(np.float32)
-        half = _widen(offsets) * np.float32(0.5)
+        inverse = np.where(usable, np.float32(1 / DOWN) / _widen(scales), np.float32(0)).astype(np.float32)
+        low_end = _widen(offsets) * np.float32(DOWN)
         sizes = np.diff(starts, append=len(patterns))
-        wide = [np.repeat(v, sizes) for v in (inverse, half, usable)]
+        wide = [np.repeat(v, sizes) for v in (inverse, low_end, usable)]
         values = np.where(wide[2], patterns.view(np.float32), np.float32(0))
-        t = (values * np.float32(0.5) - wide[1]) * wide[0]
+        t = (values * np.float32(DOWN) - wide[1]) * wide[0]
         t += np.float32(0.5) if seed is None else random_24(seed, len(patterns))
         codes = np.where(wide[2], np.minimum(np.floor(t), np.float32((1 << n_bits) - 1)), 0)
     return offsets, scales, codes.astype(np.uint8)

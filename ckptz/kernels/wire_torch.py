@@ -19,6 +19,7 @@ from ckptz.kernels.torch import to_f32 as to_f32
 from ckptz.kernels.wire_reference import (
     ALIGN,
     BF16_MAX,
+    DOWN,
     INFINITY,
     MASK_32,
     MIX_32_A,
@@ -173,9 +174,10 @@ def quantize(patterns: Tensor, block: int, n_bits: int, seed: int | None) -> tup
     keys = _sortable(rows)
     offset, scale = _scales_of(keys.amin(dim=1), keys.amax(dim=1), 1 << n_bits)
     usable = ((scale != 0) & (scale != NAN_SCALE))[:, None]
-    inverse = torch.where(usable, 2.0 / _float_of(scale)[:, None], 0.0)
+    divisor = _float_of(scale)[:, None]
+    inverse = torch.where(usable, torch.full_like(divisor, 1 / DOWN) / divisor, 0.0)
     values = torch.where(usable, rows.view(torch.float32), 0.0)
-    t = (values * 0.5 - _float_of(offset)[:, None] * 0.5) * inverse
+    t = (values * DOWN - _float_of(offset)[:, None] * DOWN) * inverse
     n_padded = rows.numel()
     t = t + (0.5 if seed is None else _random_24(seed, n_padded, patterns.device).view(rows.shape))
     codes = torch.where(usable, t.floor().clamp(max=float((1 << n_bits) - 1)), 0.0)

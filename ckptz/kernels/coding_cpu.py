@@ -1,0 +1,360 @@
+"""Entropy coding on the CPU: rANS, sparse streams, Exp-Golomb codes; `reference.py` defines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import uint8, uint16, uint32, uint64
+from numpy.typing import NDArray
+
+from ckptz.kernels.numba_base import ONE, inlined, kernel
+from ckptz.kernels.reference import (
+    MAX_GAP_BYTE,
+    MAX_GOLOMB_BITS,
+    MAX_TABLE_ORDER,
+    SCALE,
+    STATE_LOW,
+    Bytes,
+    Counts,
+)
+
+N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
+LOW_12 = np.uint64(0xFFF)
+LOW_32 = np.uint64(0xFFFFFFFF)
+
+
+# --- rANS ---------------------------------------------------------------------------------------
+
+# Position of the lowest set bit of a 32-bit word, by a de Bruijn product.
+_BIT_MULTIPLIER = np.uint32(0x077CB531)
+_BIT_POSITION = np.zeros(32, np.uint8)
+for _bit in range(32):
+    _BIT_POSITION[((0x077CB531 << _bit) & 0xFFFFFFFF) >> 27] = _bit
+
+
+@inlined
+def _lowest_bit(mask: Any) -> Any:
+    lowest = uint32(mask & (uint32(0) - mask))
+    return np.intp(_BIT_POSITION[uint32(lowest * _BIT_MULTIPLIER) >> uint32(27)])
+
+
+@kernel
+def _encoding_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint64]:
+    """[n_tables, 256] of reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
+
+    With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
+    every x below 2^32, since m f exceeds its real value by less than f <= 2^s.
+    """
+    entries = np.zeros(frequencies.shape, np.uint64)
+    for t in range(len(frequencies)):
+        start = uint64(0)
+        for symbol in range(256):
+            f = uint64(frequencies[t, symbol])
+            if f:
+                shift = uint64(0)
+                while (ONE << shift) < f:
+                    shift += ONE
+                reciprocal = ((ONE << (uint64(32) + shift)) + f - ONE) // f - (ONE << uint64(32))
+                entries[t, symbol] = (
+                    reciprocal | (start << uint64(32)) | (shift << uint64(44)) | ((f - ONE) << uint64(48))
+                )
+            start += f
+    return entries
+
+
+@inlined
+def _encode_one(state: Any, entry: Any) -> Any:
+    quotient = (((state * (entry & LOW_32)) >> uint64(32)) + state) >> ((entry >> uint64(44)) & uint64(15))
+    rest = (quotient & LOW_32) * ((uint64(4095) - (entry >> uint64(48))) & LOW_32)
+    return state + ((entry >> uint64(32)) & LOW_12) + rest
+
+
+@kernel
+def _encode_scalar(
+    symbols: Any, begin: int, end: int, entries: Any, lanes: Any, n_lanes: int, words: Any, p: int
+) -> int:
+    for i in range(end - 1, begin - 1, -1):
+        lane = np.intp(i % n_lanes)
+        entry = entries[symbols[i]]
+        state = lanes[lane]
+        if (state >> uint64(20)) > (entry >> uint64(48)):
+            p -= 1
+            words[p] = uint16(state)
+            state >>= uint64(16)
+        lanes[lane] = _encode_one(state, entry)
+    return p
+
+
+@kernel
+def _encode_segments(
+    symbols: Any, ends: Any, table_of: Any, tables: Any, lanes: Any, n_lanes: int, words: Any
+) -> int:
+    # One array holds the lane states and the step's table entries: at constant distances in one
+    # buffer LLVM knows that they do not overlap, and vectorises.
+    both = np.empty(2 * N_LANES, np.uint64)
+    both[:N_LANES] = uint64(STATE_LOW)
+    p: Any = len(words)
+    for s in range(len(ends) - 1, -1, -1):
+        begin = ends[s - 1] if s else 0
+        entries = tables[table_of[s]]
+        i = ends[s]
+        if n_lanes == N_LANES:
+            whole_end = i // N_LANES * N_LANES
+            whole_begin = (begin + N_LANES - 1) // N_LANES * N_LANES
+            if whole_end > whole_begin:
+                p = _encode_scalar(symbols, whole_end, i, entries, both, n_lanes, words, p)
+                i = whole_begin
+                q = np.uintp(p)
+                for step in range(whole_end - N_LANES, whole_begin - 1, -N_LANES):
+                    here = symbols[np.uintp(step) : np.uintp(step + N_LANES)]
+                    for lane in range(N_LANES):
+                        both[N_LANES + lane] = entries[here[lane]]
+                    mask = uint32(0)
+                    for lane in range(N_LANES):
+                        full = (both[lane] >> uint64(20)) > (both[N_LANES + lane] >> uint64(48))
+                        mask |= uint32(full) << uint32(N_LANES - 1 - lane)
+                    while mask != uint32(0):
+                        lane = N_LANES - 1 - _lowest_bit(mask)
+                        q -= np.uintp(1)
+                        words[q] = uint16(both[lane])
+                        both[lane] >>= uint64(16)
+                        mask &= mask - uint32(1)
+                    for lane in range(N_LANES):
+                        both[lane] = _encode_one(both[lane] & LOW_32, both[N_LANES + lane])
+                p = np.int64(q)
+        p = _encode_scalar(symbols, begin, i, entries, both, n_lanes, words, p)
+    for lane in range(n_lanes):
+        lanes[lane] = uint32(both[lane])
+    return p
+
+
+def rans_encode(
+    symbols: Bytes, ends: Counts, table_of: Counts, frequencies: NDArray[np.uint16], n_lanes: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """See `reference.rans_encode`."""
+    words = np.empty(len(symbols) + 1, np.uint16)
+    states = np.empty(n_lanes, np.uint32)
+    position = _encode_segments(
+        symbols, ends, table_of, _encoding_tables(frequencies), states, n_lanes, words
+    )
+    return states, words[position:]
+
+
+@kernel
+def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """See `reference.slot_tables`."""
+    tables = np.empty((len(frequencies), SCALE), np.uint32)
+    for t in range(len(frequencies)):
+        start = 0
+        for symbol in range(256):
+            n = np.int64(frequencies[t, symbol])
+            low = uint32(symbol) | (uint32(n - 1) << uint32(8))
+            for i in range(n):
+                tables[t, start + i] = low | (uint32(i) << uint32(20))
+            start += int(n)
+    return tables
+
+
+@inlined
+def _decode_one(state: Any, entry: Any) -> Any:
+    frequency = ((entry >> uint32(8)) & uint32(0xFFF)) + uint32(1)
+    return uint32(frequency * (state >> uint32(12)) + (entry >> uint32(20)))
+
+
+@kernel
+def _decode_scalar(
+    words: Any, p: int, lanes: Any, n_lanes: int, begin: int, end: int, slots: Any, out: Any
+) -> int:
+    for i in range(begin, end):
+        lane = np.intp(i % n_lanes)
+        state = lanes[lane]
+        entry = slots[state & uint32(SCALE - 1)]
+        out[i] = uint8(entry)
+        state = _decode_one(state, entry)
+        if state < uint32(STATE_LOW):
+            if p >= len(words):
+                return -1
+            state = (state << uint32(16)) | uint32(words[p])
+            p += 1
+        lanes[lane] = state
+    return p
+
+
+@kernel
+def rans_decode(
+    words: NDArray[np.uint16],
+    states: NDArray[np.uint32],
+    ends: Counts,
+    table_of: Counts,
+    tables: NDArray[np.uint32],
+    out: Bytes,
+) -> bool:
+    """See `reference.rans_decode`."""
+    n_lanes, n_words = len(states), len(words)
+    both = np.empty(2 * N_LANES, np.uint32)
+    both[:n_lanes] = states
+    begin = 0
+    p: Any = 0
+    for s in range(len(ends)):
+        end = ends[s]
+        slots = tables[table_of[s]]
+        i = begin
+        if n_lanes == N_LANES:
+            aligned = min((begin + N_LANES - 1) // N_LANES * N_LANES, end)
+            p = _decode_scalar(words, p, both, n_lanes, begin, aligned, slots, out)
+            if p < 0:
+                return False
+            i = aligned
+            q = np.uintp(p)
+            while i + N_LANES <= end and np.intp(q) + N_LANES <= n_words:
+                for lane in range(N_LANES):
+                    both[N_LANES + lane] = slots[both[lane] & uint32(SCALE - 1)]
+                mask = uint32(0)
+                for lane in range(N_LANES):
+                    state = _decode_one(both[lane], both[N_LANES + lane])
+                    both[lane] = state
+                    mask |= uint32(state < uint32(STATE_LOW)) << uint32(lane)
+                here = out[np.uintp(i) : np.uintp(i + N_LANES)]
+                for lane in range(N_LANES):
+                    here[lane] = uint8(both[N_LANES + lane])
+                while mask != uint32(0):
+                    lane = _lowest_bit(mask)
+                    both[lane] = (both[lane] << uint32(16)) | uint32(words[q])
+                    q += np.uintp(1)
+                    mask &= mask - uint32(1)
+                i += N_LANES
+            p = np.int64(q)
+        p = _decode_scalar(words, p, both, n_lanes, i, end, slots, out)
+        if p < 0:
+            return False
+        begin = end
+    for lane in range(n_lanes):
+        if both[lane] != uint32(STATE_LOW):
+            return False
+    return p == n_words
+
+
+# --- sparse -------------------------------------------------------------------------------------
+
+
+@kernel
+def _sparse_sizes(symbols: Any, common: int) -> Any:
+    n_gaps, n_values, gap = 0, 0, 0
+    for i in range(len(symbols)):
+        if symbols[i] == common:
+            gap += 1
+        else:
+            n_gaps += gap // MAX_GAP_BYTE + 1
+            n_values += 1
+            gap = 0
+    return n_gaps, n_values
+
+
+@kernel
+def _sparse_fill(symbols: Any, common: int, gaps: Any, values: Any) -> None:
+    g, v, gap = 0, 0, 0
+    for i in range(len(symbols)):
+        if symbols[i] == common:
+            gap += 1
+        else:
+            while gap >= MAX_GAP_BYTE:
+                gaps[g] = MAX_GAP_BYTE
+                g += 1
+                gap -= MAX_GAP_BYTE
+            gaps[g] = gap
+            g += 1
+            values[v] = symbols[i]
+            v += 1
+            gap = 0
+
+
+def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
+    """See `reference.sparse_split`."""
+    n_gaps, n_values = _sparse_sizes(symbols, common)
+    gaps, values = np.empty(n_gaps, np.uint8), np.empty(n_values, np.uint8)
+    _sparse_fill(symbols, common, gaps, values)
+    return gaps, values
+
+
+@kernel
+def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
+    """See `reference.sparse_merge`."""
+    position, n_values = 0, 0
+    for i in range(len(gaps)):
+        position += gaps[i]
+        if gaps[i] == MAX_GAP_BYTE:
+            continue
+        if position >= len(out) or n_values == len(values):
+            return False
+        out[position] = values[n_values]
+        position += 1
+        n_values += 1
+    return n_values == len(values) and (len(gaps) == 0 or gaps[len(gaps) - 1] != MAX_GAP_BYTE)
+
+
+# --- Exp-Golomb codes ---------------------------------------------------------------------------
+
+
+@kernel
+def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
+    """See `reference.golomb_pack`."""
+    out = np.zeros(len(values) * 5 + 1, np.uint8)
+    position = 0
+    for i in range(len(values)):
+        u = np.int64(values[i]) + (1 << order)
+        n_low = 0
+        while u >> (n_low + 1):
+            n_low += 1
+        position += n_low - order
+        out[position >> 3] |= uint8(1 << (position & 7))
+        position += 1
+        for j in range(n_low):
+            out[position >> 3] |= uint8(((u >> j) & 1) << (position & 7))
+            position += 1
+    return out[: (position + 7) >> 3]
+
+
+@kernel
+def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
+    """See `reference.golomb_unpack`."""
+    n_bits = 8 * len(source)
+    position = 0
+    for i in range(n_values):
+        n_low = order
+        while position < n_bits and not (source[position >> 3] >> (position & 7)) & 1:
+            position += 1
+            n_low += 1
+        if n_low > MAX_GOLOMB_BITS or position + 1 + n_low > n_bits:
+            return -1
+        position += 1
+        value = 1 << n_low
+        for j in range(n_low):
+            value |= int((source[position >> 3] >> (position & 7)) & 1) << j
+            position += 1
+        value -= 1 << order
+        if value > 0xFFFF:
+            return -1
+        out[i] = value
+    while position & 7:
+        if (source[position >> 3] >> (position & 7)) & 1:
+            return -1
+        position += 1
+    return position >> 3
+
+
+@kernel
+def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
+    """See `reference.table_unpack`."""
+    if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
+        return -1
+    first, last = int(source[0]), int(source[1])
+    out[:] = 0
+    used = golomb_unpack(source[3:], last - first, int(source[2]), out[first:last])
+    left = np.int64(SCALE)
+    for symbol in range(256):
+        left -= out[symbol]
+    if used < 0 or left < 1:
+        return -1
+    out[last] = left
+    return 3 + used if out[first] else -1

@@ -1,0 +1,400 @@
+"""Quantized values and packed codes on the CPU; `reference.py` defines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import uint8, uint32, uint64
+from numpy.typing import NDArray
+
+from ckptz.kernels import reference
+from ckptz.kernels.numba_base import BLOCK, ONE, inlined, kernel, sign_fill
+from ckptz.kernels.reference import (
+    BF16,
+    F32,
+    N_BUCKETS,
+    TINY_EXPONENT,
+    Bytes,
+    Counts,
+    Units,
+)
+
+MIN_TABLED = 1 << 14  # fewer units are searched: a table of all buckets would take longer
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+@kernel
+def top_histogram(units: Units) -> Counts:
+    """See `reference.top_histogram`."""
+    # Two histograms in turn: equal neighbours would wait for each other's store in one.
+    counts = np.zeros((2, N_BUCKETS), np.uint32)
+    shift = uint64(0 if units.itemsize == 2 else 16)
+    whole = len(units) // 2 * 2
+    for i in range(0, whole, 2):
+        counts[0, uint64(units[i]) >> shift] += uint32(1)
+        counts[1, uint64(units[i + 1]) >> shift] += uint32(1)
+    for i in range(whole, len(units)):
+        counts[0, uint64(units[i]) >> shift] += uint32(1)
+    total = np.empty(N_BUCKETS, np.int64)
+    for j in range(N_BUCKETS):
+        total[j] = np.int64(counts[0, j]) + counts[1, j]
+    return total
+
+
+@kernel
+def _region_table(boundaries: Any, width: int) -> Any:
+    """For each top 16 bits of an ordered unit: boundaries at or below its bucket's first, and last, value."""
+    low = np.empty(N_BUCKETS, np.uint16)
+    is_split = np.empty(N_BUCKETS, np.uint8)
+    shift = uint64(width - 16)
+    r = 0
+    for bucket in range(N_BUCKETS):
+        first = uint64(bucket) << shift
+        last = first | ((ONE << shift) - ONE)
+        while r < len(boundaries) and uint64(boundaries[r]) <= first:
+            r += 1
+        low[bucket] = r
+        is_split[bucket] = r < len(boundaries) and uint64(boundaries[r]) <= last
+    return low, is_split
+
+
+@kernel
+def _region_codes(units: Any, boundaries: Any, codes: Any, width: int, out: Any) -> None:
+    low, is_split = _region_table(boundaries, width)
+    n = len(boundaries)
+    shift, top = uint64(width - 1), ONE << uint64(width - 1)
+    down = uint64(width - 16)
+    mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
+    of_bucket = np.empty(N_BUCKETS, np.uint8)
+    for bucket in range(N_BUCKETS):
+        of_bucket[bucket] = codes[low[bucket]]
+    for i in range(len(units)):
+        unit = uint64(units[i])
+        ordered = (unit ^ (sign_fill(unit, shift) | top)) & mask
+        bucket = ordered >> down
+        if is_split[bucket]:
+            r = np.int64(low[bucket])
+            while r < n and uint64(boundaries[r]) <= ordered:
+                r += 1
+            out[i] = codes[r]
+        else:
+            out[i] = of_bucket[bucket]
+
+
+def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
+    """See `reference.region_codes`."""
+    if len(units) < MIN_TABLED:
+        return reference.region_codes(units, boundaries, codes)
+    out = np.empty(len(units), np.uint8)
+    _region_codes(units, boundaries, codes, 8 * units.itemsize, out)
+    return out
+
+
+@inlined
+def _widen_f16(unit: Any) -> Any:
+    """F16 pattern to F32 pattern."""
+    sign = (unit & uint32(0x8000)) << uint32(16)
+    exponent, mantissa = (unit >> uint32(10)) & uint32(0x1F), unit & uint32(0x3FF)
+    if exponent == uint32(0):
+        if mantissa == uint32(0):
+            return uint32(sign)
+        exponent = uint32(113)
+        while not mantissa & uint32(0x400):
+            mantissa <<= uint32(1)
+            exponent -= uint32(1)
+        return uint32(sign | (exponent << uint32(23)) | ((mantissa & uint32(0x3FF)) << uint32(13)))
+    if exponent == uint32(31):
+        exponent = uint32(255 - 112)
+    return uint32(sign | ((exponent + uint32(112)) << uint32(23)) | (mantissa << uint32(13)))
+
+
+@inlined
+def _narrow_f16(pattern: Any) -> Any:
+    """F32 pattern to F16 pattern, to nearest even."""
+    sign, magnitude = (pattern >> uint32(16)) & uint32(0x8000), pattern & uint32(0x7FFFFFFF)
+    if magnitude > uint32(0x7F800000):
+        return uint32(sign | uint32(0x7E00))
+    if magnitude >= uint32(0x477FF000):
+        return uint32(sign | uint32(0x7C00))
+    if magnitude < uint32(0x33000001):
+        return uint32(sign)
+    exponent, mantissa = magnitude >> uint32(23), (magnitude & uint32(0x7FFFFF)) | uint32(0x800000)
+    shift = uint32(13) if exponent >= uint32(113) else uint32(126) - exponent
+    kept = mantissa >> shift
+    rest, half = mantissa & ((uint32(1) << shift) - uint32(1)), uint32(1) << (shift - uint32(1))
+    if rest > half or (rest == half and kept & uint32(1)):
+        kept += uint32(1)
+    if exponent >= uint32(113):
+        kept += (exponent - uint32(113)) << uint32(10)
+    return uint32(sign | kept)
+
+
+@inlined
+def _narrow_bf16(pattern: Any) -> Any:
+    if (pattern & uint32(0x7FFFFFFF)) > uint32(0x7F800000):
+        return uint32((pattern >> uint32(16)) | uint32(0x40))
+    return uint32((pattern + uint32(0x7FFF) + ((pattern >> uint32(16)) & uint32(1))) >> uint32(16))
+
+
+@kernel
+def _to_f32(units: Any, kind: int, out: Any) -> None:
+    n = len(out)
+    if kind == F32:
+        for i in range(n):
+            out[i] = units[i]
+    elif kind == BF16:
+        for i in range(n):
+            out[i] = uint32(units[i]) << uint32(16)
+    else:
+        for i in range(n):
+            out[i] = _widen_f16(uint32(units[i]))
+
+
+@kernel
+def _from_f32(patterns: Any, kind: int, out: Any) -> None:
+    n = len(out)
+    if kind == F32:
+        for i in range(n):
+            out[i] = patterns[i]
+    elif kind == BF16:
+        for i in range(n):
+            out[i] = _narrow_bf16(patterns[i])
+    else:
+        for i in range(n):
+            out[i] = _narrow_f16(patterns[i])
+
+
+def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
+    """See `reference.to_f32`."""
+    if kind == F32:
+        return units
+    out = np.empty(len(units), np.uint32)
+    _to_f32(units, kind, out)
+    return out
+
+
+def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
+    """See `reference.from_f32`."""
+    if kind == F32:
+        return patterns
+    out = np.empty(len(patterns), np.uint16)
+    _from_f32(patterns, kind, out)
+    return out
+
+
+@inlined
+def _tiny_integer(pattern: Any) -> Any:
+    exponent = np.int64((pattern >> uint32(23)) & uint32(0xFF))
+    magnitude = np.int64(pattern & uint32(0x7FFFFF))
+    if exponent > 0:
+        magnitude = (magnitude | np.int64(1 << 23)) << (exponent - 1)
+    return -magnitude if pattern >> uint32(31) else magnitude
+
+
+@inlined
+def _add_tiny(a: Any, b: Any) -> Any:
+    total = _tiny_integer(a) + _tiny_integer(b)
+    magnitude = abs(total)
+    shift = np.int64(0)
+    while magnitude >> (shift + 24):
+        shift += 1
+    kept = magnitude >> shift
+    if shift:
+        rest, half = magnitude - (kept << shift), np.int64(1) << (shift - 1)
+        if rest > half or (rest == half and kept & 1):
+            kept += 1
+        kept += shift << 23
+    is_negative = total < 0 or (a == uint32(0x80000000) and b == uint32(0x80000000))
+    return uint32(kept) | (uint32(is_negative) << uint32(31))
+
+
+@kernel
+def _add_block(sums: Any, sums_f32: Any, terms: Any, terms_f32: Any) -> None:
+    """sums += terms; both arrays are F32 patterns with their float views."""
+    limit = uint32(TINY_EXPONENT)
+    n_tiny = uint32(0)
+    for i in range(len(sums)):
+        a, b = sums[i], terms[i]
+        both = ((a >> uint32(23)) & uint32(0xFF) < limit) & ((b >> uint32(23)) & uint32(0xFF) < limit)
+        n_tiny += uint32(both & (((a | b) << uint32(1)) != uint32(0)))
+    if n_tiny == uint32(0):
+        for i in range(len(sums)):
+            sums_f32[i] = sums_f32[i] + terms_f32[i]
+        return
+    for i in range(len(sums)):
+        a, b = sums[i], terms[i]
+        if ((a >> uint32(23)) & uint32(0xFF) < limit) & ((b >> uint32(23)) & uint32(0xFF) < limit):
+            sums[i] = _add_tiny(a, b)
+        else:
+            sums_f32[i] = sums_f32[i] + terms_f32[i]
+
+
+def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """See `reference.add_f32`."""
+    sums, terms = a.copy(), np.ascontiguousarray(b)
+    _add_block(sums, sums.view(np.float32), terms, terms.view(np.float32))
+    return sums
+
+
+@kernel
+def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+    """See `reference.lookup`."""
+    if len(rows) == 1:
+        row = table[rows[0]]
+        for i in range(len(out)):
+            out[i] = row[codes[i]]
+    else:
+        for i in range(len(out)):
+            out[i] = table[rows[i], codes[i]]
+
+
+@kernel
+def _add_linear(
+    base: Any,
+    codes: Any,
+    rows: Any,
+    table: Any,
+    kind: int,
+    sums: Any,
+    sums_f32: Any,
+    terms: Any,
+    terms_f32: Any,
+    out: Any,
+) -> None:
+    n = len(out)
+    for begin in range(0, n, BLOCK):
+        end = min(begin + BLOCK, n)
+        size = end - begin
+        _to_f32(base[begin:end], kind, sums[:size])
+        lookup(codes[begin:end], rows if len(rows) == 1 else rows[begin:end], table, terms[:size])
+        _add_block(sums[:size], sums_f32[:size], terms[:size], terms_f32[:size])
+        _from_f32(sums[:size], kind, out[begin:end])
+
+
+def add_linear(
+    base: Units, codes: Bytes, rows: Units, table: NDArray[np.uint32], kind: int, out: Units
+) -> None:
+    """See `reference.add_linear`."""
+    sums, terms = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
+    views = sums, sums.view(np.float32), terms, terms.view(np.float32)
+    _add_linear(base, codes, rows, table, kind, *views, out)
+
+
+@kernel
+def _add_bits(base: Any, codes: Any, rows: Any, table: Any, width: int, out: Any) -> None:
+    shift, top = uint64(width - 1), ONE << uint64(width - 1)
+    mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
+    for i in range(len(out)):
+        b = uint64(base[i])
+        row = rows[0] if len(rows) == 1 else rows[i]
+        ordered = ((b ^ (sign_fill(b, shift) | top)) + uint64(table[row, codes[i]])) & mask
+        out[i] = ordered ^ (((ordered >> shift) - ONE) | top)
+
+
+def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+    """See `reference.add_bits`."""
+    _add_bits(base, codes, rows, table, 8 * out.itemsize, out)
+
+
+@kernel
+def _any_equal_masked(units: Any, mask: int) -> bool:
+    found = uint32(0)
+    for i in range(len(units)):
+        found |= uint32((uint64(units[i]) & uint64(mask)) == uint64(mask))
+    return found != uint32(0)
+
+
+def all_finite(units: Units, kind: int) -> bool:
+    """See `reference.all_finite`."""
+    return not _any_equal_masked(units, (0x7F800000, 0x7F80, 0x7C00)[kind])
+
+
+# --- packing ------------------------------------------------------------------------------------
+
+
+@kernel
+def _pack_tail(codes: Any, n_bits: int, begin: int, out: Any) -> None:
+    """Codes from `begin`, a multiple of eight, to the end."""
+    held, n_held, position = uint32(0), 0, begin * n_bits >> 3
+    for i in range(begin, len(codes)):
+        held |= uint32(codes[i]) << uint32(n_held)
+        n_held += n_bits
+        while n_held >= 8:
+            out[position] = uint8(held)
+            position += 1
+            held >>= uint32(8)
+            n_held -= 8
+    if n_held:
+        out[position] = uint8(held)
+
+
+@kernel
+def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
+    """See `reference.pack_codes`."""
+    out = np.empty((len(codes) * n_bits + 7) >> 3, np.uint8)
+    whole = len(codes) >> 3
+    if n_bits == 4:
+        for i in range(4 * whole):
+            out[i] = codes[2 * i] | (codes[2 * i + 1] << uint8(4))
+    elif n_bits == 2:
+        for i in range(2 * whole):
+            pair = codes[4 * i + 2] << uint8(4) | (codes[4 * i + 3] << uint8(6))
+            out[i] = codes[4 * i] | (codes[4 * i + 1] << uint8(2)) | pair
+    elif n_bits == 1:
+        for i in range(whole):
+            held = uint32(0)
+            for j in range(8):
+                held |= uint32(codes[8 * i + j]) << uint32(j)
+            out[i] = uint8(held)
+    else:  # eight codes fill n_bits bytes
+        for i in range(whole):
+            word = uint64(0)
+            for j in range(8):
+                word |= uint64(codes[8 * i + j]) << uint64(j * n_bits)
+            for j in range(n_bits):
+                out[i * n_bits + j] = uint8(word >> uint64(8 * j))
+    _pack_tail(codes, n_bits, 8 * whole, out)
+    return out
+
+
+@kernel
+def _unpack_tail(packed: Any, n_bits: int, begin: int, out: Any) -> None:
+    """Inverse of `_pack_tail`."""
+    held, n_held, position = uint32(0), 0, begin * n_bits >> 3
+    mask = uint32((1 << n_bits) - 1)
+    for i in range(begin, len(out)):
+        while n_held < n_bits:
+            held |= uint32(packed[position]) << uint32(n_held)
+            position += 1
+            n_held += 8
+        out[i] = uint8(held & mask)
+        held >>= uint32(n_bits)
+        n_held -= n_bits
+
+
+@kernel
+def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
+    """See `reference.unpack_codes`."""
+    whole = len(out) >> 3
+    if n_bits == 4:
+        for i in range(4 * whole):
+            out[2 * i] = packed[i] & uint8(15)
+            out[2 * i + 1] = packed[i] >> uint8(4)
+    elif n_bits <= 2:
+        per_byte = 8 // n_bits
+        mask = uint32((1 << n_bits) - 1)
+        for i in range(whole * n_bits):
+            for j in range(per_byte):
+                out[i * per_byte + j] = uint8((uint32(packed[i]) >> uint32(j * n_bits)) & mask)
+    else:
+        wide_mask = uint64((1 << n_bits) - 1)
+        for i in range(whole):
+            word = uint64(0)
+            for j in range(n_bits):
+                word |= uint64(packed[i * n_bits + j]) << uint64(8 * j)
+            for j in range(8):
+                out[8 * i + j] = uint8((word >> uint64(j * n_bits)) & wide_mask)
+    _unpack_tail(packed, n_bits, 8 * whole, out)
