@@ -24,6 +24,7 @@ from ckptz.errors import DTypeError
 from ckptz.frameworks import DTYPE_CODES
 from ckptz.handle import PathLike, load_bytes, safe_open
 from ckptz.saving import check_tensor_names, save_to_bytes, save_to_file
+from ckptz.wire.policy import LinkPolicy, check_policy
 
 Tensors = dict[str, torch.Tensor]
 
@@ -126,6 +127,7 @@ def load_file(
     search_path: Sequence[PathLike] = (),
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
+    link_policy: LinkPolicy | str | None = None,
 ) -> Tensors:
     """All tensors of a `.ckptz` or a `.safetensors` file by name.
 
@@ -136,6 +138,8 @@ def load_file(
         search_path: more folders with bases.
         max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
         jobs: threads, all cores by default.
+        link_policy: compressed links that the model will run with. If the file records that it was trained
+            with others, which is harmful, a `ckptz.wire.PolicyWarning` says why.
 
     Example:
         >>> import torch
@@ -146,6 +150,7 @@ def load_file(
     """
     limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
     with safe_open(filename, "pt", device, backend=backend, search_path=search_path, **limits) as file:
+        check_policy(file.metadata(), link_policy)
         return dict(file.get_tensors())
 
 
@@ -197,6 +202,7 @@ def load_model(
     search_path: Sequence[PathLike] = (),
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
+    link_policy: LinkPolicy | str | None = None,
 ) -> tuple[set[str], list[str]]:
     """Load a file that `save_model` wrote, or any other with the right names, into `model`.
 
@@ -209,6 +215,7 @@ def load_model(
         search_path: more folders with bases of a delta.
         max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
         jobs: threads, all cores by default.
+        link_policy: see `load_file`.
 
     Returns:
         (names in the model that the file lacks, names in the file that the model lacks).
@@ -224,7 +231,11 @@ def load_model(
         >>> list(missing), unexpected
         ([], [])
     """
-    limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
+    limits: dict[str, Any] = {
+        "max_decoded_bytes": max_decoded_bytes,
+        "jobs": jobs,
+        "link_policy": link_policy,
+    }
     state = load_file(filename, device, backend=backend, search_path=search_path, **limits)
     duplicates = _duplicates(model.state_dict(), preferred=state)
     report = model.load_state_dict(state, strict=False)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from ckptz.wire.adaptive import Adaptive
     from ckptz.wire.codecs import RAW, Raw, TopK, Uniform
     from ckptz.wire.endpoint import Link
+    from ckptz.wire.feedback import describe_memory
     from ckptz.wire.link import TensorLink
+    from ckptz.wire.loopback import CompressLink, simulate
     from ckptz.wire.policy import (
         PRESETS,
         LinkPolicy,
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
         policy_metadata,
         policy_of,
     )
-    from ckptz.wire.loopback import CompressLink, simulate
     from ckptz.wire.sockets import SocketLink
     from ckptz.wire.stage import CompressedPipelineStage
 
@@ -44,6 +45,7 @@ __all__ = [
     "Uniform",
     "cap",
     "check_policy",
+    "describe_memory",
     "policy_metadata",
     "policy_of",
     "simulate",
@@ -53,6 +55,7 @@ _HOMES: Final = {
     "adaptive": ("Adaptive",),
     "codecs": ("RAW", "Raw", "TopK", "Uniform"),
     "endpoint": ("Link",),
+    "feedback": ("describe_memory",),
     "link": ("TensorLink",),
     "policy": (
         *("PRESETS", "LinkPolicy", "PolicyWarning"),

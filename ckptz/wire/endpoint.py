@@ -1,0 +1,388 @@
+"""One end of a link: tensors to messages and back. Implements spec/08-wire.md#messages.
+
+Both ends run the same code on the same policy; what the sender believes that the receiver has, and what
+the receiver has, are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.bits.checksum import xxh64
+from ckptz.dtypes import DType
+from ckptz.errors import CkptzError, ConfigError, WireError
+from ckptz.kernels import reference
+from ckptz.kernels.wire_reference import STEP_64, mix_64
+from ckptz.wire.adaptive import Adaptive
+from ckptz.wire.codecs import KINDS, RAW, CodecId, TensorPlan
+from ckptz.wire.feedback import Memory, MixedFeedback
+from ckptz.wire.frames import Frame, decode_frame, encode_frame
+from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
+from ckptz.wire.policy import LinkPolicy, policy_of
+from ckptz.wire.state import NOTHING, End, LinkState, Place
+
+Array = Any
+FREE = ("payload_bytes", "checksum", "mode")  # header fields that the receiver cannot know before
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message, and what makes the tensor that the other end decodes from it."""
+
+    message: Array
+    decode: Callable[[], Array]
+
+    @property
+    def received(self) -> Array:
+        """The tensor that the other end decodes, computed when asked for."""
+        return self.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor on its way: where it goes, its type, and which message it is."""
+
+    direction: Direction
+    dtype: DType
+    shape: tuple[int, ...]
+    place: Place
+
+    @property
+    def is_lossy_type(self) -> bool:
+        """Whether a lossy codec may touch it."""
+        return self.dtype.name in KINDS
+
+
+class Link:
+    """One end of the link between two stages, or both in one process for `simulate`.
+
+    Args:
+        src: stage that sends activations.
+        dst: stage that receives them.
+        policy: what both ends agreed on, or the name of a preset.
+        kernels: one of the wire's kernel modules; the compiled ones by default.
+        like: an array of these kernels, where state is to live.
+        fixed: every message takes exactly the cap of its plan, for transports that need it.
+        same_shape: refuse a tensor whose shape differs from the first one's.
+        samples: file and number of samples of AQ-SGD's buffers; in memory by default.
+    """
+
+    def __init__(
+        self,
+        src: int,
+        dst: int,
+        policy: LinkPolicy | str,
+        *,
+        kernels: Any = None,
+        like: Array = None,
+        fixed: bool = False,
+        same_shape: bool = True,
+        samples: tuple[Path, int] | None = None,
+    ) -> None:
+        if not (0 <= src < 1 << 16 and 0 <= dst < 1 << 16):
+            raise ConfigError(f"stages are numbered 0..65535, got {src} and {dst}")
+        self.src, self.dst, self.policy = src, dst, policy_of(policy)
+        like = np.zeros(0, np.uint8) if like is None else like
+        self.state = LinkState(f"{src}-{dst}", self.policy, kernels, like, samples)
+        self._fixed, self._same_shape = fixed, same_shape
+        self._shapes: dict[tuple[Direction, int], tuple[str, tuple[int, ...]]] = {}
+        self.sent_bytes = dict.fromkeys(Direction, 0)
+        self.raw_bytes = dict.fromkeys(Direction, 0)
+
+    # --- sending --------------------------------------------------------------------------------
+
+    def send(
+        self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
+    ) -> Sent:
+        """Encode one tensor.
+
+        Args:
+            direction: which way it goes.
+            units: its bit patterns, flat.
+            dtype: its element type.
+            shape: its shape.
+            place: which message this is.
+
+        Raises:
+            WireError: the shape changed, or the positions to reuse are not there.
+        """
+        tensor, k = _Tensor(direction, dtype, tuple(shape), place), self.state.kernels
+        due = self.message_cap(direction, dtype, tensor.shape, place, "tx") if self._fixed else 0
+        received, header, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
+        payload = k.concat(frame.parts)
+        packed = dataclasses.replace(header, payload_bytes=len(payload), checksum=k.checksum(payload)).pack()
+        parts = [k.from_bytes(np.frombuffer(packed, np.uint8), payload), payload]
+        if due:
+            parts.append(k.zeros(due - HEADER_BYTES - len(payload), 1, payload))
+        message = k.concat(parts)
+        self.sent_bytes[direction] += len(message)
+        return Sent(message, received)
+
+    def simulate(
+        self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
+    ) -> Array:
+        """What `send` brings to the other end, without making the message; its bytes are counted."""
+        tensor = _Tensor(direction, dtype, tuple(shape), place)
+        decode, _, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
+        received = decode()
+        n_bytes = sum(-(-len(part) // 16) * 16 for part in frame.parts)
+        self.sent_bytes[direction] += HEADER_BYTES + n_bytes
+        if direction is Direction.BACKWARD:
+            self._observe(Direction.FORWARD, tensor, received)
+        return received
+
+    def _encode(self, tensor: _Tensor, units: Array) -> tuple[Callable[[], Array], LinkHeader, Frame]:
+        direction, place, state = tensor.direction, tensor.place, self.state
+        self._check_shape(tensor)
+        if direction is Direction.BACKWARD:
+            self._observe(Direction.BACKWARD, tensor, units)
+        strong = state.level(direction, place)
+        memory, plan = state.memory("tx", direction, self._plan(tensor, strong), place)
+        if plan.codec == RAW:
+            frame = encode_frame(state.kernels, plan, units)
+            received = frame.decoded
+            self._fill(plan, memory, units)
+        else:
+            received, frame = self._encode_lossy(tensor, plan, units, memory)
+        if direction is Direction.FORWARD:
+            state.keep_mask(place, frame.mask, strong)
+        header = self._header("tx", tensor, plan, memory, strong, frame.not_finite, frame.mode)
+        state.count("tx", direction, place)
+        self.raw_bytes[direction] += plan.raw_bytes
+        return received, header, frame
+
+    def _encode_lossy(
+        self, tensor: _Tensor, plan: TensorPlan, units: Array, memory: Memory
+    ) -> tuple[Callable[[], Array], Frame]:
+        k, mask = self.state.kernels, None
+        values = k.to_f32(units, plan.kind)
+        target = memory.target(k, values)
+        if plan.reuse:
+            mask = self.state.take_mask(plan, tensor.place)
+        elif isinstance(memory, MixedFeedback):
+            mask = memory.mask(k, plan, values)
+        seed = self._seed(tensor) if self.policy.rounding == "stochastic" else None
+        frame = encode_frame(k, plan, target, seed=seed, mask=mask, vary=not self._fixed)
+        if memory is NOTHING:
+            return lambda: self._finished(plan, memory, frame.decoded()), frame
+        decoded = frame.decoded()
+        received = self._finished(plan, memory, decoded)
+        if not frame.not_finite:
+            memory.keep(k, target, decoded)
+        return lambda: received, frame
+
+    def _fill(self, plan: TensorPlan, memory: Memory, units: Array) -> None:
+        if memory is not NOTHING:
+            memory.fill(self.state.kernels, self.state.kernels.to_f32(units, plan.kind))
+
+    def _finished(self, plan: TensorPlan, memory: Memory, decoded: Array) -> Array:
+        """The receiver's tensor, as units of its dtype."""
+        k = self.state.kernels
+        patterns = memory.received(k, decoded)
+        if plan.kind != reference.F32 and memory is not NOTHING:
+            patterns = k.saturate(patterns, plan.largest)
+        return k.from_f32(patterns, plan.kind)
+
+    # --- receiving ------------------------------------------------------------------------------
+
+    def receive(
+        self, direction: Direction, message: Array, dtype: DType, shape: tuple[int, ...], place: Place
+    ) -> Array:
+        """Units of the tensor in a message; bytes behind the message's end are ignored.
+
+        Raises:
+            WireError: the message is damaged, or another one than the one that is due.
+        """
+        tensor = _Tensor(direction, dtype, tuple(shape), place)
+        return self._guarded(tensor, lambda: self._decode(tensor, message))
+
+    def expect(
+        self, direction: Direction, head: bytes, dtype: DType, shape: tuple[int, ...], place: Place
+    ) -> int:
+        """Bytes that follow a header, once it is found to announce the message that is due.
+
+        Raises:
+            WireError: it announces another one.
+        """
+        tensor = _Tensor(direction, dtype, tuple(shape), place)
+        checked = self._guarded(tensor, lambda: self._checked(tensor, head))
+        n_bytes: int = checked[0].payload_bytes
+        return n_bytes
+
+    def _decode(self, tensor: _Tensor, message: Array) -> Array:
+        k, state, place = self.state.kernels, self.state, tensor.place
+        head = bytes(k.host_bytes(message[:HEADER_BYTES]))
+        header, plan, memory = self._checked(tensor, head)
+        payload = message[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+        if len(payload) != header.payload_bytes:
+            _refuse("payload", f"{len(payload)} of {header.payload_bytes} bytes are there")
+        if k.checksum(payload) != header.checksum:
+            _refuse("payload checksum", "the payload was changed on its way")
+        not_finite = bool(header.flags & Flag.NOT_FINITE)
+        known = state.take_mask(plan, place) if plan.reuse else None
+        decoded, mask = decode_frame(k, plan, payload, header.mode, not_finite, known)
+        received = self._accepted(plan, memory, decoded, not_finite)
+        if tensor.direction is Direction.FORWARD:
+            state.keep_mask(place, mask, bool(header.flags & Flag.STRONG))
+        else:
+            self._observe(Direction.FORWARD, tensor, received)
+        state.count("rx", tensor.direction, place)
+        return received
+
+    def _accepted(self, plan: TensorPlan, memory: Memory, decoded: Array, not_finite: bool) -> Array:
+        if plan.codec == RAW:
+            self._fill(plan, memory, decoded)
+            return decoded
+        received = self._finished(plan, memory, decoded)
+        if not not_finite:
+            memory.keep(self.state.kernels, decoded, decoded)
+        return received
+
+    def _checked(self, tensor: _Tensor, head: bytes) -> tuple[LinkHeader, TensorPlan, Memory]:
+        """Hold a header against the message that is due."""
+        self._check_shape(tensor)
+        header = LinkHeader.parse(head)
+        strong = bool(header.flags & Flag.STRONG)
+        if strong and not self._has_levels(tensor.direction):
+            _refuse("flags", "the strong level, on a link that has one level")
+        if self.policy.reuse and tensor.direction is Direction.BACKWARD:
+            kept = self.state.level_of_mask(tensor.place)
+            if kept is not None and kept != strong:
+                _refuse("flags", "another level than that of the activation")
+        memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor, strong), tensor.place)
+        not_finite = bool(header.flags & Flag.NOT_FINITE)
+        due = self._header("rx", tensor, plan, memory, strong, not_finite, 0)
+        for name in LinkHeader.__slots__:
+            if name not in FREE and getattr(header, name) != getattr(due, name):
+                _refuse(name, f"the message has {getattr(header, name)}, {getattr(due, name)} was due")
+        if header.payload_bytes > plan.payload_cap or header.payload_bytes % 16:
+            _refuse(
+                "payload_bytes", f"claims {header.payload_bytes}, at most {plan.payload_cap} are possible"
+            )
+        return header, plan, memory
+
+    def message_cap(
+        self, direction: Direction, dtype: DType, shape: tuple[int, ...], place: Place, end: End = "rx"
+    ) -> int:
+        """Bytes to provide for one message; with `fixed`, exactly what is sent.
+
+        The two ends agree on it before the message exists. With AQ-SGD that asks for one thing: a sample
+        occurs at most once in a step.
+        """
+        tensor = _Tensor(direction, dtype, tuple(shape), place)
+        levels = (False, True) if self._has_levels(direction) else (False,)
+        plans = [self._plan(tensor, strong) for strong in levels]
+        if self.policy.feedback_of(direction) == "aqsgd":
+            filled = self.state.memory(end, direction, plans[0], place)[1]
+            raw = self.policy.plan(direction, dtype, tensor.shape, raw=True)
+            plans += [filled] if self._fixed else [raw]
+        return max(plan.cap for plan in plans)
+
+    # --- both directions ------------------------------------------------------------------------
+
+    def _guarded(self, tensor: _Tensor, run: Callable[[], Any]) -> Any:
+        """Name the message in whatever is found wrong with it."""
+        try:
+            return run()
+        except ConfigError:
+            raise
+        except CkptzError as error:
+            raise WireError(f"{self.name_of(tensor.direction, tensor.place)}: {error}") from None
+
+    def name_of(self, direction: Direction, place: Place) -> str:
+        """A message in words, for errors."""
+        phase = "evaluation" if place.is_eval else "step"
+        return (
+            f"link {self.src}->{self.dst} {direction.word}, {phase} {place.step}, "
+            f"microbatch {place.microbatch}, tensor {place.tensor}"
+        )
+
+    def _check_shape(self, tensor: _Tensor) -> None:
+        """A plan is agreed on once: the tensors of a cut keep their shape and type."""
+        found = (tensor.dtype.name, tensor.shape)
+        first = self._shapes.setdefault((tensor.direction, tensor.place.tensor), found)
+        if self._same_shape and found != first:
+            _refuse("shape", f"{found[0]} {list(found[1])} after {first[0]} {list(first[1])}")
+
+    def is_raw(self, place: Place) -> bool:
+        """Whether the policy sends this message raw: warm-up, and evaluation without compression."""
+        if place.is_eval:
+            return not self.policy.compresses_eval
+        return place.step < self.policy.warmup_steps
+
+    def _plan(self, tensor: _Tensor, strong: bool) -> TensorPlan:
+        raw = self.is_raw(tensor.place)
+        if self.policy.reuse and tensor.direction is Direction.BACKWARD:
+            raw = raw or self.state.lacks_mask(tensor.place)
+        return self.policy.plan(tensor.direction, tensor.dtype, tensor.shape, strong=strong, raw=raw)
+
+    def _has_levels(self, direction: Direction) -> bool:
+        choices = [self.policy.choice(direction)]
+        choices += [self.policy.forward] if self.policy.reuse else []
+        return any(isinstance(choice, Adaptive) for choice in choices)
+
+    def _observe(self, direction: Direction, tensor: _Tensor, units: Array) -> None:
+        """Show a gradient to the detector of a direction."""
+        if tensor.is_lossy_type and isinstance(self.policy.choice(direction), Adaptive):
+            k = self.state.kernels
+            self.state.observe(direction, k.to_f32(units, KINDS[tensor.dtype.name]), tensor.place)
+
+    def _header(
+        self,
+        end: End,
+        tensor: _Tensor,
+        plan: TensorPlan,
+        memory: Memory,
+        strong: bool,
+        not_finite: bool,
+        mode: int,
+    ) -> LinkHeader:
+        direction, place = tensor.direction, tensor.place
+        flags = Flag.BACKWARD * direction | Flag.REUSE * plan.reuse | Flag.DELTA * (memory is not NOTHING)
+        flags |= Flag.STRONG * strong | Flag.NOT_FINITE * not_finite | Flag.EVAL * place.is_eval
+        return LinkHeader(
+            *(plan.codec_id, plan.param, plan.dtype.id, int(flags)),
+            *(self.src, self.dst, place.tensor, mode),
+            *(place.step, place.microbatch, self.state.seq(end, direction, place)),
+            *(plan.id ^ self.policy.digest, plan.n, _count(plan), 0, _batch_hash(place), 0),
+        )
+
+    def _seed(self, tensor: _Tensor) -> int:
+        """64 bits that belong to this message alone; spec/08-wire.md#rounding."""
+        place, seed = tensor.place, self.policy.seed & MASK_64
+        where = (self.src, self.dst, tensor.direction, place.tensor, place.step, place.microbatch)
+        for number in (*where, place.is_eval):
+            seed = mix_64((seed + (number + 1) * STEP_64) & MASK_64)
+        return seed
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """See `LinkState.state_dict`."""
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `LinkState.load_state_dict`."""
+        self.state.load_state_dict(state)
+
+
+def _refuse(field: str, why: str) -> NoReturn:
+    raise WireError(f"{field}: {why}")
+
+
+def _count(plan: TensorPlan) -> int:
+    """Values or blocks of a payload; spec/08-wire.md#header."""
+    if plan.codec_id is CodecId.TOPK:
+        return plan.k * plan.n_samples
+    return -(-plan.n // plan.block) if plan.codec_id is CodecId.UNIFORM else 0
+
+
+def _batch_hash(place: Place) -> int:
+    if place.sample_ids is None:
+        return 0
+    return xxh64(np.ascontiguousarray(place.sample_ids, "<i8")) & 0xFFFFFFFF

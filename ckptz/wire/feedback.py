@@ -1,0 +1,250 @@
+"""What a direction of a link remembers between messages. Implements spec/08-wire.md#state.
+
+Each kind answers three questions: what is encoded, what the receiver takes for the tensor, what is kept.
+Arrays are F32 patterns of one of the wire's kernel modules.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import ConfigError
+from ckptz.wire.codecs import TensorPlan, TopK
+from ckptz.wire.header import Direction
+from ckptz.wire.policy import Feedback, LinkPolicy
+
+Array = Any
+
+
+class Memory(Protocol):
+    """The state of one slot."""
+
+    def target(self, k: Any, values: Array) -> Array:
+        """What to encode in place of `values`."""
+        ...
+
+    def received(self, k: Any, decoded: Array) -> Array:
+        """What the receiver takes for the tensor."""
+        ...
+
+    def keep(self, k: Any, target: Array, decoded: Array) -> None:
+        """Update after a message that was finite."""
+        ...
+
+    def fill(self, k: Any, values: Array) -> None:
+        """Update after a raw message."""
+        ...
+
+
+class Nothing:
+    """No state."""
+
+    def target(self, k: Any, values: Array) -> Array:
+        """See `Memory.target`."""
+        del k
+        return values
+
+    def received(self, k: Any, decoded: Array) -> Array:
+        """See `Memory.received`."""
+        del k
+        return decoded
+
+    def keep(self, k: Any, target: Array, decoded: Array) -> None:
+        """See `Memory.keep`."""
+
+    def fill(self, k: Any, values: Array) -> None:
+        """See `Memory.fill`."""
+
+
+class ErrorFeedback(Nothing):
+    """EF: send C(x + e), keep e = x + e - C(x + e). Only the sender has state."""
+
+    def __init__(self, error: Array) -> None:
+        self.array = error
+
+    def target(self, k: Any, values: Array) -> Array:
+        """See `Memory.target`."""
+        return k.add(values, self.array)
+
+    def keep(self, k: Any, target: Array, decoded: Array) -> None:
+        """See `Memory.keep`."""
+        self.array = k.subtract(target, decoded)
+
+
+class MixedFeedback(ErrorFeedback):
+    """EF whose TopK budget is halved: the greatest of x, then the greatest of e among the others.
+
+    Experimental: the paper names the method and defines it in one sentence; this is our reading of it.
+    """
+
+    def mask(self, k: Any, plan: TensorPlan, values: Array) -> Array:
+        """Positions to send: ceil(k / 2) by |x| and the rest by |e|, disjoint."""
+        assert isinstance(plan.codec, TopK)
+        first = k.top_mask(values, plan.n_samples, (plan.k + 1) // 2)
+        if plan.k < 2:
+            return first
+        return first + k.top_mask(k.exclude(self.array, first), plan.n_samples, plan.k // 2)
+
+
+class Following:
+    """EF21: send C(x - a), both ends a += C(x - a), the receiver takes a."""
+
+    def __init__(self, follower: Array) -> None:
+        self.array = follower
+
+    def target(self, k: Any, values: Array) -> Array:
+        """See `Memory.target`."""
+        return k.subtract(values, self.array)
+
+    def received(self, k: Any, decoded: Array) -> Array:
+        """See `Memory.received`."""
+        return k.add(self.array, decoded)
+
+    def keep(self, k: Any, target: Array, decoded: Array) -> None:
+        """See `Memory.keep`."""
+        del target
+        self.array = k.add(self.array, decoded)
+
+    def fill(self, k: Any, values: Array) -> None:
+        """See `Memory.fill`."""
+        if k.all_finite(values):
+            self.array = values + 0  # a copy: the caller may write to its tensor
+
+
+MEMORIES = {"ef": ErrorFeedback, "ef-mixed": MixedFeedback, "ef21": Following}
+TWO_SIDED = ("ef21", "aqsgd")  # the receiver has state too
+
+
+class SampleBuffers:
+    """AQ-SGD's last activation of each sample, in memory or in a memory-mapped file.
+
+    Args:
+        size: elements of one sample.
+        path: file for the rows, made anew; None keeps them in memory.
+        n_samples: greatest sample id plus one; required with a file.
+    """
+
+    def __init__(self, size: int, path: Path | None = None, n_samples: int | None = None) -> None:
+        self.size = size
+        self._rows: dict[int, NDArray[np.uint32]] = {}
+        self._file: NDArray[np.uint32] | None = None
+        if path is not None:
+            if n_samples is None:
+                raise ConfigError("sample buffers in a file need n_samples")
+            self._file = np.memmap(path, np.uint32, "w+", shape=(n_samples, size))
+            self._seen = np.zeros(n_samples, np.bool_)
+
+    def has(self, ids: NDArray[np.int64]) -> bool:
+        """Whether every sample was seen before."""
+        if self._file is None:
+            return all(i in self._rows for i in ids.tolist())
+        self._check(ids)
+        return bool(self._seen[ids].all())
+
+    def _check(self, ids: NDArray[np.int64]) -> None:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._seen):
+            raise ConfigError(f"sample ids must be 0..{len(self._seen) - 1}, got {ids.min()}..{ids.max()}")
+
+    def read(self, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Rows of these samples, one after another."""
+        if self._file is not None:
+            return np.ascontiguousarray(self._file[ids]).reshape(-1)
+        return np.concatenate([self._rows[i] for i in ids.tolist()])
+
+    def write(self, ids: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
+        """Replace the rows of these samples."""
+        rows = values.reshape(len(ids), self.size)
+        if self._file is None:
+            self._rows |= {i: row.copy() for i, row in zip(ids.tolist(), rows, strict=True)}
+            return
+        self._check(ids)
+        self._file[ids], self._seen[ids] = rows, True
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held, in memory or in the file."""
+        return self._file.nbytes if self._file is not None else 4 * self.size * len(self._rows)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Sample ids and their rows."""
+        ids = np.flatnonzero(self._seen) if self._file is not None else np.array(sorted(self._rows), np.int64)
+        rows = self.read(ids) if len(ids) else np.zeros(0, np.uint32)
+        return {"ids": ids.astype(np.int64), "rows": rows.reshape(len(ids), self.size)}
+
+    def load(self, ids: NDArray[np.int64], rows: NDArray[np.uint32]) -> None:
+        """Inverse of `state`."""
+        self.write(ids, np.ascontiguousarray(rows).reshape(-1))
+
+
+class PerSample:
+    """AQ-SGD for one message: EF21 whose follower is the buffers of the message's samples."""
+
+    def __init__(self, buffers: SampleBuffers, ids: NDArray[np.int64], like: Array, k: Any) -> None:
+        self._buffers, self._ids = buffers, ids
+        self._last: Array = None
+        if buffers.has(ids):
+            rows = buffers.read(ids)
+            self._last = k.as_units(k.from_bytes(rows.view(np.uint8), like), 4)
+
+    def target(self, k: Any, values: Array) -> Array:
+        """See `Memory.target`."""
+        return k.subtract(values, self._last)
+
+    def received(self, k: Any, decoded: Array) -> Array:
+        """See `Memory.received`."""
+        return k.add(self._last, decoded)
+
+    def keep(self, k: Any, target: Array, decoded: Array) -> None:
+        """See `Memory.keep`."""
+        del target
+        self.fill(k, k.add(self._last, decoded))
+
+    def fill(self, k: Any, values: Array) -> None:
+        """See `Memory.fill`."""
+        if k.all_finite(values):
+            self._buffers.write(self._ids, k.host_bytes(k.as_bytes(values)).view(np.uint32))
+
+
+def state_bytes(
+    feedback: Feedback | None, shape: tuple[int, ...], n_microbatches: int, n_samples: int = 0
+) -> tuple[int, int]:
+    """(sender's, receiver's) bytes of state for one tensor in one direction of one link.
+
+    EF and EF-mixed: microbatches x elements x 4 at the sender. EF21: the same at both ends. AQ-SGD:
+    samples x elements of a sample x 4 at both ends.
+    """
+    n = int(np.prod(shape))
+    if feedback is None:
+        return 0, 0
+    if feedback == "aqsgd":
+        each = n_samples * (n // max(shape[0], 1)) * 4
+        return each, each
+    each = n_microbatches * n * 4
+    return each, each if feedback == "ef21" else 0
+
+
+def describe_memory(
+    policy: LinkPolicy, shape: tuple[int, ...], n_microbatches: int, n_samples: int = 0
+) -> str:
+    """What one tensor of a link will hold at each end, with the formula, one line a direction.
+
+    Args:
+        policy: of the link.
+        shape: of the tensor in one microbatch.
+        n_microbatches: of a step.
+        n_samples: of the data set, for AQ-SGD.
+    """
+    n, lines = int(np.prod(shape)), []
+    for direction in Direction:
+        kind = policy.feedback_of(direction)
+        sender, receiver = state_bytes(kind, shape, n_microbatches, n_samples)
+        formula = f"{n_microbatches} microbatches x {n} elements x 4 bytes"
+        if kind == "aqsgd":
+            formula = f"{n_samples} samples x {n // max(shape[0], 1)} elements x 4 bytes"
+        held = f"{formula}: {sender} bytes at the sender, {receiver} at the receiver"
+        lines.append(f"{direction.word}: {'no state' if kind is None else f'{kind}, {held}'}")
+    return "\n".join(lines)

@@ -1,0 +1,331 @@
+"""A payload: one tensor by one plan, in both directions. Implements spec/08-wire.md#payloads.
+
+The frames of files, without their headers: codes stand for a `quant_map.LinearTable` of uniform
+levels, are packed or entropy-coded by the same functions, and TopK is a protected set on zeros.
+Arrays belong to one of the wire's kernel modules, which the caller hands in as `k`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.entropy.streams import decode_stream, encode_stream
+from ckptz.errors import CorruptionError
+from ckptz.kernels import reference, wire_reference
+from ckptz.wire.codecs import BLOCK, TensorPlan, TopK, Uniform
+
+Array = Any  # of numpy, or of torch
+PACKED, RANS = 0, 1  # modes of uniform payloads
+BITMAP, RICE = 0, 1  # modes of TopK payloads: RICE + r has r low bits
+MAX_RICE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A payload before it is joined.
+
+    Attributes:
+        parts: byte arrays, each to be padded to 16 bytes.
+        mode: for the header.
+        decoded: makes what the other end will see, F32 patterns; units for raw.
+        mask: 1 for each value that TopK sent.
+        not_finite: whether something not finite is in it.
+    """
+
+    parts: Sequence[Array]
+    mode: int
+    decoded: Callable[[], Array]
+    mask: Array | None = None
+    not_finite: bool = False
+
+
+class Parts:
+    """Takes a payload apart; padding must be zero."""
+
+    def __init__(self, k: Any, payload: Array) -> None:
+        self._k, self._payload, self._offset = k, payload, 0
+
+    def take(self, n_bytes: int, what: str) -> Array:
+        """The next part of `n_bytes` bytes, and its padding."""
+        end = self._offset + n_bytes
+        padded = self._offset + -(-n_bytes // wire_reference.ALIGN) * wire_reference.ALIGN
+        if n_bytes < 0 or padded > len(self._payload):
+            raise CorruptionError(
+                f"{what}: needs {n_bytes} bytes, {len(self._payload) - self._offset} are left"
+            )
+        if end < padded and self._k.any_nonzero(self._payload[end:padded]):
+            raise CorruptionError(f"{what}: its padding is not zero")
+        part = self._payload[self._offset : end]
+        self._offset = padded
+        return part
+
+    def rest(self) -> Array:
+        """All that is left."""
+        part = self._payload[self._offset :]
+        self._offset = len(self._payload)
+        return part
+
+    def end(self) -> None:
+        """Require that nothing is left."""
+        if self._offset != len(self._payload):
+            raise CorruptionError(f"payload: {len(self._payload) - self._offset} bytes follow its end")
+
+
+# --- uniform ------------------------------------------------------------------------------------
+
+
+def _encode_blocks(
+    k: Any, values: Array, block: int, bits: int, seed: int | None, largest: float
+) -> tuple[Array, Array, Callable[[], Array], bool]:
+    """(offsets and scales, codes, what makes the decoded values, whether something was not finite)."""
+    offsets, scales, codes = k.quantize(values, block, bits, seed)
+    ranges = _join(k, [k.as_bytes(offsets), k.as_bytes(scales)], values)
+
+    def decoded() -> Array:
+        return k.dequantize(offsets, scales, codes, block, largest)
+
+    return ranges, codes, decoded, _has_nan(scales)
+
+
+def _join(k: Any, parts: Sequence[Array], like: Array) -> Array:
+    out = k.zeros(sum(len(part) for part in parts), 1, like)
+    offset = 0
+    for part in parts:
+        out[offset : offset + len(part)] = part
+        offset += len(part)
+    return out
+
+
+def _has_nan(scales: Array) -> bool:
+    return bool(((scales & 0x7F80) == 0x7F80).any())
+
+
+def _decode_blocks(
+    k: Any, ranges: Array, codes: Array, block: int, largest: float, not_finite: bool
+) -> Array:
+    n_blocks = math.ceil(len(codes) / block)
+    offsets, scales = (k.as_units(ranges[i * 2 * n_blocks : (i + 1) * 2 * n_blocks], 2) for i in (0, 1))
+    if _has_nan(scales) != not_finite:
+        raise CorruptionError("scales: they disagree with the flag for values that are not finite")
+    if _has_nan(offsets) or bool(((scales >> 15) != 0).any()):
+        raise CorruptionError("scales: one is negative, or an offset is not finite")
+    return k.dequantize(offsets, scales, codes, block, largest)
+
+
+def _encode_uniform(k: Any, plan: TensorPlan, values: Array, seed: int | None) -> Frame:
+    codec = plan.codec
+    assert isinstance(codec, Uniform)
+    ranges, codes, decoded, not_finite = _encode_blocks(k, values, plan.block, codec.bits, seed, plan.largest)
+    packed, mode = k.pack(codes, codec.bits), PACKED
+    if codec.rans:
+        coder, stream = encode_stream(k.host_bytes(codes))
+        if len(stream) + 1 + wire_reference.ALIGN < len(packed):
+            packed, mode = k.from_bytes(_coded(coder, stream), values), RANS
+    return Frame((ranges, packed), mode, decoded, None, not_finite)
+
+
+def _coded(coder: int, stream: bytes | memoryview) -> bytes:
+    out = ByteWriter()
+    out.u8(coder)
+    out.u32(len(stream))
+    out.raw(stream)
+    return out.getvalue()
+
+
+def _decode_uniform(k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool) -> Array:
+    codec, parts = plan.codec, Parts(k, payload)
+    assert isinstance(codec, Uniform)
+    ranges = parts.take(4 * math.ceil(plan.n / plan.block), "scales")
+    if mode == RANS and codec.rans:
+        codes = _decode_codes(k, parts.rest(), plan.n, codec.bits)
+    elif mode == PACKED:
+        codes = _unpacked(k, parts, codec.bits, plan.n, "codes")
+    else:
+        raise CorruptionError(f"mode: {mode} is not defined for this plan")
+    parts.end()
+    return _decode_blocks(k, ranges, codes, plan.block, plan.largest, not_finite)
+
+
+def _unpacked(k: Any, parts: Parts, bits: int, n: int, what: str) -> Array:
+    packed = parts.take((n * bits + 7) // 8, what)
+    if n * bits % 8 and int(packed[-1]) >> (n * bits % 8):
+        raise CorruptionError(f"{what}: bits behind the last one are set")
+    return k.unpack(packed, bits, n)
+
+
+def _decode_codes(k: Any, coded: Array, n: int, bits: int) -> Array:
+    source = ByteReader(k.host_bytes(coded).tobytes())
+    coder = source.u8("coder")
+    stream = source.take(source.u32("stream length"), "stream")
+    if source.left >= wire_reference.ALIGN or any(source.peek()):
+        raise CorruptionError("stream: its padding is not zero, or too long")
+    codes = np.empty(n, np.uint8)
+    decode_stream(coder, stream, codes)
+    if int(codes.max()) >> bits:
+        raise CorruptionError(f"codes: {int(codes.max())} needs more than {bits} bits")
+    return k.from_bytes(codes, coded)
+
+
+# --- TopK ---------------------------------------------------------------------------------------
+
+
+def _value_kind(plan: TensorPlan) -> int:
+    """16-bit values: F16 where the tensor is, else BF16, which reaches as far as F32."""
+    return reference.F16 if plan.kind == reference.F16 else reference.BF16
+
+
+def _encode_topk(
+    k: Any, plan: TensorPlan, values: Array, seed: int | None, mask: Array | None, vary: bool
+) -> Frame:
+    codec, n_values = plan.codec, plan.k * plan.n_samples
+    assert isinstance(codec, TopK)
+    if mask is None:
+        mask = k.top_mask(values, plan.n_samples, plan.k)
+    mode, parts = (BITMAP, []) if plan.reuse else _encode_mask(k, codec, mask, n_values, vary)
+    chosen = k.take(values, mask, n_values)
+    if codec.values == 8:
+        ranges, codes, decoded, not_finite = _encode_blocks(k, chosen, BLOCK, 8, seed, plan.largest)
+        parts += [ranges, codes]
+    else:
+        kind = _value_kind(plan)
+        not_finite = not k.all_finite(chosen)
+        narrow = k.from_f32(k.saturate(chosen, wire_reference.LARGEST_F32[kind]), kind)
+        decoded = functools.partial(k.to_f32, narrow, kind)
+        parts.append(k.as_bytes(narrow))
+    return Frame(parts, mode, lambda: k.put(decoded(), mask), mask, not_finite)
+
+
+def _encode_mask(k: Any, codec: TopK, mask: Array, n_values: int, vary: bool) -> tuple[int, list[Array]]:
+    bitmap = k.pack(mask, 1)
+    if not vary or not codec.tries_rice:
+        return BITMAP, [bitmap]
+    r, parts = _encode_rice(k, k.gaps_of(k.positions(mask)), len(mask) / n_values, mask)
+    if sum(-(-len(part) // 16) * 16 for part in parts) < len(bitmap):
+        return RICE + r, parts
+    return BITMAP, [bitmap]
+
+
+def _encode_rice(k: Any, gaps: Array, mean_gap: float, like: Array) -> tuple[int, list[Array]]:
+    """(r, parts): quotients by 2^r in unary, then remainders, low and high bytes apart."""
+    guess = int(math.log2(max(mean_gap * math.log(2), 1)))
+    choices = range(max(guess - 1, 0), min(guess + 1, MAX_RICE) + 1)
+    r = min(choices, key=lambda r: len(gaps) * r + k.total(gaps >> r))
+    ends = k.positions_of(gaps >> r)
+    n_unary = int(ends[-1]) + 1
+    parts = [k.from_bytes(n_unary.to_bytes(4, "little"), like), k.pack(k.mask_at(ends, n_unary), 1)]
+    rest = gaps & ((1 << r) - 1)
+    if r:
+        parts.append(k.pack(k.low_bytes(rest), min(r, 8)))
+    if r > 8:
+        parts.append(k.pack(k.low_bytes(rest >> 8), r - 8))
+    return r, parts
+
+
+def _decode_rice(k: Any, parts: Parts, r: int, n: int, n_values: int) -> Array:
+    if r > MAX_RICE:
+        raise CorruptionError(f"mode: {RICE + r} is not defined for this plan")
+    n_unary = int.from_bytes(bytes(k.host_bytes(parts.take(4, "length of gaps"))), "little")
+    if not n_values <= n_unary <= n_values + (n >> r):
+        raise CorruptionError(f"length of gaps: {n_unary} bits for {n_values} values in {n} elements")
+    ends = k.positions(_unpacked(k, parts, 1, n_unary, "gaps"))
+    if len(ends) != n_values or int(ends[-1]) != n_unary - 1:
+        raise CorruptionError(f"gaps: {len(ends)} of {n_values}, or zeros behind the last")
+    gaps = k.gaps_of(ends) << r
+    if r:
+        gaps = gaps + k.wide(_unpacked(k, parts, min(r, 8), n_values, "gaps"))
+    if r > 8:
+        gaps = gaps + (k.wide(_unpacked(k, parts, r - 8, n_values, "gaps")) << 8)
+    where = k.positions_of(gaps)
+    if int(where[-1]) >= n:
+        raise CorruptionError(f"gaps: a value at {int(where[-1])} in a tensor of {n}")
+    return k.mask_at(where, n)
+
+
+def _decode_topk(
+    k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool, mask: Array | None
+) -> tuple[Array, Array]:
+    codec, parts, n_values = plan.codec, Parts(k, payload), plan.k * plan.n_samples
+    assert isinstance(codec, TopK)
+    if not plan.reuse:
+        mask = _decode_mask(k, plan, codec, parts, mode)
+    elif mode != BITMAP:
+        raise CorruptionError(f"mode: {mode} with reused positions")
+    if set(k.popcounts(mask, plan.n_samples)) != {plan.k}:
+        raise CorruptionError(f"positions: a sample has not {plan.k} values")
+    if codec.values == 8:
+        ranges = parts.take(4 * math.ceil(n_values / BLOCK), "scales")
+        codes = parts.take(n_values, "values")
+        values = _decode_blocks(k, ranges, codes, BLOCK, plan.largest, not_finite)
+    else:
+        units = k.as_units(parts.take(2 * n_values, "values"), 2)
+        values = k.to_f32(units, _value_kind(plan))
+        if k.all_finite(values) == not_finite:
+            raise CorruptionError("values: they disagree with the flag for values that are not finite")
+    parts.end()
+    return k.put(values, mask), mask
+
+
+def _decode_mask(k: Any, plan: TensorPlan, codec: TopK, parts: Parts, mode: int) -> Array:
+    if mode == BITMAP:
+        mask = _unpacked(k, parts, 1, plan.n, "bitmap")
+    elif codec.tries_rice:
+        mask = _decode_rice(k, parts, mode - RICE, plan.n, plan.k * plan.n_samples)
+    else:
+        raise CorruptionError(f"mode: {mode} is not defined for this plan")
+    return mask
+
+
+# --- any codec ----------------------------------------------------------------------------------
+
+
+def encode_frame(
+    k: Any,
+    plan: TensorPlan,
+    values: Array,
+    *,
+    seed: int | None = None,
+    mask: Array | None = None,
+    vary: bool = True,
+) -> Frame:
+    """Encode a tensor.
+
+    Args:
+        k: kernels.
+        plan: the tensor's plan.
+        values: F32 patterns; units for a raw plan.
+        seed: of stochastic rounding, or None for nearest.
+        mask: positions that TopK must take, or None.
+        vary: whether the transport allows messages shorter than the cap.
+    """
+    if isinstance(plan.codec, Uniform):
+        return _encode_uniform(k, plan, values, seed)
+    if isinstance(plan.codec, TopK):
+        return _encode_topk(k, plan, values, seed, mask, vary)
+    return Frame((k.as_bytes(values),), 0, lambda: values)
+
+
+def decode_frame(
+    k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool, mask: Array | None = None
+) -> tuple[Array, Array | None]:
+    """(F32 patterns, TopK's mask); units for a raw plan.
+
+    Raises:
+        FormatError: the payload contradicts the plan.
+    """
+    if isinstance(plan.codec, Uniform):
+        return _decode_uniform(k, plan, payload, mode, not_finite), None
+    if isinstance(plan.codec, TopK):
+        return _decode_topk(k, plan, payload, mode, not_finite, mask)
+    parts = Parts(k, payload)
+    raw = parts.take(plan.raw_bytes, "raw values")
+    parts.end()
+    if mode or not_finite:
+        raise CorruptionError("mode: raw messages have none")
+    return k.as_units(raw, plan.dtype.unit_bytes), None

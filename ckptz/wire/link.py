@@ -1,0 +1,225 @@
+"""Links that carry torch tensors, and a plain pair of ends over `torch.distributed`.
+
+Tensors on the CPU go through the compiled kernels without a copy, tensors elsewhere through torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckptz.dtypes import DType, dtype_of
+from ckptz.errors import DTypeError, WireError
+from ckptz.kernels import wire_torch
+from ckptz.kernels.torch import UNIT_TYPES
+from ckptz.wire.endpoint import Link
+from ckptz.wire.header import Direction
+from ckptz.wire.policy import LinkPolicy
+from ckptz.wire.state import Place
+
+NAMES: Final = MappingProxyType(
+    {
+        torch.bool: "BOOL",
+        torch.uint8: "U8",
+        torch.int8: "I8",
+        torch.int16: "I16",
+        torch.int32: "I32",
+        torch.int64: "I64",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float32: "F32",
+        torch.float64: "F64",
+        torch.complex64: "C64",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+    }
+)
+
+
+def dtype_named(dtype: torch.dtype) -> DType:
+    """The row of the dtype table.
+
+    Raises:
+        DTypeError: messages cannot carry this type.
+    """
+    if dtype not in NAMES:
+        raise DTypeError(f"messages cannot carry {dtype}; cast the tensor before the cut")
+    return dtype_of(NAMES[dtype])
+
+
+class TensorLink:
+    """A `Link` for torch tensors.
+
+    Args:
+        src: stage that sends activations.
+        dst: stage that receives them.
+        policy: what both ends agreed on, or the name of a preset.
+        device: where the tensors live.
+        use_torch: take torch's kernels on the CPU too.
+        fixed: every message takes exactly its cap, as NCCL needs it.
+        same_shape: refuse a tensor whose shape differs from the first one's.
+        samples: file and number of samples of AQ-SGD's buffers; in memory by default.
+    """
+
+    def __init__(
+        self,
+        src: int,
+        dst: int,
+        policy: LinkPolicy | str,
+        *,
+        device: torch.device | str = "cpu",
+        use_torch: bool = False,
+        fixed: bool = False,
+        same_shape: bool = True,
+        samples: tuple[Path, int] | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self._use_torch = use_torch or self.device.type != "cpu"
+        kernels = wire_torch if self._use_torch else None
+        like = torch.zeros(0, dtype=torch.uint8, device=self.device) if self._use_torch else None
+        self.link = Link(
+            src,
+            dst,
+            policy,
+            kernels=kernels,
+            like=like,
+            fixed=fixed,
+            same_shape=same_shape,
+            samples=samples,
+        )
+
+    def _units(self, tensor: Tensor) -> Any:
+        """Bit patterns of a tensor, flat; shares its memory where it is contiguous."""
+        dtype = dtype_named(tensor.dtype)
+        flat = tensor.detach().contiguous().view(-1)
+        if not len(flat):
+            flat = flat.new_empty(0)
+        units = flat.view(UNIT_TYPES[dtype.unit_bytes])
+        return units if self._use_torch else units.numpy().view(f"<u{dtype.unit_bytes}")
+
+    def _tensor(self, units: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Inverse of `_units`; shares the units' memory."""
+        if not self._use_torch:
+            signed = UNIT_TYPES[dtype_named(dtype).unit_bytes]
+            units = torch.from_numpy(units.view(f"<i{units.itemsize}")).view(signed)
+        return units.view(dtype).view(shape)
+
+    def send(self, direction: Direction, tensor: Tensor, place: Place) -> tuple[Tensor, Callable[[], Tensor]]:
+        """(message as uint8, what makes the tensor that the other end decodes)."""
+        shape = tuple(tensor.shape)
+        sent = self.link.send(direction, self._units(tensor), dtype_named(tensor.dtype), shape, place)
+        message = sent.message if self._use_torch else torch.from_numpy(sent.message)
+        return message, lambda: self._tensor(sent.decode(), tensor.dtype, shape)
+
+    def simulate(self, direction: Direction, tensor: Tensor, place: Place) -> Tensor:
+        """What `send` brings to the other end, in memory of its own."""
+        shape, units = tuple(tensor.shape), self._units(tensor)
+        received = self.link.simulate(direction, units, dtype_named(tensor.dtype), shape, place)
+        result = self._tensor(received, tensor.dtype, shape)
+        return result.clone() if received is units else result
+
+    def buffer(self, direction: Direction, like: Tensor, place: Place) -> Tensor:
+        """Memory for the message that is due."""
+        shape = tuple(like.shape)
+        n_bytes = self.link.message_cap(direction, dtype_named(like.dtype), shape, place)
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+
+    def receive(
+        self,
+        direction: Direction,
+        message: Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        place: Place,
+    ) -> Tensor:
+        """The tensor in a message.
+
+        Raises:
+            WireError: the message is damaged, or another one than the one that is due.
+        """
+        data = message if self._use_torch else message.numpy()
+        units = self.link.receive(direction, data, dtype_named(dtype), tuple(shape), place)
+        return self._tensor(units, dtype, tuple(shape))
+
+
+class DistributedLink:
+    """A plain `send`/`recv` pair over `torch.distributed`, outside of any schedule.
+
+    Args:
+        src: stage that sends activations.
+        dst: stage that receives them.
+        policy: what both ends agreed on, or the name of a preset.
+        peer: rank of the other end.
+        group: process group; the default one.
+        fixed: messages of fixed size; by default where the backend is not gloo.
+        options: as for `TensorLink`.
+    """
+
+    def __init__(
+        self,
+        src: int,
+        dst: int,
+        policy: LinkPolicy | str,
+        peer: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        fixed: bool | None = None,
+        **options: Any,
+    ) -> None:
+        if fixed is None:
+            fixed = dist.get_backend(group) != "gloo"
+        self.link = TensorLink(src, dst, policy, fixed=fixed, **options)
+        self._peer, self._group = peer, group
+        self._sent = dict.fromkeys(Direction, 0)
+        self._received = dict.fromkeys(Direction, 0)
+
+    def send(
+        self, tensor: Tensor, direction: Direction = Direction.FORWARD, place: Place | None = None
+    ) -> Tensor:
+        """Send a tensor; returns what the other end decodes. Without `place`, messages are numbered."""
+        place = place or Place(self._sent[direction])
+        message, decode = self.link.send(direction, tensor, place)
+        self._sent[direction] = place.step + 1
+        try:
+            dist.send(message, self._peer, self._group)
+        except RuntimeError as error:
+            raise self._failed(direction, place, "send", error) from None
+        return decode()
+
+    def recv(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        direction: Direction = Direction.FORWARD,
+        place: Place | None = None,
+    ) -> Tensor:
+        """Receive a tensor.
+
+        Raises:
+            WireError: the peer is gone, or the message is not the one that is due.
+        """
+        place = place or Place(self._received[direction])
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        buffer = self.link.buffer(direction, like, place).zero_()
+        try:
+            dist.recv(buffer, self._peer, self._group)
+        except RuntimeError as error:
+            raise self._failed(direction, place, "receive", error) from None
+        self._received[direction] = place.step + 1
+        return self.link.receive(direction, buffer, dtype, tuple(shape), place)
+
+    def _failed(self, direction: Direction, place: Place, what: str, error: RuntimeError) -> WireError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return WireError(f"{self.link.link.name_of(direction, place)}: {what}: {reason}")
+
+
+def sample_ids_of(ids: Tensor | None) -> Any:
+    """Sample ids as the links take them."""
+    return None if ids is None else np.ascontiguousarray(ids.detach().cpu().numpy(), np.int64)

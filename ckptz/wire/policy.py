@@ -1,0 +1,279 @@
+"""What a link does with its tensors: one frozen value for both ends, kept with the checkpoint.
+
+policy = LinkPolicy(forward=Uniform(bits=4), backward=Uniform(bits=8))
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from ckptz.bits.checksum import xxh64
+from ckptz.dtypes import DType, dtype_of
+from ckptz.errors import ConfigError
+from ckptz.wire.adaptive import Adaptive
+from ckptz.wire.codecs import (
+    RAW,
+    Codec,
+    TensorPlan,
+    TopK,
+    Uniform,
+    codec_from_dict,
+    codec_to_dict,
+    plan_of,
+)
+from ckptz.wire.header import Direction
+
+METADATA_KEY: Final = "ckptz.wire.policy"
+Feedback = Literal["ef", "ef21", "ef-mixed", "aqsgd"]
+FEEDBACKS: Final = ("ef", "ef21", "ef-mixed", "aqsgd")
+Choice = Codec | Adaptive
+
+
+class PolicyWarning(UserWarning):
+    """A model is used under another wire policy than it was trained with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPolicy:
+    """How tensors travel along a link.
+
+    Attributes:
+        forward: codec of activations.
+        backward: codec of gradients.
+        feedback: "ef21" or "ef-mixed" or "ef" in both directions, "aqsgd" forward only; a pair names each
+            direction by itself; None keeps no state.
+        reuse: gradients take the positions of the activation's TopK, and no positions travel back.
+        rounding: "stochastic" is unbiased: the choice for gradients of 2 or 3 bits.
+        eval: "same" compresses at inference too, "raw" does not; "auto" is "raw" with EF21 or AQ-SGD.
+        warmup_steps: first steps, sent raw.
+        seed: of stochastic rounding.
+    """
+
+    forward: Choice = RAW
+    backward: Choice = RAW
+    feedback: Feedback | tuple[Feedback | None, Feedback | None] | None = None
+    reuse: bool = False
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    eval: Literal["auto", "same", "raw"] = "auto"
+    warmup_steps: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f"rounding must be nearest or stochastic, got {self.rounding!r}")
+        if self.eval not in ("auto", "same", "raw"):
+            raise ConfigError(f"eval must be auto, same or raw, got {self.eval!r}")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        self._check_feedback()
+        if self.reuse and _shares(self.forward) != _shares(self.backward):
+            raise ConfigError("reuse needs TopK of the same share in both directions")
+
+    def _check_feedback(self) -> None:
+        for direction in Direction:
+            kind = self.feedback_of(direction)
+            if kind not in (None, *FEEDBACKS):
+                raise ConfigError(f"feedback {kind!r} is not one of {', '.join(FEEDBACKS)}")
+            if kind == "ef-mixed" and self.choice(direction) != RAW and not _shares(self.choice(direction)):
+                raise ConfigError("ef-mixed divides a TopK budget: it needs TopK in its direction")
+            if kind == "aqsgd" and direction is Direction.BACKWARD:
+                raise ConfigError("aqsgd keeps activations of samples: it is for the forward direction")
+            if kind == "ef-mixed" and self.reuse and direction is Direction.BACKWARD:
+                raise ConfigError("ef-mixed chooses its own positions: it cannot reuse others")
+
+    def choice(self, direction: Direction) -> Choice:
+        """The codec, or pair of codecs, of a direction."""
+        return self.forward if direction is Direction.FORWARD else self.backward
+
+    def codec(self, direction: Direction, strong: bool = False) -> Codec:
+        """The codec of a direction at a level."""
+        choice = self.choice(direction)
+        if isinstance(choice, Adaptive):
+            return choice.strong if strong else choice.mild
+        return choice
+
+    def feedback_of(self, direction: Direction) -> Feedback | None:
+        """The kind of state of a direction."""
+        if isinstance(self.feedback, tuple):
+            return self.feedback[direction]
+        if self.feedback == "aqsgd" and direction is Direction.BACKWARD:
+            return None
+        return self.feedback
+
+    @property
+    def compresses_eval(self) -> bool:
+        """Whether inference goes through the codec too."""
+        if self.eval != "auto":
+            return self.eval == "same"
+        return self.feedback_of(Direction.FORWARD) not in ("ef21", "aqsgd")
+
+    def plan(
+        self,
+        direction: Direction,
+        dtype: DType,
+        shape: tuple[int, ...],
+        *,
+        strong: bool = False,
+        raw: bool = False,
+    ) -> TensorPlan:
+        """Bind the codec of a direction to a tensor; `raw` in warm-up and evaluation without compression."""
+        if raw:
+            return plan_of(RAW, dtype, shape)
+        reuse = self.reuse and direction is Direction.BACKWARD and self._sends_mask(dtype, shape, strong)
+        return plan_of(self.codec(direction, strong), dtype, shape, reuse=reuse)
+
+    def _sends_mask(self, dtype: DType, shape: tuple[int, ...], strong: bool) -> bool:
+        plan = plan_of(self.codec(Direction.FORWARD, strong), dtype, shape)
+        return isinstance(plan.codec, TopK)
+
+    def may_be_raw(self, direction: Direction) -> bool:
+        """Whether messages of a direction can be larger than its codec's: warm-up, AQ-SGD, evaluation."""
+        fills = self.feedback_of(direction) == "aqsgd"
+        return self.warmup_steps > 0 or fills or not self.compresses_eval
+
+    def to_json(self) -> str:
+        """The policy as text, for metadata."""
+        record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        for name in ("forward", "backward"):
+            record[name] = _choice_to_dict(record[name])
+        return json.dumps(record, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> LinkPolicy:
+        """Inverse of `to_json`.
+
+        Raises:
+            ConfigError: the text is no policy.
+        """
+        try:
+            record = json.loads(text)
+            for name in ("forward", "backward"):
+                record[name] = _choice_from_dict(record[name])
+            if isinstance(record["feedback"], list):
+                record["feedback"] = tuple(record["feedback"])
+            return cls(**record)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"not a wire policy: {error}") from None
+
+    def __str__(self) -> str:
+        words = [f"forward {self.forward}", f"backward {self.backward}"]
+        words += [f"feedback {self.feedback}"] if self.feedback else []
+        words += ["index reuse"] if self.reuse else []
+        return ", ".join(words)
+
+    @property
+    def digest(self) -> int:
+        """32 bits that differ between policies."""
+        return xxh64(self.to_json().encode()) & 0xFFFFFFFF
+
+
+def _shares(choice: Choice) -> tuple[float, ...]:
+    codecs = (choice.mild, choice.strong) if isinstance(choice, Adaptive) else (choice,)
+    return tuple(c.share for c in codecs if isinstance(c, TopK))
+
+
+def _choice_to_dict(choice: Choice) -> dict[str, Any]:
+    if not isinstance(choice, Adaptive):
+        return codec_to_dict(choice)
+    levels = {"mild": codec_to_dict(choice.mild), "strong": codec_to_dict(choice.strong)}
+    return {"codec": "adaptive", "threshold": choice.threshold, "window": choice.window} | levels
+
+
+def _choice_from_dict(record: Mapping[str, Any]) -> Choice:
+    if record.get("codec") != "adaptive":
+        return codec_from_dict(record)
+    mild, strong = codec_from_dict(record["mild"]), codec_from_dict(record["strong"])
+    return Adaptive(mild, strong, record["threshold"], record["window"])
+
+
+PRESETS: Final[Mapping[str, LinkPolicy]] = MappingProxyType(
+    {
+        "raw": LinkPolicy(),
+        "safe": LinkPolicy(forward=Uniform(8), backward=Uniform(8)),
+        "balanced": LinkPolicy(forward=Uniform(4), backward=Uniform(8)),
+        "paper_top10": LinkPolicy(forward=TopK(0.1), backward=TopK(0.1), reuse=True, eval="same"),
+    }
+)
+
+
+def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
+    """A policy, or the preset of this name."""
+    if isinstance(policy, LinkPolicy):
+        return policy
+    if policy not in PRESETS:
+        raise ConfigError(f"policy {policy!r} is not one of {', '.join(PRESETS)}")
+    return PRESETS[policy]
+
+
+def cap(
+    policy: LinkPolicy | str,
+    shape: tuple[int, ...],
+    dtype: str,
+    direction: Direction = Direction.FORWARD,
+) -> int:
+    """Bytes of the greatest message for a tensor, header included; what fixed-size transports send.
+
+    Args:
+        policy: the link's policy.
+        shape: of the tensor.
+        dtype: its safetensors code, "BF16".
+        direction: which way it goes.
+    """
+    policy = policy_of(policy)
+    levels = (False, True) if isinstance(policy.choice(direction), Adaptive) else (False,)
+    if policy.reuse and isinstance(policy.forward, Adaptive):
+        levels = (False, True)
+    plans = [policy.plan(direction, dtype_of(dtype), shape, strong=level) for level in levels]
+    if policy.may_be_raw(direction):
+        plans.append(policy.plan(direction, dtype_of(dtype), shape, raw=True))
+    return max(plan.cap for plan in plans)
+
+
+# --- the policy in a checkpoint -----------------------------------------------------------------
+
+
+def policy_metadata(policy: LinkPolicy | str) -> dict[str, str]:
+    """What to put into a checkpoint's metadata: `save_file(tensors, path, metadata=policy_metadata(p))`."""
+    return {METADATA_KEY: policy_of(policy).to_json()}
+
+
+def check_policy(
+    metadata: Mapping[str, str] | None, policy: LinkPolicy | str | None = None
+) -> LinkPolicy | None:
+    """The policy that a checkpoint was trained with; warns if it will be used under an unfit one.
+
+    Args:
+        metadata: of the checkpoint, `safe_open(path).metadata()`.
+        policy: what the model will run under, None for no compression.
+    """
+    text = (metadata or {}).get(METADATA_KEY)
+    if text is None:
+        return None
+    trained = LinkPolicy.from_json(text)
+    reason = _mismatch(trained, policy_of(policy or "raw"))
+    if reason:
+        warnings.warn(reason, PolicyWarning, stacklevel=2)
+    return trained
+
+
+def _mismatch(trained: LinkPolicy, used: LinkPolicy) -> str | None:
+    """Why a model should not run under a policy, or None."""
+    compressed = used.compresses_eval and used.codec(Direction.FORWARD) != RAW
+    feedback = trained.feedback_of(Direction.FORWARD)
+    if feedback in ("ef21", "aqsgd"):
+        if compressed:
+            return f"trained with {trained}: its state is not there at inference; run it without compression"
+        return None
+    shares = _shares(trained.forward)
+    if shares and (not compressed or _shares(used.forward) != shares):
+        return (
+            f"trained with {trained}: the layers behind each cut have only seen the greatest "
+            f"{min(shares):.0%} of activations, and lose accuracy on whole ones; "
+            "load with the same policy, or train with EF21"
+        )
+    return None

@@ -1,0 +1,225 @@
+"""A stage of `torch.distributed.pipelining` whose links are compressed.
+
+    stage = CompressedPipelineStage(module, index, n_stages, device, policy="balanced")
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
+
+The parent builds every send and receive; this class puts a message in place of each tensor, and a
+decoded tensor in place of each buffer. Works with every schedule; neighbours on one rank, as in V
+schedules, exchange tensors without a wire and without compression. Tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from ckptz.errors import UnsupportedError, WireError
+from ckptz.wire.header import Direction
+from ckptz.wire.link import TensorLink, sample_ids_of
+from ckptz.wire.policy import LinkPolicy, policy_metadata, policy_of
+from ckptz.wire.state import Place
+
+NEEDS: Final = ("_retrieve_recv_activations", "_retrieve_recv_grads", "_get_grad_send_meta")
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+class CompressedPipelineStage(PipelineStage):
+    """See the module.
+
+    Args:
+        args: as for `PipelineStage`.
+        policy: of both links of this stage, or the name of a preset; the same on every stage.
+        fixed: messages of fixed size; by default where the backend is not gloo.
+        samples: file and number of samples of AQ-SGD's buffers; in memory by default.
+        kwargs: as for `PipelineStage`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        policy: LinkPolicy | str,
+        fixed: bool | None = None,
+        samples: tuple[Path, int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        missing = [name for name in NEEDS if not hasattr(PipelineStage, name)]
+        if missing:
+            raise UnsupportedError(
+                f"torch {torch.__version__} lacks {missing[0]}; use simulate, or torch 2.13"
+            )
+        super().__init__(*args, **kwargs)
+        self.policy = policy_of(policy)
+        if fixed is None:
+            fixed = dist.get_backend(self.group) != "gloo"
+        here = self.stage_index
+        options: dict[str, Any] = {"device": self.device, "fixed": fixed, "samples": samples}
+        before, after = (here - 1, here), (here, here + 1)
+        self.incoming = None if self.is_first else TensorLink(*before, self.policy, **options)
+        self.outgoing = None if self.is_last else TensorLink(*after, self.policy, **options)
+        self._inbox: dict[tuple[Direction, int], list[tuple[int, Tensor]]] = {}
+        self._n_steps, self._n_evals = 0, 0
+        self._ids: list[Any] = []
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step; schedules call this first."""
+        super().clear_runtime_states()
+        self._inbox.clear()
+        for link in self._links:
+            link.link.state.masks.clear()
+        if self.has_backward:
+            self._n_steps += 1
+        else:
+            self._n_evals += 1
+
+    def set_batch_ids(self, ids: Tensor, n_microbatches: int) -> None:
+        """Name the samples of the next step, on every stage, for AQ-SGD."""
+        self._ids = [sample_ids_of(part) for part in torch.tensor_split(ids, n_microbatches)]
+
+    @property
+    def _links(self) -> list[TensorLink]:
+        return [link for link in (self.incoming, self.outgoing) if link is not None]
+
+    def _place(self, microbatch: int, tensor: int) -> Place:
+        ids = self._ids[microbatch] if microbatch < len(self._ids) else None
+        is_eval = not self.has_backward
+        step = (self._n_evals if is_eval else self._n_steps) - 1
+        return Place(step, microbatch, tensor, ids, is_eval)
+
+    # --- sending --------------------------------------------------------------------------------
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The parent's sends, with messages for tensors."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        return self._sent(FORWARD, fwd_chunk_id, ops, list(range(len(ops))))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The parent's sends, with messages for tensors."""
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        stages = enumerate(self.grad_send_info or ()) if ops else ()
+        indices = [i for i, stage in stages if stage is not None and self._get_grad_send_meta(i) is not None]
+        return self._sent(BACKWARD, bwd_chunk_id, ops, indices)
+
+    def _sent(
+        self, direction: Direction, microbatch: int, ops: list[dist.P2POp], indices: list[int]
+    ) -> list[dist.P2POp]:
+        link = self.outgoing if direction is FORWARD else self.incoming
+        for op, index in zip(ops, indices, strict=True):
+            assert link is not None
+            op.tensor, _ = link.send(direction, op.tensor, self._place(microbatch, index))
+        return ops
+
+    # --- receiving ------------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The parent's receives, into memory for messages."""
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        infos = self.args_recv_info[fwd_chunk_id]
+        indices = [i for i, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
+        return self._posted(FORWARD, fwd_chunk_id, ops, indices)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The parent's receives, into memory for messages."""
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        infos = self.grad_recv_info[bwd_chunk_id] if ops else ()
+        indices = [i for i, info in enumerate(infos) if info.buffer is not None]
+        return self._posted(BACKWARD, bwd_chunk_id, ops, indices)
+
+    def _posted(
+        self, direction: Direction, microbatch: int, ops: list[dist.P2POp], indices: list[int]
+    ) -> list[dist.P2POp]:
+        if not ops:
+            return ops
+        link = self.incoming if direction is FORWARD else self.outgoing
+        inbox = self._inbox.setdefault((direction, microbatch), [])
+        for op, index in zip(ops, indices, strict=True):
+            assert link is not None
+            op.tensor = link.buffer(direction, op.tensor, self._place(microbatch, index))
+            inbox.append((index, op.tensor))
+        return ops
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        self._open(FORWARD, fwd_chunk_id, self.args_recv_info[fwd_chunk_id])
+        return super()._retrieve_recv_activations(fwd_chunk_id)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        self._open(BACKWARD, bwd_chunk_id, self.grad_recv_info[bwd_chunk_id])
+        return super()._retrieve_recv_grads(bwd_chunk_id)
+
+    def _open(self, direction: Direction, microbatch: int, infos: Any) -> None:
+        """Decode what arrived into a new tensor each; nothing arrived from a neighbour on this rank."""
+        link = self.incoming if direction is FORWARD else self.outgoing
+        for index, message in self._inbox.pop((direction, microbatch), ()):
+            assert link is not None
+            due, place = infos[index].buffer, self._place(microbatch, index)
+            infos[index].buffer = link.receive(direction, message, due.dtype, tuple(due.shape), place)
+
+    @contextlib.contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Turn a transport's failure into a WireError that names the message that was due.
+
+        `with stage.naming_errors(): schedule.step(batch)`
+        """
+        try:
+            yield
+        except WireError:
+            raise
+        except RuntimeError as error:
+            if not self._inbox:
+                raise
+            direction, microbatch = next(iter(self._inbox))
+            link = self.incoming if direction is FORWARD else self.outgoing
+            assert link is not None
+            name = link.link.name_of(direction, self._place(microbatch, 0))
+            raise WireError(f"{name}: receive: {str(error).splitlines()[0]}") from error
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def wire_state_dict(self) -> dict[str, Any]:
+        """State of this stage's links, as numpy arrays; save it as this rank's part of the checkpoint."""
+        counters = np.array([self._n_steps, self._n_evals], np.int64)
+        out: dict[str, Any] = {f"wire/stage/{self.stage_index}/steps": counters}
+        for link in self._links:
+            out |= link.link.state_dict()
+        return out
+
+    def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `wire_state_dict`.
+
+        Raises:
+            WireError: the state is of another stage, or incomplete.
+        """
+        name = f"wire/stage/{self.stage_index}/steps"
+        if name not in state:
+            raise WireError(f"wire state lacks {name}: it belongs to another stage")
+        self._n_steps, self._n_evals = (int(n) for n in np.asarray(state[name]))
+        for link in self._links:
+            link.link.load_state_dict(state)
+
+    def wire_metadata(self) -> dict[str, str]:
+        """What to put into the checkpoint's metadata, so that a later load can be checked."""
+        return policy_metadata(self.policy)
+
+    def wire_memory(self) -> str:
+        """Bytes of state that each link of this stage holds now, one line a link."""
+        lines = [
+            f"link {link.link.src}->{link.link.dst}: {link.link.state.n_bytes()}" for link in self._links
+        ]
+        return "\n".join(f"{line} bytes of state" for line in lines)
+
+    def wire_bytes(self) -> dict[str, tuple[int, int]]:
+        """(bytes sent, bytes they stand for) of each direction that this stage sends."""
+        out = {}
+        for direction, link in ((FORWARD, self.outgoing), (BACKWARD, self.incoming)):
+            if link is not None:
+                out[direction.word] = (link.link.sent_bytes[direction], link.link.raw_bytes[direction])
+        return out

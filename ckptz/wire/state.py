@@ -1,0 +1,261 @@
+"""Everything one end of a link remembers: slots, sample buffers, positions to reuse, levels.
+
+Implements spec/08-wire.md#state. Knows nothing of messages; `endpoint.py` asks it before and after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import ConfigError, WireError
+from ckptz.kernels import wire as compiled
+from ckptz.wire.adaptive import Adaptive, Detector
+from ckptz.wire.codecs import KINDS, RAW, TensorPlan
+from ckptz.wire.feedback import (
+    MEMORIES,
+    TWO_SIDED,
+    Memory,
+    Nothing,
+    PerSample,
+    SampleBuffers,
+)
+from ckptz.wire.header import Direction
+from ckptz.wire.policy import LinkPolicy
+
+Array = Any
+End = Literal["tx", "rx"]
+NOTHING: Final = Nothing()
+SENDERS: Final = Nothing()  # the receiver's side of a direction whose state is the sender's alone
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which message this is.
+
+    Attributes:
+        step: training steps before this one; evaluations before it if `is_eval`.
+        microbatch: index within the step.
+        tensor: index among the tensors of the cut.
+        sample_ids: of the microbatch, for AQ-SGD.
+        is_eval: whether no gradient comes back.
+    """
+
+    step: int
+    microbatch: int = 0
+    tensor: int = 0
+    sample_ids: NDArray[np.int64] | None = None
+    is_eval: bool = False
+
+
+@dataclass
+class Slot:
+    """State of one microbatch: its counter and what it remembers."""
+
+    seq: int = 0
+    memory: Any = None  # a Memory with an `array`
+    shape: tuple[int, ...] = ()
+
+
+class LinkState:
+    """State of one end of a link, keyed by direction, tensor and slot.
+
+    Args:
+        name: "src-dst", the link's part of every name in a state dict.
+        policy: of the link.
+        kernels: a kernel module of the wire, or None for the compiled ones.
+        like: an array where the state is to live.
+        samples: file and number of samples of AQ-SGD's buffers; in memory by default.
+    """
+
+    def __init__(
+        self, name: str, policy: LinkPolicy, kernels: Any, like: Array, samples: tuple[Path, int] | None
+    ) -> None:
+        self._prefix, self._policy, self._like, self._samples = f"wire/{name}/", policy, like, samples
+        self._kernels = kernels
+        self._slots: dict[tuple[str, Direction, int, int], Slot] = {}
+        self._buffers: dict[tuple[str, int], SampleBuffers] = {}
+        self._detectors: dict[tuple[Direction, int], Detector] = {}
+        self.masks: dict[tuple[int, int], tuple[Array, bool]] = {}
+
+    @property
+    def kernels(self) -> Any:
+        """The kernel module of the arrays on this link."""
+        return self._kernels or compiled()
+
+    # --- slots ----------------------------------------------------------------------------------
+
+    def slot(self, end: End, direction: Direction, place: Place) -> Slot:
+        """The state of a microbatch."""
+        return self._slots.setdefault((end, direction, place.tensor, place.microbatch), Slot())
+
+    def seq(self, end: End, direction: Direction, place: Place) -> int:
+        """Messages of this slot so far; evaluations are not counted."""
+        return 0 if place.is_eval else self.slot(end, direction, place).seq & 0xFFFFFFFF
+
+    def count(self, end: End, direction: Direction, place: Place) -> None:
+        """One message more."""
+        self.slot(end, direction, place).seq += not place.is_eval
+
+    def memory(
+        self, end: End, direction: Direction, plan: TensorPlan, place: Place
+    ) -> tuple[Memory, TensorPlan]:
+        """The state that a message goes through, and its plan: raw where the state is to be filled."""
+        kind = self._policy.feedback_of(direction)
+        if kind is None or place.is_eval or plan.dtype.name not in KINDS:
+            return NOTHING, plan
+        if self._policy.plan(direction, plan.dtype, plan.shape).codec == RAW:
+            return NOTHING, plan
+        if end == "rx" and kind not in TWO_SIDED:
+            return SENDERS, plan
+        if kind == "aqsgd":
+            return self._per_sample(end, plan, place)
+        slot = self.slot(end, direction, place)
+        if slot.memory is None or slot.shape != plan.shape:
+            slot.memory = MEMORIES[kind](self.kernels.zeros(plan.n, 4, self._like))
+            slot.shape = plan.shape
+        return slot.memory, plan
+
+    def _per_sample(self, end: End, plan: TensorPlan, place: Place) -> tuple[Memory, TensorPlan]:
+        ids = place.sample_ids
+        if ids is None or len(ids) != plan.n_samples:
+            n = "none" if ids is None else len(ids)
+            raise ConfigError(f"aqsgd needs the ids of {plan.n_samples} samples for each microbatch, got {n}")
+        buffers = self._sample_buffers(end, place.tensor, plan.n // plan.n_samples)
+        if not buffers.has(ids):
+            plan = self._policy.plan(Direction.FORWARD, plan.dtype, plan.shape, raw=True)
+        return PerSample(buffers, ids, self._like, self.kernels), plan
+
+    def _sample_buffers(self, end: str, tensor: int, size: int) -> SampleBuffers:
+        if (end, tensor) not in self._buffers:
+            path, n_samples = self._samples or (None, None)
+            if path is not None:
+                path = path.with_name(f"{path.name}.{self._prefix.split('/')[1]}.{tensor}.{end}")
+            self._buffers[end, tensor] = SampleBuffers(size, path, n_samples)
+        return self._buffers[end, tensor]
+
+    # --- positions ------------------------------------------------------------------------------
+
+    def keep_mask(self, place: Place, mask: Array | None, strong: bool) -> None:
+        """Remember the positions of an activation for its gradient, as a bitmap."""
+        if self._policy.reuse and not place.is_eval:
+            packed = None if mask is None else self.kernels.pack(mask, 1)
+            self.masks[place.microbatch, place.tensor] = (packed, strong)
+
+    def level_of_mask(self, place: Place) -> bool | None:
+        """Level of the activation whose positions a gradient reuses, if there is one."""
+        kept = self.masks.get((place.microbatch, place.tensor))
+        return None if kept is None else kept[1]
+
+    def lacks_mask(self, place: Place) -> bool:
+        """Whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
+        return self.masks.get((place.microbatch, place.tensor), (True, False))[0] is None
+
+    def take_mask(self, plan: TensorPlan, place: Place) -> Array:
+        """Positions of the activation of this microbatch, once.
+
+        Raises:
+            WireError: there was none.
+        """
+        packed = self.masks.pop((place.microbatch, place.tensor), None)
+        if packed is None or packed[0] is None:
+            raise WireError("positions: no activation of this microbatch was on this link")
+        return self.kernels.unpack(packed[0], 1, plan.n)
+
+    # --- the adaptive level ---------------------------------------------------------------------
+
+    def detector(self, direction: Direction, tensor: int) -> Detector | None:
+        """What decides the level of a direction, if it has two."""
+        choice = self._policy.choice(direction)
+        if not isinstance(choice, Adaptive):
+            return None
+        return self._detectors.setdefault((direction, tensor), Detector(choice))
+
+    def observe(self, direction: Direction, gradient: Array, place: Place) -> None:
+        """Show a gradient, as F32 patterns, to the detector of a direction."""
+        detector = self.detector(direction, place.tensor)
+        if detector is not None and not place.is_eval:
+            detector.observe(place.step, self.kernels.squared_norm(gradient))
+
+    def level(self, direction: Direction, place: Place) -> bool:
+        """Whether a message takes the strong codec."""
+        detector = self.detector(direction, place.tensor)
+        if place.is_eval:
+            return detector is not None and detector.was_strong
+        kept = self.level_of_mask(place)
+        if direction is Direction.BACKWARD and self._policy.reuse and kept is not None:
+            return kept
+        return detector is not None and detector.is_strong(place.step)
+
+    def restart_detectors(self) -> None:
+        """Go back to the mild codec, as after a change of the learning rate."""
+        for detector in self._detectors.values():
+            detector.restart()
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def n_bytes(self) -> int:
+        """Bytes of state held now, counters aside."""
+        arrays = [slot.memory.array for slot in self._slots.values() if slot.memory is not None]
+        held = sum(4 * len(array) for array in arrays)
+        return held + sum(buffers.n_bytes for buffers in self._buffers.values())
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """Everything that a resumed link needs, as named arrays; F32 patterns as uint32."""
+        k, out = self.kernels, {}
+        for (end, direction, tensor, microbatch), slot in self._slots.items():
+            name = f"{self._prefix}{direction.word}/{tensor}/{microbatch}/{end}"
+            out[f"{name}/seq"] = np.array([slot.seq, *slot.shape], np.int64)
+            if slot.memory is not None:
+                out[f"{name}/state"] = k.host_bytes(k.as_bytes(slot.memory.array)).view(np.uint32).copy()
+        for (end, tensor), buffers in self._buffers.items():
+            for part, array in buffers.state().items():
+                out[f"{self._prefix}forward/{tensor}/samples/{end}/{part}"] = array
+        for (direction, tensor), detector in self._detectors.items():
+            out[f"{self._prefix}{direction.word}/{tensor}/level"] = np.array(detector.numbers(), np.float64)
+        return out
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`; entries of other links are left alone.
+
+        Raises:
+            WireError: the state lacks an entry.
+        """
+        for held in (self._slots, self._buffers, self._detectors, self.masks):
+            held.clear()
+        for name in sorted(state):
+            if name.startswith(self._prefix):
+                self._load_entry(state, name, name.removeprefix(self._prefix).split("/"))
+
+    def _load_entry(self, state: Mapping[str, Any], name: str, words: list[str]) -> None:
+        direction, tensor = Direction[words[0].upper()], int(words[1])
+        if words[2] == "level":
+            detector = self.detector(direction, tensor)
+            if detector is not None:
+                detector.set_numbers(np.asarray(state[name]).tolist())
+        elif words[-1] == "ids":
+            rows = _entry(state, name.removesuffix("ids") + "rows")
+            self._sample_buffers(words[3], tensor, rows.shape[1]).load(np.asarray(state[name]), rows)
+        elif words[-1] == "seq":
+            self._slots[words[3], direction, tensor, int(words[2])] = self._loaded(state, name, direction)
+
+    def _loaded(self, state: Mapping[str, Any], name: str, direction: Direction) -> Slot:
+        seq, *shape = np.asarray(state[name]).tolist()
+        slot, kind = Slot(int(seq), shape=tuple(shape)), self._policy.feedback_of(direction)
+        if shape and kind in MEMORIES:
+            patterns = _entry(state, name.removesuffix("seq") + "state")
+            as_bytes = np.ascontiguousarray(patterns).view(np.uint8)
+            array = self.kernels.as_units(self.kernels.from_bytes(as_bytes.copy(), self._like), 4)
+            slot.memory = MEMORIES[kind](array)
+        return slot
+
+
+def _entry(state: Mapping[str, Any], name: str) -> NDArray[Any]:
+    if name not in state:
+        raise WireError(f"wire state lacks {name}: it is incomplete; start the link without it")
+    return np.asarray(state[name])

@@ -1,0 +1,134 @@
+"""Mutated messages: every one is refused by a WireError, none is decoded, none crashes.
+
+A second family is signed again after the mutation, as by a peer that is wrong rather than a wire that
+is: such a message may be a valid other one, but must never crash or claim memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from wire_support import BACKWARD, FORWARD, f32_units, rng
+
+from ckptz.dtypes import dtype_of
+from ckptz.errors import WireError
+from ckptz.kernels import wire_reference
+from ckptz.wire import LinkPolicy, TopK, Uniform
+from ckptz.wire.codecs import MIN_ELEMENTS
+from ckptz.wire.endpoint import Link
+from ckptz.wire.header import HEADER_BYTES, LinkHeader
+from ckptz.wire.state import Place
+
+SHAPE, F32 = (2, MIN_ELEMENTS // 2), dtype_of("F32")
+POLICIES = [
+    LinkPolicy(forward=Uniform(4)),
+    LinkPolicy(forward=Uniform(2, rans=True)),
+    LinkPolicy(forward=TopK(0.1)),
+    LinkPolicy(forward=TopK(0.01, 16, "rice")),
+    LinkPolicy(forward=TopK(0.1), feedback="ef21"),
+    LinkPolicy(),
+]
+PLACE = Place(5, 1)
+
+
+def message_of(policy: LinkPolicy, seed: int = 0, place: Place = PLACE) -> Any:
+    link = Link(0, 1, policy, kernels=wire_reference)
+    values = rng(seed).standard_normal(MIN_ELEMENTS) ** 3
+    return link.send(FORWARD, f32_units(values), F32, SHAPE, place).message
+
+
+def mutated(message: Any, others: list[Any], source: np.random.Generator) -> Any:
+    """One of: flipped bits, a random stretch, a cut, a splice, two words exchanged, another message."""
+    kind, out = source.integers(0, 6), message.copy()
+    i = int(source.integers(0, len(out) if source.random() < 0.5 else HEADER_BYTES))
+    if kind == 0:
+        for _ in range(int(source.integers(1, 5))):
+            out[source.integers(0, len(out))] ^= 1 << int(source.integers(0, 8))
+    elif kind == 1:
+        stretch = source.integers(0, 256, int(source.integers(1, 40))).astype(np.uint8)
+        out[i : i + len(stretch)] = stretch[: len(out) - i]
+    elif kind == 2:
+        out = out[:i]
+    elif kind == 3:
+        other = others[int(source.integers(0, len(others)))]
+        out = np.concatenate([out[:i], other[i:]])
+    elif kind == 4:
+        n_words = len(out) // 8
+        a, b = (8 * int(w) for w in source.integers(0, n_words, 2))
+        out[a : a + 8], out[b : b + 8] = message[b : b + 8], message[a : a + 8]
+    else:
+        out = others[int(source.integers(0, len(others)))].copy()
+    return out
+
+
+def refuse_all(n: int, seed: int) -> None:
+    source = rng(seed)
+    for i in range(n // len(POLICIES)):
+        for number, policy in enumerate(POLICIES):
+            if i == 0:
+                MESSAGES[number] = message_of(policy)
+                others = [message_of(policy, place=p) for p in (Place(4, 1), Place(5, 0), Place(5, 1, 1))]
+                OTHERS[number] = others
+            changed = mutated(MESSAGES[number], OTHERS[number], source)
+            same = len(changed) >= len(MESSAGES[number])
+            same = same and np.array_equal(changed[: len(MESSAGES[number])], MESSAGES[number])
+            link = Link(0, 1, policy, kernels=wire_reference)
+            if same:
+                continue
+            with pytest.raises(WireError, match=r"^link 0->1 forward, step 5, microbatch 1, tensor 0: "):
+                link.receive(FORWARD, changed, F32, SHAPE, PLACE)
+
+
+MESSAGES: dict[int, Any] = {}
+OTHERS: dict[int, list[Any]] = {}
+
+
+def test_ten_thousand_mutated_messages_are_refused() -> None:
+    refuse_all(10_000, 1)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_mutated_messages_are_refused() -> None:
+    refuse_all(100_000, 2)
+
+
+def resigned(message: Any, source: np.random.Generator) -> Any:
+    """A mutated payload, or a mutated mode or length, under right checksums."""
+    payload = message[HEADER_BYTES:].copy()
+    header = LinkHeader.parse(message[:HEADER_BYTES].tobytes())
+    if source.random() < 0.2:
+        header = dataclasses.replace(header, mode=int(source.integers(0, 20)))
+    if source.random() < 0.2:
+        payload = payload[: 16 * int(source.integers(0, len(payload) // 16 + 1))]
+    for _ in range(int(source.integers(0, 6))):
+        if len(payload):
+            payload[source.integers(0, len(payload))] = source.integers(0, 256)
+    checksum = wire_reference.checksum(payload)
+    head = dataclasses.replace(header, payload_bytes=len(payload), checksum=checksum).pack()
+    return np.concatenate([np.frombuffer(head, np.uint8), payload])
+
+
+@pytest.mark.parametrize("n", [600, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_wrong_payloads_under_right_checksums_never_crash(n: int) -> None:
+    source, n_refused = rng(3), 0
+    messages = [message_of(policy) for policy in POLICIES]
+    for i in range(n):
+        policy = POLICIES[i % len(POLICIES)]
+        link = Link(0, 1, policy, kernels=wire_reference)
+        try:
+            units = link.receive(FORWARD, resigned(messages[i % len(POLICIES)], source), F32, SHAPE, PLACE)
+            assert len(units) == MIN_ELEMENTS
+        except WireError:
+            n_refused += 1
+    assert n_refused > n // 5
+
+
+def test_a_message_of_the_other_direction_is_refused() -> None:
+    policy = LinkPolicy(forward=Uniform(4), backward=Uniform(4))
+    message = message_of(policy)
+    link = Link(0, 1, policy, kernels=wire_reference)
+    with pytest.raises(WireError, match="flags"):
+        link.receive(BACKWARD, message, F32, SHAPE, PLACE)

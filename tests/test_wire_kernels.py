@@ -1,0 +1,154 @@
+"""The kernels of the wire: reference, numba and torch return the same bits, also without subnormals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from wire_support import devices, from_torch, rng, to_torch
+
+from ckptz.kernels import reference, wire_cpu, wire_reference, wire_torch
+from ckptz.kernels import wire_reference as ref
+from ckptz.kernels.codec_cpu import pack_codes, unpack_codes
+from ckptz.quant.quant_map import LinearTable
+
+BITS = (2, 3, 4, 6, 8)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["subnormals kept", "subnormals flushed"])
+def flush_mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    flushing = request.param == "subnormals flushed"
+    if flushing and not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def tensors() -> dict[str, Any]:
+    """Values that a link may meet, as float32."""
+    wild = rng(1).standard_normal(1000) * 10.0 ** rng(2).uniform(-40, 38, 1000)
+    broken = rng(3).standard_normal(700).astype(np.float32)
+    broken[[5, 300]] = np.inf, np.nan
+    return {
+        "normal": rng(0).standard_normal(1000).astype(np.float32),
+        "wide": wild.astype(np.float32),
+        "not finite": broken,
+        "zeros": np.zeros(10, np.float32),
+        "equal": np.full(513, -3.3, np.float32),
+        "subnormal": np.array([1e-45, -1e-44, 0, -0.0], np.float32),
+        "huge": np.array([3.4e38, -3.4e38, 1], np.float32),
+        "one": np.array([2.5], np.float32),
+        "patterns": rng(4).integers(0, 1 << 32, 3000, dtype=np.uint32).view(np.float32),
+    }
+
+
+@pytest.mark.parametrize("name", tensors())
+@pytest.mark.parametrize("block", [256, 7, 10_000])
+@pytest.mark.parametrize("seed", [None, 0x123456789ABCDEF0])
+def test_quantizers_agree(name: str, block: int, seed: int | None) -> None:
+    patterns = tensors()[name].view(np.uint32)
+    block = min(block, len(patterns))
+    for bits in BITS:
+        expected = ref.quantize(patterns, block, bits, seed)
+        pairs = [wire_cpu.quantize(patterns, block, bits, seed)]
+        for device in devices():
+            found = wire_torch.quantize(to_torch(patterns, device), block, bits, seed)
+            pairs.append(tuple(from_torch(f, e.dtype) for f, e in zip(found, expected, strict=True)))
+        for found in pairs:
+            assert all(np.array_equal(e, f) for e, f in zip(expected, found, strict=True))
+        for largest in ref.LARGEST_F32:
+            values = ref.dequantize(*expected, block, largest)
+            assert np.array_equal(values, wire_cpu.dequantize(*expected, block, largest))
+            on_torch = wire_torch.dequantize(*map(to_torch, expected), block, largest)
+            assert np.array_equal(values, from_torch(on_torch, np.uint32))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", ["normal", "wide", "equal", "huge", "one"])
+def test_no_value_moves_by_more_than_half_a_step(name: str, bits: int) -> None:
+    values = tensors()[name]
+    offsets, scales, codes = wire_cpu.quantize(values.view(np.uint32), 256, bits, None)
+    decoded = wire_cpu.dequantize(offsets, scales, codes, 256, ref.LARGEST_F32[0]).view(np.float32)
+    step = (scales.astype(np.uint32) << 16).view(np.float32).astype(float)[np.arange(len(values)) // 256]
+    beyond_bf16 = np.abs(values) > 3.38e38  # the range of bf16 scales ends a little before that of F32
+    error = np.abs(values.astype(float) - decoded)
+    assert (error <= 0.501 * step + 2.0**-110 + beyond_bf16 * 2e36).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_levels_are_those_of_the_quantization_map_on_disk(bits: int) -> None:
+    values = rng(5).standard_normal(2048).astype(np.float32) * 1e-3
+    offsets, scales, codes = wire_cpu.quantize(values.view(np.uint32), 256, bits, None)
+    widened = [(u.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for u in (scales, offsets)]
+    table = LinearTable(widened[0], np.arange(1 << bits, dtype=np.float64), widened[1]).expand()
+    by_table = table[np.arange(2048) // 256, codes]
+    assert np.array_equal(by_table, wire_cpu.dequantize(offsets, scales, codes, 256, 3e38))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 100, 1000])
+def test_packing_agrees(bits: int, n: int) -> None:
+    codes = rng(n).integers(0, 1 << bits, n).astype(np.uint8)
+    packed = reference.pack_codes(codes, bits)
+    out = np.empty(n, np.uint8)
+    unpack_codes(packed, bits, out)
+    assert np.array_equal(pack_codes(codes, bits), packed)
+    assert np.array_equal(out, codes)
+
+
+@pytest.mark.parametrize("name", tensors())
+def test_top_k_agrees_and_is_exact(name: str) -> None:
+    patterns = tensors()[name].view(np.uint32)
+    n = len(patterns)
+    for n_samples in (s for s in (1, 2, 5) if n % s == 0):
+        for k in {1, max(n // n_samples // 10, 1), n // n_samples}:
+            mask = ref.top_mask(patterns, n_samples, k)
+            assert (mask.reshape(n_samples, -1).sum(axis=1) == k).all()
+            assert np.array_equal(mask, wire_cpu.top_mask(patterns, n_samples, k))
+            assert np.array_equal(mask, wire_torch.top_mask(to_torch(patterns), n_samples, k).numpy())
+            kept = ref.take(patterns, mask, k * n_samples)
+            for kernels, convert, back in (
+                (wire_cpu, np.asarray, np.asarray),
+                (wire_torch, to_torch, lambda t: from_torch(t, np.uint32)),
+            ):
+                found = kernels.take(convert(patterns), convert(mask), k * n_samples)
+                assert np.array_equal(back(found), kept)
+                assert np.array_equal(back(kernels.put(convert(kept), convert(mask))), ref.put(kept, mask))
+
+
+def test_checksums_agree_and_see_every_change() -> None:
+    words = rng(6).integers(0, 256, 4096).astype(np.uint8)
+    expected = ref.checksum(words)
+    assert expected == wire_cpu.checksum(words)
+    assert expected == wire_torch.checksum(to_torch(words))
+    swapped = words.reshape(-1, 8)[np.r_[1, 0, 2:512]].reshape(-1)
+    flipped = words.copy()
+    flipped[77] ^= 1
+    longer = np.concatenate([words, np.zeros(8, np.uint8)])
+    zeros = [ref.checksum(np.zeros(n, np.uint8)) for n in (8, 16, 24)]
+    assert len({expected, *map(ref.checksum, (swapped, flipped, longer)), *zeros}) == 7
+
+
+def test_random_numbers_are_uniform_and_belong_to_their_seed() -> None:
+    numbers = ref.random_24(7, 1 << 16)
+    counts = np.histogram(numbers, 16, (0, 1))[0]
+    assert abs(numbers.mean() - 0.5) < 0.01
+    assert counts.min() > 0.9 * (1 << 12)
+    other = ref.random_24(8, 1 << 16)
+    assert abs(np.corrcoef(numbers, other)[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_stochastic_rounding_is_unbiased(bits: int) -> None:
+    values = rng(9).standard_normal(512).astype(np.float32)
+    mean = np.zeros(512)
+    n_rounds = 400
+    for seed in range(n_rounds):
+        coded = wire_cpu.quantize(values.view(np.uint32), 256, bits, seed * 0x1234567 + 1)
+        mean += wire_reference.dequantize(*coded, 256, 3e38).view(np.float32) / n_rounds
+    step = 2 * np.abs(values).max() / ((1 << bits) - 1)
+    assert abs((mean - values).mean()) < 0.01 * step
+    assert np.abs(mean - values).max() < 0.15 * step

@@ -1,0 +1,496 @@
+"""Messages: sizes, errors of values, what is refused, state and its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from wire_support import (
+    BACKWARD,
+    FORWARD,
+    SHAPE,
+    N,
+    across,
+    devices,
+    ends,
+    f32_units,
+    floats,
+    from_torch,
+    rng,
+    to_torch,
+    torch_end,
+)
+
+from ckptz.dtypes import DTYPES, dtype_of
+from ckptz.errors import ConfigError, WireError
+from ckptz.kernels import wire_cpu, wire_reference
+from ckptz.wire import PRESETS, RAW, Adaptive, LinkPolicy, TopK, Uniform, cap
+from ckptz.wire.codecs import Codec, plan_of
+from ckptz.wire.endpoint import Link
+from ckptz.wire.feedback import SampleBuffers, describe_memory, state_bytes
+from ckptz.wire.frames import BITMAP, decode_frame, encode_frame
+from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
+from ckptz.wire.state import Place
+
+CODECS: list[Codec] = [
+    *(Uniform(bits) for bits in (2, 3, 4, 6, 8)),
+    *(Uniform(4, scale) for scale in ("sample", "tensor")),
+    *(Uniform(bits, rans=True) for bits in (2, 8)),
+    *(
+        TopK(share, values, index)
+        for share in (0.01, 0.1)
+        for values in (8, 16)
+        for index in ("bitmap", "rice")
+    ),
+]
+MILLION = 1 << 20
+
+
+FEEDBACKS = (None, "ef", "ef21", "aqsgd", "ef-mixed")
+COMMON = [("F32", None), ("BF16", "ef21"), ("F16", None)]
+RARE = [
+    (dtype, kind) for dtype in ("F32", "BF16", "F16") for kind in FEEDBACKS if (dtype, kind) not in COMMON
+]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "feedback"), [*COMMON, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in RARE)]
+)
+def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, feedback: Any) -> None:
+    if feedback == "ef-mixed" and isinstance(codec, Uniform):
+        pytest.skip("ef-mixed divides a TopK budget")
+    index = CODECS.index(codec)
+    policy = LinkPolicy(
+        forward=codec,
+        backward=codec,
+        feedback=feedback,
+        warmup_steps=index % 2,
+        reuse=isinstance(codec, TopK) and feedback != "ef-mixed" and index % 3 == 0,
+        rounding="stochastic" if index % 2 else "nearest",
+    )
+    pair, alone = ends(policy), Link(0, 1, policy)
+    others = [(torch_end(policy, d), torch_end(policy, d), d) for d in devices()]
+    for step in range(4):
+        place = Place(step, 0, 0, np.arange(5) + 5 * (step % 2))
+        for back in (False, True):
+            direction = BACKWARD if back else FORWARD
+            units = f32_units(rng(step + 9 * back).standard_normal(N) * 1e-3, dtype)
+            if step == 3:
+                units[7] = f32_units([np.inf], dtype)[0]
+            message, received = across(pair, units, place, back=back, dtype=dtype)
+            assert len(message) <= cap(policy, SHAPE, dtype, direction)
+            simulated = alone.simulate(direction, units, dtype_of(dtype), SHAPE, place)
+            assert np.array_equal(simulated, received)
+            assert np.isfinite(floats(received, dtype)).all() == (step != 3)
+            for src, dst, device in others:
+                src, dst = (dst, src) if back else (src, dst)
+                sent = src.send(direction, to_torch(units, device), dtype_of(dtype), SHAPE, place)
+                assert np.array_equal(sent.message.cpu().numpy(), message)
+                got = dst.receive(direction, sent.message, dtype_of(dtype), SHAPE, place)
+                assert np.array_equal(from_torch(got, units.dtype), received)
+
+
+# --- sizes and errors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "back", "most"),
+    [
+        (LinkPolicy(forward=Uniform(8)), False, 1.02),
+        (LinkPolicy(forward=Uniform(4)), False, 0.52),
+        (LinkPolicy(forward=TopK(0.1, 8, "bitmap")), False, 0.23),
+        (PRESETS["paper_top10"], True, 0.11),
+    ],
+)
+def test_bytes_per_element_of_a_million_floats(policy: LinkPolicy, back: bool, most: float) -> None:
+    link, shape = Link(0, 1, policy), (16, MILLION // 16)
+    units = f32_units(rng().standard_normal(MILLION))
+    message = link.send(FORWARD, units, dtype_of("F32"), shape, Place(0)).message
+    if back:
+        message = link.send(BACKWARD, units, dtype_of("F32"), shape, Place(0)).message
+    assert len(message) / MILLION <= most
+    assert len(message) == cap(policy, shape, "F32", BACKWARD if back else FORWARD)
+
+
+@pytest.mark.parametrize("share", [0.03, 0.02, 0.01, 0.003, 0.0005])
+def test_rice_gaps_are_within_three_percent_of_the_bound(share: float) -> None:
+    plan = plan_of(TopK(share, 8, "rice"), dtype_of("F32"), (1, MILLION))
+    values = f32_units(rng().standard_normal(MILLION))
+    frame = encode_frame(wire_cpu, plan, values)
+    n_bits = 8 * sum(len(part) for part in frame.parts[:-2])
+    bound = math.lgamma(MILLION + 1) - math.lgamma(plan.k + 1) - math.lgamma(MILLION - plan.k + 1)
+    assert frame.mode != BITMAP
+    assert n_bits <= 1.03 * bound / math.log(2)
+
+
+def test_a_bitmap_takes_one_bit_an_element() -> None:
+    plan = plan_of(TopK(0.1, 8, "bitmap"), dtype_of("F32"), (1, MILLION))
+    frame = encode_frame(wire_cpu, plan, f32_units(rng().standard_normal(MILLION)))
+    assert len(frame.parts[0]) * 8 == MILLION
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_relative_error_does_not_depend_on_the_magnitude(bits: int) -> None:
+    plan, errors = plan_of(Uniform(bits), dtype_of("F32"), (MILLION // 8,)), []
+    values = rng().standard_normal(MILLION // 8)
+    for exponent in range(-12, 7):
+        exact = (values * 10.0**exponent).astype(np.float32)
+        decoded = encode_frame(wire_cpu, plan, exact.view(np.uint32)).decoded().view(np.float32)
+        errors.append(np.linalg.norm((decoded - exact).astype(float)) / np.linalg.norm(exact.astype(float)))
+    assert max(errors) < 1.02 * min(errors)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES) - {"F4", "F6_E2M3", "F6_E3M2", "C64"}))
+def test_integers_and_small_tensors_pass_unchanged(dtype: str) -> None:
+    policy = LinkPolicy(forward=Uniform(2), backward=TopK(0.01), feedback="ef21")
+    size = DTYPES[dtype].unit_bytes
+    for shape in ((3, 100), (70, 100)):
+        if shape == (70, 100) and dtype in ("F32", "BF16", "F16"):
+            continue
+        n = shape[0] * shape[1]
+        units = rng().integers(0, 256, n * size).astype(np.uint8).view(f"<u{size}")
+        pair = ends(policy)
+        _, received = across(pair, units, Place(0), dtype=dtype, shape=shape)
+        assert np.array_equal(units, received)
+
+
+def test_fixed_messages_have_the_size_that_was_announced() -> None:
+    policy = LinkPolicy(forward=TopK(0.01, index="rice"), backward=Uniform(2, rans=True), warmup_steps=1)
+    pair = ends(policy, fixed=True)
+    for step in range(2):
+        for back in (False, True):
+            direction, place = BACKWARD if back else FORWARD, Place(step)
+            due = pair[1].message_cap(direction, dtype_of("F32"), SHAPE, place)
+            message, _ = across(pair, f32_units(rng().standard_normal(N) ** 5), place, back=back)
+            assert len(message) == due
+    assert due < cap(policy, SHAPE, "F32", BACKWARD)
+
+
+def test_what_varies_is_shorter_where_it_may() -> None:
+    units = f32_units(rng().standard_normal(N) ** 7)
+    sizes = [
+        len(across(ends(LinkPolicy(forward=c)), units, Place(0))[0])
+        for c in (Uniform(4), Uniform(4, rans=True))
+    ]
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+Q8 = LinkPolicy(forward=Uniform(8), backward=TopK(0.1))
+PLACE = Place(3, 2, 1)
+
+
+def sent_q8(place: Place = PLACE, **changes: Any) -> Any:
+    link = Link(changes.pop("src", 0), changes.pop("dst", 1), changes.pop("policy", Q8))
+    return link.send(FORWARD, f32_units(rng().standard_normal(N)), dtype_of("F32"), SHAPE, place).message
+
+
+def refused(message: Any, match: str) -> None:
+    with pytest.raises(WireError, match=match) as caught:
+        Link(0, 1, Q8).receive(FORWARD, message, dtype_of("F32"), SHAPE, PLACE)
+    assert str(caught.value).startswith("link 0->1 forward, step 3, microbatch 2, tensor 1: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"place": Place(2, 2, 1)}, "step"),
+        ({"place": Place(3, 1, 1)}, "microbatch"),
+        ({"place": Place(3, 2, 0)}, "tensor"),
+        ({"place": Place(3, 2, 1, is_eval=True)}, "flags"),
+        ({"place": Place(3, 2, 1, np.arange(5))}, "batch"),
+        ({"src": 1}, "src"),
+        ({"dst": 2}, "dst"),
+        ({"policy": LinkPolicy(forward=Uniform(4))}, "param"),
+        ({"policy": LinkPolicy(forward=TopK(0.1))}, "codec"),
+        ({"policy": dataclasses.replace(Q8, seed=1)}, "plan"),
+    ],
+)
+def test_a_message_for_another_place_is_refused_by_field(changes: Any, field: str) -> None:
+    refused(sent_q8(**changes), f": {field}: ")
+
+
+def test_a_repeated_message_is_refused() -> None:
+    pair, place = ends(Q8), Place(0)
+    message, _ = across(pair, f32_units(np.ones(N)), place)
+    with pytest.raises(WireError, match="state_seq"):
+        pair[1].receive(FORWARD, message, dtype_of("F32"), SHAPE, place)
+
+
+def test_a_gradient_is_not_taken_for_an_activation() -> None:
+    message = Link(0, 1, LinkPolicy(backward=Uniform(8))).send(
+        BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, PLACE
+    )
+    refused(message.message, ": flags: ")
+
+
+def rewritten(message: Any, **fields: int) -> Any:
+    """A message whose header was changed and signed again."""
+    header = dataclasses.replace(LinkHeader.parse(message[:64].tobytes()), **fields)
+    return np.concatenate([np.frombuffer(header.pack(), np.uint8), message[64:]])
+
+
+def test_huge_claims_are_refused_before_anything_is_allocated() -> None:
+    message = sent_q8()
+    refused(rewritten(message, payload_bytes=0xFFFFFFF0), "payload_bytes: claims 4294967280")
+    refused(rewritten(message, n=0xFFFFFFFF), ": n: ")
+    refused(rewritten(message, count=0xFFFFFFFF), ": count: ")
+    refused(rewritten(message, payload_bytes=len(message) - HEADER_BYTES - 16), "payload checksum")
+
+
+def test_truncated_and_flipped_messages_are_refused() -> None:
+    message = sent_q8()
+    for n in (0, 1, 63, 64, 100, len(message) - 1):
+        refused(message[:n], "header|payload")
+    for i in (0, 2, 5, 17, 63, 64, 1000, len(message) - 1):
+        flipped = message.copy()
+        flipped[i] ^= 8
+        refused(flipped, "header|magic|checksum")
+
+
+def test_a_newer_version_asks_for_an_upgrade() -> None:
+    head = bytearray(sent_q8()[:56].tobytes())
+    head[2] = 2
+    signed = bytes(head) + wire_header_checksum(bytes(head))
+    refused(np.frombuffer(signed, np.uint8), "version 2 is not known here; upgrade")
+
+
+def wire_header_checksum(head: bytes) -> bytes:
+    return wire_reference.checksum(np.frombuffer(head, np.uint8).copy()).to_bytes(8, "little")
+
+
+def test_a_shape_that_changes_is_refused_on_both_sides() -> None:
+    pair = ends(Q8)
+    across(pair, f32_units(np.ones(N)), Place(0))
+    other = f32_units(np.ones(2 * N))
+    with pytest.raises(WireError, match=r"step 1.*shape: F32 \[10, 1111\] after F32 \[5, 1111\]"):
+        pair[0].send(FORWARD, other, dtype_of("F32"), (10, 1111), Place(1))
+    with pytest.raises(WireError, match="shape"):
+        pair[1].receive(FORWARD, sent_q8(), dtype_of("BF16"), SHAPE, Place(1))
+
+
+def test_reuse_without_an_activation_is_refused() -> None:
+    link = Link(0, 1, PRESETS["paper_top10"])
+    with pytest.raises(WireError, match="positions: no activation"):
+        link.send(BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, TopK)] + [Uniform(4)], ids=str)
+def test_payloads_that_contradict_their_plan_are_refused(codec: Codec) -> None:
+    plan = plan_of(codec, dtype_of("F32"), SHAPE)
+    frame = encode_frame(wire_cpu, plan, f32_units(rng().standard_normal(N)))
+    payload = wire_cpu.concat(frame.parts)
+    decode_frame(wire_cpu, plan, payload, frame.mode, False)
+    for cut in (payload[:-16], np.concatenate([payload, np.zeros(16, np.uint8)]), payload[:0]):
+        with pytest.raises(ValueError, match=r"needs|follow"):
+            decode_frame(wire_cpu, plan, cut, frame.mode, False)
+    for mode in (99, 18):
+        with pytest.raises(ValueError, match=r"mode|gaps|needs|scales"):
+            decode_frame(wire_cpu, plan, payload, mode, False)
+    with pytest.raises(ValueError, match="flag"):
+        decode_frame(wire_cpu, plan, payload, frame.mode, True)
+
+
+def test_a_bitmap_with_another_number_of_ones_is_refused() -> None:
+    plan = plan_of(TopK(0.1, 16, "bitmap"), dtype_of("F32"), SHAPE)
+    payload = wire_cpu.concat(encode_frame(wire_cpu, plan, f32_units(rng().standard_normal(N))).parts)
+    payload[3] ^= 1
+    with pytest.raises(ValueError, match="positions: a sample has not 111 values"):
+        decode_frame(wire_cpu, plan, payload, BITMAP, False)
+
+
+# --- state --------------------------------------------------------------------------------------
+
+
+def test_overflow_skips_the_step_and_leaves_the_state_alone() -> None:
+    policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
+    pair = ends(policy)
+    for step in range(3):
+        units = f32_units(rng(step).standard_normal(N))
+        if step == 1:
+            before = pair[1].state_dict()["wire/0-1/forward/0/0/rx/state"]
+            units[17] = f32_units([np.nan])[0]
+        message, received = across(pair, units, Place(step))
+        if step == 1:
+            assert not np.isfinite(floats(received)).all()
+            assert LinkHeader.parse(message[:64].tobytes()).flags & Flag.NOT_FINITE
+            assert np.array_equal(before, pair[1].state_dict()["wire/0-1/forward/0/0/rx/state"])
+    assert np.isfinite(floats(received)).all()
+
+
+@pytest.mark.parametrize("feedback", ["ef21", "aqsgd"])
+def test_both_ends_hold_the_same_state(feedback: Any) -> None:
+    pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
+    for step in range(4):
+        across(pair, f32_units(rng(step).standard_normal(N)), Place(step, 0, 0, np.arange(5)))
+    sent, received = pair[0].state_dict(), pair[1].state_dict()
+    assert sent.keys() == {name.replace("/rx", "/tx") for name in received}
+    for name, array in received.items():
+        assert np.array_equal(array, sent[name.replace("/rx", "/tx")])
+
+
+def test_ef21_follows_a_tensor_that_stands_still() -> None:
+    pair, units = ends(LinkPolicy(forward=TopK(0.2), feedback="ef21")), f32_units(rng().standard_normal(N))
+    errors = [np.abs(floats(across(pair, units, Place(i))[1]) - floats(units)).max() for i in range(8)]
+    assert errors[-1] < 0.01 < errors[0]
+
+
+def test_ef_sends_in_time_what_it_held_back() -> None:
+    pair, units = ends(LinkPolicy(forward=TopK(0.1), feedback="ef")), f32_units(rng().standard_normal(N))
+    n_steps = 200
+    total = sum(floats(across(pair, units, Place(i))[1]).astype(float) for i in range(n_steps))
+    assert np.abs(total / n_steps - floats(units)).max() < 0.15
+
+
+def test_mixed_feedback_divides_the_budget() -> None:
+    pair = ends(LinkPolicy(forward=TopK(0.1, 16), feedback="ef-mixed"))
+    x = f32_units(rng().standard_normal(N))
+    _, first = across(pair, x, Place(0))
+    error = pair[0].state_dict()["wire/0-1/forward/0/0/tx/state"]
+    _, second = across(pair, x, Place(1))
+    k = 111
+    assert (floats(first).reshape(SHAPE) != 0).sum() == 5 * k
+    kept = floats(second).reshape(SHAPE) != 0
+    by_error = np.argsort(-np.abs(floats(error).reshape(SHAPE)), axis=1, kind="stable")[:, : k // 2]
+    assert np.take_along_axis(kept, by_error, axis=1).all()
+    assert (kept.sum(axis=1) == k).all()
+
+
+@pytest.mark.parametrize("feedback", ["ef", "ef21", "ef-mixed", "aqsgd"])
+def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> None:
+    levels = Adaptive(TopK(0.2), TopK(0.05), threshold=10.0, window=2)
+    policy = LinkPolicy(forward=TopK(0.1), backward=levels, feedback=feedback, rounding="stochastic")
+    straight, resumed = ends(policy), ends(policy)
+    for step in range(6):
+        place = Place(step, 0, 0, np.arange(5))
+        if step == 3:
+            path = tmp_path / "state.npz"
+            for i, end in enumerate(resumed):
+                np.savez(path, **end.state_dict())
+                fresh = ends(policy)[i]
+                with np.load(path) as state:
+                    fresh.load_state_dict(dict(state))
+                resumed = (fresh, resumed[1]) if i == 0 else (resumed[0], fresh)
+        for back in (False, True):
+            units = f32_units(rng(step).standard_normal(N))
+            assert np.array_equal(*(across(pair, units, place, back=back)[0] for pair in (straight, resumed)))
+
+
+def test_incomplete_state_is_refused_by_name() -> None:
+    policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
+    pair = ends(policy)
+    across(pair, f32_units(np.ones(N)), Place(0))
+    state = pair[0].state_dict()
+    del state["wire/0-1/forward/0/0/tx/state"]
+    with pytest.raises(WireError, match="lacks wire/0-1/forward/0/0/tx/state"):
+        Link(0, 1, policy).load_state_dict(state)
+
+
+def test_sample_buffers_in_a_file_are_those_in_memory(tmp_path: Path) -> None:
+    policy = LinkPolicy(forward=Uniform(2), feedback="aqsgd")
+    in_memory, in_file = ends(policy), ends(policy, samples=(tmp_path / "buffers", 20))
+    for step in range(5):
+        place = Place(step, 0, 0, (np.arange(5) + 5 * step) % 15)
+        units = f32_units(rng(step).standard_normal(N))
+        assert np.array_equal(*(across(pair, units, place)[0] for pair in (in_memory, in_file)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["buffers.0-1.0.rx", "buffers.0-1.0.tx"]
+    states = [pair[0].state_dict() for pair in (in_memory, in_file)]
+    assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
+    with pytest.raises(ConfigError, match=r"sample ids must be 0\.\.19"):
+        across(in_file, units, Place(9, 0, 0, np.arange(5) + 18))
+
+
+def test_aqsgd_needs_sample_ids() -> None:
+    link = Link(0, 1, LinkPolicy(forward=Uniform(2), feedback="aqsgd"))
+    with pytest.raises(ConfigError, match="ids of 5 samples"):
+        link.send(FORWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+    with pytest.raises(ConfigError, match="n_samples"):
+        SampleBuffers(8, Path("unused"))
+
+
+def test_the_formula_for_memory_is_what_a_link_holds() -> None:
+    for feedback in (None, "ef", "ef21", "aqsgd"):
+        pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
+        for microbatch in range(3):
+            units = f32_units(np.ones(N))
+            across(pair, units, Place(0, microbatch, 0, np.arange(5) + 5 * microbatch))
+        held = tuple(end.state.n_bytes() for end in pair)
+        policy = LinkPolicy(forward=TopK(0.1), feedback=feedback)
+        words = describe_memory(policy, SHAPE, n_microbatches=3, n_samples=15).splitlines()[0]
+        assert ("no state" if feedback is None else f"{held[0]} bytes at the sender, {held[1]} at") in words
+        assert held == state_bytes(feedback, SHAPE, n_microbatches=3, n_samples=15)  # type: ignore[arg-type]
+
+
+# --- levels -------------------------------------------------------------------------------------
+
+
+def test_the_level_follows_the_change_of_the_gradient() -> None:
+    levels = Adaptive(Uniform(8), Uniform(2), threshold=0.2, window=5)
+    pair, sizes = ends(LinkPolicy(forward=levels, backward=levels)), []
+    for step in range(30):
+        scale = 1.0 if step < 20 else 3.0
+        place = Place(step)
+        forward, _ = across(pair, f32_units(rng(step).standard_normal(N)), place)
+        message, _ = across(pair, f32_units(scale * rng(step).standard_normal(N)), place, back=True)
+        sizes.append((len(forward) > 3000, len(message) > 3000))
+    for direction in (0, 1):
+        mild = [size[direction] for size in sizes]
+        assert mild == [True] * 10 + [False] * 15 + [True] * 5
+    pair[0].state.restart_detectors()
+    assert not pair[0].state.level(FORWARD, Place(30))
+
+
+def test_codecs_and_policies_refuse_nonsense() -> None:
+    bad: list[Any] = [
+        lambda: Uniform(5),
+        lambda: Uniform(4, "row"),  # type: ignore[arg-type]
+        lambda: TopK(0),
+        lambda: TopK(0.1, 4),  # type: ignore[arg-type]
+        lambda: LinkPolicy(forward=RAW, backward=TopK(0.1), reuse=True),
+        lambda: LinkPolicy(forward=Uniform(4), feedback="ef-mixed"),
+        lambda: LinkPolicy(feedback=(None, "aqsgd")),
+        lambda: LinkPolicy(feedback="ef22"),  # type: ignore[arg-type]
+        lambda: Link(0, 1, "fast"),
+        lambda: plan_of(RAW, dtype_of("F32"), (1 << 31,)),
+        lambda: LinkPolicy.from_json("{}"),
+        lambda: LinkPolicy.from_json("no"),
+    ]
+    for make in bad:
+        with pytest.raises(ConfigError):
+            make()
+
+
+def test_a_reused_mask_brings_its_level() -> None:
+    levels = Adaptive(TopK(0.2), TopK(0.05), threshold=10.0, window=1)
+    policy = LinkPolicy(forward=levels, backward=levels, reuse=True)
+    pair, sizes = ends(policy), set()
+    for step in range(4):
+        across(pair, f32_units(rng(step).standard_normal(N)), Place(step))
+        sizes.add(len(across(pair, f32_units(rng(step).standard_normal(N)), Place(step), back=True)[0]))
+    assert len(sizes) == 2
+    across(pair, f32_units(rng().standard_normal(N)), Place(4))
+    message = pair[1].send(BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(4)).message
+    flags = LinkHeader.parse(message[:64].tobytes()).flags
+    with pytest.raises(WireError, match="flags: another level than that of the activation"):
+        pair[0].receive(
+            BACKWARD, rewritten(message, flags=flags ^ Flag.STRONG), dtype_of("F32"), SHAPE, Place(4)
+        )
+
+
+def test_an_evaluation_has_the_level_of_the_last_message() -> None:
+    levels = Adaptive(Uniform(8), Uniform(2), threshold=10.0, window=1)
+    pair = ends(LinkPolicy(forward=levels))
+    sizes = []
+    for step in range(3):
+        units = f32_units(rng(step).standard_normal(N))
+        across(pair, units, Place(step))
+        across(pair, units, Place(step), back=True)
+        sizes.append(len(across(pair, units, Place(step, is_eval=True))[0]))
+    assert sizes[0] > 3 * sizes[2]
