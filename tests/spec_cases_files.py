@@ -50,6 +50,7 @@ def swapped() -> File:
     )
 
 
+BIN, PLACES, MAP = "a.bin", "a.bin.index.json", '{"weight_map":{"w":"a.bin"}}'
 PLAIN_ROW = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
 
 CONTAINER: dict[str, list[Case]] = {
@@ -137,15 +138,37 @@ CONTAINER: dict[str, list[Case]] = {
     "C19": [File({"w": delta()}).read],
     "C20": [File({"w": quantized()}).read],
     "C21": [
-        *(sharded(file) for file in ("", "..", ". .", "a/b", "a\\b", "c:", "a\n", "a\x7f", "é" * 128)),
-        sharded("a", "a"),
-        sharded("a", tensors=()),
-        sharded("a", tensors=("w", "w")),
-        sharded("a", tensors=("w", "v")),
-        sharded("a", index_file="b"),
-        sharded("a", index_text="{}"),
-        sharded("a", index_file="a", index_text="{}"),
-        *(sharded("a", carried=(path,)) for path in ("/b", "../b", "b//c", "b/..", "/".join("b" * 33), "a")),
+        *(
+            sharded(f"{file}.bin")
+            for file in ("", ".", ".a", "a/b", "a\\b", "c:", "a\n", "a\x7f", "é" * 126, "../a", "/a")
+        ),
+        *(sharded(file) for file in ("", "a", "a.sh", "a.bin.sh", "a.BIN", "..", "a.pickle")),
+        sharded(BIN, BIN),
+        sharded(BIN, tensors=()),
+        sharded(BIN, tensors=("w", "w")),
+        sharded(BIN, tensors=("w", "v")),
+        sharded(BIN, index_file=PLACES),
+        sharded(BIN, index_text=MAP),
+        sharded(BIN, index_file=BIN, index_text=MAP),
+        *(
+            sharded(BIN, index_file=file, index_text=MAP)
+            for file in ("a.json", ".bin.index.json", "a.index.json", f"{PLACES}.sh", f"a/{PLACES}")
+        ),
+        *(
+            sharded(BIN, index_file=PLACES, index_text=text)
+            for text in (
+                *("", "#!/bin/sh", "[]", "{}", '{"weight_map":{}}', '{"weight_map":[]}', MAP + MAP),
+                *(MAP.replace(BIN, file) for file in ("b.bin", "../a.bin", "")),
+                MAP.replace("}", f',"w":"{BIN}"}}', 1),
+            )
+        ),
+        *(
+            sharded(BIN, carried=(path,))
+            for path in (
+                *("/b", "../b", "b//c", "b/..", "/".join("b" * 33), BIN),
+                *(".b", "b/.c", ".b/c", " ", " ."),
+            )
+        ),
     ],
 }
 
@@ -185,7 +208,11 @@ def chain(
 CHAIN: dict[str, list[ChainCase]] = {
     "H1": [lambda f: chain(f, depth=0), lambda f: chain(f, depth=65)],
     "H2": [
-        lambda f, n=n: chain(f, file=n) for n in ("", ".", "..", "a/b", "../anchor.ckptz", "/anchor.ckptz")
+        lambda f, n=n: chain(f, file=n)
+        for n in (
+            *("", ".", "..", "a/b", "../anchor.ckptz", "/anchor.ckptz", "anchor.ckptz/"),
+            *("a\n", "a\0", "a\x7f", "a" * 256, "é" * 128),
+        )
     ],
     "H3": [
         lambda f: chain(f, content_id="0" * 64),

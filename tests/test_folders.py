@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from ckptz.codec.units import UnitSource
 from ckptz.container.contents import Contents
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import publish
 from ckptz.container.writer import write_container
 from ckptz.convert.inputs import Input, open_input
 from ckptz.convert.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
+from ckptz.convert.spool import read_chunks
 from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError
 from ckptz.parallel import Workers
 
@@ -69,13 +73,16 @@ def restore(source: Path, output: Path) -> Input:
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """All files but the hidden ones, which are not carried over."""
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
 
 
 def test_a_sharded_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:
     compress(folder, tmp_path / "packed")
-    packed = {"model.ckptz", "config.json", ".gitattributes", "1_Pooling/config.json"}
+    packed = {"model.ckptz", "config.json", "1_Pooling/config.json"}
     assert set(contents_of(tmp_path / "packed")) == packed
+    assert not (tmp_path / "packed" / ".gitattributes").exists()
     restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
     assert contents_of(tmp_path / "restored") == contents_of(folder)
 
@@ -104,7 +111,7 @@ def test_common_metadata_are_the_checkpoints(folder: Path) -> None:
     assert list(opened.tensors) == ["a", "empty", "b", "c"]  # as they lie in the shards
     assert opened.sharding is not None
     assert opened.sharding.index_text == (folder / INDEX).read_bytes().decode()
-    assert opened.left_out == ()
+    assert opened.left_out == (".gitattributes",)
     opened.close()
 
 
@@ -132,10 +139,19 @@ def test_links_out_of_the_folder_and_hidden_folders_stay_behind(folder: Path, tm
     os.mkfifo(folder / "pipe")
     (folder / "model.ckptz").write_text("an earlier output")
     opened = open_input(folder)
-    left_out = {".git", "linked", "secret.txt", "broken", "bad\nname", "pipe", "model.ckptz"}
+    left_out = {
+        ".git",
+        ".gitattributes",
+        "linked",
+        "secret.txt",
+        "broken",
+        "bad\nname",
+        "pipe",
+        "model.ckptz",
+    }
     assert set(opened.left_out) == left_out
     names = {name for name, _ in opened.carried}
-    assert names == {"config.json", "inside.json", ".gitattributes", "1_Pooling/config.json"}
+    assert names == {"config.json", "inside.json", "1_Pooling/config.json"}
     opened.close()
 
 
@@ -250,7 +266,7 @@ def test_several_checkpoints_in_one_folder_are_refused(folder: Path) -> None:
 
 
 def record(**changed: Any) -> Sharding:
-    fields: dict[str, Any] = {"shards": (Shard("s1", ("a",)), Shard("s2", ("b", "c"), {}))}
+    fields: dict[str, Any] = {"shards": (Shard("s1.bin", ("a",)), Shard("s2.bin", ("b", "c"), {}))}
     return Sharding(**{**fields, **changed})
 
 
@@ -273,12 +289,20 @@ def test_hostile_names_in_a_record_are_corrupt(name: str) -> None:
     [
         ({"index_file": "i"}, "needs a file name and a text"),
         ({"index_text": "i"}, "needs a file name and a text"),
-        ({"index_file": "s1", "index_text": "i"}, "'s1' occurs 2 times"),
-        ({"carried": ("s2",)}, "'s2' occurs 2 times"),
+        ({"index_file": "s1.bin", "index_text": "i"}, "'s1.bin' occurs 2 times"),
+        ({"index_file": "run.sh", "index_text": "i"}, "'run.sh' does not end as an index's name"),
+        ({"index_file": INDEX, "index_text": "#!/bin/sh"}, f"'{INDEX}': index: not valid JSON"),
+        ({"index_file": INDEX, "index_text": "{}"}, f"'{INDEX}': it has no weight_map"),
+        ({"index_file": INDEX, "index_text": '{"weight_map":{"a":"s3.bin"}}'}, "names 's3.bin'"),
+        ({"carried": ("s2.bin",)}, "'s2.bin' occurs 2 times"),
+        ({"shards": (Shard("run.sh", ("a", "b", "c")),)}, "'run.sh' does not end as a shard's name"),
+        ({"shards": (Shard(".a.bin", ("a", "b", "c")),)}, "'.a.bin' is not a plain file name"),
+        ({"carried": (".bashrc",)}, "'.bashrc' is not a plain file name"),
+        ({"carried": (".ssh/authorized_keys",)}, "is not a plain file name"),
         ({"carried": ("/".join("x" * 33),)}, "not a plain file name"),
-        ({"shards": (Shard("s", ("a", "b", "b", "c")),)}, "'b' is in 2 shards"),
-        ({"shards": (Shard("s", ("a", "b")),)}, "'c' is in 0 shards"),
-        ({"shards": (Shard("s", ("a", "b", "c", "d")),)}, "'d' is not in the file"),
+        ({"shards": (Shard("s.bin", ("a", "b", "b", "c")),)}, "'b' is in 2 shards"),
+        ({"shards": (Shard("s.bin", ("a", "b")),)}, "'c' is in 0 shards"),
+        ({"shards": (Shard("s.bin", ("a", "b", "c", "d")),)}, "'d' is not in the file"),
     ],
 )
 def test_a_record_that_contradicts_itself_is_corrupt(changed: dict[str, Any], said: str) -> None:
@@ -312,6 +336,63 @@ def test_what_a_restore_writes_is_known_before(folder: Path, tmp_path: Path) -> 
     opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
     assert opened.sharding is not None
     assert sorted(written_files(opened.sharding)) == sorted(contents_of(tmp_path / "restored"))
+
+
+@pytest.mark.parametrize("name", ["step-1", "model-00001-of-00002"])
+def test_files_of_the_same_names_are_several_checkpoints_unless_numbered(name: str, tmp_path: Path) -> None:
+    for i in (1, 2):
+        save_file({"w": np.zeros(i)}, tmp_path / f"{name.replace('1', str(i), 1)}.safetensors")
+    is_run = name == "step-1"
+    said = "holds several checkpoints .*name the files" if is_run else "tensor 'w' is in .* too"
+    with pytest.raises(ConfigError if is_run else CorruptionError, match=said):
+        open_input(tmp_path)
+
+
+@pytest.mark.parametrize("when", ["decode", "rename"])
+def test_a_restore_that_fails_leaves_the_whole_old_folder(
+    when: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_input(folder)
+    assert opened.sharding is not None
+    output = tmp_path / "out"
+    output.mkdir()
+    for shard in opened.sharding.shards:
+        (output / shard.file).write_text("old")
+    (output / INDEX).write_text("old")
+
+    def failing(tensors: Mapping[str, UnitSource]) -> Iterator[NDArray[Any]]:
+        if "c" in tensors:
+            raise CorruptionError("the second shard is damaged")
+        return read_chunks(tensors)
+
+    def replace(*_: object) -> None:
+        raise OSError(errno.EIO, "no rename")
+
+    if when == "rename":
+        monkeypatch.setattr("os.replace", replace)
+    chunks = failing if when == "decode" else read_chunks
+    with pytest.raises((CorruptionError, OSError)):
+        write_folder(output, opened.tensors, opened.sharding, carried=opened.carried, chunks=chunks)
+    opened.close()
+    assert set(contents_of(output).values()) == {b"old"}
+    assert not list(output.glob(".*"))
+
+
+def test_the_index_is_renamed_last(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed: list[str] = []
+    replace = os.replace
+
+    def noted(source: Path, target: Path) -> None:
+        renamed.append(target.name)
+        replace(source, target)
+
+    opened = open_input(folder)
+    assert opened.sharding is not None
+    monkeypatch.setattr("os.replace", noted)
+    write_folder(tmp_path / "out", opened.tensors, opened.sharding, carried=opened.carried)
+    opened.close()
+    assert renamed[:2] == [FIRST, SECOND]
+    assert renamed[-1] == INDEX
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from ckptz.transform.planes import PlaneMode
 KINDS_OF_REFUSAL = {row["kind"] for row in table("00-conventions.md", "kinds-of-refusal", "kind", "meaning")}
 
 
-RESERVED_PAGES = ("08-wire.md",)  # named by sources already, written with what it describes
+RESERVED_PAGES: tuple[str, ...] = ()  # named by sources already, written with what they describe
 
 
 # --- registry -----------------------------------------------------------------------------------

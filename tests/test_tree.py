@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from ckptz.container.envelope import strict_json
 from ckptz.convert import tree as tree_module
+from ckptz.convert.keys import MAX_EQUAL_HASHES, MAX_KEY_INT
 from ckptz.convert.leaves import DTypeName, Size, TensorRef, View
 from ckptz.convert.tree import MAX_DEPTH, pack_node, parse_tree
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
@@ -53,7 +55,17 @@ atoms = (
     | st.builds(Size, st.lists(st.integers(-9, 9), max_size=3).map(tuple))
     | st.just(DTypeName("bfloat16"))
 )
-keys = st.recursive(atoms, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
+key_atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers(-MAX_KEY_INT, MAX_KEY_INT)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=9)
+    | st.binary(max_size=9)
+    | st.builds(Size, st.lists(st.integers(-9, 9), max_size=3).map(tuple))
+    | st.just(DTypeName("bfloat16"))
+)
+keys = st.recursive(key_atoms, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
 values = st.recursive(
     atoms | refs | views,
     lambda inner: (
@@ -163,6 +175,10 @@ def with_attribute() -> OrderedDict[str, int]:
         ({"a": with_attribute()}, "'a': attribute 'note'"),
         ({"a": "\ud800"}, "'a'.*lone surrogate"),
         ({"a\udfff": 1}, "key'.*lone surrogate"),
+        ({"m": {1 << 64: 1}}, r"'m': a key is an integer of 2\^64 or more"),
+        ({(-(1 << 64),): 1}, r"the root: a key is an integer of 2\^64 or more"),
+        ({("s", (0,) * 5): 1}, "the root: a key is a tuple of more than 4 values"),
+        ({float("nan"): 1, float("nan"): 2}, "the root: a key occurs twice"),
     ],
 )
 def test_what_has_no_form_is_refused_with_its_place_and_type(value: Any, said: str) -> None:
@@ -232,6 +248,12 @@ CORRUPT_NODES: list[Any] = [
     {"dict": [[1, 2, 3]]},
     {"dict": [[1, 2], [1, 3]]},
     {"dict": [[1, 2], [True, 3]]},
+    {"dict": [[1, 2], [{"float": "3ff0000000000000"}, 3]]},
+    {"dict": [[{"float": "7ff8000000000000"}, 2], [{"float": "7ff8000000000000"}, 3]]},
+    {"dict": [[{"int": "0x10000000000000000"}, 2]]},
+    {"dict": [[{"tuple": [{"int": "-0x10000000000000000"}]}, 2]]},
+    {"dict": [[{"tuple": [0] * 5}, 2]]},
+    {"dict": [[{"tuple": [{"tuple": [0] * 5}]}, 2]]},
     {"dict": [[[1], 2]]},
     {"dict": [[{"tuple": [[1]]}, 2]]},
     {"dict": [[{"dict": []}, 2]]},
@@ -320,6 +342,33 @@ def test_any_other_json_is_a_tree_or_corrupt(node: Any) -> None:
     except CorruptionError:
         return
     assert pack_node(value) == node
+
+
+def colliding_tuples(n: int) -> list[Any]:
+    """Nodes of `n` tuples of two numbers that Python gives the same hash: it mixes by known constants."""
+    prime_1, prime_2, mask = 11400714785074694791, 14029467366897019727, (1 << 64) - 1
+    found: list[Any] = []
+    target = hash((1 << 60, 0)) - (2 ^ 2870177450012600261 ^ 3527539)
+    for first in itertools.count():
+        mixed = 2870177450012600261 + first * prime_2 & mask
+        mixed = (mixed << 31 | mixed >> 33) * prime_1 & mask
+        wanted = (target - 0) * pow(prime_1, -1, 1 << 64) & mask
+        wanted = (wanted << 33 | wanted >> 31) & mask
+        second = (wanted - mixed) * pow(prime_2, -1, 1 << 64) & mask
+        if second < (1 << 61) - 1:
+            assert hash((first, second)) == hash((1 << 60, 0)), "another Python"
+            found.append({"tuple": [pack_node(first), pack_node(second)]})
+        if len(found) == n:
+            return found
+    raise AssertionError
+
+
+def test_keys_of_one_hash_are_refused_before_they_take_long() -> None:
+    same = colliding_tuples(MAX_EQUAL_HASHES + 1)
+    value = parse_tree(wrapped({"dict": [[key, 1] for key in same[1:]]})).root
+    assert len(value) == MAX_EQUAL_HASHES
+    with pytest.raises(CorruptionError, match="many of the same hash"):
+        parse_tree(wrapped({"dict": [[key, 1] for key in same]}))
 
 
 def test_a_tree_must_name_the_tensors_of_its_file() -> None:

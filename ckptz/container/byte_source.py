@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import TruncatedError
+from ckptz.errors import ConfigError, TruncatedError
 
 Bytes = NDArray[np.uint8]
 MAX_READ = 1 << 30  # one read call moves at most about 2 GiB on Linux
@@ -29,10 +30,17 @@ class ByteSource(Protocol):
 
 
 class FileBytes:
-    """A file read by position: threads share it, and replacing the file leaves it whole."""
+    """A file read by position: threads share it, and replacing the file leaves it whole.
+
+    Raises:
+        ConfigError: a pipe or a device, which has no positions, and which opening could wait for.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        mode = self.path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder `open` has its own error
+            raise ConfigError(f"{self.path}: is not a regular file; copy what it gives into one")
         self.name = str(self.path)
         self._file = self.path.open("rb")
         self.size = os.fstat(self._file.fileno()).st_size

@@ -6,40 +6,115 @@ The only caller of `os.replace` in the package.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from ckptz.errors import ConfigError
+
 TEMPORARY_SUFFIX: Final = ".ckptz-tmp"
+READ_WRITE: Final = 0o666  # what the system makes of it by the user's umask is the widest mode
+
+_CANNOT_SYNC: Final = frozenset(
+    {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM}
+)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` last a power cut, where the system can."""
-    with contextlib.suppress(OSError):
+    """Make a rename in `folder` last a power cut, where the system can.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
-@contextlib.contextmanager
-def publish(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file that replaces `path` when the block ends well; on any error the old one stays.
+class Publication:
+    """New files that replace others together, in the order in which they were begun."""
 
-    The temporary file stands beside `path`, so that the rename stays within one file system.
-    """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-    try:
-        with temporary.open("xb") as file:
+    def __init__(self) -> None:
+        self._staged: list[tuple[Path, Path]] = []
+
+    @contextlib.contextmanager
+    def file(self, path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
+        """A file to write; it stays a temporary one beside `path` until all are complete.
+
+        So the rename stays within one file system. The mode is that of the file that is replaced.
+
+        Args:
+            path: where the file goes.
+            like: files whose common permissions a file gets that replaces none.
+
+        Raises:
+            ConfigError: something that is no file is in the place.
+        """
+        target = Path(path)
+        mode = _mode_for(target, like)
+        # The name says nothing of the target's, which may be as long as the file system allows.
+        temporary = target.with_name(f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+        self._staged.append((temporary, target))
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+
+    def commit(self) -> None:
+        """Give all files their names."""
+        for temporary, target in self._staged:
+            os.replace(temporary, target)
+        for folder in dict.fromkeys(target.parent for _, target in self._staged):
+            sync_folder(folder)
+
+    def discard(self) -> None:
+        """Remove what has no name yet."""
+        for temporary, _ in self._staged:
+            temporary.unlink(missing_ok=True)
+
+
+def _mode_for(target: Path, like: Iterable[Path]) -> int:
+    try:
+        found = target.stat().st_mode
+    except FileNotFoundError:
+        found = READ_WRITE
+        for source in like:
+            found &= source.stat().st_mode
+    else:
+        if not (stat.S_ISREG(found) or stat.S_ISDIR(found)):  # of a folder the rename has its own error
+            raise ConfigError(f"{target}: is not a regular file; write elsewhere")
+    return found & READ_WRITE
+
+
+@contextlib.contextmanager
+def publish_together() -> Iterator[Publication]:
+    """Several new files, which all get their names when the block ends well; on any error none does."""
+    files = Publication()
+    try:
+        yield files
+        files.commit()
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        files.discard()
         raise
-    sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def publish(path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
+    """A new file that replaces `path` when the block ends well; on any error the old one stays.
+
+    Args:
+        path: where the file goes.
+        like: files whose common permissions it gets, if it replaces none.
+    """
+    with publish_together() as files, files.file(path, like) as file:
+        yield file

@@ -22,7 +22,7 @@ from ckptz.convert.targets import check_carried, check_target, naming_output, pl
 from ckptz.errors import ConfigError, UnsupportedError, named
 from ckptz.parallel import Workers
 from ckptz.roles import Rule
-from ckptz.store.resolve import SUFFIX, base_ref, open_checkpoint
+from ckptz.store.resolve import SUFFIX, base_file_name, base_ref, open_checkpoint
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
 
@@ -173,10 +173,11 @@ def _compress(
     """Write one output; returns its report and the base of the next one."""
     with contextlib.ExitStack() as held:
         opened = held.enter_context(contextlib.closing(open_input(source, run.options.search_path)))
-        own = _stamps(_files_of(opened, source))
+        sources = _files_of(opened, source)
+        own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
         target, notes = _prepare(opened, source, place, read, force=run.options.force)
-        report = _write(opened, target, base, read, notes, run)
+        report = _write(opened, target, base, read, notes, sources, run)
         if not run.options.chain:
             return report, base
         if base is not None:
@@ -199,7 +200,7 @@ def _as_base(
 ) -> _Base:
     # The input holds the same values as the file just written, and need not be decoded.
     target = Path(report.output)
-    ref = BaseRef(content_id=report.content_id, file=target.name, depth=report.depth + 1)
+    ref = BaseRef(content_id=report.content_id, file=base_file_name(target), depth=report.depth + 1)
     return _Base(ref, target.parent, opened.tensors, files, close)
 
 
@@ -229,6 +230,7 @@ def _write(
     base: _Base | None,
     read: Mapping[Path, Stamp],
     notes: list[str],
+    like: Sequence[Path],
     run: _Run,
 ) -> CompressReport:
     start = time.perf_counter()
@@ -244,7 +246,7 @@ def _write(
         role_rules=run.options.role_rules,
     )
     run.progress.start(opened.name, sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values()))
-    with naming_output(target), publish(target) as sink:
+    with naming_output(target), publish(target, like) as sink:
         try:
             written = write_container(sink, opened.tensors, contents, run.workers, run.progress.advance)
         except (ConfigError, UnsupportedError) as error:  # raised before anything is read

@@ -15,7 +15,7 @@ from ckptz.codec.units import UnitSource
 from ckptz.container.envelope import MAX_HEADER_BYTES, strict_json
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import TEMPORARY_SUFFIX
-from ckptz.convert.sharding import Carried, is_file_name, is_relative_path
+from ckptz.convert.sharding import Carried, is_relative_path, parse_places
 from ckptz.convert.storages import flatten
 from ckptz.convert.torch_files import load_state
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, named
@@ -128,7 +128,7 @@ def _read_index(folder: Path, index_file: str) -> _Layout:
         if path.stat().st_size > MAX_HEADER_BYTES:
             raise CorruptionError(f"larger than {MAX_HEADER_BYTES} bytes")
         raw = path.read_bytes()
-        places = _parse_places(strict_json(raw, "index"))
+        places = parse_places(strict_json(raw, "index"))
         text = raw.decode()
     except UnicodeDecodeError:
         raise CorruptionError(f"{path}: not UTF-8") from None
@@ -139,16 +139,6 @@ def _read_index(folder: Path, index_file: str) -> _Layout:
         if not (folder / file).is_file():
             raise FileNotFoundError(ENOENT, f"shard missing that {index_file} names", str(folder / file))
     return _Layout(tuple(files), index_file, text, places)
-
-
-def _parse_places(raw: Any) -> dict[str, str]:
-    places = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(places, dict) or not places:
-        raise CorruptionError("it has no weight_map")
-    for name, file in places.items():
-        if not isinstance(file, str) or not is_file_name(file):
-            raise CorruptionError(f"tensor {name!r}: {file!r} is not a plain file name")
-    return places
 
 
 def _check_places(folder: Path, layout: _Layout, homes: Mapping[str, str]) -> None:
@@ -181,7 +171,7 @@ class _Shards:
         for file in layout.files:
             checkpoint = _open_shard(folder / file)
             opened.callback(checkpoint.close)
-            _claim(folder, file, checkpoint.tensors, homes)
+            _claim(folder, layout, file, checkpoint.tensors, homes)
             tensors |= checkpoint.tensors
             metadata = None if checkpoint.metadata is None else dict(checkpoint.metadata)
             shards.append(Shard(file, tuple(checkpoint.tensors), metadata))
@@ -194,7 +184,7 @@ class _Shards:
             states[file] = load_state(folder / file)
             if not isinstance(states[file], dict):
                 raise FormatError(f"{folder / file}: not a dict of tensors by name")
-            _claim(folder, file, states[file], homes)
+            _claim(folder, layout, file, states[file], homes)
         try:
             flat = flatten(states, n_outer=1)
         except CkptzError as error:
@@ -211,18 +201,30 @@ def _open_shard(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _claim(folder: Path, file: str, names: Mapping[Any, object], homes: dict[str, str]) -> None:
+def _claim(
+    folder: Path, layout: _Layout, file: str, names: Mapping[Any, object], homes: dict[str, str]
+) -> None:
     for name in names:
-        if homes.setdefault(name, file) != file:
-            raise CorruptionError(f"{folder / file}: tensor {name!r} is in {homes[name]} too")
+        if homes.setdefault(name, file) == file:
+            continue
+        if layout.places is None and not _are_numbered(layout.files):
+            raise ConfigError(
+                f"{folder}: holds several checkpoints ({homes[name]} and {file} both have tensor {name!r}); "
+                "name the files themselves"
+            )
+        raise CorruptionError(f"{folder / file}: tensor {name!r} is in {homes[name]} too")
+
+
+def _are_numbered(files: Sequence[str]) -> bool:
+    return all(_NUMBERED.fullmatch(Path(file).stem) for file in files)
 
 
 def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], list[str]]:
     """The regular files of a folder and its subfolders, and what of it cannot be carried over.
 
     Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
-    the machine), but for those of the Hugging Face cache, which consists of them. Outputs of ckptz stay
-    where they are: a copy could replace the one that is being written.
+    the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
+    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written.
 
     Args:
         folder: the folder.

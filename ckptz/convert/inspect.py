@@ -119,34 +119,28 @@ def inspect_file(path: Path, search_path: Sequence[Path] = ()) -> InspectReport:
         FileNotFoundError: no such file.
         FormatError: not a `.ckptz` file, or damaged.
     """
-    with contextlib.ExitStack() as opened:
-        container = _open_container(path)
-        opened.callback(container.close)
-        checkpoint, broken = None, None
-        try:
-            checkpoint = open_checkpoint(path, search_path)
-            opened.callback(checkpoint.close)
-        except CkptzError as error:
-            broken = str(error)
-        whole = container if checkpoint is None else checkpoint.container
-        assert whole is not None
-        return _report(whole, checkpoint, broken)
+    try:
+        checkpoint = open_checkpoint(path, search_path)
+    except CkptzError as error:
+        with contextlib.closing(open_file(FileBytes(path))) as alone:  # damaged itself, it says so again
+            return _report(_require_container(alone, path), None, str(error))
+    with contextlib.closing(checkpoint):
+        return _report(_require_container(checkpoint.files[0], path), checkpoint, None)
 
 
-def _open_container(path: Path) -> Container:
-    file = open_file(FileBytes(path))
-    if not isinstance(file, Container):
-        file.close()
-        raise FormatError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
-    return file
+def _require_container(file: Container | PlainFile, path: Path) -> Container:
+    if isinstance(file, Container):
+        return file
+    raise FormatError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
 
 
 def _report(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:
     index = container.index
     files = checkpoint.files if checkpoint else (container,)
-    tensors = tuple(_tensor_report(source, files) for source in container.tensors.values())
+    tensors: list[TensorReport] = []
     counts: Counter[str] = Counter()
-    for source in container.tensors.values():
+    for source in container.tensors.values():  # once: few parsed headers are kept
+        tensors.append(_tensor_report(source, files))
         counts.update(_coder_bytes(source.header))
     n_bytes = sum(tensor.tensor_bytes for tensor in tensors)
     return InspectReport(
@@ -166,7 +160,7 @@ def _report(container: Container, checkpoint: Checkpoint | None, broken: str | N
         coders=_shares(counts),
         shards=tuple(shard.file for shard in index.sharding.shards) if index.sharding else (),
         has_tree=index.tree is not None,
-        tensors=tensors,
+        tensors=tuple(tensors),
     )
 
 

@@ -207,18 +207,25 @@ def _notes(opened: Input, kind: Written) -> tuple[str, ...]:
 
 
 def _write_safetensors(target: Path, opened: Input, chunks: Chunks) -> None:
-    with publish(target) as sink:
+    with publish(target, [Path(opened.name)]) as sink:
         write_plain(sink, plain_regions(opened.tensors), opened.metadata, chunks(opened.tensors))
 
 
 def _write_torch(target: Path, opened: Input, chunks: Chunks) -> None:
-    torch_files.write(target, opened.tensors, opened.tree, chunks)
+    torch_files.write(target, opened.tensors, opened.tree, chunks, [Path(opened.name)])
 
 
 def _write_folder(target: Path, opened: Input, chunks: Chunks) -> None:
     assert opened.sharding is not None
-    record, tree = opened.sharding, opened.tree
-    write_folder(target, opened.tensors, record, tree=tree, carried=opened.carried, chunks=chunks)
+    write_folder(
+        target,
+        opened.tensors,
+        opened.sharding,
+        tree=opened.tree,
+        carried=opened.carried,
+        chunks=chunks,
+        like=[Path(opened.name)],
+    )
 
 
 _WRITERS: Final[Mapping[Written, Callable[[Path, Input, Chunks], None]]] = {

@@ -60,6 +60,8 @@ def _check_distinct(places: Sequence[Path]) -> None:
 def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:
     """Refuse an output that is one of the files to be read, or that exists, or has no folder.
 
+    Pipes and devices are never replaced, nor links to nothing.
+
     Raises:
         ConfigError: says which.
     """
@@ -68,8 +70,11 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:
             raise ConfigError(f"{target}: the output would replace a file that is read; name another with -o")
     if target.is_dir():
         raise ConfigError(f"{target}: is a folder; name a file with -o")
-    if target.exists() and not force:
-        raise ConfigError(f"{target}: exists already; name another with -o, or replace it with --force")
+    if os.path.lexists(target):
+        if not target.is_file():
+            raise ConfigError(f"{target}: exists already and is not a regular file; name another with -o")
+        if not force:
+            raise ConfigError(f"{target}: exists already; name another with -o, or replace it with --force")
     if not target.parent.is_dir():
         raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
 
@@ -82,7 +87,11 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
     """
     for name, source in carried:
         target = folder / name
-        if target.exists() and not target.samefile(source) and not force:
+        if not os.path.lexists(target) or _is_same(target, source):
+            continue
+        if not target.is_file():
+            raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
+        if not force:
             raise ConfigError(f"{target}: exists already; name another folder, or replace it with --force")
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 from ckptz.codec.units import UnitSource
 from ckptz.container.publish import publish
@@ -116,7 +116,13 @@ def _check_records(path: Path, archive: zipfile.ZipFile) -> None:
                     pass
 
 
-def write(path: Path, tensors: Mapping[str, UnitSource], tree: Any, chunks: Chunks = read_chunks) -> None:
+def write(
+    path: Path,
+    tensors: Mapping[str, UnitSource],
+    tree: Any,
+    chunks: Chunks = read_chunks,
+    like: Iterable[Path] = (),
+) -> None:
     """Write a torch file; inverse of `read`.
 
     Args:
@@ -124,19 +130,26 @@ def write(path: Path, tensors: Mapping[str, UnitSource], tree: Any, chunks: Chun
         tensors: by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
         chunks: gives the units of all tensors in order.
+        like: files whose permissions it gets, as `publish` does it.
     """
     require_torch(path)
-    save_state(path, unflatten(tensors, tree, path.absolute().parent, chunks))
+    state = unflatten(tensors, tree, path.absolute().parent, chunks)
+    save_state(path, state, like)
 
 
-def save_state(path: Path, state: Any) -> None:
+def save_state(path: Path, state: Any, like: Iterable[Path] = ()) -> None:
     """`torch.save`, with the file appearing whole or not at all."""
+    with publish(path, like) as file:
+        dump_state(file, state, path)
+
+
+def dump_state(file: BinaryIO, state: Any, path: Path) -> None:
+    """`torch.save` into a file that will be `path`, which errors name."""
     torch = require_torch(path)
-    with publish(path) as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None  # what the system said, hidden by torch's own writer
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"{path}: torch cannot save this ({reason}); restore to safetensors") from None
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # what the system said, hidden by torch's own writer
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: torch cannot save this ({reason}); restore to safetensors") from None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+from ckptz.convert.keys import KEY_KINDS, SeenKeys, is_key, key_problem
 from ckptz.convert.leaves import DTypeName, Size, TensorRef, View
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 
@@ -113,14 +114,18 @@ class _Packer:
 
     def items(self, mapping: Mapping[Any, Any], path: Path) -> list[Any]:
         # The key goes first: a label is only made of one that was found to be bounded.
+        seen = SeenKeys()
         return [
-            [self.key(key, path), self.node(value, (*path, label(key)))] for key, value in mapping.items()
+            [self.key(key, path, seen), self.node(value, (*path, label(key)))]
+            for key, value in mapping.items()
         ]
 
-    def key(self, key: Any, path: Path) -> Any:
+    def key(self, key: Any, path: Path, seen: SeenKeys) -> Any:
         node = self.node(key, (*path, "key"))
-        if not _is_key(node):
+        if not is_key(node):
             raise UnsupportedError(f"{where(path)}: a key of type {type_name(key)} cannot be kept")
+        if problem := key_problem(node) or seen.problem_with(key, node):
+            raise UnsupportedError(f"{where(path)}: a key {problem}; use strings or small numbers as keys")
         return node
 
     def dict_(self, mapping: dict[Any, Any], path: Path) -> Any:
@@ -183,22 +188,11 @@ def pack_node(value: Any, leaf: Leaf = refuse_leaf) -> Any:
     return _Packer(leaf).node(value, ())
 
 
-_KEY_KINDS: Final = frozenset({"int", "float", "bytes", "Size", "dtype"})
-
-
-def _is_key(node: Any) -> bool:
-    if isinstance(node, dict):
-        return (len(node) == 1 and not _KEY_KINDS.isdisjoint(node)) or (
-            set(node) == {"tuple"} and isinstance(node["tuple"], list) and all(map(_is_key, node["tuple"]))
-        )
-    return not isinstance(node, list)
-
-
 _FLAGS: Final = frozenset({"requires_grad", "parameter"})
 # The kind of a node is the first field of these that it has: its required and optional fields.
 _FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
     "view": (frozenset({"view", "dtype", "shape", "strides", "offset"}), _FLAGS),
-    **{kind: (frozenset({kind}), frozenset()) for kind in (*_KEY_KINDS, "tuple", "dict")},
+    **{kind: (frozenset({kind}), frozenset()) for kind in (*KEY_KINDS, "tuple", "dict")},
     "OrderedDict": (frozenset({"OrderedDict"}), frozenset({"_metadata"})),
     "tensor": (frozenset({"tensor"}), _FLAGS | {"strides"}),
 }
@@ -287,16 +281,23 @@ class _Parser:
         return mapping
 
     def _items(self, raw: Any, path: Path) -> list[tuple[Any, Any]]:
-        items, keys = [], set()
+        items, seen = [], SeenKeys()
         for pair in self._list(raw, path):
             if not isinstance(pair, list) or len(pair) != 2:
                 self.refuse(path, "an item is not a pair of a key and a value")
-            key = self.node(pair[0], (*path, "key"))
-            if not _is_key(pair[0]) or key in keys:
-                self.refuse(path, "a key occurs twice or is of a type that cannot be one")
-            keys.add(key)
+            key = self._key(pair[0], path, seen)
             items.append((key, self.node(pair[1], (*path, label(key)))))
+        if len(dict(items)) < len(items):
+            self.refuse(path, "two keys are equal in Python")
         return items
+
+    def _key(self, raw: Any, path: Path, seen: SeenKeys) -> Any:
+        key = self.node(raw, (*path, "key"))
+        if not is_key(raw):
+            self.refuse(path, "a key is of a type that cannot be one")
+        if problem := key_problem(raw) or seen.problem_with(key, raw):
+            self.refuse(path, f"a key {problem}")
+        return key
 
     def size(self, raw: dict[str, Any], path: Path) -> Any:
         dims = self._list(raw["Size"], path)

@@ -33,7 +33,7 @@ class VerifyOptions:
     Attributes:
         against: a checkpoint that must hold the same names, types, shapes, metadata and bits.
         jobs: threads, all cores by default.
-        search_path: folders to look for bases in, after the file's own.
+        search_path: folders to look for bases in, after the file's own; also for those of the original.
     """
 
     against: Path | None = None
@@ -104,7 +104,8 @@ def verify_file(
             raise ConfigError(f"{path}: a plain file holds no checksums; compare it with --against")
         originals: Tensors = {}
         if options.against is not None:
-            original = opened.enter_context(contextlib.closing(open_input(options.against)))
+            original = open_input(options.against, options.search_path)
+            opened.callback(original.close)
             check_same_layout(checkpoint, original)
             originals = original.tensors
         n_bytes = sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values())

@@ -6,6 +6,7 @@ looked for in the delta's own folder and in the search path. Nothing outside the
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from ckptz.container.envelope import read_envelope
 from ckptz.container.index import RESERVED_PREFIX, BaseRef, is_ckptz
 from ckptz.container.plain import PlainFile, content_id_of
 from ckptz.container.reader import Container
-from ckptz.errors import CkptzError, CorruptionError, MissingBaseError
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
 
 MAX_DEPTH: Final = 64  # normative, spec/07-chain.md#depth
 SUFFIX: Final = ".ckptz"
 PLAIN_SUFFIX: Final = ".safetensors"
+MAX_NAME_BYTES: Final = 255  # normative, spec/07-chain.md#base-reference
 
 Path_ = str | os.PathLike[str]
 
@@ -128,8 +130,18 @@ def _open_chain(container: Container, folders: Sequence[Path]) -> tuple[Containe
 def _check_depth(container: Container, ref: BaseRef) -> None:
     if not 1 <= ref.depth <= MAX_DEPTH:
         raise CorruptionError(f"{container.name}: chain depth {ref.depth} is outside 1..{MAX_DEPTH}")
-    if Path(ref.file).name != ref.file or ref.file in ("", ".", ".."):
-        raise CorruptionError(f"{container.name}: base file name {ref.file!r} is not a plain file name")
+    if not _is_plain_name(ref.file):
+        raise CorruptionError(f"{container.name}: base file name {ref.file[:80]!r} is not a plain file name")
+
+
+def _is_plain_name(file: str) -> bool:
+    try:
+        n_bytes = len(file.encode())
+    except UnicodeEncodeError:
+        return False
+    is_printed = not any(c < " " or c == "\x7f" for c in file)
+    is_one = file not in ("", ".", "..") and "/" not in file and Path(file).name == file
+    return is_one and is_printed and n_bytes <= MAX_NAME_BYTES
 
 
 def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Container | PlainFile:
@@ -167,25 +179,45 @@ def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[tuple[Path, _
     for suffix in (SUFFIX, PLAIN_SUFFIX):
         for folder in folders:
             for path in sorted(folder.glob(f"*{suffix}")):
-                if path.name != ref.file:
+                if path.name != ref.file and path.is_file():
                     yield path, _is_base
 
 
 def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> bool:
     if isinstance(file, Container):
         return file.index.content_id == ref.content_id and file.index.depth < ref.depth
-    # A plain file says nothing of its values: read it all, but only if its tensors could fit.
-    return _could_fit(file, delta) and content_id_of(file.tensors) == ref.content_id
+    # A plain file says nothing of its values: read it all, but only if its tensors fit.
+    return _fits(file, delta) and content_id_of(file.tensors) == ref.content_id
 
 
-def _could_fit(file: PlainFile, delta: Container) -> bool:
-    return any(
-        name in file.tensors and file.tensors[name].shape == source.shape
-        for name, source in delta.tensors.items()
-    )
+def _fits(file: PlainFile, delta: Container) -> bool:
+    """Whether every tensor of the delta that needs one has a base of its dtype and shape in `file`."""
+    for name, source in delta.tensors.items():
+        found = file.tensors.get(name)
+        if found is not None and (found.dtype, found.shape) == (source.dtype, source.shape):
+            continue
+        with contextlib.suppress(CkptzError):  # a damaged frame is for whoever reads it
+            if source.header.plan.needs_base:
+                return False
+    return True
 
 
 def base_ref(base: Checkpoint) -> BaseRef:
-    """How a new delta names `base`."""
-    file = Path(base.files[0].name).name
+    """How a new delta names `base`.
+
+    Raises:
+        ConfigError: by a name that no reader would accept.
+    """
+    file = base_file_name(Path(base.files[0].name))
     return BaseRef(content_id=base.content_id(), file=file, depth=base.depth + 1)
+
+
+def base_file_name(path: Path) -> str:
+    """What a delta records of where its base is.
+
+    Raises:
+        ConfigError: a name that is not UTF-8, or has control characters.
+    """
+    if not _is_plain_name(path.name):
+        raise ConfigError(f"{path}: a delta cannot record this file name; rename it to printable UTF-8")
+    return path.name

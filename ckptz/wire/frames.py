@@ -1,4 +1,4 @@
-"""A payload: one tensor by one plan, in both directions. Implements spec/08-wire.md#payloads.
+"""A payload: one tensor by one plan, in both directions. Implements spec/08-wire.md#codecs.
 
 The frames of files, without their headers: codes stand for a `quant_map.LinearTable` of uniform
 levels, are packed or entropy-coded by the same functions, and TopK is a protected set on zeros.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from ckptz_cli.options import (
 )
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
+
+if TYPE_CHECKING:
+    from ckptz.roles import Rule
 
 EPILOG = """\b
 Examples:
@@ -69,7 +72,6 @@ def compress(
     output is INPUT with the suffix .ckptz, or OUT.
     """
     from ckptz.convert.compress import CompressOptions, compress_files
-    from ckptz.roles import load_rules
     from ckptz_cli.render import compressed_line, total_line
 
     options = CompressOptions(
@@ -80,7 +82,7 @@ def compress(
         force=force,
         search_path=search_path,
         config=config_of(**method),
-        role_rules=load_rules(roles.read_text()) if roles else (),
+        role_rules=_rules_in(roles) if roles else (),
     )
     reports = []
     with progress_bar() as progress:
@@ -91,3 +93,14 @@ def compress(
                 session.note(f"{report.output}: {note}")
     if len(reports) > 1:
         session.say(total_line(reports))
+
+
+def _rules_in(path: Path) -> tuple[Rule, ...]:
+    from ckptz.errors import ConfigError
+    from ckptz.roles import load_rules
+
+    try:
+        return load_rules(path.read_text("utf-8"))
+    except (UnicodeDecodeError, ConfigError) as error:
+        what = error if isinstance(error, ConfigError) else "not a text file in UTF-8"
+        raise ConfigError(f"{path}: {what}; --roles takes a TOML file") from None

@@ -6,7 +6,6 @@ Nothing heavy loads here: a verb imports the library inside itself, so that `--h
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -22,12 +21,13 @@ from ckptz_cli.compress import compress
 from ckptz_cli.export import export
 from ckptz_cli.fold import fold
 from ckptz_cli.inspect import inspect
-from ckptz_cli.options import debug_option
+from ckptz_cli.options import debug_option, json_option
 from ckptz_cli.restore import restore
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
 
-TERMINATED: Final = 143  # 128 + SIGTERM, as shells report it
+STOPS: Final = (signal.SIGTERM, signal.SIGHUP)  # from a scheduler, and from a terminal that is closed
+SIGNALLED: Final = 128  # the exit code is this and the signal's number, as shells report it
 
 EPILOG: Final = """\b
 Examples:
@@ -56,35 +56,28 @@ class Program(click.Group):
                 super().main(words, "ckptz", standalone_mode=False, obj=session)
             except Exception as error:
                 session.fail(error)
-            sys.exit(_finished(session))
-
-
-def _finished(session: Session) -> int:
-    try:
-        code = session.finish()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has gone, as `head` does; the interpreter's own flush must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return session.exit_code
-    return code
+            sys.exit(session.finish())
 
 
 @contextlib.contextmanager
 def _unwinding_when_terminated() -> Iterator[None]:
-    """A scheduler's SIGTERM unwinds like Ctrl-C, and so leaves no temporary file."""
+    """What ends a process unwinds it like Ctrl-C, and so leaves no temporary file."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(TERMINATED)
+        raise SystemExit(SIGNALLED + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = {number: signal.getsignal(number) for number in STOPS}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:  # under nohup it shall go on
+            signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
@@ -104,6 +97,7 @@ def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) ->
     callback=_show_version,
     help="Print the version of ckptz and of its format.",
 )
+@json_option
 @debug_option
 def main() -> None:
     """Compress training checkpoints, bit for bit, and get them back.

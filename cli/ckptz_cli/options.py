@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
 import click
 
-PATH: Final = click.Path(path_type=Path)
+
+class _Path(click.Path):
+    """A path; an empty one, as an unset variable gives, is not taken for the working folder."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        if value == "":
+            self.fail("a path is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH: Final = _Path(path_type=Path)
 
 # Read from the command line by `Session`, so that they work before or after the verb.
 debug_option = click.option(

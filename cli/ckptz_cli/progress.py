@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ckptz_cli.errors import printable
 
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     import rich.progress
 
     from ckptz.convert.progress import Progress
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody looks; a stream that was closed before the start is None."""
+    return stream is not None and stream.isatty()
 
 
 class _Bar:
@@ -39,7 +44,7 @@ def progress_bar() -> Iterator[Progress]:
     """A bar on stderr if that is a terminal."""
     from ckptz.convert.progress import SILENT
 
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield SILENT
         return
     from rich.console import Console
@@ -61,7 +66,7 @@ def progress_bar() -> Iterator[Progress]:
         *columns,
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),
+        redirect_stdout=is_terminal(sys.stdout),
     )
     with display:
         yield _Bar(display)

@@ -17,6 +17,7 @@ from ckptz.convert.inspect import InspectReport, TensorReport
 from ckptz.convert.restore import RestoreReport
 from ckptz.convert.verify import VerifyReport
 from ckptz_cli.errors import printable
+from ckptz_cli.progress import is_terminal
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps
@@ -233,8 +234,8 @@ def _row(table: Table, *cells: str) -> None:
 
 
 def _drawn(table: Table) -> str:
-    is_terminal = sys.stdout.isatty()
+    is_shown = is_terminal(sys.stdout)
     buffer = io.StringIO()
-    console = Console(file=buffer, width=None if is_terminal else WIDE, force_terminal=is_terminal)
+    console = Console(file=buffer, width=None if is_shown else WIDE, force_terminal=is_shown)
     console.print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())

@@ -6,15 +6,20 @@ stderr, a line each; with --json the object says the first error too, which deci
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from ckptz_cli.errors import Failure, failure_of, printable
+
+STDOUT: Final = "standard output"
 
 
 class Session:
@@ -29,6 +34,7 @@ class Session:
         self.is_debug = "--debug" in args
         self.exit_code = 0
         self._document: dict[str, Any] = {}
+        self._is_heard = True
 
     def show(self, report: Any, text: str) -> None:
         """The report of a command that has one."""
@@ -42,7 +48,7 @@ class Session:
 
     def note(self, text: str) -> None:
         """Something the user should know, on stderr."""
-        click.echo(f"ckptz: note: {printable(text)}", err=True)
+        _tell(f"ckptz: note: {printable(text)}")
 
     def fail(self, error: BaseException) -> None:
         """End with this error."""
@@ -56,22 +62,48 @@ class Session:
     def finish(self) -> int:
         """Print what is left; the exit code."""
         if self.as_json and self._document:
-            click.echo(json.dumps(self._document, indent=1))
+            self._print(json.dumps(self._document, indent=1) + "\n")
+        self._print("")  # flushes what click printed itself
         return self.exit_code
 
     def say(self, text: str) -> None:
         """A result that is text only."""
         if not self.as_json:
-            click.echo(text)
+            self._print(text + "\n")
+
+    def _print(self, text: str) -> None:
+        """Write to stdout; a verb goes on where that fails, and the exit code tells."""
+        if not self._is_heard:
+            return
+        try:
+            if sys.stdout is None and text:
+                raise OSError(errno.EBADF, "is closed", STDOUT)
+            click.echo(text, nl=False)
+        except OSError as error:
+            self._is_heard = False
+            if not isinstance(error, BrokenPipeError):  # then the reader has gone, as `head` does
+                self._say(OSError(error.errno, error.strerror, STDOUT))
+            _silence_stdout()
 
     def _say(self, error: BaseException) -> Failure:
         if self.is_debug:
             traceback.print_exception(error, file=sys.stderr)
         failure = failure_of(error)
-        click.echo(f"ckptz: {failure.message}", err=True)
+        _tell(f"ckptz: {failure.message}")
         self.exit_code = self.exit_code or failure.exit_code
         self._document.setdefault("error", _fields(failure))
         return failure
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # nowhere is left to say it
+        click.echo(line, err=True)
+
+
+def _silence_stdout() -> None:
+    """What is left in its buffer must not fail again when the interpreter ends."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or not one of the system
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fields(failure: Failure) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Where a base is looked for, what is opened on the way, and what is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_support import a_state, ckptz, content_of, forge, write_plain
+from conftest import Chain
+
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.plain import content_id_of
+from ckptz.convert.compress import CompressOptions, compress_files
+from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
+from ckptz.store import resolve
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "é" * 128, "a\0b", "a\nb", "a\x7f", "a/b", "a/", ".", ""])
+def test_a_base_name_that_is_none_is_corrupt(name: str, chain: Chain) -> None:
+    bad = forge(chain.delta, chain.folder / "bad.ckptz", lambda i: {**i, "base": {**i["base"], "file": name}})
+    with pytest.raises(CorruptionError, match=r"bad\.ckptz: base file name .* is not a plain file name"):
+        content_of(bad)
+
+
+def run_alone(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """In a process that may hang without hanging the tests."""
+    command = [sys.executable, "-c", "from ckptz_cli.main import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["a.ckptz", "a.safetensors", "step-1.ckptz"])
+def test_a_pipe_in_the_folder_is_no_candidate(name: str, chain: Chain) -> None:
+    chain.first.unlink()
+    chain.anchor.rename(chain.folder / "renamed.ckptz")
+    os.mkfifo(chain.folder / name)
+    done = run_alone("verify", chain.delta)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "restore", "compress"])
+def test_a_pipe_is_refused_without_waiting(verb: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.ckptz")
+    done = run_alone(verb, tmp_path / "pipe.ckptz")
+    assert done.returncode == 2, done.stderr
+    assert "not a regular file" in done.stderr
+
+
+def test_a_pipe_or_device_has_no_bytes_by_position(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            FileBytes(path)
+    with pytest.raises(IsADirectoryError):
+        FileBytes(tmp_path)
+
+
+def test_only_a_plain_file_that_fits_is_read_whole(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    [report] = compress_files([chain.second], chain.folder / "d.ckptz", CompressOptions(base=chain.first))
+    chain.first.rename(chain.folder / "z.safetensors")
+    for file in (chain.anchor, chain.delta, chain.second):
+        file.unlink()
+    rows = a_state()
+    other_dtype = {**rows, "layer.weight": ("I32", *rows["layer.weight"][1:])}
+    other_shape = {**rows, "layer.half": ("BF16", (2, 1500), rows["layer.half"][2])}
+    fewer = {name: row for name, row in rows.items() if name != "layer.weight"}
+    for name, state in (("a", other_dtype), ("b", other_shape), ("c", fewer)):
+        write_plain(chain.folder / f"{name}.safetensors", state)
+    hashed = []
+
+    def noted(tensors: object) -> str:
+        hashed.append(tensors)
+        return content_id_of(tensors)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(resolve, "content_id_of", noted)
+    resolve.open_checkpoint(report.output).close()
+    assert len(hashed) == 1
+
+
+def test_a_base_of_which_a_tensor_changed_its_shape_is_found(chain: Chain) -> None:
+    rows = a_state(drift=0.01)
+    rows["zeros"] = ("I32", (10, 300), rows["zeros"][2])
+    grown = write_plain(chain.folder / "grown.safetensors", rows)
+    [report] = compress_files([grown], options=CompressOptions(base=chain.first))
+    chain.anchor.unlink()
+    assert report.n_deltas
+    assert content_of(Path(report.output)) == content_of(grown)
+
+
+def test_a_base_whose_name_cannot_be_recorded_is_refused(chain: Chain) -> None:
+    for name in (os.fsdecode(b"base-\xff.safetensors"), "base\n.safetensors"):
+        base = chain.first.rename(chain.folder / name)
+        run = ckptz("compress", chain.second, "--base", base, "-o", chain.folder / "x.ckptz", fails=True)
+        assert run.exit_code == 2
+        assert "cannot record this file name" in run.error
+        base.rename(chain.first)
+    odd = os.fsdecode(b"odd-\xff.ckptz")
+    with pytest.raises(ConfigError, match="cannot record"):
+        list(
+            compress_files(
+                [chain.second],
+                chain.folder / "x.ckptz",
+                CompressOptions(
+                    base=Path(
+                        ckptz("compress", chain.first, "-o", chain.folder / odd, "--json").json["files"][0][
+                            "output"
+                        ]
+                    )
+                ),
+            )
+        )
+
+
+def test_a_missing_base_is_still_missing(chain: Chain) -> None:
+    chain.anchor.unlink()
+    chain.first.unlink()
+    os.mkfifo(chain.anchor)
+    with pytest.raises(MissingBaseError):
+        content_of(chain.delta)

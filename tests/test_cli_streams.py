@@ -1,0 +1,142 @@
+"""What the command line does where its output cannot go, and with arguments that are hardly there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_support import a_state, ckptz, content_of, temporaries, write_plain
+from conftest import Chain
+
+from ckptz.codec.frame import FrameHeader
+from ckptz.container.caches import HeaderCache
+from ckptz.convert.inspect import inspect_file
+
+
+def shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command line, with its streams led elsewhere by a shell."""
+    command = [sys.executable, "-c", "from ckptz_cli.main import main; main()", *map(str, arguments)]
+    text = f"{shlex.join(command)} {redirection}"
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "restore"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_output_that_goes_nowhere_is_one_line(
+    redirection: str, verb: str, options: list[str], chain: Chain
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    chain.first.unlink()
+    done = shell(redirection, verb, chain.anchor, *options)
+    assert done.returncode == 7, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "ompil" not in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("ckptz: standard output: ")
+    assert temporaries(chain.folder) == []
+    if verb == "restore":
+        assert content_of(chain.first) == content_of(chain.anchor)
+
+
+def test_help_that_goes_nowhere_is_one_line() -> None:
+    done = shell(">/dev/full", "--help")
+    assert done.returncode == 7
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_error_that_cannot_be_said_keeps_its_code(tmp_path: Path) -> None:
+    for redirection in ("2>/dev/full", "2>&-", "2>/dev/full >/dev/full"):
+        assert shell(redirection, "inspect", tmp_path / "gone").returncode == 5
+        assert shell(redirection, "verify", tmp_path / "gone").returncode == 5
+
+
+def test_a_reader_that_goes_away_does_not_end_the_work(chain: Chain, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = shell("| true; exit ${PIPESTATUS[0]}", "compress", chain.first, chain.second, "-o", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(out.iterdir())) == 2
+
+
+@pytest.mark.parametrize("option", ["--json", "--debug"])
+def test_options_stand_before_or_after_the_verb(option: str, chain: Chain) -> None:
+    before, after = ckptz(option, "inspect", chain.anchor), ckptz("inspect", chain.anchor, option)
+    assert before.stdout == after.stdout
+    if option == "--json":
+        assert json.loads(before.stdout)["depth"] == 0
+
+
+def test_roles_that_are_no_text_are_one_line(chain: Chain) -> None:
+    roles = chain.folder / "roles.toml"
+    for content in (b"\xff\xfe\x00", b"a = [", b"[[rule]]\nnothing = 1"):
+        roles.write_bytes(content)
+        run = ckptz("compress", chain.first, "--roles", roles, "--force", fails=True)
+        assert run.exit_code == 2
+        assert str(roles) in run.error
+
+
+def test_the_original_has_a_chain_too(chain: Chain) -> None:
+    elsewhere = chain.folder / "deltas"
+    elsewhere.mkdir()
+    moved = chain.delta.rename(elsewhere / chain.delta.name)
+    run = ckptz("verify", chain.anchor, "--against", moved, fails=True)
+    assert run.exit_code == 5
+    ckptz("compress", chain.second, "-o", chain.folder / "alone.ckptz")
+    ckptz("verify", chain.folder / "alone.ckptz", "--against", moved, "--search-path", chain.folder)
+
+
+def test_a_folder_of_steps_is_a_usage_error(tmp_path: Path) -> None:
+    for i in (1, 2):
+        write_plain(tmp_path / f"step-{i}.safetensors", a_state(seed=i, n=200))
+    run = ckptz("compress", tmp_path, fails=True)
+    assert run.exit_code == 2
+    assert "holds several checkpoints" in run.error
+    assert "name the files" in run.error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", ""],
+        ["compress", ""],
+        ["compress", "FILE", ""],
+        ["compress", "FILE", "-o", ""],
+        ["compress", "FILE", "--base", ""],
+        ["restore", "FILE", "-o", ""],
+        ["verify", "FILE", "--against", ""],
+        ["verify", "FILE", "--search-path", ""],
+        ["export", "", "-o", "x.ckptz"],
+    ],
+)
+def test_an_empty_path_is_not_the_working_folder(
+    arguments: list[str], chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(chain.folder)
+    before = sorted(os.listdir())
+    run = ckptz(*(str(chain.anchor) if word == "FILE" else word for word in arguments), fails=True)
+    assert run.exit_code == 2
+    assert "empty" in run.error
+    assert sorted(os.listdir()) == before
+
+
+def test_inspect_parses_each_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {f"t{i}": ("U8", (8,), bytes(range(8))) for i in range(100)}
+    ckptz("compress", write_plain(tmp_path / "m.safetensors", rows))
+    parsed: Counter[str] = Counter()
+    parse = FrameHeader.parse
+
+    def counted(*arguments: Any) -> FrameHeader:
+        parsed["headers"] += 1
+        return parse(*arguments)
+
+    monkeypatch.setattr(FrameHeader, "parse", counted)
+    monkeypatch.setattr(HeaderCache.__init__, "__defaults__", (1,))  # keeps the last one only
+    assert inspect_file(tmp_path / "m.ckptz").n_tensors == 100
+    assert parsed["headers"] == 100

@@ -1,0 +1,178 @@
+"""Files appear whole, together where they belong together, and no wider open than what they stand for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_support import a_state, ckptz, hf_folder, temporaries, write_plain
+from conftest import Chain
+
+from ckptz.container.publish import publish, publish_together, sync_folder
+from ckptz.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def umask() -> Iterator[None]:
+    previous = os.umask(0o022)
+    yield
+    os.umask(previous)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def write(path: Path, *like: Path) -> None:
+    with publish(path, like) as file:
+        file.write(b"new")
+
+
+def test_a_new_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    assert mode_of(tmp_path / "a") == 0o644
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(0o600, 0o600), (0o640, 0o640), (0o777, 0o644)])
+def test_a_replaced_file_keeps_its_mode_within_the_umask(mode: int, expected: int, tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    (tmp_path / "a").chmod(mode)
+    (tmp_path / "b").touch()
+    write(tmp_path / "a", tmp_path / "b")
+    assert mode_of(tmp_path / "a") == expected
+
+
+def test_a_new_file_is_as_open_as_all_that_it_is_like(tmp_path: Path) -> None:
+    for name, mode in (("a", 0o640), ("b", 0o604)):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    write(tmp_path / "c", tmp_path / "a", tmp_path / "b")
+    assert mode_of(tmp_path / "c") == 0o600
+
+
+def test_the_temporary_file_is_no_wider_open(tmp_path: Path) -> None:
+    (tmp_path / "a").touch(0o600)
+    with publish(tmp_path / "b", [tmp_path / "a"]):
+        assert [mode_of(path) for path in temporaries(tmp_path)] == [0o600]
+
+
+def test_conversions_pass_on_the_mode_of_their_input(tmp_path: Path) -> None:
+    source = write_plain(tmp_path / "m.safetensors", a_state(n=200))
+    source.chmod(0o600)
+    packed, back = tmp_path / "m.ckptz", tmp_path / "back.safetensors"
+    ckptz("compress", source)
+    ckptz("restore", packed, "-o", back)
+    assert mode_of(packed) == mode_of(back) == 0o600
+    ckptz("export", packed, "-o", tmp_path / "alone.ckptz")
+    assert mode_of(tmp_path / "alone.ckptz") == 0o600
+
+
+def test_folders_pass_on_the_modes_of_their_files(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hub")
+    (folder / "model-00002-of-00002.safetensors").chmod(0o640)
+    (folder / "config.json").chmod(0o600)
+    ckptz("compress", folder, "-o", tmp_path / "packed")
+    ckptz("restore", tmp_path / "packed" / "model.ckptz", "-o", tmp_path / "back")
+    found = {path.name: mode_of(path) for path in (tmp_path / "back").rglob("*.*")}
+    assert mode_of(tmp_path / "packed" / "model.ckptz") == 0o640
+    assert {mode for name, mode in found.items() if name.startswith("model")} == {0o640}
+    assert (found["config.json"], found["vocab.txt"]) == (0o600, 0o644)
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    target = tmp_path / ("x" * 255)
+    write(target)
+    assert target.read_bytes() == b"new"
+
+
+def test_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+
+    def write_one_of_two() -> None:
+        with publish_together() as files:
+            with files.file(tmp_path / "a") as sink:
+                sink.write(b"new")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_one_of_two()
+    assert (tmp_path / "a").read_text() == "old"
+    assert temporaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM])
+def test_a_folder_that_cannot_be_synced_is_no_error(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("os.fsync", fsync)
+    sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_folder_whose_disk_fails_is_an_error(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("os.fsync", fsync)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        sync_folder(tmp_path)
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.with_name("nothing"))
+
+
+def a_link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize("make", [a_pipe, a_link_to_nothing, a_link_to_a_device, Path.mkdir])
+@pytest.mark.parametrize("options", [[], ["--force"]])
+def test_what_is_no_file_is_not_replaced(make: object, options: list[str], chain: Chain) -> None:
+    assert callable(make)
+    target = chain.folder / "out"
+    for verb, source in (("compress", chain.first), ("restore", chain.anchor)):
+        make(target)
+        before = target.lstat()
+        out = ["-o", target if make is not Path.mkdir else f"{target}/."]
+        if make is Path.mkdir:
+            (target / source.with_suffix(".ckptz" if verb == "compress" else ".safetensors").name).mkdir()
+        run = ckptz(verb, source, *out, *options, fails=True)
+        assert run.exit_code == 2, run.stderr
+        assert "not a regular file" in run.error or "is a folder" in run.error
+        assert target.lstat().st_ino == before.st_ino
+        if make is not Path.mkdir:
+            target.unlink()
+        else:
+            [child] = target.iterdir()
+            child.rmdir()
+            target.rmdir()
+
+
+def test_publish_itself_replaces_no_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: is not a regular file"):
+        write(tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_carried_file_replaces_nothing_but_files(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hub")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "config.json").symlink_to(tmp_path / "nothing")
+    run = ckptz("compress", folder, "-o", tmp_path / "packed", "--force", fails=True)
+    assert "config.json: exists already and is not a regular file" in run.error
+    assert (tmp_path / "packed" / "config.json").is_symlink()
