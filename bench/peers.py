@@ -102,6 +102,14 @@ class Peers:
         """Seconds of decompressing what `compress` made last; checked against the input."""
         return self._ask("decompress", tool=tool, name=name, options=options)  # type: ignore[no-any-return]
 
+    def pack_file(self, source: Path, target: Path) -> None:
+        """Compress a safetensors file the way ZipNN's own script does, tensor by tensor."""
+        self._ask("pack_file", source=str(source), target=str(target))
+
+    def load_file(self, path: Path, source: Path) -> float:
+        """Seconds in which ZipNN's loader reads all tensors of a file; checked against its source."""
+        return self._ask("load_file", path=str(path), source=str(source))  # type: ignore[no-any-return]
+
 
 # --- the worker's side, inside the peers' environment -------------------------------------------
 
@@ -199,6 +207,49 @@ def _decompress(tool: str, name: str, options: dict[str, Any]) -> float:
     return float(seconds)
 
 
+def _pack_file(source: str, target: str) -> None:
+    import zipnn  # only installed in the peers' environment
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from zipnn.util_safetensors import METADATA_KEY, build_compressed_tensor_info
+
+    tensors, infos = {}, {}
+    with safe_open(source, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  # no dict
+            tensor = tensors[name] = file.get_tensor(name)
+            if tensor.is_floating_point():
+                coder = zipnn.ZipNN(input_format="torch", bytearray_dtype=tensor.dtype, method="HUFFMAN")
+                blob = coder.compress(tensor.clone())  # a copy: it reorders its input in place
+                if len(blob) < tensor.nbytes:
+                    infos[name] = build_compressed_tensor_info(tensor)
+                    tensors[name] = _torch_bytes(blob)
+        metadata = {**(file.metadata() or {}), METADATA_KEY: json.dumps(infos)}
+    save_file(tensors, target, metadata)
+
+
+def _torch_bytes(blob: bytes) -> Any:
+    """Bytes as a tensor."""
+    import torch  # comes with ZipNN
+
+    return torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+
+
+def _load_file(path: str, source: str) -> float:
+    import safetensors.torch
+    import torch  # comes with ZipNN
+    import zipnn  # only installed in the peers' environment
+
+    zipnn.zipnn_safetensors()  # from here on this name is ZipNN's
+    begin = time.perf_counter()
+    with safetensors.torch.safe_open(path, "pt", "cpu") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    seconds = time.perf_counter() - begin
+    with safetensors.safe_open(source, "pt") as file:
+        if not all(torch.equal(tensors[name], file.get_tensor(name)) for name in file.keys()):  # noqa: SIM118
+            raise AssertionError(f"ZipNN does not restore {source}")
+    return seconds
+
+
 def _versions() -> dict[str, str]:
     from z4ai import rans  # only installed in the peers' environment
 
@@ -213,6 +264,8 @@ _METHODS: Final[dict[str, Callable[..., object]]] = {
     "load": _load,
     "compress": _compress,
     "decompress": _decompress,
+    "pack_file": _pack_file,
+    "load_file": _load_file,
 }
 
 
