@@ -1,4 +1,4 @@
-"""One end of a link: tensors to messages and back. Implements spec/08-wire.md#messages.
+"""One end of a link: tensors to messages and back. Implements spec/08-wire.md#header.
 
 Both ends run the same code on the same policy; what the sender believes that the receiver has, and what
 the receiver has, are equal to the bit.
