@@ -1,0 +1,351 @@
+"""Writes a checkpoint over tensors that are in use, whole or not at all.
+
+First every chunk is read, decoded and held against its checksum, while nothing is written. A chunk that
+is stored by its changes is checked on a copy of the present values with the changes put in: the checksum
+then vouches for both, what was there and what comes. Only then are the changes written; if that fails on
+the way, what was written is taken back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+import numpy as np
+
+from ckptz.bits.checksum import xxh64
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.sparse import Changes, Positions
+from ckptz.codec.units import UNIT_TYPES, Units, UnitSource, chunk_bounds
+from ckptz.container.plain import content_id_of
+from ckptz.container.reader import Container, FrameSource
+from ckptz.entropy.streams import CoderId
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
+from ckptz.parallel import Workers
+
+Check = Literal["base", "stored"]
+CHECKS: Final = ("base", "stored")
+
+
+class LiveTensor(UnitSource, Protocol):
+    """A tensor in use: its units may be read and written in place."""
+
+    def take(self, positions: Positions) -> Units:
+        """Units at positions of the whole tensor, in memory of their own."""
+        ...
+
+    def put(self, positions: Positions, units: Units) -> None:
+        """Write units at positions."""
+        ...
+
+    def write(self, begin: int, units: Units) -> None:
+        """Write units one after another from `begin`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """What was written.
+
+    Attributes:
+        content_id: identity of the values that the tensors have now.
+        base: identity of those they had, or None if the file stands alone.
+        step: the file's step, or None.
+        n_tensors: tensors of the file.
+        n_changed_tensors: those that were written to.
+        n_written: units written.
+    """
+
+    content_id: str
+    base: str | None
+    step: int | None
+    n_tensors: int
+    n_changed_tensors: int
+    n_written: int
+
+
+@dataclass(slots=True)
+class _Edit:
+    """What one chunk of a tensor becomes: units at positions, or a run of them from `begin`."""
+
+    name: str
+    target: LiveTensor
+    begin: int
+    n_units: int
+    new: Units | None
+    positions: Positions | None = None
+    old: Units | None = None
+
+    def apply(self) -> None:
+        """Write the new units; from then on the edit holds the old ones only."""
+        assert self.new is not None
+        if self.old is None:
+            self.old = self.target.units(self.begin, self.begin + self.n_units).copy()
+        self._write(self.new)
+        self.new = None
+
+    def undo(self) -> None:
+        """Write the old units, if they were read."""
+        if self.old is not None:
+            self._write(self.old)
+
+    def _write(self, units: Units) -> None:
+        if self.positions is None:
+            self.target.write(self.begin, units)
+        else:
+            self.target.put(self.positions, units)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One chunk to prepare."""
+
+    source: FrameSource
+    target: LiveTensor
+    index: int
+    begin: int
+    end: int
+    checksum: int
+
+
+def patch(
+    container: Container,
+    live: Mapping[str, LiveTensor],
+    *,
+    check: Check = "base",
+    workers: Workers,
+    allow: Callable[[int], None] = lambda n_bytes: None,
+) -> Patched:
+    """Write the checkpoint in `container` over `live`.
+
+    Args:
+        container: an open file; for a delta, `live` stands for its base.
+        live: tensors by name; those that the file does not hold are left alone.
+        check: "base" holds every present value against checksums; "stored" trusts them, and reads and
+            writes only what changes.
+        workers: threads.
+        allow: is told how many bytes beside the tensors are needed so far; raises if that is too much.
+
+    Raises:
+        ConfigError: `live` lacks a tensor, or has another dtype or shape.
+        MissingBaseError: `live` is not the checkpoint that the delta was made from.
+        FormatError: the file is damaged.
+    """
+    _check_fit(container, live)
+    container.bases = live
+    try:
+        edits = _prepare(container, live, check, workers, allow)
+    except MissingBaseError as error:
+        raise _wrong_base(container, live, error) from None
+    _commit(edits)
+    index = container.index
+    return Patched(
+        content_id=index.content_id,
+        base=None if index.base is None else index.base.content_id,
+        step=index.step,
+        n_tensors=len(container.tensors),
+        n_changed_tensors=len({edit.name for edit in edits}),
+        n_written=sum(edit.n_units for edit in edits),
+    )
+
+
+def _check_fit(container: Container, live: Mapping[str, LiveTensor]) -> None:
+    missing = [name for name in container.tensors if name not in live]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"{container.name}: the state lacks tensor {missing[0]!r}{more}; it is another model"
+        )
+    for name, source in container.tensors.items():
+        found = live[name].dtype.name, list(live[name].shape)
+        wanted = source.dtype.name, list(source.shape)
+        if found != wanted:
+            raise ConfigError(
+                f"{container.name}: tensor {name!r} is {wanted[0]} {wanted[1]}, and in the state "
+                f"{found[0]} {found[1]}; give it the dtype and shape that were published"
+            )
+
+
+# --- before anything is written -----------------------------------------------------------------
+
+
+def _prepare(
+    container: Container,
+    live: Mapping[str, LiveTensor],
+    check: Check,
+    workers: Workers,
+    allow: Callable[[int], None],
+) -> list[_Edit]:
+    prepare = _edit_of_checked if check == "base" else _edit_of_trusted
+    stand_alone: list[str] = []
+    tasks = _tasks(container, live, stand_alone, allow)
+    edits = [edit for edit in workers.map(prepare, tasks) if edit is not None]
+    if check == "base" and container.index.base is not None and stand_alone:
+        # Tensors that are stored whole restore from any base, so they say nothing of this one.
+        _check_not_applied(container, live)
+    return edits
+
+
+def _tasks(
+    container: Container,
+    live: Mapping[str, LiveTensor],
+    stand_alone: list[str],
+    allow: Callable[[int], None],
+) -> Iterator[_Task]:
+    """Every chunk; the names of tensors that need no base are appended to `stand_alone`."""
+    spare_bytes = 0
+    for name, source in container.tensors.items():
+        header = source.header
+        if header.plan.reads_base_codes:
+            raise ConfigError(
+                f"{container.name}: tensor {name!r} is grouped by the codes of its base file, which live "
+                "tensors do not have; restore the checkpoint and load that"
+            )
+        with container.naming(name):
+            is_alone = source.base is None  # raises if the file names no base, and the frame needs one
+        if is_alone and header.n_units:
+            stand_alone.append(name)
+        for index, (begin, end) in enumerate(chunk_bounds(header.n_units)):
+            if _is_dense(header, index):
+                spare_bytes += (end - begin) * header.dtype.unit_bytes
+                allow(spare_bytes)
+            yield _Task(source, live[name], index, begin, end, header.chunks[index].decoded)
+
+
+def _is_dense(header: FrameHeader, index: int) -> bool:
+    """Whether the chunk is decoded as a whole; an exotic sparse one may pass for one that is not."""
+    coders = {stream.coder for stream in header.chunks[index].streams}
+    return not header.plan.needs_base or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}
+
+
+def _edit_of_checked(task: _Task) -> _Edit | None:
+    changes = task.source.changes(task.index)
+    if changes is None:
+        return _dense_edit(task, _is_present(task))
+    units = task.target.units(task.begin, task.end)
+    if not len(changes):
+        _require_checksum(task, units)
+        return None
+    patched = _scratch(units)
+    old = patched[changes.positions]
+    new = changes.units(old)
+    patched[changes.positions] = new
+    _require_checksum(task, patched)
+    return _sparse_edit(task, changes, old, new)
+
+
+def _edit_of_trusted(task: _Task) -> _Edit | None:
+    task.source.check_chunk(task.index)
+    changes = task.source.changes(task.index)
+    if changes is None:
+        return _dense_edit(task, False)
+    if not len(changes):
+        return None
+    old = task.target.take(changes.positions + task.begin)
+    return _sparse_edit(task, changes, old, changes.units(old))
+
+
+def _sparse_edit(task: _Task, changes: Changes, old: Units, new: Units) -> _Edit:
+    positions = changes.positions + task.begin
+    return _Edit(task.source.entry.name, task.target, task.begin, len(new), new, positions, old)
+
+
+def _is_present(task: _Task) -> bool:
+    """Whether a chunk that stands alone is there already, which is quicker to see than to decode."""
+    if task.source.header.plan.needs_base:
+        return False
+    return xxh64(task.target.units(task.begin, task.end)) == task.checksum
+
+
+def _dense_edit(task: _Task, is_present: bool) -> _Edit | None:
+    if is_present:
+        return None
+    n_units = task.end - task.begin
+    new = np.empty(n_units, UNIT_TYPES[task.source.dtype.unit_bytes])
+    try:
+        task.source.decode_chunk(task.index, new)
+    except (MissingBaseError, CorruptionError):
+        if not task.source.header.plan.needs_base:
+            raise
+        # Whole bytes that do not decode either were grouped by another base.
+        task.source.check_chunk(task.index)
+        raise _other_values(task) from None
+    return _Edit(task.source.entry.name, task.target, task.begin, n_units, new)
+
+
+_local = threading.local()
+
+
+def _scratch(units: Units) -> Units:
+    """A copy of `units` in memory that the thread uses again for its next chunk."""
+    buffers: dict[int, Units] = _local.__dict__.setdefault("buffers", {})
+    if len(buffers.get(units.itemsize, ())) < len(units):
+        buffers[units.itemsize] = np.empty(len(units), units.dtype)
+    copy = buffers[units.itemsize][: len(units)]
+    copy[:] = units
+    return copy
+
+
+def _require_checksum(task: _Task, units: Units) -> None:
+    if xxh64(units) != task.checksum:
+        task.source.check_chunk(task.index)
+        raise _other_values(task)
+
+
+def _other_values(task: _Task) -> MissingBaseError:
+    return MissingBaseError(f"tensor {task.source.entry.name!r} holds other values")
+
+
+# --- a base that does not fit -------------------------------------------------------------------
+
+
+def _live_content_id(container: Container, live: Mapping[str, LiveTensor]) -> str:
+    return content_id_of({name: live[name] for name in container.tensors})
+
+
+def _check_not_applied(container: Container, live: Mapping[str, LiveTensor]) -> None:
+    index = container.index
+    assert index.base is not None
+    if index.content_id != index.base.content_id and _live_content_id(container, live) == index.content_id:
+        raise _wrong_base(container, live, MissingBaseError(""))
+
+
+def _wrong_base(container: Container, live: Mapping[str, LiveTensor], error: MissingBaseError) -> CkptzError:
+    base = container.index.base
+    if base is None:
+        return error
+    if _live_content_id(container, live) == container.index.content_id:
+        return MissingBaseError(
+            f"{container.name}: its values are in the state already; it was applied before"
+        )
+    return MissingBaseError(
+        f"{container.name}: the state is not the checkpoint that this delta was made from, with content id "
+        f"{base.content_id[:16]}: {error}; apply the deltas in order, or an anchor first"
+    )
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def _commit(edits: Sequence[_Edit]) -> None:
+    n_begun = 0
+    try:
+        for edit in edits:
+            n_begun += 1
+            edit.apply()
+    except BaseException as error:
+        _take_back(edits[:n_begun], error)
+        raise
+
+
+def _take_back(edits: Sequence[_Edit], cause: BaseException) -> None:
+    """Write the old values again; where even that fails, say which tensors may be changed."""
+    try:
+        for edit in reversed(edits):
+            edit.undo()
+    except BaseException as error:
+        names = sorted({edit.name for edit in edits})
+        broken = CkptzError(f"tensors {names} may hold some new values ({cause}); load an anchor over them")
+        raise broken from error

@@ -1,0 +1,98 @@
+"""The files of a published run, by name: which steps there are, and how to get from one to another.
+
+step-000010.ckptz                 an anchor: all of step 10
+step-000012.from-000011.ckptz     a delta: step 12 for who has step 11
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckptz.errors import MissingBaseError
+
+_NAME: Final = re.compile(r"step-(\d{6,})(?:\.from-(\d{6,}))?\.ckptz")
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One file: `base` is the step that a delta leads on from, None for an anchor."""
+
+    step: int
+    base: int | None
+    n_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        middle = "" if self.base is None else f".from-{self.base:06d}"
+        return f"step-{self.step:06d}{middle}.ckptz"
+
+
+def versions_in(sizes: Mapping[str, int]) -> list[Version]:
+    """The published files among others, by step; a delta before the anchor of its step."""
+    found = []
+    for name, n_bytes in sizes.items():
+        if match := _NAME.fullmatch(name):
+            version = Version(int(match[1]), None if match[2] is None else int(match[2]), n_bytes)
+            if version.name == name:
+                found.append(version)
+    return sorted(found, key=lambda v: (v.step, v.base is None, v.base or 0))
+
+
+def newest_step(versions: Iterable[Version]) -> int | None:
+    """The latest step that was published."""
+    return max((version.step for version in versions), default=None)
+
+
+def anchors_of(versions: Iterable[Version]) -> list[Version]:
+    """Those that stand alone, oldest first."""
+    return [version for version in versions if version.base is None]
+
+
+def route(versions: Sequence[Version], have: int | None, want: int, where: str) -> list[Version]:
+    """The files to apply, fewest bytes first choice, from step `have` or from an anchor to step `want`.
+
+    Args:
+        versions: what there is.
+        have: the step that is there already, or None.
+        want: the step to get to.
+        where: the folder, for messages.
+
+    Raises:
+        MissingBaseError: no files lead there.
+    """
+    leading_on = defaultdict(list)
+    for version in versions:
+        leading_on[version.base].append(version)
+    # Starting points are step `have` and nothing at all, from which anchors lead on.
+    open_ends: list[tuple[int, int, int | None, tuple[Version, ...]]] = [(0, 0, have, ())]
+    if have is not None:
+        open_ends.append((0, 1, None, ()))
+    seen: set[int | None] = set()
+    n_pushed = len(open_ends)
+    while open_ends:
+        n_bytes, _, at, path = heapq.heappop(open_ends)
+        if at == want:
+            return list(path)
+        if at in seen:
+            continue
+        seen.add(at)
+        for version in leading_on[at]:
+            heapq.heappush(open_ends, (n_bytes + version.n_bytes, n_pushed, version.step, (*path, version)))
+            n_pushed += 1
+    raise _gap(versions, have, want, where)
+
+
+def _gap(versions: Sequence[Version], have: int | None, want: int, where: str) -> MissingBaseError:
+    if want not in {version.step for version in versions}:
+        return MissingBaseError(f"{where}: step {want} is not published here")
+    start = "nothing" if have is None else f"step {have}"
+    return MissingBaseError(
+        f"{where}: no files lead from {start} to step {want}, so one between them is missing; "
+        "the next anchor closes the gap"
+    )

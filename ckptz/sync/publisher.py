@@ -1,0 +1,305 @@
+"""The trainer's side of weight sync."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ckptz.applying import State, live_tensors
+from ckptz.codec.units import UNIT_TYPES, ArraySource, UnitSource, chunk_bounds
+from ckptz.config import LOSSLESS, Config, Lossless
+from ckptz.container.contents import Contents
+from ckptz.container.index import BaseRef
+from ckptz.container.writer import Written, write_container
+from ckptz.errors import CkptzError, ConfigError
+from ckptz.parallel import Workers
+from ckptz.saving import check_tensor_names, check_texts
+from ckptz.store.places import place_of
+from ckptz.store.resolve import MAX_DEPTH, open_checkpoint
+from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
+
+Snapshot = dict[str, ArraySource]
+SPARSE: Final = Lossless(sparse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What one call published.
+
+    Attributes:
+        step: the step.
+        files: their names in the folder; a delta, an anchor or both.
+        n_bytes: their sizes together.
+        tensor_bytes: bytes of all tensors.
+        content_id: identity of the values.
+        seconds: time taken.
+        note: what the user should know, or empty.
+    """
+
+    step: int
+    files: tuple[str, ...]
+    n_bytes: int
+    tensor_bytes: int
+    content_id: str
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The step that the next delta leads on from."""
+
+    step: int
+    ref: BaseRef
+    tensors: Mapping[str, UnitSource]
+
+
+class Publisher:
+    """Publishes a model's weights step by step: a small delta every time, now and then an anchor.
+
+    A file appears in the folder when it is complete. The publisher keeps two copies of the weights in
+    host memory: what it published last, and what it is about to publish. After a restart it goes on from
+    the newest step in the folder. There may be one publisher for a folder.
+
+    Args:
+        folder_or_url: a folder, which is made if it is missing, or an fsspec URL such as "s3://bucket/run".
+        anchor_every: publish an anchor with every so many steps; 1 to 64. A follower that starts late
+            reads an anchor and at most this many deltas.
+        keep_anchors: remove what is older than the so many newest anchors; None keeps everything.
+        smallest: make deltas as small as they get, about a quarter less than otherwise; writing and
+            applying them takes many times as long.
+        jobs: threads, all cores by default.
+
+    Raises:
+        ConfigError: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.sync import Follower, Publisher
+        >>> trained, live = {"weight": torch.ones(4)}, {"weight": torch.zeros(4)}
+        >>> publisher, follower = Publisher("weights"), Follower("weights")
+        >>> publisher.publish(trained, step=1).files
+        ('step-000001.ckptz',)
+        >>> trained["weight"][2] = 5
+        >>> publisher.publish(trained, step=2).files
+        ('step-000002.from-000001.ckptz',)
+        >>> follower.apply_to(live).step
+        2
+        >>> live
+        {'weight': tensor([1., 1., 5., 1.])}
+    """
+
+    def __init__(
+        self,
+        folder_or_url: str | os.PathLike[str],
+        *,
+        anchor_every: int = 10,
+        keep_anchors: int | None = 2,
+        smallest: bool = False,
+        jobs: int | None = None,
+    ) -> None:
+        if not 1 <= anchor_every <= MAX_DEPTH:
+            raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
+        if keep_anchors is not None and keep_anchors < 1:
+            raise ConfigError(f"keep_anchors must be at least 1, or None to keep all, got {keep_anchors}")
+        self._place = place_of(folder_or_url)
+        self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
+        self._config: Config = LOSSLESS if smallest else SPARSE
+        self._jobs = jobs
+        self._base: _Base | None = None
+        self._snapshot: Snapshot = {}
+        self._spare: Snapshot = {}
+
+    @property
+    def step(self) -> int | None:
+        """The step that this publisher published last."""
+        return None if self._base is None else self._base.step
+
+    def publish(
+        self, state_dict: State, step: int | None = None, metadata: Mapping[str, str] | None = None
+    ) -> Published:
+        """Publish the weights as they are now; they may change again when this returns.
+
+        Args:
+            state_dict: tensors by name, on any device.
+            step: the training step, greater than all that were published; by default one more.
+            metadata: text to keep with the tensors.
+
+        Raises:
+            ConfigError: the step is not newer than what the folder holds, or not ours.
+            OSError: the disk is full or fails; nothing is published, and the step may be tried again.
+        """
+        start = time.perf_counter()
+        check_tensor_names(state_dict)
+        check_texts(metadata)
+        versions = versions_in(self._place.sizes())
+        step = self._checked_step(step, versions)
+        with Workers(self._jobs) as workers, self._base_in(versions) as (base, note):
+            snapshot = _copied(state_dict, self._spare, workers)
+            if base is not None and _layout(base.tensors) != _layout(snapshot):
+                base, note = None, "other tensors than in the step before, so this is an anchor"
+            contents = Contents(metadata=metadata, step=step)
+            written = self._write(snapshot, contents, base, self._is_anchor_due(base, versions), workers)
+        self._advance(step, snapshot, written, base)
+        self._retire()
+        first = next(iter(written.values()))
+        return Published(
+            step=step,
+            files=tuple(version.name for version in written),
+            n_bytes=sum(one.stored_bytes for one in written.values()),
+            tensor_bytes=first.original_bytes,
+            content_id=first.content_id,
+            seconds=time.perf_counter() - start,
+            note=note,
+        )
+
+    def _checked_step(self, step: int | None, versions: list[Version]) -> int:
+        newest = newest_step(versions)
+        if self._base is not None:
+            if newest is not None and newest > self._base.step:
+                raise ConfigError(
+                    f"{self._place.name}: holds step {newest}, and this publisher's last is "
+                    f"{self._base.step}; another one writes here, and a folder takes one publisher"
+                )
+            newest = self._base.step
+        step = (0 if newest is None else newest + 1) if step is None else step
+        if newest is not None and step <= newest:
+            raise ConfigError(
+                f"{self._place.name}: step {step} is not after {newest}, the newest that is published; "
+                "go on after that step, or publish to a new folder"
+            )
+        if not 0 <= step < 1 << 63:
+            raise ConfigError(f"a step is a number from 0 to below 2^63, got {step}")
+        return step
+
+    # --- the base -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _base_in(self, versions: list[Version]) -> Iterator[tuple[_Base | None, str]]:
+        """The base of the next delta, and what the user should know of it; None for an anchor."""
+        newest = newest_step(versions)
+        if newest is None:
+            yield None, ""
+            return
+        if self._base is not None and self._base.step == newest:
+            yield self._base, ""
+            return
+        with contextlib.ExitStack() as held:
+            try:
+                found: tuple[_Base | None, str] = held.enter_context(self._resumed(versions, newest)), ""
+            except (CkptzError, OSError) as error:
+                found = None, f"step {newest} cannot be led on from, so this is an anchor: {error}"
+            yield found
+
+    @contextlib.contextmanager
+    def _resumed(self, versions: list[Version], newest: int) -> Iterator[_Base]:
+        """What an earlier publisher published last, read back from the folder."""
+        files = route(versions, None, newest, self._place.name)
+        with (
+            self._place.fetched([version.name for version in files]) as folder,
+            contextlib.closing(open_checkpoint(folder / files[-1].name)) as checkpoint,
+        ):
+            ref = BaseRef(content_id=checkpoint.content_id(), file=files[-1].name, depth=checkpoint.depth + 1)
+            yield _Base(newest, ref, checkpoint.tensors)
+
+    def _is_anchor_due(self, base: _Base | None, versions: list[Version]) -> bool:
+        anchors = anchors_of(versions)
+        if base is None or not anchors or base.ref.depth > MAX_DEPTH:
+            return True
+        n_since = len({version.step for version in versions if version.step > anchors[-1].step})
+        return n_since + 1 >= self._anchor_every
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        snapshot: Snapshot,
+        contents: Contents,
+        base: _Base | None,
+        with_anchor: bool,
+        workers: Workers,
+    ) -> dict[Version, Written]:
+        """Write the files of one step; they appear when all of them are written."""
+        assert contents.step is not None
+        wanted: dict[Version, Contents] = {}
+        if with_anchor:
+            wanted[Version(contents.step, None)] = contents
+        if base is not None and base.ref.depth <= MAX_DEPTH:
+            wanted[Version(contents.step, base.step)] = Contents(
+                metadata=contents.metadata,
+                step=contents.step,
+                base=base.ref,
+                bases=base.tensors,
+                config=self._config,
+            )
+        written = {}
+        try:
+            with contextlib.ExitStack() as files:
+                for version, one in wanted.items():
+                    target: AbstractContextManager[object] = self._place.publish(version.name)
+                    sink = files.enter_context(target)
+                    written[version] = write_container(sink, snapshot, one, workers)  # type: ignore[arg-type]
+        except BaseException:
+            for version in wanted:
+                with contextlib.suppress(Exception):
+                    self._place.remove(version.name)
+            raise
+        return written
+
+    def _advance(
+        self, step: int, snapshot: Snapshot, written: dict[Version, Written], base: _Base | None
+    ) -> None:
+        """The next delta leads on from what was just published: from the anchor if there is one."""
+        version, one = next(iter(written.items()))
+        depth = base.ref.depth if base is not None and version.base is not None and one.n_deltas else 0
+        self._base = _Base(step, BaseRef(one.content_id, version.name, depth + 1), snapshot)
+        self._spare, self._snapshot = self._snapshot, snapshot
+
+    def _retire(self) -> None:
+        """Remove what is older than the anchors to be kept."""
+        versions = versions_in(self._place.sizes())
+        anchors = anchors_of(versions)
+        if self._keep_anchors is None or len(anchors) <= self._keep_anchors:
+            return
+        oldest_kept = anchors[-self._keep_anchors].step
+        for version in versions:
+            # The delta that leads to the oldest anchor loses its base; what stays can be restored.
+            if version.step < oldest_kept or (version.step == oldest_kept and version.base is not None):
+                with contextlib.suppress(OSError):  # the step is published; what stays is tried again
+                    self._place.remove(version.name)
+
+
+def _layout(tensors: Mapping[str, UnitSource]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (source.dtype.name, tuple(source.shape)) for name, source in tensors.items()}
+
+
+def _copied(state: State, spare: Snapshot, workers: Workers) -> Snapshot:
+    """A copy of a state in host memory, in that of an older copy where it fits."""
+    live = live_tensors(state)
+    snapshot = {}
+    for name, source in live.items():
+        shape, old = tuple(source.shape), spare.get(name)
+        if old is None or (old.dtype, old.shape) != (source.dtype, shape):
+            n_units = source.dtype.n_units(shape)
+            old = ArraySource(source.dtype, shape, np.empty(n_units, UNIT_TYPES[source.dtype.unit_bytes]))
+        snapshot[name] = old
+    tasks = (
+        (live[name], copy, bounds)
+        for name, copy in snapshot.items()
+        for bounds in chunk_bounds(len(copy.flat))
+    )
+    for _ in workers.map(_copy_chunk, tasks):
+        pass
+    return snapshot
+
+
+def _copy_chunk(task: tuple[UnitSource, ArraySource, tuple[int, int]]) -> None:
+    source, copy, (begin, end) = task
+    copy.flat[begin:end] = source.units(begin, end)

@@ -1,0 +1,62 @@
+"""`ckptz apply`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptz_cli.options import (
+    PATH,
+    debug_option,
+    force_option,
+    jobs_option,
+    json_option,
+    search_path_option,
+)
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.session import Session
+
+EPILOG = """\b
+Examples:
+  ckptz apply step-11.ckptz --to model.safetensors -o model-11.safetensors
+  ckptz apply step-11.ckptz --to model.safetensors --in-place
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("delta", type=PATH)
+@click.option(
+    "--to", "base", type=PATH, required=True, metavar="FILE", help="The checkpoint that DELTA was made from."
+)
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="The .safetensors file to write.")
+@click.option("--in-place", is_flag=True, help="Replace FILE, at once, when the new one is complete.")
+@jobs_option
+@force_option
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def apply(
+    session: Session,
+    delta: Path,
+    base: Path,
+    output: Path | None,
+    in_place: bool,
+    jobs: int | None,
+    force: bool,
+    search_path: tuple[Path, ...],
+) -> None:
+    """Bring a plain checkpoint up to date: write what DELTA makes of it.
+
+    FILE may be called anything and stand anywhere, but must hold what DELTA was made from.
+    """
+    from ckptz.convert.deltas import DeltaOptions, apply_file
+    from ckptz_cli.render_deltas import applied_line
+
+    if in_place == (output is not None):
+        raise click.UsageError("name an output with -o, or replace FILE with --in-place")
+    options = DeltaOptions(jobs=jobs, force=force, search_path=search_path)
+    with progress_bar() as progress:
+        report = apply_file(delta, base, output, options, progress)
+    session.show(report, applied_line(report))

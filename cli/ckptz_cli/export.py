@@ -1,0 +1,60 @@
+"""`ckptz export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptz_cli.options import (
+    PATH,
+    debug_option,
+    force_option,
+    jobs_option,
+    json_option,
+    search_path_option,
+)
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.session import Session
+
+EPILOG = """\b
+Examples:
+  ckptz export run/step-20.ckptz -o step-20-alone.ckptz
+  ckptz export 20 --folder run/weights -o model.safetensors
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("step", metavar="STEP")
+@click.option(
+    "-o", "--output", type=PATH, required=True, metavar="FILE", help="A .ckptz or a .safetensors file."
+)
+@click.option("--folder", type=PATH, default=Path(), metavar="DIR", help="Where steps are looked for.")
+@jobs_option
+@force_option
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def export(
+    session: Session,
+    step: str,
+    output: Path,
+    folder: Path,
+    jobs: int | None,
+    force: bool,
+    search_path: tuple[Path, ...],
+) -> None:
+    """Write one step of a chain as a file that needs no other.
+
+    STEP is a file, or a step that a file in DIR records. The suffix of FILE says what to write.
+    """
+    from ckptz.convert.deltas import DeltaOptions, export_file
+    from ckptz_cli.render_deltas import exported_line
+
+    if not step:
+        raise click.UsageError("a step is empty")
+    options = DeltaOptions(folder=folder, jobs=jobs, force=force, search_path=search_path)
+    with progress_bar() as progress:
+        report = export_file(step, output, options, progress)
+    session.show(report, exported_line(report))

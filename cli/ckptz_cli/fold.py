@@ -1,0 +1,56 @@
+"""`ckptz fold`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptz_cli.options import (
+    PATH,
+    debug_option,
+    force_option,
+    jobs_option,
+    json_option,
+    search_path_option,
+)
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.session import Session
+
+EPILOG = """\b
+Examples:
+  ckptz fold step-10.ckptz..step-20.ckptz -o step-20.from-10.ckptz
+  ckptz fold 10..20 --folder run/weights -o folded.ckptz
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("between", metavar="A..B")
+@click.option("-o", "--output", type=PATH, required=True, metavar="OUT", help="The delta to write.")
+@click.option("--folder", type=PATH, default=Path(), metavar="DIR", help="Where steps are looked for.")
+@jobs_option
+@force_option
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def fold(
+    session: Session,
+    between: str,
+    output: Path,
+    folder: Path,
+    jobs: int | None,
+    force: bool,
+    search_path: tuple[Path, ...],
+) -> None:
+    """Write one delta for several: from checkpoint A straight to checkpoint B, bit for bit.
+
+    A and B are files, or steps that files in DIR record.
+    """
+    from ckptz.convert.deltas import DeltaOptions, fold_files
+    from ckptz_cli.render_deltas import folded_line
+
+    options = DeltaOptions(folder=folder, jobs=jobs, force=force, search_path=search_path)
+    with progress_bar() as progress:
+        report = fold_files(between, output, options, progress)
+    session.show(report, folded_line(report))

@@ -1,0 +1,360 @@
+"""`apply_`: bit for bit, in place, checked before the first write, and whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file as save_plain
+from sync_support import (
+    SPARSE,
+    State,
+    a_pair,
+    a_state,
+    bits,
+    cloned,
+    moved,
+    refused,
+    same,
+    untouched,
+)
+
+from ckptz import applying
+from ckptz.codec.units import CHUNK_UNITS
+from ckptz.container.reader import FrameSource
+from ckptz.errors import ChecksumError, CkptzError, ConfigError, FormatError, LimitError, MissingBaseError
+from ckptz.store.resolve import open_checkpoint
+from ckptz.torch import apply_, save_file
+
+
+def delta_of(first: State, second: State, folder: Path, **options: Any) -> Path:
+    """A delta between two states, made in a folder of its own."""
+    save_file(first, folder / "a.ckptz")
+    save_file(second, folder / "b.ckptz", base=folder / "a.ckptz", **options)
+    return folder / "b.ckptz"
+
+
+# --- what it does -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("check", ["base", "stored"])
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.02, 0.2, 0.9])
+def test_every_dtype_ends_up_bit_for_bit(tmp_path: Path, share: float, check: Any, jobs: int) -> None:
+    first, second, delta = a_pair(tmp_path, share)
+    live = cloned(first)
+    memory = {name: tensor.data_ptr() for name, tensor in live.items()}
+    report = apply_(live, delta, check=check, jobs=jobs)
+    assert same(live, second)
+    assert memory == {name: tensor.data_ptr() for name, tensor in live.items()}
+    changed = [name for name in first if not torch.equal(bits(first[name]), bits(second[name]))]
+    assert (report.n_changed_tensors, report.n_tensors) == (len(changed), len(first))
+
+
+def test_the_bytes_of_a_delta_do_as_well_as_its_file(tmp_path: Path) -> None:
+    live, second, delta = a_pair(tmp_path)
+    apply_(live, delta.read_bytes())
+    assert same(live, second)
+
+
+def test_a_delta_of_dense_frames_is_applied_too(tmp_path: Path) -> None:
+    first = a_state()
+    second = moved(first, 3)
+    delta = delta_of(first, second, tmp_path)  # the smallest, with classes by the base's magnitude
+    apply_(first, delta)
+    assert same(first, second)
+
+
+def test_an_anchor_is_written_over_anything(tmp_path: Path) -> None:
+    save_file(a_state(), tmp_path / "anchor.ckptz")
+    live = moved(a_state(5), 6, 0.5)
+    assert apply_(live, tmp_path / "anchor.ckptz").base is None
+    assert same(live, a_state())
+
+
+def test_tensors_that_the_delta_does_not_hold_are_left_alone(tmp_path: Path) -> None:
+    live, second, delta = a_pair(tmp_path)
+    live["extra"] = torch.ones(3)
+    apply_(live, delta)
+    assert same(live, second | {"extra": torch.ones(3)})
+
+
+def test_a_model_is_updated_through_its_state_dict(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    other.load_state_dict(moved(dict(model.state_dict()), 0, 0.1))
+    delta = delta_of(dict(model.state_dict()), dict(other.state_dict()), tmp_path, config=SPARSE)
+    apply_(model.state_dict(), delta)
+    assert same(dict(model.named_parameters()), dict(other.named_parameters()))
+    assert model.weight.requires_grad
+
+
+def strided_states() -> dict[str, torch.Tensor]:
+    images = torch.randn(4, 8, 6, 5).to(memory_format=torch.channels_last)
+    return {
+        "channels last": images,
+        "transposed": torch.randn(40, 30).bfloat16().T,
+        "every other": torch.randn(90, 2)[:, 1],
+        "complex": torch.randn(30, 20, dtype=torch.complex64).T,
+        "bytes": torch.arange(100, dtype=torch.uint8).reshape(10, 10).T,
+    }
+
+
+@pytest.mark.parametrize("name", strided_states())
+def test_a_tensor_of_any_layout_keeps_it(tmp_path: Path, name: str) -> None:
+    live = strided_states()[name]
+    first = {"x": live.contiguous().clone()}
+    second = moved(first, 2, 0.1)
+    strides = live.stride()
+    apply_({"x": live}, delta_of(first, second, tmp_path, config=SPARSE))
+    assert torch.equal(bits(live), bits(second["x"]))
+    assert live.stride() == strides
+    save_file(first, tmp_path / "anchor.ckptz")
+    apply_({"x": live}, tmp_path / "anchor.ckptz")
+    assert torch.equal(bits(live), bits(first["x"]))
+
+
+def test_what_lies_between_the_elements_of_a_view_is_not_touched(tmp_path: Path) -> None:
+    whole = torch.zeros(60, 2)
+    first = {"x": whole[:, 1].contiguous()}
+    second = {"x": torch.ones(60)}
+    apply_({"x": whole[:, 1]}, delta_of(first, second, tmp_path))
+    assert whole[:, 0].sum() == 0
+    assert whole[:, 1].sum() == 60
+
+
+def test_tied_tensors_are_updated_together(tmp_path: Path) -> None:
+    first = {"embedding": torch.ones(50, 4), "head": torch.ones(50, 4)}
+    second = moved({"embedding": torch.ones(50, 4)}, 1, 0.1)
+    second["head"] = second["embedding"].clone()
+    delta = delta_of(first, second, tmp_path, config=SPARSE)
+    live = torch.ones(50, 4)
+    apply_({"embedding": live, "head": live}, delta)
+    assert torch.equal(live, second["head"])
+
+
+def test_more_than_one_chunk(tmp_path: Path) -> None:
+    first = {"x": torch.zeros(2 * CHUNK_UNITS + 5, dtype=torch.bfloat16)}
+    second = cloned(first)
+    second["x"][[0, CHUNK_UNITS - 1, CHUNK_UNITS, -1]] = 2
+    live = cloned(first)
+    report = apply_(live, delta_of(first, second, tmp_path, config=SPARSE))
+    assert same(live, second)
+    assert report.n_written == 4
+
+
+def test_what_does_not_change_is_neither_decoded_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, second, delta = a_pair(tmp_path, 0.01)
+    monkeypatch.setattr(FrameSource, "decode_chunk", None)
+    monkeypatch.setattr(applying._HostTensor, "write", None)
+    written: list[int] = []
+    put = applying._HostTensor.put
+    monkeypatch.setattr(
+        applying._HostTensor, "put", lambda self, at, new: (written.append(len(at)), put(self, at, new))
+    )
+    report = apply_(live, delta)
+    assert same(live, second)
+    n_changed = sum(
+        int((a.reshape(-1, tensor.element_size()) != b.reshape(-1, tensor.element_size())).any(1).sum())
+        for tensor, a, b in ((t, bits(t), bits(second[name])) for name, t in a_state().items())
+        if tensor.numel()
+    )
+    assert sum(written) == report.n_written == n_changed
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors in host memory take the way of those on an accelerator."""
+    monkeypatch.setattr(applying, "_HostTensor", applying._FlatTensor)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("check", ["base", "stored"])
+def test_the_way_of_a_device_gives_the_same_bits(tmp_path: Path, check: Any) -> None:
+    live, second, delta = a_pair(tmp_path)
+    apply_(live, delta, check=check)
+    assert same(live, second)
+    apply_(live, tmp_path / "first.ckptz")
+    assert same(live, a_state())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("check", ["base", "stored"])
+def test_tensors_on_a_gpu(tmp_path: Path, check: Any) -> None:
+    first, second, delta = a_pair(tmp_path)
+    live = {name: tensor.cuda() for name, tensor in first.items()}
+    apply_(live, delta, check=check)
+    assert same({name: tensor.cpu() for name, tensor in live.items()}, second)
+
+
+# --- what it refuses ----------------------------------------------------------------------------
+
+
+def test_a_delta_for_another_base(tmp_path: Path) -> None:
+    first, _, delta = a_pair(tmp_path)
+    for name in ("bfloat16", "frozen", "scalar"):  # also where nothing would change
+        live = cloned(first)
+        live[name].view(-1)[-1:] = 7
+        with (
+            untouched(live),
+            refused(MissingBaseError, f"second.ckptz: .*{name}.* apply the deltas in order"),
+        ):
+            apply_(live, delta)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.9])
+def test_a_delta_applied_twice(tmp_path: Path, share: float) -> None:
+    live, _, delta = a_pair(tmp_path, share)
+    apply_(live, delta)
+    with untouched(live), refused(MissingBaseError, "second.ckptz: .* applied before"):
+        apply_(live, delta)
+
+
+def test_a_delta_of_tensors_stored_whole_applied_twice(tmp_path: Path) -> None:
+    second = {"new": torch.randn(5000), "same": torch.ones(500)}
+    delta = delta_of({"same": torch.ones(500)}, second, tmp_path, config=SPARSE)
+    live = {"new": torch.zeros(5000), "same": torch.ones(500)}
+    apply_(live, delta)
+    assert same(live, second)
+    with untouched(live), refused(MissingBaseError, "applied before"):
+        apply_(live, delta)
+
+
+@pytest.mark.parametrize(
+    ("replacement", "found"),
+    [
+        (torch.zeros(300, 10, dtype=torch.float16), r"F16 \[300, 10\]"),
+        (torch.zeros(10, 300, dtype=torch.bfloat16), r"BF16 \[10, 300\]"),
+        (torch.zeros(3000, dtype=torch.bfloat16), r"BF16 \[3000\]"),
+    ],
+)
+def test_a_tensor_of_another_dtype_or_shape(tmp_path: Path, replacement: torch.Tensor, found: str) -> None:
+    live, _, delta = a_pair(tmp_path)
+    live["bfloat16"] = replacement
+    with untouched(live), refused(ConfigError, rf"'bfloat16' is BF16 \[300, 10\], .*{found}; give"):
+        apply_(live, delta)
+
+
+def test_a_missing_tensor(tmp_path: Path) -> None:
+    live, _, delta = a_pair(tmp_path)
+    del live["scalar"], live["frozen"]
+    with untouched(live), refused(ConfigError, "lacks tensor '(scalar|frozen)' and 1 more"):
+        apply_(live, delta)
+
+
+def tensors_without_memory() -> dict[str, Any]:
+    return {
+        "sparse": torch.ones(3).to_sparse(),
+        "meta": torch.ones(3, device="meta"),
+        "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
+        "an array": np.ones(3),
+        "a tensor of tensors": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    }
+
+
+@pytest.mark.parametrize("kind", tensors_without_memory())
+def test_what_has_no_memory_of_its_own_is_refused(tmp_path: Path, kind: str) -> None:
+    _, _, delta = a_pair(tmp_path)
+    with refused(ConfigError, "'x'"):
+        apply_({"x": tensors_without_memory()[kind]}, delta)
+
+
+def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
+    live, _, delta = a_pair(tmp_path)
+    with untouched(live), refused(ConfigError, "check must be one of"):
+        apply_(live, delta, check="none")  # type: ignore[arg-type]
+    with refused(ConfigError, "a state is a dict"):
+        apply_(list(live.values()), delta)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        apply_(live, tmp_path / "missing.ckptz")
+    save_plain({"x": torch.ones(2)}, tmp_path / "plain.safetensors")
+    with refused(FormatError, "plain.safetensors: not a .ckptz file"):
+        apply_(live, tmp_path / "plain.safetensors")
+
+
+@pytest.mark.parametrize("check", ["base", "stored"])
+def test_a_damaged_delta_changes_nothing(tmp_path: Path, check: Any) -> None:
+    live, _, delta = a_pair(tmp_path, 0.05)
+    raw = delta.read_bytes()
+    for position in range(0, len(raw), 37):
+        damaged = bytearray(raw)
+        damaged[position] ^= 1 << (position % 8)
+        with untouched(live), pytest.raises(CkptzError):
+            apply_(live, bytes(damaged), check=check, jobs=1)
+    for end in range(0, len(raw), 211):
+        with untouched(live), pytest.raises(FormatError):
+            apply_(live, raw[:end], check=check, jobs=1)
+
+
+def test_damage_in_the_last_chunk_is_found_before_the_first_write(tmp_path: Path) -> None:
+    first = {f"layer {i}": torch.zeros(5000) for i in range(4)}
+    live, second = cloned(first), moved(first, 1)
+    delta = delta_of(first, second, tmp_path, config=SPARSE)
+    damaged = bytearray(delta.read_bytes())
+    with contextlib.closing(open_checkpoint(delta)) as opened:
+        assert opened.container is not None
+        last = opened.container.index.tensors[-1]
+    end = 8 + int.from_bytes(damaged[:8], "little") + last.offset + last.n_bytes
+    damaged[end - 1] ^= 1
+    with untouched(live), refused(ChecksumError, "'layer 3'"):
+        apply_(live, bytes(damaged), check="stored")
+
+
+def test_more_memory_than_allowed(tmp_path: Path) -> None:
+    live, _, delta = a_pair(tmp_path, 0.9)
+    with untouched(live), refused(LimitError, "second.ckptz: decodes to"):
+        apply_(live, delta, max_decoded_bytes=1000)
+
+
+# --- whole or not at all ------------------------------------------------------------------------
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, then: int = 0) -> None:
+    """Writing fails at the n-th tensor, when half of it is written, and again `then` writes later."""
+    n_writes = 0
+
+    def failing(method: str) -> Any:
+        real = getattr(applying._HostTensor, method)
+
+        def write(self: Any, where: Any, units: Any) -> None:
+            nonlocal n_writes
+            n_writes += 1
+            if n_writes == at or (then and n_writes == at + then):
+                half = len(units) // 2
+                real(self, where if method == "write" else where[:half], units[:half])
+                raise error
+            real(self, where, units)
+
+        return write
+
+    for method in ("put", "write"):
+        monkeypatch.setattr(applying._HostTensor, method, failing(method))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.9])
+@pytest.mark.parametrize("at", [1, 2, 7])
+def test_an_interrupted_write_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, share: float
+) -> None:
+    live, second, delta = a_pair(tmp_path, share)
+    with monkeypatch.context() as patched:
+        interrupt(patched, at, KeyboardInterrupt())
+        with untouched(live), pytest.raises(KeyboardInterrupt):
+            apply_(live, delta)
+    apply_(live, delta)
+    assert same(live, second)
+
+
+def test_where_even_that_fails_the_error_names_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, _, delta = a_pair(tmp_path)
+    interrupt(monkeypatch, 3, RuntimeError("device lost"), then=1)
+    with refused(CkptzError, r"\['complex64', 'float64', 'int64'\] may hold .*device lost.* anchor"):
+        apply_(live, delta)

@@ -1,0 +1,89 @@
+"""Followers killed at random: what they leave behind is one published step, or is refused by every check."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from sync_support import State, cloned, moved, same
+
+from ckptz.errors import MissingBaseError
+from ckptz.store import patch
+from ckptz.store.versions import versions_in
+from ckptz.sync import Follower, Publisher
+from ckptz.torch import apply_
+
+N_TENSORS, N_ELEMENTS, N_STEPS, N_KILLS = 24, 500, 5, 40
+PAUSE = 0.0005  # between the tensors of one update, so that many are killed on the way
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
+
+
+def shared_state() -> State:
+    """Tensors in memory that outlives the process that writes to them."""
+    size = 2 * N_ELEMENTS
+    memory = mmap.mmap(-1, N_TENSORS * size)
+    whole = torch.frombuffer(memory, dtype=torch.bfloat16)
+    parts = whole.split(N_ELEMENTS)
+    return {f"layer {i}": part for i, part in enumerate(parts)}
+
+
+def published(folder: Path) -> list[State]:
+    publisher, states = Publisher(folder, anchor_every=3, jobs=1), []
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(N_ELEMENTS, generator=generator).bfloat16() for name in shared_state()}
+    for step in range(N_STEPS):
+        publisher.publish(state, step)
+        states.append(state)
+        state = moved(state, step, 0.1)
+    return states
+
+
+def follow_and_be_killed(folder: Path, live: State, after: float) -> None:
+    """Update `live` in another process, slowly, and kill that process."""
+    child = os.fork()
+    if child == 0:
+        real = patch._Edit.apply
+
+        def slowly(self: patch._Edit) -> None:
+            time.sleep(PAUSE)
+            real(self)
+
+        patch._Edit.apply = slowly  # type: ignore[method-assign]
+        try:
+            Follower(folder, jobs=1).apply_to(live)
+        finally:
+            os._exit(0)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_torn_state_passes_no_check_and_is_repaired(tmp_path: Path) -> None:
+    states, live, rng = published(tmp_path), shared_state(), random.Random(0)
+    deltas = [v for v in versions_in(dict.fromkeys(os.listdir(tmp_path), 0)) if v.base is not None]
+    assert len(deltas) == N_STEPS - 1
+    n_torn = 0
+    for _ in range(N_KILLS):
+        begin = rng.randrange(N_STEPS - 1)
+        for name, tensor in live.items():
+            tensor.copy_(states[begin][name])
+        follow_and_be_killed(tmp_path, live, after=rng.uniform(0.003, 0.05))
+        left = cloned(live)
+        n_torn += not any(same(left, state) for state in states)
+        for delta in deltas:
+            assert delta.base is not None
+            if same(left, states[delta.base]):
+                continue
+            with pytest.raises(MissingBaseError):
+                apply_(live, tmp_path / delta.name, jobs=1)
+            assert same(live, left)
+        Follower(tmp_path, jobs=1).apply_to(live)
+        assert same(live, states[-1])
+    assert n_torn > 3, "too few were killed while they wrote"

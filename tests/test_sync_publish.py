@@ -1,0 +1,299 @@
+"""Publisher: what is in the folder, how it restarts, what it refuses, and that files appear whole."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file as load_plain
+from sync_support import a_state, cloned, moved, names_in, published, refused, same, untouched
+
+import ckptz.torch
+from ckptz.convert.restore import restore_file
+from ckptz.convert.verify import verify_file
+from ckptz.errors import ConfigError
+from ckptz.sync import Follower, Publisher
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+def test_deltas_every_time_and_anchors_now_and_then(tmp_path: Path) -> None:
+    published(tmp_path, 7, anchor_every=3, keep_anchors=None)
+    assert names_in(tmp_path) == [
+        "step-000000.ckptz",
+        "step-000001.from-000000.ckptz",
+        "step-000002.from-000001.ckptz",
+        "step-000003.ckptz",
+        "step-000003.from-000002.ckptz",
+        "step-000004.from-000003.ckptz",
+        "step-000005.from-000004.ckptz",
+        "step-000006.ckptz",
+        "step-000006.from-000005.ckptz",
+    ]
+
+
+def test_what_is_older_than_the_anchors_kept_is_removed(tmp_path: Path) -> None:
+    states = published(tmp_path, 12, anchor_every=3, keep_anchors=2)
+    assert names_in(tmp_path)[0] == "step-000006.ckptz"
+    assert len(names_in(tmp_path)) == 7
+    for path in tmp_path.iterdir():
+        step = int(path.name[5:11])
+        restore_file(path, tmp_path / "plain.safetensors")
+        assert same(load_plain(tmp_path / "plain.safetensors"), states[step])
+        (tmp_path / "plain.safetensors").unlink()
+        verify_file(path)
+
+
+def test_files_are_ordinary_checkpoints(tmp_path: Path) -> None:
+    state = a_state()
+    publisher = Publisher(tmp_path)
+    publisher.publish(state, 4, metadata={"format": "pt"})
+    done = publisher.publish(state, metadata={"format": "pt"})
+    assert done.step == 5
+    with ckptz.safe_open(tmp_path / done.files[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert same(file.get_tensors(), state)
+    assert done.n_bytes == (tmp_path / done.files[0]).stat().st_size
+
+
+def test_the_weights_may_change_when_publish_returns(tmp_path: Path) -> None:
+    state = a_state()
+    publisher = Publisher(tmp_path)
+    publisher.publish(state)
+    frozen = cloned(state)
+    state["float32"].zero_()
+    live = cloned(a_state(3))
+    Follower(tmp_path).apply_to(live)
+    assert same(live, frozen)
+    publisher.publish(state)
+    Follower(tmp_path).apply_to(live)
+    assert same(live, state)
+
+
+def test_tensors_may_come_and_go_and_change_their_shape(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    first = {"a": torch.ones(50), "b": torch.ones(3)}
+    second = {"a": torch.ones(60), "c": torch.zeros(4)}
+    publisher.publish(first)
+    done = publisher.publish(second)
+    assert done.files == ("step-000001.ckptz",)
+    assert "other tensors" in done.note
+    live = {"a": torch.zeros(60), "c": torch.ones(4)}
+    Follower(tmp_path).apply_to(live)
+    assert same(live, second)
+    publisher.publish(second)
+    Follower(tmp_path).apply_to(live)
+
+
+def test_the_smallest_deltas_follow_as_well(tmp_path: Path) -> None:
+    sizes = {}
+    for smallest in (True, False):
+        folder = tmp_path / str(smallest)
+        master = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0)) * 0.05
+        state = {"w": master.bfloat16()}
+        publisher, live = Publisher(folder, smallest=smallest), {"w": torch.zeros(1 << 17).bfloat16()}
+        publisher.publish(state)
+        state["w"] = (master + 1e-6).bfloat16()
+        sizes[smallest] = publisher.publish(state).n_bytes
+        Follower(folder).apply_to(live)
+        assert same(live, state)
+    assert sizes[True] < 0.9 * sizes[False]
+
+
+# --- restarts of the publisher --------------------------------------------------------------------
+
+
+def test_a_restarted_publisher_goes_on_with_deltas(tmp_path: Path) -> None:
+    states = published(tmp_path, 4, anchor_every=5)
+    later = Publisher(tmp_path, anchor_every=5)
+    assert later.step is None
+    state = moved(states[-1], 50)
+    assert later.publish(state).files == ("step-000004.from-000003.ckptz",)
+    state = moved(state, 51)
+    assert later.publish(state).files == ("step-000005.ckptz", "step-000005.from-000004.ckptz")
+    live = cloned(states[2])
+    follower = Follower(tmp_path)
+    assert follower.apply_to(live).previous is None  # step 2 is before the newest anchor
+    assert same(live, state)
+
+
+def test_a_restarted_publisher_with_an_older_step_is_refused(tmp_path: Path) -> None:
+    states = published(tmp_path, 4)
+    before = names_in(tmp_path)
+    for publisher, step in ((Publisher(tmp_path), 2), (Publisher(tmp_path), 3)):
+        with untouched(states[3]), refused(ConfigError, f"step {step} is not after 3, .* new folder"):
+            publisher.publish(states[3], step)
+    assert names_in(tmp_path) == before
+
+
+def test_two_publishers_notice_each_other(tmp_path: Path) -> None:
+    one, other, state = Publisher(tmp_path), Publisher(tmp_path), a_state()
+    one.publish(state)
+    other.publish(state)
+    with refused(ConfigError, "holds step 1, and this publisher's last is 0; another one writes here"):
+        one.publish(state)
+
+
+def test_where_the_chain_is_broken_an_anchor_follows(tmp_path: Path) -> None:
+    states = published(tmp_path, 4, anchor_every=50)
+    (tmp_path / "step-000002.from-000001.ckptz").unlink()
+    done = Publisher(tmp_path, anchor_every=50).publish(states[3])
+    assert done.files == ("step-000004.ckptz",)
+    assert "step 3 cannot be led on from" in done.note
+    live = cloned(a_state(9))
+    Follower(tmp_path).apply_to(live)
+    assert same(live, states[3])
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 63])
+def test_steps_out_of_range(tmp_path: Path, step: int) -> None:
+    with refused(ConfigError, "a step is a number"):
+        Publisher(tmp_path).publish(a_state(), step)
+
+
+def test_options_out_of_range(tmp_path: Path) -> None:
+    for options in ({"anchor_every": 0}, {"anchor_every": 65}, {"keep_anchors": 0}):
+        with refused(ConfigError, next(iter(options))):
+            Publisher(tmp_path, **options)  # type: ignore[arg-type]
+    with refused(ConfigError, "check must be one of"):
+        Follower(tmp_path, check="all")  # type: ignore[arg-type]
+
+
+# --- atomic ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def disk_of(n_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_publishes_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
+    publisher, state = Publisher(tmp_path, anchor_every=2), a_state()
+    publisher.publish(state)
+    before = names_in(tmp_path)
+    for step in (1, 2):  # a delta, then an anchor with a delta of which only the delta would fit
+        state = moved(state, step, 0.05)
+        with disk_of(1500 if step == 1 else 20_000), pytest.raises(OSError, match="File too large"):
+            publisher.publish(state, step)
+        assert names_in(tmp_path) == before
+        assert publisher.publish(state, step).step == step
+        before = names_in(tmp_path)
+    live = cloned(a_state(9))
+    Follower(tmp_path).apply_to(live)
+    assert same(live, state)
+
+
+def test_a_name_is_seen_when_its_file_is_complete(tmp_path: Path) -> None:
+    """A reader that looks all the time never finds a file that it cannot open."""
+    stop, problems, n_seen = threading.Event(), [], 0
+
+    def watch() -> None:
+        nonlocal n_seen
+        follower, live = Follower(tmp_path), cloned(a_state(9))
+        while not stop.is_set():
+            try:
+                if follower.poll() is not None:
+                    follower.apply_to(live)
+                    n_seen += 1
+            except Exception as error:
+                problems.append(error)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    published(tmp_path, 25, anchor_every=4)
+    stop.set()
+    watcher.join()
+    assert not problems
+    assert n_seen > 1
+
+
+# --- elsewhere ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    fsspec = pytest.importorskip("fsspec")
+    yield "memory://ckptz-test/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_url_serves_as_well_as_a_folder(url: str) -> None:
+    fsspec = importlib.import_module("fsspec")
+    states = published(url, 8, anchor_every=3)
+    names = sorted(path.rsplit("/", 1)[1] for path in fsspec.filesystem("memory").ls(url, detail=False))
+    assert names[0] == "step-000003.ckptz"
+    live, follower = cloned(a_state(9)), Follower(url)
+    follower.apply_to(live, step=4)
+    follower.apply_to(live)
+    assert same(live, states[-1])
+    again = Publisher(url, anchor_every=3)
+    assert again.publish(states[0]).files == ("step-000008.from-000007.ckptz",)
+    Follower(url).apply_to(live)
+    assert same(live, states[0])
+    with refused(ConfigError, "memory://ckptz-test/run: step 3 is not after 8"):
+        again.publish(states[0], 3)
+
+
+def test_an_upload_that_fails_publishes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = importlib.import_module("fsspec")
+    publisher, state = Publisher(url, anchor_every=1), a_state()
+    publisher.publish(state)
+    memory = fsspec.filesystem("memory")
+    before = memory.ls(url, detail=False)
+    put = type(memory).put_file
+
+    def failing(self: Any, path: str, target: str, **options: Any) -> None:
+        if target.endswith("step-000001.ckptz"):
+            raise OSError(28, "No space left on device")
+        put(self, path, target, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(memory), "put_file", failing)
+        with pytest.raises(OSError, match="No space left"):
+            publisher.publish(state, 1)
+    assert memory.ls(url, detail=False) == before
+    publisher.publish(state, 1)
+
+
+def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
+    states = published(f"file://{tmp_path}/run", 2)
+    live = cloned(a_state(9))
+    Follower(tmp_path / "run").apply_to(live)
+    assert same(live, states[-1])
+
+
+def test_a_url_without_fsspec_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[[str], Any] = importlib.import_module
+
+    def missing(name: str) -> Any:
+        if name.startswith("fsspec"):
+            raise ModuleNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with refused(ConfigError, "a URL needs fsspec; install it"):
+        Publisher("s3://bucket/run")
+
+
+@pytest.mark.parametrize("module", ["ckptz.applying", "ckptz.sync.publisher", "ckptz.sync.follower"])
+def test_the_examples_in_the_docstrings_are_true(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted > 0
+    assert found.failed == 0

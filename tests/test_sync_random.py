@@ -1,0 +1,165 @@
+"""200 random runs of publishing, dropping, restarting and folding: no bit is ever wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sync_support import State, cloned, moved, same
+
+from ckptz.convert.deltas import DeltaOptions, fold_files
+from ckptz.errors import MissingBaseError
+from ckptz.store.versions import Version, versions_in
+from ckptz.sync import Follower, Publisher
+from ckptz.torch import apply_, load_file
+
+N_ACTIONS = 9
+SHARES = (0.0, 0.01, 0.01, 0.1, 0.4, 1.0)  # the sparse way, the dense way, both in one file
+
+
+def small_state(seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randn(600, generator=generator)
+    return {
+        "w.bf16": raw.bfloat16().reshape(30, 20),
+        "w.f32": raw[:250].clone(),
+        "counts": torch.arange(40),
+        "frozen": torch.ones(64, dtype=torch.float16),
+    }
+
+
+class Engine:
+    """One inference engine: tensors, and the follower that keeps them up to date."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.folder, self.rng = folder, rng
+        self.tensors = small_state(rng.randrange(100))
+        self.restart()
+
+    def restart(self) -> None:
+        check = self.rng.choice(["base", "stored"])
+        self.follower = Follower(self.folder, check=check, jobs=1)  # type: ignore[arg-type]
+
+
+class World:
+    """A folder, a publisher, engines, and every state that was ever published."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.folder, self.run = folder, folder / "run"
+        self.published: dict[int, State] = {}
+        self.state = small_state(seed)
+        self.restart_publisher()
+        self.engines = [Engine(self.run, self.rng) for _ in range(2)]
+
+    def files(self) -> list[Version]:
+        return versions_in({path.name: path.stat().st_size for path in self.run.glob("*.ckptz")})
+
+    # --- what may happen ------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        self.state = moved(self.state, self.rng.randrange(1 << 30), self.rng.choice(SHARES))
+        step = max(self.published, default=-1) + self.rng.choice([1, 1, 1, 3])
+        self.publisher.publish(self.state, step)
+        self.published[step] = cloned(self.state)
+
+    def drop(self) -> None:
+        if files := self.files():
+            (self.run / self.rng.choice(files).name).unlink()
+
+    def restart_publisher(self) -> None:
+        options = {"anchor_every": self.rng.randint(1, 5), "keep_anchors": self.rng.choice([1, 2, None])}
+        self.publisher = Publisher(self.run, smallest=self.rng.random() < 0.3, jobs=1, **options)  # type: ignore[arg-type]
+
+    def restart_engine(self) -> None:
+        engine = self.rng.choice(self.engines)
+        if self.rng.random() < 0.3:  # it was killed while it wrote
+            engine.tensors["w.bf16"].view(torch.int16).view(-1)[: self.rng.randrange(1, 600)] ^= 2
+        engine.restart()
+
+    def follow(self) -> None:
+        self.check_follow(self.rng.choice(self.engines))
+
+    def fold(self) -> None:
+        files = self.files()
+        if len(files) < 2:
+            return
+        first, last = sorted(self.rng.sample(files, 2), key=lambda v: v.step)
+        folded = Version(last.step, first.step)
+        target = self.run / folded.name
+        if first.step == last.step or target.exists():
+            return
+        try:
+            between = f"{self.run / first.name}..{self.run / last.name}"
+            fold_files(between, self.folder / "folded.ckptz", DeltaOptions(jobs=1))
+        except MissingBaseError:
+            return  # the chain of one of them was dropped
+        (self.folder / "folded.ckptz").rename(target)
+        live = cloned(self.published[first.step])
+        apply_(live, target)
+        assert same(live, self.published[last.step])
+
+    # --- what must hold -------------------------------------------------------------------------
+
+    def check_follow(self, engine: Engine) -> None:
+        before = cloned(engine.tensors)
+        try:
+            step = engine.follower.apply_to(engine.tensors).step
+        except MissingBaseError:
+            reached = engine.follower.step  # as far as the files lead
+            wanted = before if reached is None else self.published[reached]
+            assert same(engine.tensors, wanted)
+        else:
+            assert step == max((version.step for version in self.files()), default=step)
+            assert same(engine.tensors, self.published[step])
+
+    def check_files(self) -> None:
+        for version in self.files():
+            try:
+                found = load_file(self.run / version.name, jobs=1)
+            except MissingBaseError:
+                continue
+            assert same(found, self.published[version.step])
+
+    def check_recovery(self) -> None:
+        self.publisher = Publisher(self.run, anchor_every=1, jobs=1)
+        self.publish()
+        for engine in self.engines:
+            assert engine.follower.apply_to(engine.tensors).step == max(self.published)
+            assert same(engine.tensors, self.state)
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about power cuts, and waiting for the disk takes most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_engine_holds_the_bits_of_the_step_it_says(tmp_path: Path, seed: int) -> None:
+    world = World(tmp_path, seed)
+    actions: list[tuple[Callable[[], None], int]] = [
+        (world.publish, 5),
+        (world.follow, 4),
+        (world.drop, 1),
+        (world.fold, 2),
+        (world.restart_publisher, 1),
+        (world.restart_engine, 1),
+    ]
+    chosen = world.rng.choices([a for a, _ in actions], [weight for _, weight in actions], k=N_ACTIONS)
+    for action in (world.publish, *chosen):
+        action()
+    world.check_files()
+    world.check_recovery()
+
+
+def test_the_states_of_the_random_runs_differ() -> None:
+    states = [moved(small_state(0), seed, 0.1) for seed in range(3)]
+    assert not same(states[0], states[1])
+    assert not same(states[1], states[2])
+    assert np.count_nonzero(states[0]["frozen"] != 1) == 0

@@ -1,0 +1,257 @@
+"""Sparse chunks: what they hold, that any decoder reads them, and that their cost follows the changes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ckptz.codec.decode import decode_chunk
+from ckptz.codec.encode import EncodedChunk, encode_chunk
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.planner import plan_sparse
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.sparse import MAX_SPARSE_SHARE, read_changes
+from ckptz.codec.units import UNIT_TYPES, ArraySource
+from ckptz.config import Lossless
+from ckptz.container.contents import Contents
+from ckptz.container.index import BaseRef
+from ckptz.container.writer import write_container
+from ckptz.dtypes import DTYPES, dtype_of
+from ckptz.entropy.streams import CoderId, decode_stream
+from ckptz.errors import FormatError, MissingBaseError
+from ckptz.kernels import reference, sparse, sparse_reference
+from ckptz.parallel import Workers
+from ckptz.transform.planes import kernel_mode
+
+Array = np.ndarray[Any, Any]
+FLOATS_AND_INTEGERS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "I32", "I64", "U8", "BOOL")
+
+ascending = st.lists(st.integers(0, 3000), unique=True, max_size=60).map(
+    lambda found: np.array(sorted(found), np.int64)
+)
+
+
+def frame_of(units: Array, base: Array, name: str = "BF16") -> tuple[FrameHeader, EncodedChunk]:
+    """A tensor of one chunk, planned and encoded as the publisher does it."""
+    dtype = dtype_of(name)
+    source, old = ArraySource(dtype, (len(units),), units), ArraySource(dtype, (len(base),), base)
+    plan = plan_sparse(source, old)
+    chunk = encode_chunk(source, plan, ChunkSources(0, len(units), old))
+    return FrameHeader(dtype, source.shape, plan, (chunk.record,)), chunk
+
+
+def payload_of(chunk: EncodedChunk) -> Array:
+    return np.frombuffer(chunk.payload, np.uint8)
+
+
+def sources_of(base: Array, name: str = "BF16") -> ChunkSources:
+    return ChunkSources(0, len(base), ArraySource(dtype_of(name), (len(base),), base))
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+@given(ascending)
+@example(np.array([0, 255, 511, 1022, 3000], np.int64))  # gaps of 254, 255, 510: none, one and two of 255
+@settings(max_examples=50, deadline=None)
+def test_gaps_are_those_of_a_sparse_stream_and_lead_back(positions: Array) -> None:
+    gaps = sparse().pack_gaps(positions)
+    np.testing.assert_array_equal(gaps, sparse_reference.pack_gaps(positions))
+    symbols = np.zeros(3001, np.uint8)
+    symbols[positions] = 9
+    np.testing.assert_array_equal(gaps, reference.sparse_split(symbols, 0)[0])
+    for kernels in (sparse(), sparse_reference):
+        found = np.empty_like(positions)
+        assert kernels.unpack_gaps(gaps, 3001, found)
+        np.testing.assert_array_equal(found, positions)
+
+
+@given(hnp.arrays(np.uint8, st.integers(0, 12)), st.integers(0, 12), st.integers(0, 800))
+@example(np.array([255], np.uint8), 0, 800)
+@example(np.array([3, 255, 0], np.uint8), 2, 259)
+@settings(max_examples=80, deadline=None)
+def test_gaps_that_do_not_fit_are_refused_by_both(gaps: Array, n_values: int, n: int) -> None:
+    answers = [k.unpack_gaps(gaps, n, np.empty(n_values, np.int64)) for k in (sparse(), sparse_reference)]
+    assert answers[0] == answers[1]
+    merged = reference.sparse_merge(gaps, np.ones(n_values, np.uint8), np.zeros(n, np.uint8))
+    assert answers[0] == merged
+
+
+@given(ascending, ascending, st.data())
+@settings(max_examples=50, deadline=None)
+def test_planes_are_brought_to_common_positions_alike(a: Array, b: Array, data: st.DataObject) -> None:
+    everywhere = sparse().union(a, b)
+    np.testing.assert_array_equal(everywhere, sparse_reference.union(a, b))
+    values = data.draw(hnp.arrays(np.uint8, len(a)))
+    placed = [np.full(len(everywhere), 7, np.uint8) for _ in range(2)]
+    sparse().place(a, values, everywhere, placed[0])
+    sparse_reference.place(a, values, everywhere, placed[1])
+    np.testing.assert_array_equal(*placed)
+
+
+# --- round trips --------------------------------------------------------------------------------
+
+
+def decoded_by_planes(header: FrameHeader, chunk: EncodedChunk, base: Array) -> Array:
+    """The rule of the specification, plane by plane with the reference kernels: no fast path."""
+    planes, offset = [], 0
+    for stream in chunk.record.streams:
+        plane = np.empty(len(base), np.uint8)
+        data = payload_of(chunk)[offset : offset + stream.n_bytes]
+        offset += stream.n_bytes
+        decode_stream(stream.coder, data.data, plane)
+        planes.append(plane)
+    out = np.empty_like(base)
+    reference.merge_planes(planes, base, kernel_mode(header.plan.mode, header.dtype), out)
+    return out
+
+
+@pytest.mark.parametrize("name", FLOATS_AND_INTEGERS)
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_a_sparse_chunk_decodes_alike_with_and_without_the_fast_path(name: str, data: st.DataObject) -> None:
+    unit_type = UNIT_TYPES[DTYPES[name].unit_bytes]
+    base = data.draw(hnp.arrays(unit_type, st.integers(40, 700)))
+    units = base.copy()
+    places = data.draw(st.lists(st.integers(0, len(base) - 1), max_size=len(base) // 8))
+    units[places] = data.draw(hnp.arrays(unit_type, len(places)))
+    header, chunk = frame_of(units, base, name)
+    changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
+    assert changes is not None
+    np.testing.assert_array_equal(changes.positions, np.flatnonzero(units != base))
+    np.testing.assert_array_equal(changes.units(base[changes.positions]), units[changes.positions])
+    np.testing.assert_array_equal(decoded_by_planes(header, chunk, base), units)
+    out = np.empty_like(base)
+    decode_chunk(header, 0, payload_of(chunk), sources_of(base, name), out)
+    np.testing.assert_array_equal(out, units)
+
+
+@pytest.mark.parametrize("moves", [(1, 128), (128, 1), (128, 128 << 8), (129, 128 << 8)])
+def test_planes_that_change_in_different_places_are_joined(moves: tuple[int, int]) -> None:
+    """128 is 256 in zigzag: the lowest plane does not show it."""
+    base = np.full(1000, 0x3F800000, np.uint32)
+    units = base.copy()
+    units[[3, 700]] += np.uint32(moves[0])
+    units[[5, 999]] += np.uint32(moves[1])
+    header, chunk = frame_of(units, base, "F32")
+    changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
+    assert changes is not None
+    assert changes.positions.tolist() == [3, 5, 700, 999]
+    np.testing.assert_array_equal(changes.units(base[changes.positions]), units[[3, 5, 700, 999]])
+
+
+def test_a_chunk_with_too_many_changes_is_coded_as_a_whole() -> None:
+    base = np.arange(5000, dtype=np.uint16)
+    units = base.copy()
+    n_most = int(MAX_SPARSE_SHARE * len(base))
+    units[:n_most] ^= 1
+    assert read_changes(*_header_record(units, base), len(base)) is not None
+    units[n_most] ^= 1
+    assert read_changes(*_header_record(units, base), len(base)) is None
+
+
+def _header_record(units: Array, base: Array) -> tuple[FrameHeader, Any, Array]:
+    header, chunk = frame_of(units, base)
+    return header, chunk.record, payload_of(chunk)
+
+
+def test_what_did_not_change_costs_a_byte_a_plane() -> None:
+    base = np.arange(1 << 16, dtype=np.uint16)
+    header, chunk = frame_of(base.copy(), base)
+    assert [stream.coder for stream in chunk.record.streams] == [CoderId.CONSTANT] * 2
+    assert len(chunk.payload) == 2
+    changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
+    assert changes is not None
+    assert len(changes) == 0
+
+
+def test_the_cost_follows_the_changes_and_not_the_size() -> None:
+    sizes = {}
+    for n in (1 << 14, 1 << 20):
+        base = np.zeros(n, np.uint16)
+        units = base.copy()
+        units[:: n // 64] = 1
+        sizes[n] = len(frame_of(units, base)[1].payload)
+    assert sizes[1 << 20] < 3 * sizes[1 << 14], "64 times the elements, as many changes"
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def test_every_damaged_sparse_chunk_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 1 << 16, 4000).astype(np.uint16)
+    units = base.copy()
+    units[rng.random(4000) < 0.03] += np.uint16(1)
+    header, chunk = frame_of(units, base)
+    payload = payload_of(chunk)
+    for position in range(len(payload)):
+        damaged = payload.copy()
+        damaged[position] ^= 1 << (position % 8)
+        with pytest.raises(FormatError):
+            decode_chunk(header, 0, damaged, sources_of(base), np.empty_like(base))
+
+
+def test_another_base_is_told_from_a_damaged_file() -> None:
+    base = np.arange(4000, dtype=np.uint16)
+    units = base.copy()
+    units[5] = 0
+    header, chunk = frame_of(units, base)
+    with pytest.raises(MissingBaseError):
+        decode_chunk(header, 0, payload_of(chunk), sources_of(base + np.uint16(1)), np.empty_like(base))
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+
+def bf16_weights(n: int = 1 << 20) -> Array:
+    rng = np.random.default_rng(7)
+    return (rng.normal(0, 0.05, n).astype("<f4").view("<u4") >> 16).astype("<u2")
+
+
+def one_percent_up_or_down(weights: Array) -> Array:
+    """A step of one unit in the last place, up or down, for one element in a hundred, anywhere."""
+    rng = np.random.default_rng(8)
+    out = weights.copy()
+    places = rng.random(len(out)) < 0.01
+    out[places] += rng.choice(np.array([1, 0xFFFF], np.uint16), int(places.sum()))
+    return out
+
+
+def one_percent_by_a_small_update(weights: Array) -> Array:
+    """What an update of equal size for all does to bf16 copies: the small weights change."""
+    rng = np.random.default_rng(9)
+    below = rng.integers(-0x7FFF, 0x8000, len(weights))  # what the copy does not show of its fp32 master
+    master = ((weights.astype(np.int64) << 16) + below).astype(np.uint32).view(np.float32)
+    pattern = (master - np.float32(6.5e-7) * rng.normal(size=len(weights)).astype(np.float32)).view(np.uint32)
+    wide = pattern.astype(np.int64)
+    return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+@pytest.mark.parametrize("change", [one_percent_up_or_down, one_percent_by_a_small_update])
+def test_one_percent_of_bf16_takes_less_than_the_bar_and_than_zstd(change: Any) -> None:
+    base = bf16_weights()
+    units = change(base)
+    share = np.count_nonzero(units != base) / len(base)
+    assert 0.009 < share < 0.013
+    sink, bf16 = io.BytesIO(), dtype_of("BF16")
+    contents = Contents(
+        base=BaseRef("0" * 64, "base.ckptz", 1),
+        bases={"weight": ArraySource(bf16, base.shape, base)},
+        config=Lossless(sparse=True),
+    )
+    with Workers(1) as workers:
+        write_container(sink, {"weight": ArraySource(bf16, units.shape, units)}, contents, workers)
+    own = sink.tell()
+    assert own / units.nbytes <= 0.014
+    xor = (units ^ base).view(np.uint8).reshape(-1, 2)
+    planes = [np.ascontiguousarray(xor[:, i]).tobytes() for i in range(2)]
+    peer = sum(len(zstandard.ZstdCompressor(3).compress(plane)) for plane in planes)
+    assert own < 0.75 * peer, "the whole file against the bare planes"
