@@ -1,0 +1,172 @@
+"""The `.ckptz` files that hold a model's weights in a Hugging Face folder, and the state in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from errno import ENOENT
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ckptz.container.byte_source import FileBytes
+from ckptz.convert.leaves import TensorRef
+from ckptz.convert.tree import parse_tree
+from ckptz.dtypes import dtype_of
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, named
+from ckptz.frameworks.torch import torch_dtype
+from ckptz.handle import PathLike, safe_open
+from ckptz.store.resolve import SUFFIX, open_file
+
+# --- which files ----------------------------------------------------------------------------------
+
+_STEMS: Final = ("model", "pytorch_model")  # the names by which transformers knows weights
+
+
+def weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """The files of a model's weights: one, or a complete set of numbered shards, or none.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ConfigError: shards of several checkpoints.
+    """
+    for stem in _STEMS:
+        name = stem if variant is None else f"{stem}.{variant}"
+        if (single := folder / f"{name}{SUFFIX}").is_file():
+            return [single]
+        if shards := _shards(folder, name):
+            return shards
+    return []
+
+
+def _shards(folder: Path, name: str) -> list[Path]:
+    pattern = re.compile(rf"{re.escape(name)}-(\d+)-of-(\d+){re.escape(SUFFIX)}")
+    matches = [match for entry in os.scandir(folder) if (match := pattern.fullmatch(entry.name))]
+    shards = {int(match[1]): folder / match[0] for match in matches}
+    totals = {int(match[2]) for match in matches}
+    if len(totals) > 1:
+        files = ", ".join(sorted(match[0] for match in matches))
+        raise ConfigError(f"{folder}: holds shards of several checkpoints ({files}); name some with files=")
+    for i in range(1, max(totals, default=0) + 1):
+        if i not in shards:
+            missing = folder / f"{name}-{i:05}-of-{totals.pop():05}{SUFFIX}"
+            raise FileNotFoundError(ENOENT, "a shard of the model is missing", str(missing))
+    return [shards[i] for i in sorted(shards)]
+
+
+def named_files(folder: Path, files: str | Sequence[str]) -> list[Path]:
+    """The files that a caller names.
+
+    Raises:
+        ConfigError: none.
+        FileNotFoundError: one of them is missing.
+    """
+    paths = [folder / file for file in ([files] if isinstance(files, str) else files)]
+    if not paths:
+        raise ConfigError(f"{folder}: files= names none")
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
+    return paths
+
+
+def nothing_found(folder: Path) -> ConfigError:
+    """The error for a folder where `weight_files` finds none."""
+    others = ", ".join(sorted(path.name for path in folder.glob(f"*{SUFFIX}"))) or "none"
+    return ConfigError(
+        f"{folder}: no model{SUFFIX}, nor shards of such; name the file with files= ({SUFFIX} files here: "
+        f"{others})"
+    )
+
+
+# --- what is in them ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How files are read: the options of `ckptz.safe_open`."""
+
+    search_path: Sequence[PathLike] = ()
+    max_decoded_bytes: int | None = None
+    jobs: int | None = None
+
+    def tensors(self, file: Path) -> dict[str, Any]:
+        """All tensors, by the names of the state that was saved."""
+        with self._open(file) as handle:
+            stored = handle.get_tensors()
+        return {name: stored[key] for name, key in _names(file, stored)}
+
+    def slices(self, file: Path) -> dict[str, Any]:
+        """The same, not decoded yet, but for those that go by several names; they keep the file open."""
+        with self._open(file) as handle:
+            pairs = _names(file, handle.keys())
+            n_names = Counter(key for _, key in pairs)
+            # One tensor under all of its names tells that these are tied.
+            stored = {
+                key: handle.get_slice(key) if n == 1 else handle.get_tensor(key) for key, n in n_names.items()
+            }
+        return {name: stored[key] for name, key in pairs}
+
+    def _open(self, file: Path) -> Any:
+        limits: dict[str, Any] = {"max_decoded_bytes": self.max_decoded_bytes, "jobs": self.jobs}
+        return safe_open(file, "pt", search_path=self.search_path, **limits)
+
+
+def _names(file: Path, stored: Iterable[str]) -> list[tuple[str, str]]:
+    """(name in the state, name in the file); they differ where a torch file has one tensor twice."""
+    with contextlib.closing(open_file(FileBytes(file))) as opened:
+        index = getattr(opened, "index", None)  # a plain safetensors file has none
+    if index is None or index.tree is None:
+        return [(key, key) for key in sorted(stored)]
+    try:
+        tree = parse_tree(index.tree)
+        tree.check_names(set(stored))
+        states = tree.root.values() if index.sharding is not None else [tree.root]
+        return sorted(pair for state in states for pair in _names_of_state(state))
+    except CkptzError as error:
+        raise named(error, str(file)) from None
+
+
+def _names_of_state(state: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(state, dict):
+        raise UnsupportedError(f"its torch file held a {type(state).__name__}, not a state_dict")
+    for name, leaf in state.items():
+        if not isinstance(name, str) or not isinstance(leaf, TensorRef):
+            raise UnsupportedError(
+                f"entry {name!r} of its torch file is not a tensor with memory of its own; "
+                "run ckptz restore, and load what it writes"
+            )
+        yield name, leaf.name
+
+
+def merged(files: Iterable[Path], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` gives for each of the files, in one.
+
+    Raises:
+        CorruptionError: two of them have a tensor of the same name.
+    """
+    state: dict[str, Any] = {}
+    for file in files:
+        for name, value in read(file).items():
+            if name in state:
+                raise CorruptionError(f"{file}: tensor {name!r} is in another file of the model too")
+            state[name] = value
+    return state
+
+
+def empty_like(part: Any) -> torch.Tensor:
+    """A tensor without memory, with the shape and the dtype of a slice or tensor."""
+    if isinstance(part, torch.Tensor):
+        return torch.empty_like(part, device="meta")
+    return torch.empty(part.get_shape(), dtype=torch_dtype(dtype_of(part.get_dtype())), device="meta")
+
+
+def first_float(parts: Mapping[str, Any]) -> torch.dtype | None:
+    """What transformers takes for a model's dtype; it builds none in types of 8 bits or fewer."""
+    dtypes = (empty_like(part).dtype for part in parts.values())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)
