@@ -39,11 +39,15 @@ format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(BENCH) ## sizes, speeds, memory, start-up, against other compressors: about 20 minutes
+bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 30 minutes; see bench/README.md
 	$(BIN)/python bench/lossless.py
 	$(BIN)/python bench/entropy_coder.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/startup.py
+	$(BIN)/python bench/maps.py
+	$(BIN)/python bench/load.py
+	$(BIN)/python bench/weight_sync.py
+	$(BIN)/python bench/link_speed.py
 
 $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEEDS_3_11)'
