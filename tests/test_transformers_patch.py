@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from api_support import run_python
-from transformers_support import AUTO, check_same, enabling, expected, folders, transformers
+from transformers_support import AUTO, check_same, enabling, expected, folders, torch_folder, transformers
 
 import ckptz.torch
 from ckptz.errors import UnsupportedError
@@ -17,6 +17,7 @@ from ckptz.integrations import transformers as integration
 from ckptz.integrations.transformers import disable, enable, from_pretrained
 
 modeling = transformers.modeling_utils
+PAGE = Path(__file__).parent.parent / "docs" / "transformers.md"
 NAMES = ("_get_resolved_checkpoint_files", "load_state_dict")
 
 
@@ -50,6 +51,11 @@ def test_other_versions_are_refused_by_name(version: str, monkeypatch: pytest.Mo
 def test_the_version_that_this_suite_runs_with_is_tested() -> None:
     numbers = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     assert integration.TESTED[0] <= numbers <= integration.TESTED[1]
+
+
+def test_the_page_names_the_tested_versions() -> None:
+    first, last = (".".join(map(str, version)) for version in integration.TESTED)
+    assert f"Outside of {first} to {last}" in PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,6 +169,16 @@ def test_states_are_read_where_they_are_asked_for() -> None:
             assert {name: (tensor.shape, tensor.dtype) for name, tensor in empty.items()} == shapes
             assert all(tensor.is_meta for tensor in empty.values())
         assert modeling.load_state_dict(shard).keys() == safetensors.torch.load_file(shard).keys()
+
+
+def test_a_tensor_that_goes_by_two_names_is_one(tmp_path: Path) -> None:
+    _, packed = torch_folder("gpt2", tmp_path)
+    with enabling():
+        for where in ({}, {"map_location": "meta"}, {"map_location": "cpu"}):
+            state = modeling.load_state_dict(str(packed / "pytorch_model.ckptz"), **where)
+            one, other = state["lm_head.weight"], state["transformer.wte.weight"]
+            assert one.shape == other.shape
+            assert one.data_ptr() == other.data_ptr()
 
 
 def test_the_order_of_imports_is_free_and_nothing_loads_transformers_unasked() -> None:
