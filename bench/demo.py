@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="a toy model and a few steps")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     report = run(QUICK if options.quick else Settings(), options.out, console)
     print_table(report, console)
     draw(report, options.out / "demo.png")

@@ -58,7 +58,7 @@ from ckptz.torch import apply_
 SIZE_TARGET: Final = 0.014  # of raw, where one element in a hundred changed
 APPLY_TARGET: Final = 0.25  # of memcpy
 SHARES: Final = (0.0, 0.001, 0.01, 0.05, 0.2)
-LAYERS, WIDTH, INNER, VOCABULARY = 12, 1024, 2816, 32000
+LAYERS, WIDTH, INNER, VOCABULARY = 8, 1024, 2816, 32000
 
 
 # --- speed --------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def draw(sizes: list[Row], speeds: list[Row]) -> None:
         seconds = [float(str(row["median s"])) for row in found]
         right.plot([float(str(row["elements changed"])) for row in found], seconds, marker="o", label=case)
     right.set_xscale("symlog", linthresh=0.001)
-    right.set(title="seconds for 0.4 GB of weights", xlabel="share of elements changed", ylim=(0, None))
+    right.set(title="seconds for 0.27 GB of weights", xlabel="share of elements changed", ylim=(0, None))
     right.legend(fontsize="small")
     figure.savefig(RESULTS / "weight_sync.png", dpi=120)
 
@@ -199,7 +199,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=("training", "speed"), help="one half; draws no picture")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--rounds", type=int, default=4, help="timed rounds (default 4)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
     options = parser.parse_args()
     sizes, speeds = list[Row](), list[Row]()

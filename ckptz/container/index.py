@@ -198,7 +198,7 @@ def is_ckptz(metadata: dict[str, str] | None) -> bool:
 
 def features_of(metadata: Mapping[str, str]) -> set[str]:
     """What a reader has to know to read the file."""
-    return set(filter(None, metadata.get(KEY_FEATURES, "").split(",")))
+    return set(metadata.get(KEY_FEATURES, "").split(","))
 
 
 def check_version(metadata: dict[str, str]) -> None:

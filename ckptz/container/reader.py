@@ -130,6 +130,11 @@ class FrameSource:
         find = companions_of(self._container.tensors)
         return 1 + max(find(name).source_depth(most - 1) for name in names)  # type: ignore[attr-defined]
 
+    def check_base(self) -> None:
+        """Require that the header is right and that a base it needs is there."""
+        with self._container.naming(self.entry.name):
+            _ = self.base
+
     def payload(self, index: int) -> NDArray[np.uint8]:
         """Stored bytes of a chunk."""
         header = self.header
@@ -339,3 +344,9 @@ def _checksum(entry: TensorEntry) -> int:
     if len(entry.checksum) != 16 or set(entry.checksum) - set("0123456789abcdef"):
         raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
     return int(entry.checksum, 16)
+
+
+def check_empty(source: UnitSource) -> None:
+    """Read the frame of a tensor without units, of which no chunk would be decoded."""
+    if isinstance(source, FrameSource) and not source.dtype.n_units(source.shape):
+        source.check_base()

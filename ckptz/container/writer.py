@@ -6,11 +6,12 @@ written last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from ckptz.codec.frame_plan import MAX_DIMS
+from ckptz.codec.frame_plan import MAX_DIMS, MAX_ELEMENTS
 from ckptz.codec.plan_kmeans import Choice, choose
 from ckptz.codec.units import UnitSource
 from ckptz.container.contents import Contents, Progress
@@ -58,6 +59,8 @@ def _check_shapes(tensors: Mapping[str, UnitSource]) -> None:
             raise UnsupportedError(
                 f"tensor {name!r} has {len(source.shape)} dimensions, a frame at most {MAX_DIMS}; reshape it"
             )
+        if math.prod(max(n, 1) for n in source.shape) > MAX_ELEMENTS:
+            raise UnsupportedError(f"tensor {name!r} has shape {list(source.shape)}, beyond 2^48 elements")
 
 
 def write_container(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ckptz.codec.units import UnitSource, chunk_bounds
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
+from ckptz.container.reader import check_empty
 from ckptz.convert import torch_files
 from ckptz.convert.inputs import Input, open_input
 from ckptz.convert.progress import SILENT, Progress
@@ -98,6 +99,7 @@ def decoded_chunks(
 
 def _chunks(tensors: Mapping[str, UnitSource]) -> Iterator[_Chunk]:
     for source in tensors.values():
+        check_empty(source)
         for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
             yield _Chunk(source, begin, end)
 

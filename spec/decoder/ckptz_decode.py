@@ -633,7 +633,8 @@ def read_plan(cursor: Cursor, limit: int) -> Plan:
         need(predictor == right, "F9", "a predictor that does not go with the plane mode")
     count = cursor.one("B")
     need(count <= 3, "T2", "more than 3 class rules")
-    plan.rules = [read_rule(cursor, plan) for _ in range(count)]
+    for _ in range(count):
+        plan.rules.append(read_rule(cursor, plan))
     need(plan.classes <= 4096, "T2", "more than 4096 classes")
     if domain != PLANES:
         plan.map = read_map(cursor, plan)
@@ -675,7 +676,8 @@ def read_rule(cursor: Cursor, plan: Plan) -> Rule:
         need(1 <= rule.size <= 2**48, "T5", "a block size outside 1 to 2^48")
         count = -(-plan.units // rule.size)  # "units / block size, rounded up"
     count = count if plan.units else 0  # "A tensor without units has no labels."
-    need(count <= 2**28, "T6", "more than 2^28 labels of one rule")
+    total = count + sum(len(other.labels) for other in plan.rules)
+    need(total <= 2**24, "T6", "more than 2^24 labels of all rules together")
     coder = cursor.one("B")
     rule.labels = decode_stream(coder, cursor.take(cursor.varint()), count)
     need(max(rule.labels, default=0) < rule.radix, "T3", "a stored label that is not below the radix")
@@ -853,21 +855,28 @@ def decode_chunk(plan: Plan, j: int, data: bytes, base: Chunk, named: dict[str, 
 # -------------------------------------------------------------------------------------------- 06-container
 
 
-def parse_json(data: bytes, limit: int, where: str) -> dict[str, Any]:
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """06-container#json."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         need(len(dict(items)) == len(items), "C3", f"a key twice in an object of the {where}")
         return dict(items)  # "No object has a key twice."
 
-    def constant(name: str) -> NoReturn:
-        refuse("C3", f"{name} in the {where}")  # "`NaN` and `Infinity` do not occur."
+    def number(text: str) -> Any:
+        # "`NaN` and `Infinity` do not occur, nor does a number beyond the range of a double."
+        need(math.isfinite(float(text)), "C3", f"a number of the {where} that is not finite")
+        return int(text) if text.lstrip("-").isdigit() else float(text)
 
-    # Every value takes a comma or a bracket of the text, so these bound the memory that the values take.
-    need(sum(map(data.count, b",[{")) <= limit // 128, "limit", f"too many values in the {where} (--limit)")
+    # "The characters `[`, `{` and `,` occur at most 4,194,304 times together, whatever they stand for."
+    need(sum(map(data.count, b"[{,")) <= 4_194_304, "C3", f"too many values in the {where}")
     try:
-        text = data.decode("utf-8")
-        value: dict[str, Any] = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        value: dict[str, Any] = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=pairs,
+            parse_int=number,
+            parse_float=number,
+            parse_constant=number,
+        )
         if b"\\u" in data:  # "A string has no half of a surrogate pair."
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError):  # of which UnicodeError and JSONDecodeError are kinds
@@ -884,7 +893,7 @@ def is_integer(x: Any) -> bool:
 IS_A: dict[str, Callable[[Any], Any]] = {
     "string": lambda x: type(x) is str,
     "integer": is_integer,
-    "number": lambda x: type(x) is int or (type(x) is float and math.isfinite(x)),
+    "number": lambda x: type(x) in (int, float),
     "integers": lambda x: type(x) is list and all(map(is_integer, x)),
     "array": lambda x: type(x) is list,
     "object": lambda x: type(x) is dict,
@@ -942,6 +951,7 @@ class Source:
     metadata: dict[str, str] | None = None
     base: dict[str, Any] | None = None
     content_id: str | None = None
+    features: tuple[str, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -984,7 +994,7 @@ def read_regions(header: dict[str, Any], data_size: int) -> list[Entry]:
     return regions
 
 
-def open_source(path: Path, limit: int) -> Source:
+def open_source(path: Path) -> Source:
     """06-container#reading, steps 1 to 4."""
     size = os.path.getsize(path)
     need(size >= 8, "C1", "the file ends before its header")
@@ -993,13 +1003,13 @@ def open_source(path: Path, limit: int) -> Source:
     need(8 + length <= size, "C1", "the file ends before its header")
     text = read_at(path, 8, length)
     need(text[:1] == b"{", "C2", "a header that does not begin with `{`")
-    header = parse_json(text, limit, "header")
+    header = parse_json(text, "header")
     outer = {"__metadata__": header.pop("__metadata__", None)}
     metadata = check_fields(outer, "", "__metadata__:texts", "C4")["__metadata__"]
     source = Source(path, 8 + length)
     if metadata is not None and metadata.get("ckptz.format") == "ckptz":
-        features = check_version(metadata)
-        open_ckptz(source, read_regions(header, size - source.data_at), metadata, features, limit)
+        source.features = check_version(metadata)
+        open_ckptz(source, read_regions(header, size - source.data_at), metadata)
         return source
     source.metadata = metadata
     for entry in read_regions(header, size - source.data_at):
@@ -1009,7 +1019,7 @@ def open_source(path: Path, limit: int) -> Source:
     return source
 
 
-def check_version(metadata: dict[str, str]) -> list[str]:
+def check_version(metadata: dict[str, str]) -> tuple[str, ...]:
     """06-container#reading: "Compare the version, then the features"; gives the features."""
     version = metadata.get("ckptz.version")
     need(version == "0.1", "C7", f"format version {version!r}")
@@ -1018,12 +1028,10 @@ def check_version(metadata: dict[str, str]) -> list[str]:
         need(feature in FEATURES, "C8", f"feature {feature!r}")
     keys = {"ckptz.format", "ckptz.version", "ckptz.required_features", "ckptz.index_sha256"}
     need(set(metadata) == keys, "C9", "a `__metadata__` with other keys than the four")
-    return features
+    return tuple(features)
 
 
-def open_ckptz(
-    source: Source, regions: list[Entry], metadata: dict[str, str], features: list[str], limit: int
-) -> None:
+def open_ckptz(source: Source, regions: list[Entry], metadata: dict[str, str]) -> None:
     """06-container#reading, steps 3 and 4."""
     for entry in regions:  # "Every region has dtype U8 and as its shape one dimension, its size."
         need(entry.dtype.name == "U8" and len(entry.shape) == 1, "C10", "a region that is not of bytes")
@@ -1034,7 +1042,7 @@ def open_ckptz(
     good = hashlib.sha256(data).hexdigest() == metadata["ckptz.index_sha256"]
     need(good, "C11", "an index with another SHA-256")
     index = check_fields(
-        parse_json(inflate(data), limit, "index"),
+        parse_json(inflate(data), "index"),
         "writer:string content_id:sha256 tensors:array",
         "metadata:texts base:object step:integer sharding:object tree:object",
     )
@@ -1048,7 +1056,7 @@ def open_ckptz(
     if index["sharding"] is not None:
         check_sharding(index["sharding"])
     if index["base"] is not None:
-        need("delta" in features, "C18", "a `base` in a file without the feature `delta`")
+        need("delta" in source.features, "C18", "a `base` in a file without the feature `delta`")
         source.base = read_base(index["base"])
     source.plain, source.tensors = False, {entry.name: entry for entry in entries}
     source.metadata, source.content_id = index["metadata"], index["content_id"]
@@ -1127,9 +1135,9 @@ def read_base(thing: Any) -> dict[str, Any]:
     """07-chain#base-reference."""
     base = check_fields(thing, "content_id:sha256 file:string depth:integer")
     need(1 <= base["depth"] <= 64, "H1", "a depth outside 1 to 64")
-    # "not empty, not `.` or `..`, and without `/`"
-    good = base["file"] not in ("", ".", "..") and "/" not in base["file"]
-    need(good, "H2", "the `file` of a base is not one path component")
+    # "1 to 255 bytes of UTF-8, not `.` or `..`, and without `/`, characters below 0x20 and 0x7f"
+    good = re.fullmatch(r"[^/\x00-\x1f\x7f]+", base["file"]) and base["file"] not in (".", "..")
+    need(good and len(base["file"].encode()) <= 255, "H2", "the `file` of a base is not one path component")
     return base
 
 
@@ -1155,11 +1163,11 @@ class Library:
         if path not in self.opened:
             self.opened[path] = None
             try:
-                source = open_source(path, self.limit) if path.is_file() else None
+                source = open_source(path) if path.is_file() else None
                 if source and source.content_id is None:
                     identify_plain(source)
                 self.opened[path] = source
-            except (Refusal, OSError, ValueError):  # ValueError: a path with a NUL
+            except (Refusal, OSError):
                 pass
         return self.opened[path]
 
@@ -1210,6 +1218,7 @@ def read_frame(source: Source, entry: Entry, limit: int) -> Plan:
     plan = read_frame_header(source, entry, limit)
     same = (plan.dtype, plan.shape) == (entry.dtype, entry.shape)
     need(same, "C15", f"the index disagrees with the frame of {entry.name!r} on dtype or shape")
+    need(plan.map is None or "maps" in source.features, "C20", "a map in a file without the feature `maps`")
     good = tensor_checksum(record.decoded for record in plan.records) == entry.checksum
     need(good, "C15", f"the index disagrees with the frame of {entry.name!r} on the checksum")
     return plan
@@ -1272,7 +1281,7 @@ def plain_header(source: Source) -> bytes:
 
 def decode(path: Path, library: Library, out: Path | None) -> list[dict[str, Any]]:
     """Decode all tensors of a file, write them if they are wanted, and describe them."""
-    source = open_source(path, library.limit)
+    source = open_source(path)
     total = sum(entry.bytes for entry in source.tensors.values())
     need(total <= library.limit, "limit", f"{total} bytes of tensors are more than allowed (--limit)")
     described = []
