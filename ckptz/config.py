@@ -16,8 +16,8 @@ class Lossless:
     """Every bit comes back, NaN payloads and negative zeros included. The default.
 
     Attributes:
-        sparse: store a delta by the positions that changed, where few did: it is applied many times
-            faster, and about a third larger than the smallest. What `ckptz.sync` publishes.
+        sparse: store a delta by the positions that changed, where few did: it is applied several times
+            faster, and about 40 % larger than the smallest. What `ckptz.sync` publishes.
 
     Example:
         >>> from ckptz.config import LOSSLESS, Lossless

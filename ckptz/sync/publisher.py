@@ -73,8 +73,8 @@ class Publisher:
         anchor_every: publish an anchor with every so many steps; 1 to 64. A follower that starts late
             reads an anchor and at most this many deltas.
         keep_anchors: remove what is older than the so many newest anchors; None keeps everything.
-        smallest: make deltas as small as they get, about a quarter less than otherwise; writing and
-            applying them takes many times as long.
+        smallest: make deltas as small as they get, about 30 % less than otherwise; writing and
+            applying them takes several times as long.
         jobs: threads, all cores by default.
 
     Raises:
