@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptz.codec.units import CHUNK_UNITS, Units, chunk_bounds, n_chunks_of
-from ckptz.container.reader import FrameSource
+from ckptz.container.reader import FrameSource, check_empty
 from ckptz.errors import LimitError
 from ckptz.frameworks import Framework, Selection
 from ckptz.frameworks.window import Piece
@@ -88,7 +88,7 @@ def read_tensors(
             for index, (begin, end) in enumerate(chunk_bounds(len(units)) if n else ()):
                 yield sources[name], index, units[begin:end]
 
-    n_chunks = {name: n_chunks_of(s.dtype.n_units(s.shape)) for name, s in sources.items()}
+    n_chunks = {name: _n_chunks(source) for name, source in sources.items()}
     with _workers(jobs, sum(n_chunks.values())) as workers:
         done = workers.map(_decode, tasks())
         for name, n in n_chunks.items():
@@ -97,6 +97,12 @@ def read_tensors(
             if name not in made:  # empty, and the tasks have not come to it
                 allocate(name)
             yield name, framework.finish(made.pop(name))
+
+
+def _n_chunks(source: FrameSource) -> int:
+    """Chunks of a tensor; where there are none, its frame is checked at once."""
+    check_empty(source)
+    return n_chunks_of(source.dtype.n_units(source.shape))
 
 
 def _decode(task: tuple[FrameSource, int, Units]) -> None:

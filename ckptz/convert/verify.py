@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ckptz.codec.units import UnitSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.container.index import Sharding
-from ckptz.container.reader import Container, FrameSource
+from ckptz.container.reader import Container, FrameSource, check_empty
 from ckptz.convert.inputs import Input, open_input
 from ckptz.convert.progress import SILENT, Progress
 from ckptz.errors import ConfigError, CorruptionError
@@ -141,6 +141,7 @@ def _check_stored(frame: FrameSource) -> int:
 
 def _chunks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[_Chunk]:
     for name, source in checkpoint.tensors.items():
+        check_empty(source)
         for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
             where, error = f"{checkpoint.name}: tensor {name!r}", _recorded_error(source)
             yield _Chunk(where, source, originals.get(name), begin, end, error)

@@ -1,0 +1,51 @@
+"""Tensors without units: no chunk is decoded, and their frames are held to the same rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_support import ckptz
+from spec_files import File, Frame, plan
+
+from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
+from ckptz.numpy import load_file, save_file
+
+# A delta of no elements, in a file that names no base.
+ORPHAN = File({"w": Frame(plan(dtype="F32", predictor=1, mode=2, shape=(0,)), (), b"", "F32", (0,), 0)})
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Path:
+    path = tmp_path / "orphan.ckptz"
+    path.write_bytes(ORPHAN.bytes())
+    return path
+
+
+def test_loading_reads_their_frames(orphan: Path) -> None:
+    with pytest.raises(CorruptionError, match="needs a base"):
+        load_file(orphan)
+
+
+@pytest.mark.parametrize("verb", ["restore", "verify"])
+def test_the_verbs_read_their_frames(verb: str, orphan: Path) -> None:
+    run = ckptz(verb, orphan, fails=True)
+    assert run.exit_code == 3
+    assert "needs a base" in run.error
+
+
+def test_whole_ones_come_back(tmp_path: Path) -> None:
+    save_file({"w": np.zeros((0, 3), np.float32)}, tmp_path / "a.ckptz")
+    assert load_file(tmp_path / "a.ckptz")["w"].shape == (0, 3)
+
+
+def test_shapes_beyond_the_limit_are_refused_on_writing(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="beyond 2\\^48 elements"):
+        save_file({"w": np.zeros((0, 1 << 49), np.uint8)}, tmp_path / "a.ckptz")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_feature_name_is_refused() -> None:
+    with pytest.raises(CkptzError):
+        File(features="lossless,").open()
