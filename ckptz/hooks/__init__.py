@@ -1,0 +1,13 @@
+"""Hooks for plain PyTorch training loops: what an encoder wants to know and a checkpoint does not say.
+
+    from ckptz.hooks import Calibration, SensitivityTracker
+
+See docs/hooks.md.
+"""
+
+from __future__ import annotations
+
+from ckptz.hooks.calibration import Calibration
+from ckptz.hooks.sensitivity import SensitivityTracker
+
+__all__ = ["Calibration", "SensitivityTracker"]

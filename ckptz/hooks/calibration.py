@@ -1,0 +1,263 @@
+"""Second moments of what layers see: how errors of a weight's columns add up in a layer's output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+
+from ckptz.convert.guide_files import CalibrationFile
+from ckptz.convert.guide_format import CalibrationContent, InputRow, Kind, ModuleRow, guide_metadata
+from ckptz.errors import CalibrationError, ConfigError
+from ckptz.hooks.inputs import Gather, gather_of
+from ckptz.hooks.parameters import Named, fingerprint_of, named_parameters, save_tensors, unwrapped
+from ckptz.hooks.sums import Recorder, Sum, Sums, Users
+
+MEMORY_CAP: Final = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer whose inputs are recorded."""
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    gather: Gather
+    weight: Named
+
+
+class Calibration:
+    """Records the inputs of a model's layers over a few batches: sum(x x^T), and counts of tokens.
+
+    Recorded are `nn.Linear`, `nn.Conv1d` and `nn.Conv2d` (unfolded), the Conv1D of transformers, and
+    `nn.Embedding`. Layers that get the very same tensor share one matrix. Sums are float32, on the device of
+    the inputs. Recording is forward only: gradients are off within the block. Put the model into the
+    mode that the inputs should be of, usually `model.eval()`.
+
+    A batch is one call of the model. It counts as a whole or not at all.
+
+    Args:
+        model: a plain module, or one in DistributedDataParallel; layers have the names that they have
+            without it. A compiled model is recorded by calling the one that was compiled.
+        memory_cap: bytes that sums may take while they are recorded. One half is for the batch under way.
+            Where it does not suffice, the layers with the largest sums are skipped; see `skipped`.
+
+    Raises:
+        ConfigError: `memory_cap` is not positive, or the model is sharded or not initialized.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.hooks import Calibration
+        >>> model = torch.nn.Linear(2, 1)
+        >>> calibration = Calibration(model)
+        >>> with calibration:
+        ...     _ = model(torch.tensor([[1.0, 2.0]]))
+        ...     _ = model(torch.tensor([[0.0, 1.0]]))
+        >>> calibration.moments("")
+        tensor([[1., 2.],
+                [2., 5.]])
+    """
+
+    def __init__(self, model: nn.Module, *, memory_cap: int = MEMORY_CAP) -> None:
+        if memory_cap <= 0:
+            raise ConfigError(f"memory_cap is a number of bytes, got {memory_cap}")
+        self._model = unwrapped(model)
+        named = named_parameters(self._model)
+        self._fingerprint = fingerprint_of(named)
+        self._layers: dict[str, _Layer] = {}
+        self._unfit: dict[str, str] = {}
+        self._find_layers({id(one.parameter): one for one in named})
+        self._recorder = Recorder(memory_cap)
+        self._is_in_forward = False
+        self._active: contextlib.ExitStack | None = None
+
+    def _find_layers(self, named: dict[int, Named]) -> None:
+        for name, module in self._model.named_modules():
+            found = gather_of(module)
+            if found is None:
+                continue
+            weight = named.get(id(module.weight))
+            if weight is None:
+                self._unfit[name] = "its weight is computed and not a parameter"
+            elif not weight.parameter.is_floating_point():
+                self._unfit[name] = f"its weight is {weight.parameter.dtype}"
+            else:
+                self._layers[name] = _Layer(name, module, *found, weight)
+
+    # --- recording ----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Record until the block ends; may be entered again, and goes on.
+
+        Raises:
+            ConfigError: it is entered already.
+        """
+        if self._active is not None:
+            raise ConfigError("this calibration is recording already; leave its block first")
+        with contextlib.ExitStack() as active:
+            active.enter_context(torch.no_grad())
+            self._is_in_forward = False
+            for handle in self._hooks():
+                active.callback(handle.remove)
+            self._active = active.pop_all()
+        return self
+
+    def _hooks(self) -> list[Any]:
+        model = self._model
+        handles: list[Any] = [model.register_forward_pre_hook(self._begin)]  # before that of a layer
+        handles += [
+            layer.module.register_forward_pre_hook(self._recording(layer), with_kwargs=True)
+            for layer in self._layers.values()
+        ]
+        handles.append(model.register_forward_hook(self._end))
+        return handles
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._active is not None
+        self._active.close()
+        self._active = None
+        if error is not None or self._is_in_forward:
+            self._recorder.discard()
+        self._commit()
+
+    def _begin(self, *_: Any) -> None:
+        if self._is_in_forward:  # the call before has raised
+            self._recorder.discard()
+        self._commit()  # layers that were called without the model
+        self._is_in_forward = True
+
+    def _end(self, *_: Any) -> None:
+        self._is_in_forward = False
+        self._commit()
+
+    def _recording(self, layer: _Layer) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensor = args[0] if args else next(iter(kwargs.values()))
+            self._recorder.record(layer.name, layer.gather, tensor)
+
+        return record
+
+    def _commit(self) -> None:
+        if self._recorder.is_empty:
+            return
+        if layers := self._recorder.commit():
+            raise CalibrationError(
+                f"layer {layers[0]!r}: its input is not finite, or too large to be squared in float32; "
+                "the batch was left out: check the model and the batch"
+            )
+
+    # --- results ------------------------------------------------------------------------------------
+
+    def moments(self, layer: str) -> torch.Tensor:
+        """A layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
+
+        Raises:
+            CalibrationError: nothing was recorded for it.
+        """
+        sums = [_mirrored(one.total) for _, one in self._recorder.kept.of(layer)]
+        if not sums:
+            raise CalibrationError(f"layer {layer!r}: no input was recorded; see `skipped` and `missing`")
+        total = sums[0].clone()
+        for other in sums[1:]:
+            total.add_(other)
+        return total
+
+    @property
+    def n_samples(self) -> dict[str, int]:
+        """Input vectors by layer."""
+        return {
+            name: sum(one.n_samples for _, one in self._recorder.kept.of(name))
+            for name in self._layers
+            if any(self._recorder.kept.of(name))
+        }
+
+    @property
+    def shared(self) -> list[tuple[str, ...]]:
+        """Layers that share a matrix, because they got the very same tensor in the same calls."""
+        return [self._ordered(users) for users in self._recorder.kept.by_users if len(users) > 1]
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Layers that are not recorded, with reasons."""
+        return self._unfit | self._recorder.skipped
+
+    def missing(self) -> list[str]:
+        """Layers that are recorded and were not called."""
+        seen = self.n_samples
+        return [name for name in self._layers if name not in seen and name not in self._recorder.skipped]
+
+    def _ordered(self, users: Users) -> tuple[str, ...]:
+        return tuple(name for name in self._layers if name in users)
+
+    # --- state --------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sums to a safetensors file, which appears whole or not at all.
+
+        Raises:
+            CalibrationError: nothing was recorded.
+        """
+        if not self._recorder.kept.by_users:
+            raise CalibrationError(
+                f"{path}: no input was recorded; call the model, not compiled, in `with calibration:`"
+            )
+        tensor_of = {
+            users: "+".join(self._ordered(users))
+            for layer in self._layers
+            for users, _ in self._recorder.kept.of(layer)
+        }
+        modules = tuple(row for layer in self._layers.values() if (row := self._row(layer, tensor_of)))
+        content = CalibrationContent(self._fingerprint, modules, self.skipped)
+        for one in self._recorder.kept.by_users.values():
+            one.total.copy_(_mirrored(one.total))  # one at a time, so that no second copy of all is made
+        sums = self._recorder.kept.by_users
+        tensors = {name: sums[users].total for users, name in tensor_of.items()}
+        save_tensors(path, tensors, guide_metadata("calibration", content))
+
+    def _row(self, layer: _Layer, tensor_of: dict[Users, str]) -> ModuleRow | None:
+        inputs = [
+            InputRow(tensor_of[users], one.n_samples) for users, one in self._recorder.kept.of(layer.name)
+        ]
+        if not inputs:
+            return None
+        shape = tuple(layer.weight.parameter.shape)
+        return ModuleRow(layer.name, layer.kind, layer.weight.names, shape, tuple(inputs))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what `save` wrote, instead of what was recorded.
+
+        Raises:
+            CalibrationError: it belongs to another model, or is damaged.
+            FileNotFoundError: no such file.
+        """
+        with CalibrationFile.open(path) as file:
+            self._check_owner(file)
+            sums = Sums()
+            for one in file.sums:
+                device = self._layers[one.modules[0]].weight.parameter.device
+                total = torch.from_numpy(file.read(one)).to(device)
+                sums.add(frozenset(one.modules), Sum(total, one.n_samples))
+            skipped = {name: why for name, why in file.content.skipped.items() if name in self._layers}
+        self._recorder.take_over(sums, skipped)
+
+    def _check_owner(self, file: CalibrationFile) -> None:
+        is_ours = file.content.fingerprint == self._fingerprint and all(
+            row.module in self._layers and row.kind == self._layers[row.module].kind
+            for row in file.content.modules
+        )
+        if not is_ours:
+            raise file.file.error("is of another model; load it with the model it was recorded with")
+
+
+def _mirrored(total: torch.Tensor) -> torch.Tensor:
+    """A matrix with its upper triangle in both: matrix products are not symmetric to the last bit."""
+    return total if total.ndim == 1 else total.triu() + total.triu(1).mT

@@ -1,0 +1,81 @@
+"""What a model's parameters are called, each once, and files of tensors that belong to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ckptz.applying import live_tensors
+from ckptz.codec.units import Units, UnitSource, chunk_bounds
+from ckptz.container.plain import plain_regions, write_plain
+from ckptz.container.publish import publish
+from ckptz.convert.guide_format import shape_fingerprint
+from ckptz.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A parameter and all its names in the model; several where it is tied."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model within DistributedDataParallel, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile's
+            model = inner
+        else:
+            return model
+
+
+def named_parameters(model: nn.Module) -> list[Named]:
+    """The parameters of a model without wrappers, tied ones once.
+
+    Raises:
+        ConfigError: a parameter has no shape yet, or this process holds only a part of it.
+    """
+    found: dict[int, Named] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _check_parameter(name, parameter)
+        one = found.get(id(parameter), Named(parameter, ()))
+        found[id(parameter)] = Named(parameter, (*one.names, name))
+    return list(found.values())
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ConfigError(f"parameter {name!r} has no shape yet; run the model once before")
+    if hasattr(parameter, "full_tensor"):  # a DTensor
+        raise ConfigError(
+            f"parameter {name!r} is sharded over several processes, which hooks do not support; "
+            "use an unsharded copy of the model"
+        )
+
+
+def fingerprint_of(parameters: Iterable[Named]) -> str:
+    """See `shape_fingerprint`."""
+    return shape_fingerprint({one.names[0]: tuple(one.parameter.shape) for one in parameters})
+
+
+def save_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file, chunk after chunk; it appears whole or not at all."""
+    sources = live_tensors(tensors)
+    with publish(path) as sink:
+        write_plain(sink, plain_regions(sources), metadata, _chunks(sources))
+
+
+def _chunks(sources: Mapping[str, UnitSource]) -> Iterator[Units]:
+    for source in sources.values():
+        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+            yield source.units(begin, end)

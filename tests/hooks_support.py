@@ -1,0 +1,32 @@
+"""What the tests of hooks share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+from torch import distributed
+
+Change = Callable[[dict[str, Any], dict[str, str]], Any]
+
+
+def rewrite(path: Path, change: Change) -> None:
+    """Change the tensors and the metadata of a safetensors file."""
+    with safetensors.safe_open(path, "numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+        metadata = dict(file.metadata())
+    change(tensors, metadata)
+    safetensors.numpy.save_file(tensors, path, metadata)
+
+
+@contextlib.contextmanager
+def process_group(folder: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
