@@ -14,12 +14,20 @@ from typing import Final
 
 from ckptz.errors import ConfigError
 
-ROLES: Final = ("weight", "exp_avg", "exp_avg_sq", "momentum", "other")
+ROLES: Final = ("weight", "exp_avg", "exp_avg_sq", "factor", "momentum", "other")
 LAYER_TYPES: Final = ("embedding", "attention", "linear", "conv", "norm", "head", "other")
+# What optimizers call their state: Adam, AdamW and Lion, RMSprop, SGD, Adafactor (whose factors are sums
+# over rows and columns of a second moment). Everything else is lossless.
 STATE_ROLES: Final = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
+    "square_avg": "exp_avg_sq",
+    "variance": "exp_avg_sq",
     "momentum_buffer": "momentum",
+    "exp_avg_sq_row": "factor",
+    "exp_avg_sq_col": "factor",
+    "row_var": "factor",
+    "col_var": "factor",
     "step": "other",
     "max_exp_avg_sq": "other",
 }
@@ -76,7 +84,7 @@ def load_rules(text: str) -> tuple[Rule, ...]:
 
 _WORDS: Final = "|".join(STATE_ROLES)
 _STATE: Final = re.compile(
-    rf"(?:optimizer\.(?:state\.)?)?(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+)"
+    rf"(?:optimizer\.)?(?:state\.)?(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+)"
 )
 _LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type in LAYER_PATTERNS)
 
@@ -84,7 +92,8 @@ _LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type
 def _split_state(name: str) -> tuple[str, str]:
     """(role, parameter) of a tensor's name."""
     if match := _STATE.fullmatch(name):
-        return STATE_ROLES[match["word"] or match["first"]], match["parameter"] or match["rest"]
+        parameter = match["parameter"] or match["rest"]
+        return STATE_ROLES[match["word"] or match["first"]], parameter.removeprefix("model.")
     if name.startswith("optimizer."):
         return "other", name
     return "weight", name.removeprefix("model.")

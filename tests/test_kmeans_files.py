@@ -72,7 +72,7 @@ def test_only_large_weights_become_lossy_and_the_file_says_how(tmp_path: Path) -
     for name, levels, layer in (("model.token.weight", 32, "embedding"), ("model.up.weight", 16, "linear")):
         record, exact, got = reports[name]["lossy"], original[name], restored[name]
         assert (record["method"], record["promise"], record["layer_type"]) == ("kmeans", "none", layer)
-        assert record["levels"] <= levels
+        assert record["settings"]["levels"] == levels
         assert len(np.unique(got)) <= levels + record["n_protected"]
         assert record["max_abs_error"] == pytest.approx(np.abs(got - exact).max(), rel=1e-6)
         assert record["rms_error"] == pytest.approx(np.sqrt(np.mean((got - exact) ** 2)), rel=1e-4)

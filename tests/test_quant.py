@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptz.codec.plan_kmeans import Choice, choose, plan_tensor
+from ckptz.codec.choices import Choice, choose
+from ckptz.codec.plan_tensor import plan_tensor
 from ckptz.codec.units import ArraySource
 from ckptz.config import LOSSLESS, KMeans
 from ckptz.dtypes import dtype_of
@@ -195,14 +196,14 @@ def test_impossible_configurations_are_refused(wrong: dict[str, Any]) -> None:
 def test_only_large_float_weights_become_lossy() -> None:
     config = KMeans(levels=16, embedding_levels=32, prune=0.1, protect=0.0, layer_prune=(("head", 0.0),))
     f32, i64 = dtype_of("F32"), dtype_of("I64")
-    assert choose(config, WEIGHT, f32, (64, 64)).partitions == Partitions(16, 0.1)
-    assert choose(LOSSLESS, WEIGHT, f32, (64, 64)).partitions is None
-    assert choose(config, WEIGHT, f32, (4096,)).partitions is None
-    assert choose(config, WEIGHT, f32, (8, 8)).partitions is None
-    assert choose(config, WEIGHT, i64, (64, 64)).partitions is None
-    assert choose(config, Role("exp_avg", "a", "linear"), f32, (64, 64)).partitions is None
-    assert choose(config, Role("weight", "a", "embedding"), f32, (64, 64)).partitions == Partitions(32, 0.1)
-    assert choose(config, Role("weight", "a", "head"), f32, (64, 64)).partitions == Partitions(16, 0.0)
+    assert choose(config, WEIGHT, f32, (64, 64)).method == Partitions(16, 0.1)
+    assert choose(LOSSLESS, WEIGHT, f32, (64, 64)).method is None
+    assert choose(config, WEIGHT, f32, (4096,)).method is None
+    assert choose(config, WEIGHT, f32, (8, 8)).method is None
+    assert choose(config, WEIGHT, i64, (64, 64)).method is None
+    assert choose(config, Role("exp_avg", "a", "linear"), f32, (64, 64)).method is None
+    assert choose(config, Role("weight", "a", "embedding"), f32, (64, 64)).method == Partitions(32, 0.1)
+    assert choose(config, Role("weight", "a", "head"), f32, (64, 64)).method == Partitions(16, 0.0)
 
 
 def test_a_tensor_with_nan_stays_lossless_and_says_so() -> None:

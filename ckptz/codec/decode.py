@@ -50,7 +50,9 @@ def decode_chunk(
     if xxh64(out) != record.decoded:
         check_stored(record, index, payload)
         if header.plan.needs_base:
-            raise MissingBaseError("the base found is not the checkpoint that this delta was made from")
+            raise MissingBaseError(
+                f"the base found is not the checkpoint that this delta was made from{sources.base_title}"
+            )
         raise CorruptionError(f"chunk {index}: decodes to other values than were written")
     return codes
 
@@ -99,7 +101,8 @@ class _Streams:
             return
         codes = self._sources.base_codes()
         if (0 if codes is None else xxh64(codes)) != expected:
-            raise MissingBaseError("the base's codes are not those that this delta was grouped by")
+            title = self._sources.base_title
+            raise MissingBaseError(f"the base's codes are not those that this delta was grouped by{title}")
 
     def _count_classes(self) -> NDArray[np.int64] | None:
         if self._labels is None:

@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64, xxh64_of_parts
+from ckptz.codec.coded import CodedQuantizer
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, Predictor, StreamTables
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.sparse import encode_changes
 from ckptz.codec.units import Units, UnitSource
-from ckptz.codec.values import predicted
+from ckptz.codec.values import KINDS, predicted
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans, encode_stream
 from ckptz.errors import ConfigError
@@ -120,11 +121,12 @@ def encode_values(units: Units) -> list[Stream]:
 
 @dataclass(frozen=True, slots=True)
 class _Quantized:
-    """Streams of a lossy chunk, the units they decode to, and the codes."""
+    """Codes of a lossy chunk, the units they decode to, and which of these stand exactly."""
 
-    streams: list[Stream]
-    decoded: Units
     codes: Bytes
+    decoded: Units
+    escaped: NDArray[np.bool_] | None = None
+    protected: NDArray[np.bool_] | None = None
 
 
 def _quantize(header: FrameHeader, units: Units, sources: ChunkSources, labels: Labels | None) -> _Quantized:
@@ -136,26 +138,28 @@ def _quantize(header: FrameHeader, units: Units, sources: ChunkSources, labels: 
     base = sources.base_units() if plan.predictor is Predictor.BASE else None
     decoded = np.empty_like(units)
     header.value_table.decode(codes, labels, predicted(plan, plan.outer, base, begin, end), decoded)
-    streams = _encode_codes([codes], plan, labels)
-    kept = quantizer.kept(units)
+    escaped, protected, kept = None, None, quantizer.kept(units)
     if plan.quant_map.escape_code is not None:
-        streams += _store_exactly(codes == plan.quant_map.escape_code, kept, decoded)
+        escaped = codes == plan.quant_map.escape_code
+        decoded[escaped] = kept[escaped]
     if plan.quant_map.has_protected:
         mask = quantizer.protected(begin, end, units)
-        mask = np.zeros(len(units), np.bool_) if mask is None else mask
-        streams.append(encode_stream(mask.view(np.uint8)))
-        streams += _store_exactly(mask, kept, decoded)
-    return _Quantized(streams, decoded, codes)
+        protected = np.zeros(len(units), np.bool_) if mask is None else mask
+        decoded[protected] = kept[protected]
+    return _Quantized(codes, decoded, escaped, protected)
 
 
-def _store_exactly(mask: NDArray[np.bool_], kept: Units, decoded: Units) -> list[Stream]:
-    values = kept[mask]
-    decoded[mask] = values
-    return encode_values(values)
+def _encode_quantized(plan: Plan, quantized: _Quantized, labels: Labels | None) -> list[Stream]:
+    streams = _encode_codes([quantized.codes], plan, labels)
+    if quantized.escaped is not None:
+        streams += encode_values(quantized.decoded[quantized.escaped])
+    if quantized.protected is not None:
+        streams.append(encode_stream(quantized.protected.view(np.uint8)))
+        streams += encode_values(quantized.decoded[quantized.protected])
+    return streams
 
 
-def _deviation(header: FrameHeader, units: Units, quantized: _Quantized) -> Deviation:
-    kind = header.value_table.kind
+def _deviation(kind: int, units: Units, quantized: _Quantized) -> Deviation:
     exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (units, quantized.decoded))
     largest, error, power = planning().deviation(exact, restored)
     if largest < FLUSHED_BELOW:
@@ -164,6 +168,22 @@ def _deviation(header: FrameHeader, units: Units, quantized: _Quantized) -> Devi
         difference = wide_restored - wide
         largest, error, power = np.abs(difference).max(initial=0.0), difference @ difference, wide @ wide
     return Deviation(float(largest), float(error), float(power), cpu().histogram(quantized.codes))
+
+
+def restored_units(source: UnitSource, plan: Plan, sources: ChunkSources) -> Units:
+    """What a chunk will decode to, without coding it; other tensors may be classed by it.
+
+    Args:
+        source: the tensor.
+        plan: its plan.
+        sources: the chunk's bounds, and what the plan needs.
+    """
+    units = source.units(sources.begin, sources.end)
+    if plan.quant_map is None:
+        return units if plan.rounding is None else plan.rounding.rounded(units, KINDS[source.dtype.name])
+    header = FrameHeader(source.dtype, tuple(source.shape), plan, ())
+    labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
+    return _quantize(header, units, sources, labels).decoded
 
 
 def encode_chunk(source: UnitSource, plan: Plan, sources: ChunkSources) -> EncodedChunk:
@@ -179,16 +199,23 @@ def encode_chunk(source: UnitSource, plan: Plan, sources: ChunkSources) -> Encod
     labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
     deviation, decoded = None, units
     if plan.quant_map is None:
-        base = sources.base_units() if plan.predictor is Predictor.BASE else units
-        changed = encode_changes(units, base, plan, source.dtype) if plan.is_sparse else None
+        if plan.rounding is not None:
+            kind = KINDS[source.dtype.name]
+            decoded = plan.rounding.rounded(units, kind)
+            deviation = _deviation(kind, units, _Quantized(np.zeros(0, np.uint8), decoded))
+        base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
+        changed = encode_changes(decoded, base, plan, source.dtype) if plan.is_sparse else None
         if changed is None:
-            planes = cpu().split_planes(units, base, kernel_mode(plan.mode, source.dtype))
+            planes = cpu().split_planes(decoded, base, kernel_mode(plan.mode, source.dtype))
             changed = _encode_codes(planes, plan, labels)
         streams = changed
     else:
         quantized = _quantize(header, units, sources, labels)
-        streams, decoded = quantized.streams, quantized.decoded
-        deviation = _deviation(header, units, quantized)
+        streams, decoded = _encode_quantized(plan, quantized, labels), quantized.decoded
+        if isinstance(plan.quantizer, CodedQuantizer):  # its errors were measured where its values are
+            deviation = Deviation(*plan.quantizer.errors(sources.begin), cpu().histogram(quantized.codes))
+        else:
+            deviation = _deviation(header.value_table.kind, units, quantized)
     parts = tuple(data for _, data in streams)
     records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
     base_codes = _base_codes_checksum(plan, sources)

@@ -22,7 +22,8 @@ from ckptz.codec.plan import Plan
 from ckptz.codec.units import n_chunks_of, n_rows_of
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType
-from ckptz.errors import ChecksumError, CorruptionError
+from ckptz.entropy.streams import CoderId
+from ckptz.errors import ChecksumError, CorruptionError, UnsupportedError
 from ckptz.kernels import cpu
 
 PREFIX_BYTES: Final = 4  # the header's own length, u32
@@ -170,5 +171,15 @@ def _parse_chunks(
         streams = tuple(
             StreamRecord(source.u8("coder"), source.u32("stream length")) for _ in range(n_streams)
         )
+        _check_coders(streams, len(plan.tables))
         chunks.append(ChunkRecord(stored, decoded, streams, base_codes))
     return tuple(chunks)
+
+
+def _check_coders(streams: tuple[StreamRecord, ...], n_shared: int) -> None:
+    """Refuse coders that are not known, or that streams behind the first `n_shared` cannot have."""
+    for i, stream in enumerate(streams):
+        if stream.coder > CoderId.SPARSE:
+            raise UnsupportedError(f"coder {stream.coder} is not known to this ckptz; upgrade it")
+        if stream.coder == CoderId.RANS_SHARED and i >= n_shared:
+            raise CorruptionError("a stream uses the tensor's tables, and there are none for it")

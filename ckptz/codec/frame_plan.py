@@ -98,6 +98,11 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
     return out.getvalue()
 
 
+def outer_bytes(outer: Outer) -> int:
+    """What the vectors of the outer predictor take."""
+    return 4 * (len(outer.rows) + len(outer.columns))
+
+
 def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
     """Inverse of `pack_plan`.
 
@@ -146,8 +151,6 @@ def _check(plan: Plan, dtype: DType, flags: int) -> None:
             raise CorruptionError("byte planes have no outer predictor")
     elif dtype.name not in VALUE_DTYPES:
         raise CorruptionError(f"a frame of {dtype.name} has a quantization map")
-    if plan.n_classes > MAX_CLASSES:
-        raise CorruptionError(f"{plan.n_classes} classes, at most {MAX_CLASSES} are allowed")
 
 
 def _parse_shape(source: ByteReader) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.dtypes import DType
+from ckptz.quant.moments import Rounding
 from ckptz.quant.quant_map import QuantizationMap
 from ckptz.transform.classes import BaseCode, ClassCounts, ClassRule, Magnitude, TableMap, n_classes_of
 from ckptz.transform.planes import BASE_MODES, PlaneMode
@@ -79,6 +80,7 @@ class Plan:
         note: encoder only: what the user should know, or empty.
         counted: encoder only: codes by class of each stream, if the planner counted the one chunk there is.
         is_sparse: encoder only: code a chunk of which few units changed by their positions.
+        rounding: encoder only, planes domain: what units are rounded to before they are split, if at all.
     """
 
     mode: PlaneMode = PlaneMode.RAW
@@ -92,6 +94,7 @@ class Plan:
     note: str = field(default="", compare=False)
     counted: tuple[ClassCounts, ...] = field(default=(), compare=False, repr=False)
     is_sparse: bool = field(default=False, compare=False)
+    rounding: Rounding | None = field(default=None, compare=False)
 
     @property
     def n_classes(self) -> int:

@@ -4,58 +4,36 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
-from ckptz.codec.plan import Domain, Plan
-from ckptz.codec.planner import MapFunction, plan_lossless, plan_sparse, stream_tables
+from ckptz.codec.coded import CodedSource
+from ckptz.codec.guides import NO_GUIDE, Guide
+from ckptz.codec.plan import Domain, Plan, Quantizer
+from ckptz.codec.planner import MapFunction, plan_lossless, stream_tables
+from ckptz.codec.sensitivity import GuidedSensitivities, sensitivities_of
 from ckptz.codec.sources import codes_of
 from ckptz.codec.units import UnitSource, chunk_bounds
 from ckptz.codec.values import KINDS
-from ckptz.config import Config, KMeans, Lossless
-from ckptz.dtypes import DType
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
+from ckptz.quant.partitions import Cut, Partitions, fit_partitions
 from ckptz.quant.quant_map import QuantizationMap
+from ckptz.quant.sensitivity import SensitivitySketch, floats_of
 from ckptz.quant.sketch import Sketch
-from ckptz.roles import Role
 from ckptz.transform.classes import BaseCode, ClassCounts
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a configuration means for one tensor.
-
-    Attributes:
-        role: what the tensor is.
-        partitions: how it becomes lossy, or None.
-        is_sparse: prefer changed positions over the smallest bytes.
-    """
-
-    role: Role
-    partitions: Partitions | None = None
-    is_sparse: bool = False
-
-
-def choose(config: Config, role: Role, dtype: DType, shape: tuple[int, ...]) -> Choice:
-    """Which tensors a configuration makes lossy: weights with two or more dimensions, not too small."""
-    if isinstance(config, Lossless) and config.sparse:
-        return Choice(role, is_sparse=True)
-    if not isinstance(config, KMeans) or role.role != "weight" or dtype.name not in KINDS:
-        return Choice(role)
-    if len(shape) < 2 or dtype.n_units(shape) < config.min_elements:
-        return Choice(role)
-    levels = config.levels
-    if role.layer_type == "embedding" and config.embedding_levels is not None:
-        levels = config.embedding_levels
-    prune = dict(config.layer_prune).get(role.layer_type, config.prune)
-    as_bf16 = config.protect_as == "bf16"
-    return Choice(role, Partitions(levels, prune, config.protect, as_bf16, config.sigma))
+NO_GRADIENT: Final = "has no average of gradients; ranked by magnitude"
+BAD_GRADIENT: Final = "has gradients that are not finite, or negative squares; ranked by magnitude"
 
 
 def plan_kmeans(
-    source: UnitSource, base: UnitSource | None, wanted: Partitions, run: MapFunction = map
+    source: UnitSource,
+    base: UnitSource | None,
+    wanted: Partitions,
+    guide: Guide = NO_GUIDE,
+    run: MapFunction = map,
 ) -> Plan:
     """The plan of one lossy tensor.
 
@@ -63,31 +41,86 @@ def plan_kmeans(
         source: the tensor, of a dtype in `KINDS` and not empty.
         base: the restored tensor that a delta is made from, or None.
         wanted: levels and shares.
+        guide: its gradients, for shares by sensitivity.
         run: maps a function over chunks.
     """
+    if isinstance(source, CodedSource):
+        plan = Plan(quant_map=source.quant_map, domain=Domain.LINEAR, quantizer=source.quantizer)
+        return _regrouped(source, base, plan, run)
     kind = KINDS[source.dtype.name]
-    bounds = list(chunk_bounds(source.dtype.n_units(source.shape)))
-    sketch = functools.reduce(operator.add, run(lambda b: Sketch.of(source.units(*b), kind), bounds))
+    bounds = chunk_bounds(source.dtype.n_units(source.shape))
+    sketch = guide.sketch
+    if sketch is None:
+        sketch = functools.reduce(operator.add, run(lambda b: Sketch.of(source.units(*b), kind), bounds))
     if not sketch.is_finite:
         exact = plan_lossless(source, base, run)
-        return _noted(exact, "holds NaN or infinity and stays lossless")
-    quant_map, quantizer = fit_partitions(sketch, wanted)
-    plan = Plan(quant_map=quant_map, domain=Domain.LINEAR, quantizer=quantizer)
-    n_base_codes = getattr(base, "n_codes", None)
-    if base is None or n_base_codes is None:
+        return replace(exact, note="holds NaN or infinity and stays lossless")
+    ranked, note = rank(source, guide, wanted, run)
+    quant_map, quantizer = _fit(source, sketch, wanted, ranked, run)
+    plan = Plan(quant_map=quant_map, domain=Domain.LINEAR, quantizer=quantizer, note=note)
+    return _regrouped(source, base, plan, run)
+
+
+def _regrouped(source: UnitSource, base: UnitSource | None, plan: Plan, run: MapFunction) -> Plan:
+    """The plan with codes grouped by those of the base, where it has any and that is smaller."""
+    n_base_codes, quant_map, quantizer = getattr(base, "n_codes", None), plan.quant_map, plan.quantizer
+    if base is None or n_base_codes is None or quant_map is None or quantizer is None:
         return plan
+    bounds = chunk_bounds(source.dtype.n_units(source.shape))
     found = functools.reduce(
         operator.add, run(lambda b: _joint_counts(source, base, quantizer, n_base_codes, b), bounds)
     )
     return _grouped(plan, found, quant_map, n_base_codes)
 
 
-def _noted(plan: Plan, note: str) -> Plan:
-    return Plan(plan.mode, predictor=plan.predictor, rules=plan.rules, tables=plan.tables, note=note)
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Sensitivities of a tensor, and the sketch of them all."""
+
+    sensitivities: GuidedSensitivities
+    sketch: SensitivitySketch
+
+
+def rank(
+    source: UnitSource, guide: Guide, wanted: Partitions, run: MapFunction = map
+) -> tuple[Ranked | None, str]:
+    """The sensitivities, where they are wanted and known, and a note where they are only wanted."""
+    if not wanted.needs_sensitivity:
+        return None, ""
+    found = sensitivities_of(source, guide)
+    if found is None:
+        return None, NO_GRADIENT
+
+    def sketch(bounds: tuple[int, int]) -> SensitivitySketch:
+        units = source.units(*bounds)
+        return SensitivitySketch.of(found(*bounds, units), units, found.kind)
+
+    bounds = chunk_bounds(source.dtype.n_units(source.shape))
+    ranks = functools.reduce(operator.add, run(sketch, bounds))
+    return (Ranked(found, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
+
+
+def _fit(
+    source: UnitSource, sketch: Sketch, wanted: Partitions, ranked: Ranked | None, run: MapFunction
+) -> tuple[QuantizationMap, Quantizer]:
+    """The map; for what sensitivity leaves, it takes one more pass."""
+    if ranked is None:
+        return fit_partitions(sketch, wanted.by_magnitude())
+    cut = Cut.of(wanted, sketch, ranked.sketch)
+
+    def left_in(bounds: tuple[int, int]) -> Sketch:
+        units = source.units(*bounds)
+        magnitudes = np.abs(floats_of(units, sketch.kind))
+        stays = cut.by_sensitivity.leaves(ranked.sensitivities(*bounds, units), magnitudes)
+        return Sketch.of(units[stays], sketch.kind)
+
+    bounds = chunk_bounds(source.dtype.n_units(source.shape))
+    left = functools.reduce(operator.add, run(left_in, bounds))
+    return fit_partitions(left, wanted, cut, ranked.sensitivities)
 
 
 def _joint_counts(
-    source: UnitSource, base: UnitSource, quantizer: RegionQuantizer, n_codes: int, bounds: tuple[int, int]
+    source: UnitSource, base: UnitSource, quantizer: Quantizer, n_codes: int, bounds: tuple[int, int]
 ) -> ClassCounts:
     """Codes by the code of the base."""
     labels = codes_of(base, *bounds)
@@ -103,19 +136,9 @@ def _grouped(plan: Plan, found: ClassCounts, quant_map: QuantizationMap, n_base_
     quant_map = QuantizationMap(
         quant_map.table, np.zeros(n_base_codes, np.int64), escape_code=quant_map.escape_code
     )
-    return Plan(
+    return replace(
+        plan,
         quant_map=quant_map,
-        domain=Domain.LINEAR,
         rules=(BaseCode(n_base_codes),),
         tables=(stream_tables(found, n_base_codes),),
-        quantizer=plan.quantizer,
     )
-
-
-def plan_tensor(source: UnitSource, base: UnitSource | None, choice: Choice, run: MapFunction = map) -> Plan:
-    """The plan of one tensor, lossless or lossy as chosen."""
-    if choice.is_sparse:
-        return plan_sparse(source, base, run)
-    if choice.partitions is None or not source.dtype.n_units(source.shape):
-        return plan_lossless(source, base, run)
-    return plan_kmeans(source, base, choice.partitions, run)

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from ckptz.codec.units import UnitSource
 from ckptz.errors import CorruptionError, MissingBaseError
 
+Companions = Callable[[str], UnitSource]  # tensors of the same file by name
+
 
 @dataclass(slots=True)
 class ChunkSources:
@@ -24,13 +26,15 @@ class ChunkSources:
         companions: tensors of the same file by name, for classes by another tensor's magnitude.
         reads_both: the base's units and its codes are both needed. They come from one decoding then:
             two would double with every member of a chain.
+        base_title: for messages, what is known of the base, with a comma before it.
     """
 
     begin: int
     end: int
     base: UnitSource | None = None
-    companions: Callable[[str], UnitSource] | None = None
+    companions: Companions | None = None
     reads_both: bool = False
+    base_title: str = ""
     _units: NDArray[Any] | None = field(default=None, repr=False)
     _codes: NDArray[np.uint8] | None = field(default=None, repr=False)
     _has_codes: bool = field(default=False, repr=False)
@@ -74,7 +78,7 @@ def codes_of(source: UnitSource, begin: int, end: int) -> NDArray[np.uint8] | No
     return None if read is None else read(begin, end)
 
 
-def companions_of(tensors: Mapping[str, UnitSource]) -> Callable[[str], UnitSource]:
+def companions_of(tensors: Mapping[str, UnitSource]) -> Companions:
     """Looks companions up by name.
 
     Raises:

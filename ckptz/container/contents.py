@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from ckptz.codec.guides import Guide
 from ckptz.codec.units import UnitSource
 from ckptz.config import LOSSLESS, Config
-from ckptz.container.index import BaseRef, Sharding
-from ckptz.roles import Rule
+from ckptz.container.index import BaseRef, QualityRecord, Sharding
+from ckptz.roles import Role, Rule
 
 Progress = Callable[[int], None]
 
@@ -26,6 +28,11 @@ class Contents:
         tree: JSON skeleton of a nested checkpoint.
         config: lossless, or how weights become lossy.
         role_rules: the user's rows of the table of roles.
+        roles: what tensors are, where more is known than their names say; before `role_rules`.
+        guides: what planners may know of tensors beside their values, by name.
+        trained: parameters whose moments stand in another file: one-dimensional weights are then no more exact
+            than they are beside moments.
+        quality: budgets that were measured on the very tensors of this file.
     """
 
     metadata: Mapping[str, str] | None = None
@@ -33,6 +40,10 @@ class Contents:
     bases: Mapping[str, UnitSource] = field(default_factory=dict)
     step: int | None = None
     sharding: Sharding | None = None
-    tree: object = None
+    tree: dict[str, Any] | None = None
     config: Config = LOSSLESS
     role_rules: Sequence[Rule] = ()
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    guides: Mapping[str, Guide] = field(default_factory=dict)
+    trained: Collection[str] = ()
+    quality: Sequence[QualityRecord] = ()

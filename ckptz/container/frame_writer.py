@@ -9,29 +9,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from ckptz.codec.choices import Choice
 from ckptz.codec.encode import Deviation, EncodedChunk, encode_chunk
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
 from ckptz.codec.frame_plan import pack_plan
+from ckptz.codec.guides import NO_GUIDE
 from ckptz.codec.plan import Plan, exact_plan
-from ckptz.codec.plan_kmeans import Choice, plan_tensor
-from ckptz.codec.sources import ChunkSources
+from ckptz.codec.plan_tensor import plan_tensor
+from ckptz.codec.planner import MapFunction
+from ckptz.codec.sources import ChunkSources, Companions, companions_of
 from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
+from ckptz.container.companions import Held, PlanBook, Restored
 from ckptz.container.contents import Contents, Progress
 from ckptz.container.index import LossyRecord, TensorEntry
 from ckptz.parallel import Workers
-
-
-@dataclass(slots=True)
-class _Job:
-    """One chunk to encode; a tensor of one chunk is planned where it is encoded."""
-
-    name: str
-    source: UnitSource
-    base: UnitSource | None
-    choice: Choice
-    plan: Plan | None
-    begin: int
-    end: int
 
 
 def matching_base(source: UnitSource, base: UnitSource | None) -> UnitSource | None:
@@ -40,20 +31,79 @@ def matching_base(source: UnitSource, base: UnitSource | None) -> UnitSource | N
     return base if fits else None
 
 
-def _jobs(
-    tensors: Mapping[str, UnitSource], choices: Mapping[str, Choice], contents: Contents, workers: Workers
-) -> Iterator[_Job]:
-    for name, source in tensors.items():
-        base = matching_base(source, contents.bases.get(name))
+@dataclass(slots=True)
+class _Job:
+    """One chunk to encode; a tensor of one chunk is planned where it is encoded."""
+
+    name: str
+    planning: _Planning
+    base: UnitSource | None
+    plan: Plan | None
+    companions: Companions
+    begin: int
+    end: int
+
+
+class _Planning:
+    """Plans the tensors of a file; those that others depend on are planned once for both."""
+
+    def __init__(
+        self, tensors: Mapping[str, UnitSource], choices: Mapping[str, Choice], contents: Contents
+    ) -> None:
+        self.tensors = tensors
+        self._choices, self._contents = choices, contents
+        sources = (choice.companion for choice in choices.values())
+        self._shared = PlanBook(self._make, (name for name in sources if name is not None))
+
+    def base(self, name: str) -> UnitSource | None:
+        """What a tensor may be stored against."""
+        source = self.tensors[name]
+        base = matching_base(source, self._contents.bases.get(name))
+        is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
+        return Held(base) if base is not None and is_short else base
+
+    def plan(
+        self, name: str, base: UnitSource | None, companions: Companions, run: MapFunction = map
+    ) -> Plan:
+        """The plan of a tensor."""
+        if name in self._shared:
+            return self._shared.plan(name, run)
+        guide = self._contents.guides.get(name, NO_GUIDE)
+        return plan_tensor(self.tensors[name], base, self._choices[name], guide, run, companions)
+
+    def _make(self, name: str, run: MapFunction) -> Plan:
+        guide = self._contents.guides.get(name, NO_GUIDE)
+        return plan_tensor(self.tensors[name], self.base(name), self._choices[name], guide, run)
+
+    def companions(self, name: str, run: MapFunction = map) -> Companions:
+        """The tensors that a tensor's classes depend on, as the file restores them."""
+        wanted = self._choices[name].companion
+        if wanted is None:
+            return companions_of({})
+        source = self.tensors[wanted]
+        restored = Restored(source, self.base(wanted), self._shared.plan(wanted, run))
+        is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
+        return companions_of({wanted: Held(restored) if is_short else restored})
+
+
+def _jobs(planning: _Planning, workers: Workers) -> Iterator[_Job]:
+    for name, source in planning.tensors.items():
         n_units = source.dtype.n_units(source.shape)
-        plan = plan_tensor(source, base, choices[name], workers.map) if n_units > CHUNK_UNITS else None
+        base, plan, companions = planning.base(name), None, companions_of({})
+        if n_units > CHUNK_UNITS:
+            companions = planning.companions(name, workers.map)
+            plan = planning.plan(name, base, companions, workers.map)
         for begin, end in chunk_bounds(n_units):
-            yield _Job(name, source, base, choices[name], plan, begin, end)
+            yield _Job(name, planning, base, plan, companions, begin, end)
 
 
 def _encode(job: _Job) -> tuple[Plan, EncodedChunk]:
-    plan = plan_tensor(job.source, job.base, job.choice) if job.plan is None else job.plan
-    return plan, encode_chunk(job.source, plan, ChunkSources(job.begin, job.end, job.base))
+    plan, companions = job.plan, job.companions
+    if plan is None:
+        companions = job.planning.companions(job.name)
+        plan = job.planning.plan(job.name, job.base, companions)
+    sources = ChunkSources(job.begin, job.end, job.base, companions)
+    return plan, encode_chunk(job.planning.tensors[job.name], plan, sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +127,41 @@ class WrittenFrame:
         )
 
     def _lossy(self, deviation: Deviation) -> LossyRecord:
-        wanted, quant_map = self.choice.partitions, self.header.plan.quant_map
-        assert wanted is not None
-        assert quant_map is not None
-        escape = quant_map.escape_code
-        entries = quant_map.table.expand()[0]
-        zeros = [c for c in range(quant_map.n_codes) if c != escape and not int(entries[c]) & 0x7FFFFFFF]
+        method = self.choice.method
+        assert method is not None
         return LossyRecord(
-            method="kmeans",
-            promise="none",
+            method=method.name,
+            role=self.choice.role.role,
             layer_type=self.choice.role.layer_type,
-            levels=quant_map.n_codes - (escape is not None),
-            prune=wanted.prune,
-            protect=wanted.protect,
-            n_pruned=int(deviation.counts[zeros].sum()) if wanted.prune else 0,
-            n_protected=0 if escape is None else int(deviation.counts[escape]),
+            settings=method.settings(),
+            n_pruned=_n_pruned(self.header.plan, deviation) if method.prunes else 0,
+            n_protected=_n_protected(self.header.plan, deviation),
             # Doubles round the difference of two floats that are far apart; the bound must not be.
-            max_abs_error=math.nextafter(deviation.largest, math.inf) if deviation.largest else 0.0,
-            rms_error=math.sqrt(deviation.error / self.header.n_units),
-            rms=math.sqrt(deviation.power / self.header.n_units),
+            max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
+            rms_error=_brief(math.sqrt(deviation.error / self.header.n_units)),
+            rms=_brief(math.sqrt(deviation.power / self.header.n_units)),
+            promise="none",
         )
+
+
+def _brief(value: float) -> float:
+    """Seven digits, rounded up so that a bound stays one: more would take a tenth of a delta's index."""
+    brief = float(f"{value:.6e}")
+    return brief if brief >= value else float(f"{value * (1 + 1e-6):.6e}")
+
+
+def _n_pruned(plan: Plan, deviation: Deviation) -> int:
+    """Elements whose code stands for zero."""
+    assert plan.quant_map is not None
+    escape, entries = plan.quant_map.escape_code, plan.quant_map.table.expand()[0]
+    zeros = [c for c in range(plan.quant_map.n_codes) if c != escape and not int(entries[c]) & 0x7FFFFFFF]
+    return int(deviation.counts[zeros].sum())
+
+
+def _n_protected(plan: Plan, deviation: Deviation) -> int:
+    """Elements that stand exactly in a stream of their own."""
+    escape = None if plan.quant_map is None else plan.quant_map.escape_code
+    return 0 if escape is None else int(deviation.counts[escape])
 
 
 def write_frames(
@@ -110,7 +175,7 @@ def write_frames(
 ) -> Iterator[WrittenFrame]:
     """Stream all frames; yields each when it is written."""
     offset = 0
-    encoded = workers.map(_encode, _jobs(tensors, choices, contents, workers))
+    encoded = workers.map(_encode, _jobs(_Planning(tensors, choices, contents), workers))
     for name, source in tensors.items():
         frame = _write_frame(
             sink, data_offset, _Position(name, choices[name], offset), source, encoded, progress

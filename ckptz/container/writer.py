@@ -7,12 +7,14 @@ written last.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
+import msgspec
+
+from ckptz.codec.choices import Choice, choose_all
 from ckptz.codec.frame_plan import MAX_DIMS, MAX_ELEMENTS
-from ckptz.codec.plan_kmeans import Choice, choose
 from ckptz.codec.units import UnitSource
 from ckptz.container.contents import Contents, Progress
 from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
@@ -21,6 +23,8 @@ from ckptz.container.index import (
     INDEX_NAME,
     RESERVED_PREFIX,
     Index,
+    Promise,
+    QualityRecord,
     TensorEntry,
     content_id,
     envelope_metadata,
@@ -30,7 +34,10 @@ from ckptz.container.index import (
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.parallel import Workers
-from ckptz.roles import role_of
+from ckptz.roles import Role, role_of
+
+# Promises of the whole, and so of its tensors together; the first that a file has goes to its tensors.
+PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +88,10 @@ def write_container(
     """
     check_names(list(tensors))
     _check_shapes(tensors)
-    choices = {name: _choice(name, source, contents) for name, source in tensors.items()}
+    choices = choose_all(contents.config, tensors, roles_of(tensors, contents), contents.trained)
     features = _features(contents, choices)
-    reserved = _reserved_header_bytes(tensors, features)
+    raw = sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
+    reserved = reserved_header_bytes(list(tensors), raw, features)
     sink.seek(reserved)
     # Frames are let go one by one: their plans hold tables, and a file may have very many tensors.
     entries, n_deltas, notes = [], 0, []
@@ -99,7 +107,7 @@ def write_container(
     packed = pack_index(index)
     sink.write(packed)
     end = entries[-1].offset + entries[-1].n_bytes if entries else 0
-    regions = [_blob(e.name, e.offset, e.n_bytes) for e in entries] + [_blob(INDEX_NAME, end, len(packed))]
+    regions = [blob(e.name, e.offset, e.n_bytes) for e in entries] + [blob(INDEX_NAME, end, len(packed))]
     sink.seek(0)
     sink.write(build_header(regions, envelope_metadata(features, packed), reserved))
     sink.seek(reserved + end + len(packed))
@@ -114,20 +122,28 @@ def write_container(
     )
 
 
-def _blob(name: str, begin: int, n_bytes: int) -> Region:
+def blob(name: str, begin: int, n_bytes: int) -> Region:
+    """The region of a frame or of the index."""
     return Region(name, dtype_of("U8"), (n_bytes,), begin, begin + n_bytes)
 
 
-def _reserved_header_bytes(tensors: Mapping[str, UnitSource], features: Sequence[str]) -> int:
+def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Sequence[str]) -> int:
+    """Bytes that the header takes at most.
+
+    Args:
+        names: of the regions but the index.
+        n_raw_bytes: what the tensors have, or the frames where they are known.
+        features: what the file requires.
+
+    Raises:
+        ConfigError: more than a header may have.
+    """
     # No file holds 10^14 bytes; each number then takes at most 15 digits.
-    raw = sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
-    widest = 10 ** len(str(raw * 2 + (1 << 26) + 4096 * len(tensors))) - 1
-    blobs = [Region(name, dtype_of("U8"), (widest,), widest, widest) for name in (*tensors, INDEX_NAME)]
+    widest = 10 ** len(str(n_raw_bytes * 2 + (1 << 26) + 4096 * len(names))) - 1
+    blobs = [Region(name, dtype_of("U8"), (widest,), widest, widest) for name in (*names, INDEX_NAME)]
     n_bytes = len(build_header(blobs, envelope_metadata(features, b"")))
     if n_bytes > MAX_HEADER_BYTES:
-        raise ConfigError(
-            f"{len(tensors)} tensors need a header over {MAX_HEADER_BYTES} bytes; split the file"
-        )
+        raise ConfigError(f"{len(names)} tensors need a header over {MAX_HEADER_BYTES} bytes; split the file")
     return n_bytes
 
 
@@ -135,21 +151,37 @@ def _index(entries: Sequence[TensorEntry], contents: Contents) -> Index:
     return Index(
         writer=writer_name(),
         content_id=content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in entries),
-        tensors=tuple(entries),
+        tensors=promising(entries, contents.quality),
         metadata=None if contents.metadata is None else dict(contents.metadata),
         base=contents.base,
         step=contents.step,
         sharding=contents.sharding,
         tree=contents.tree,
+        quality=tuple(contents.quality),
     )
 
 
-def _choice(name: str, source: UnitSource, contents: Contents) -> Choice:
-    shape = tuple(source.shape)
-    role = role_of(name, shape, source.dtype.is_float, contents.role_rules)
-    return choose(contents.config, role, source.dtype, shape)
+def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) -> tuple[TensorEntry, ...]:
+    """Lossy tensors with what their file promises of all of them together."""
+    kept = {record.promise for record in quality}
+    promise: Promise = next((one for one in PROMISED_TENSORS if one in kept), "none")
+    return tuple(
+        entry
+        if entry.lossy is None
+        else msgspec.structs.replace(entry, lossy=msgspec.structs.replace(entry.lossy, promise=promise))
+        for entry in entries
+    )
+
+
+def roles_of(tensors: Mapping[str, UnitSource], contents: Contents) -> dict[str, Role]:
+    """What the tensors of a file are."""
+    found = {}
+    for name, source in tensors.items():
+        role = role_of(name, source.shape, source.dtype.is_float, contents.role_rules)
+        found[name] = contents.roles.get(name, role)
+    return found
 
 
 def _features(contents: Contents, choices: Mapping[str, Choice]) -> list[str]:
     features = ["lossless"] + (["delta"] if contents.base else [])
-    return features + (["maps"] if any(choice.partitions for choice in choices.values()) else [])
+    return features + (["maps"] if any(choice.method for choice in choices.values()) else [])

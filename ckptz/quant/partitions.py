@@ -6,8 +6,8 @@ quantized, pruned around zero, quantized, protected.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 from ckptz.kernels import cpu, reference
 from ckptz.quant.kmeans import SIGMA, fit_centroids, sample_weights
 from ckptz.quant.quant_map import ExplicitTable, QuantizationMap
+from ckptz.quant.sensitivity import (
+    NO_CUT,
+    Sensitivities,
+    SensitivityCut,
+    SensitivitySketch,
+    floats_of,
+)
 from ckptz.quant.sketch import Sketch
 
 Units = NDArray[Any]
@@ -30,6 +37,8 @@ class Partitions:
         protect: share of the elements, largest magnitudes first, that stay.
         protect_as_bf16: protected elements are rounded to BF16 instead of kept exactly.
         sigma: see `kmeans.sample_weights`.
+        prune_by: what is smallest, "magnitude" or "sensitivity".
+        protect_by: what is largest, likewise, or "either": the share by each of them.
     """
 
     levels: int = 16
@@ -37,6 +46,45 @@ class Partitions:
     protect: float = 0.0
     protect_as_bf16: bool = False
     sigma: float = SIGMA
+    prune_by: str = "magnitude"
+    protect_by: str = "magnitude"
+    name: ClassVar[str] = "kmeans"
+
+    @property
+    def prunes(self) -> bool:
+        """Whether elements become zero by a share."""
+        return self.prune > 0
+
+    @property
+    def prunes_by_sensitivity(self) -> float:
+        """The share that is pruned by sensitivity."""
+        return self.prune if self.prune_by == "sensitivity" else 0.0
+
+    @property
+    def protects_by_sensitivity(self) -> float:
+        """The share that is protected by sensitivity."""
+        return 0.0 if self.protect_by == "magnitude" else self.protect
+
+    @property
+    def needs_sensitivity(self) -> bool:
+        """Whether a share is taken by sensitivity."""
+        return bool(self.prunes_by_sensitivity or self.protects_by_sensitivity)
+
+    def by_magnitude(self) -> Partitions:
+        """The same where no sensitivity is known."""
+        return replace(self, prune_by="magnitude", protect_by="magnitude")
+
+    def settings(self) -> dict[str, int | float | bool | str]:
+        """What the file's record says was asked; rankings and roundings only where they are not usual."""
+        asked: dict[str, int | float | bool | str] = {
+            "levels": self.levels,
+            "prune": self.prune,
+            "protect": self.protect,
+        }
+        if self.protect_as_bf16:
+            asked["protect_as"] = "bf16"
+        words = {"prune_by": self.prune_by, "protect_by": self.protect_by}
+        return asked | {name: word for name, word in words.items() if word != "magnitude"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,49 +124,162 @@ def _ordered(value: float, kind: int) -> int:
     return ordered + (exact < value)
 
 
-def fit_partitions(sketch: Sketch, wanted: Partitions) -> tuple[QuantizationMap, RegionQuantizer]:
+@dataclass(frozen=True, slots=True)
+class SensitivityQuantizer:
+    """Regions of values, overruled by sensitivity; protecting goes before pruning.
+
+    Attributes:
+        regions: codes by value.
+        kind: of the units.
+        cut: what is pruned and protected by sensitivity.
+        sensitivities: of units begin..end.
+        zero_code: of pruned elements.
+        escape_code: of protected elements, or None.
+    """
+
+    regions: RegionQuantizer
+    kind: int
+    cut: SensitivityCut
+    sensitivities: Sensitivities
+    zero_code: int
+    escape_code: int | None
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        """Codes of units begin..end."""
+        codes = self.regions.codes(begin, end, units)
+        found = self.sensitivities(begin, end, units)
+        if self.cut.floor >= 0:
+            pruned = self.cut.prunes(found, np.abs(floats_of(units, self.kind)))
+            codes[pruned & (codes != self.escape_code)] = self.zero_code
+        if self.escape_code is not None:
+            codes[self.cut.protects(found)] = self.escape_code
+        return codes
+
+    def kept(self, units: Units) -> Units:
+        """What protected units restore to."""
+        return self.regions.kept(units)
+
+    def protected(self, begin: int, end: int, units: Units) -> None:
+        """Nothing stands beside its code: what is protected takes the escape code."""
+        del begin, end, units
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a tensor is cut into partitions.
+
+    Attributes:
+        floor: magnitudes at or below it are pruned; -1 prunes none.
+        ceiling: magnitudes above it are protected.
+        by_sensitivity: what is pruned and protected by sensitivity.
+    """
+
+    floor: float = -1.0
+    ceiling: float = np.inf
+    by_sensitivity: SensitivityCut = NO_CUT
+
+    @classmethod
+    def of(cls, wanted: Partitions, sketch: Sketch, ranks: SensitivitySketch | None = None) -> Cut:
+        """Thresholds for the wanted shares.
+
+        Args:
+            wanted: the shares; those by sensitivity need `ranks`.
+            sketch: of the tensor; finite and not empty.
+            ranks: of its sensitivities.
+        """
+        prune = wanted.prune - wanted.prunes_by_sensitivity
+        protect = wanted.protect if wanted.protect_by != "sensitivity" else 0.0
+        floor = sketch.magnitude_quantile(prune) if prune else -1.0
+        ceiling = sketch.magnitude_quantile(1 - protect) if protect else np.inf
+        if ranks is None:
+            return cls(floor, ceiling)
+        return cls(floor, ceiling, ranks.cut(wanted.prunes_by_sensitivity, wanted.protects_by_sensitivity))
+
+    @property
+    def prunes(self) -> bool:
+        """Whether there is a code for zero."""
+        return self.floor >= 0 or self.by_sensitivity.floor >= 0
+
+    @property
+    def protects(self) -> bool:
+        """Whether there is a code for what stays."""
+        return bool(np.isfinite(self.ceiling) or np.isfinite(self.by_sensitivity.ceiling))
+
+
+def fit_levels(
+    values: NDArray[np.float64], counts: NDArray[np.int64], wanted: Partitions, cut: Cut
+) -> NDArray[np.float64]:
+    """What codes stand for, ascending; zero among them if elements are pruned.
+
+    Args:
+        values: of the elements that are not taken by sensitivity, ascending.
+        counts: how often each occurs.
+        wanted: levels and shares.
+        cut: where the tensor is cut.
+    """
+    magnitude = np.abs(values)
+    is_free = (magnitude > cut.floor) & (magnitude <= cut.ceiling)
+    weights = sample_weights(values[is_free], counts[is_free], wanted.sigma)
+    n_free = wanted.levels - cut.prunes
+    levels = fit_centroids(values[is_free], weights, n_free) if is_free.any() else np.zeros(0)
+    return np.unique(np.append(levels, 0.0) if cut.prunes or not len(levels) else levels)
+
+
+def fit_partitions(
+    sketch: Sketch,
+    wanted: Partitions,
+    cut: Cut | None = None,
+    sensitivities: Sensitivities | None = None,
+) -> tuple[QuantizationMap, RegionQuantizer | SensitivityQuantizer]:
     """Fit the map of one tensor.
 
     Args:
-        sketch: of the tensor; finite and not empty.
+        sketch: of the tensor, without the elements that sensitivity takes; finite.
         wanted: levels and shares.
+        cut: where the tensor is cut; by default as wanted, by magnitude.
+        sensitivities: of its units; None if magnitude decides alone.
 
     Returns:
         The map (linear domain, one row) and the quantizer that makes its codes.
     """
-    values, counts = sketch.occupied()
-    magnitude = np.abs(values)
-    floor = sketch.magnitude_quantile(wanted.prune) if wanted.prune else -1.0
-    ceiling = sketch.magnitude_quantile(1 - wanted.protect) if wanted.protect else np.inf
-    is_free = (magnitude > floor) & (magnitude <= ceiling)
-    n_free = wanted.levels - bool(wanted.prune)
-    weights = sample_weights(values[is_free], counts[is_free], wanted.sigma)
-    levels = fit_centroids(values[is_free], weights, n_free) if is_free.any() else np.zeros(0)
-    return _map_of(levels, floor, ceiling, sketch.kind, wanted)
+    cut = Cut.of(wanted, sketch) if cut is None else cut
+    levels = fit_levels(*sketch.occupied(), wanted, cut)
+    quant_map, regions = _map_of(levels, cut, sketch.kind, wanted)
+    if sensitivities is None:
+        return quant_map, regions
+    zero = int(np.searchsorted(levels, 0.0))
+    ranked = SensitivityQuantizer(
+        regions, sketch.kind, cut.by_sensitivity, sensitivities, zero, quant_map.escape_code
+    )
+    return quant_map, ranked
 
 
-def _map_of(
-    levels: NDArray[np.float64], floor: float, ceiling: float, kind: int, wanted: Partitions
-) -> tuple[QuantizationMap, RegionQuantizer]:
-    levels = np.unique(np.append(levels, 0.0) if floor >= 0 or not len(levels) else levels)
+def region_cuts(levels: NDArray[np.float64], cut: Cut) -> tuple[list[float], list[int]]:
+    """Where values change their code, ascending, and the code of each region between."""
     cuts = [(a + b) / 2 for a, b in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True)]
-    if floor >= 0:
+    if cut.floor >= 0:
         # Zero takes what is pruned and nothing else: its borders are the threshold, not the middles.
         zero = int(np.searchsorted(levels, 0.0))
-        above = float(np.nextafter(floor, np.inf))
+        above = float(np.nextafter(cut.floor, np.inf))
         if zero > 0:
-            cuts[zero - 1] = -floor
+            cuts[zero - 1] = -cut.floor
         if zero < len(levels) - 1:
             cuts[zero] = above
     codes = list(range(len(levels)))
-    escape = None
-    if np.isfinite(ceiling):
-        escape = len(levels)
-        cuts = [-ceiling, *cuts, float(np.nextafter(ceiling, np.inf))]
-        codes = [escape, *codes, escape]
+    if np.isfinite(cut.ceiling):
+        cuts = [-cut.ceiling, *cuts, float(np.nextafter(cut.ceiling, np.inf))]
+        codes = [len(levels), *codes, len(levels)]
+    return cuts, codes
+
+
+def _map_of(
+    levels: NDArray[np.float64], cut: Cut, kind: int, wanted: Partitions
+) -> tuple[QuantizationMap, RegionQuantizer]:
+    cuts, codes = region_cuts(levels, cut)
     unit = np.uint32 if kind == reference.F32 else np.uint16
-    boundaries = np.maximum.accumulate(np.array([_ordered(cut, kind) for cut in cuts], np.int64))
-    entries = np.append(levels, 0.0) if escape is not None else levels
+    boundaries = np.maximum.accumulate(np.array([_ordered(c, kind) for c in cuts], np.int64))
+    escape = len(levels) if cut.protects else None
+    entries = np.append(levels, 0.0) if cut.protects else levels
     table = reference.round_f64(entries).reshape(1, -1)
     quant_map = QuantizationMap(ExplicitTable(table), np.zeros(1, np.int64), escape_code=escape)
     quantizer = RegionQuantizer(

@@ -63,12 +63,17 @@ class Sketch:
         """Values counted."""
         return int(self.counts.sum())
 
-    def occupied(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Representative values in ascending order, and how often they occur; finite ones only."""
+    def representatives(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Buckets that occur and what stands for each, values ascending; finite ones only."""
         values = _bucket_values(self.kind)
         used = np.flatnonzero((self.counts > 0) & np.isfinite(values))
         ascending = used[np.argsort(values[used], kind="stable")]
-        return values[ascending], self.counts[ascending]
+        return ascending, values[ascending]
+
+    def occupied(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Representative values in ascending order, and how often they occur; finite ones only."""
+        buckets, values = self.representatives()
+        return values, self.counts[buckets]
 
     def magnitude_quantile(self, share: float) -> float:
         """The least representative magnitude with at least `share` of the values at or below it."""

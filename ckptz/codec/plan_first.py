@@ -1,0 +1,236 @@
+"""Plans first moments and momenta: steps by class, levels at the means of what they stand for.
+
+The class of an element is the magnitude of the second moment that the same file restores, so that steps
+follow its root. Without second moments (SGD, Lion) it is a label of the row, by the row's spread.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.frame_plan import pack_plan
+from ckptz.codec.plan import Domain, Plan
+from ckptz.codec.plan_rounded import exact_with_note, sketch_of
+from ckptz.codec.planner import MIN_CLASSED_UNITS, MapFunction, plan_lossless, stream_tables
+from ckptz.codec.units import UnitSource, chunk_bounds, n_rows_of
+from ckptz.codec.values import KINDS
+from ckptz.entropy.frequency import entropy_bits
+from ckptz.kernels import cpu, reference
+from ckptz.quant.moments import (
+    N_LABELS,
+    FirstMoment,
+    LevelSums,
+    Rungs,
+    class_roots,
+    first_indices,
+    first_map,
+    row_labels,
+)
+from ckptz.transform.classes import MAX_INDICES, ClassCounts, ClassRule, Magnitude, Row
+
+Units = NDArray[Any]
+Floats = NDArray[np.float64]
+Labels = NDArray[np.uint8]
+Bounds = tuple[int, int]
+
+MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
+RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments: about 0.2 in noise, more where gradients agree
+MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than these save
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Which class each element has, and the step of each class.
+
+    Attributes:
+        rules: as the frame stores them.
+        steps: of each class [n_classes].
+        labels: of elements begin..end.
+    """
+
+    rules: tuple[ClassRule, ...]
+    steps: Floats
+    labels: Callable[[int, int], Labels]
+
+
+@dataclass(frozen=True, slots=True)
+class StepQuantizer:
+    """The encoder's side of a first moment's map; see `ckptz.codec.plan.Quantizer`."""
+
+    kind: int
+    classes: Classes
+    dead_zone: float
+    rungs: Rungs | None = None
+
+    def found(self, begin: int, end: int, units: Units) -> LevelSums:
+        """Levels of some units by class."""
+        labels = self.classes.labels(begin, end)
+        values, steps = _values(units, self.kind), self.classes.steps[labels]
+        indices = first_indices(values, steps, self.dead_zone)
+        return LevelSums.of(indices, values, steps, labels, len(self.classes.steps))
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        """Codes of some units: levels, and escapes for what is beyond them."""
+        assert self.rungs is not None
+        steps = self.classes.steps[self.classes.labels(begin, end)]
+        codes = first_indices(_values(units, self.kind), steps, self.dead_zone) - self.rungs.lowest
+        codes[(codes < 0) | (codes >= self.rungs.n_levels)] = self.rungs.escape_code or 0
+        return codes.astype(np.uint8)
+
+    def kept(self, units: Units) -> Units:
+        """Exceptions restore exactly."""
+        return units
+
+    def protected(self, begin: int, end: int, units: Units) -> None:
+        """Nothing stands beside its code: exceptions take the escape code."""
+        del begin, end, units
+
+
+def _values(units: Units, kind: int) -> Floats:
+    return reference.widen_f64(cpu().to_f32(units, kind))
+
+
+def plan_first(
+    source: UnitSource,
+    base: UnitSource | None,
+    wanted: FirstMoment,
+    second: UnitSource | None,
+    run: MapFunction = map,
+) -> Plan:
+    """The plan of one tensor of first moments or momenta.
+
+    Args:
+        source: the tensor, of a dtype in `KINDS` and not empty.
+        base: what a lossless plan may be made against; levels gain nothing from it.
+        wanted: step and dead zone.
+        second: the second moments of the same shape, as this file restores them, if there are any.
+        run: maps a function over chunks.
+    """
+    n_units = source.dtype.n_units(source.shape)
+    if n_units < MIN_LOSSY_UNITS:
+        return plan_lossless(source, base, run)
+    if not sketch_of(source, run).is_finite:
+        return exact_with_note(source, base, "holds NaN or infinity", run)
+    if second is None or not _is_in_roots(source, second, run):
+        candidates = [_by_row(source, wanted, run)]
+    elif n_units < MIN_CLASSED_UNITS:
+        candidates = [_by_second(second, wanted), _as_one(second, wanted, run)]
+    else:
+        candidates = [_by_second(second, wanted)]
+    sized = [_first_plan(source, wanted, classes, run) for classes in candidates]
+    return min(sized, key=lambda plan: plan[1])[0]
+
+
+def _is_in_roots(source: UnitSource, second: UnitSource, run: MapFunction) -> bool:
+    """Whether values are about as large as the roots of second moments, as those of Adam are.
+
+    The first moments of some optimizers are of updates, which are divided by the root already.
+    """
+    kind, roots = KINDS[source.dtype.name], class_roots(KINDS[second.dtype.name])
+
+    def powers(bounds: Bounds) -> Floats:
+        moments = second.units(*bounds)
+        own = roots[cpu().magnitude_classes(moments)]
+        is_live = (own > 0) & (moments != 0)
+        ratios = _values(source.units(*bounds), kind)[is_live] / own[is_live]
+        return np.array([np.square(ratios).sum(), is_live.sum()])
+
+    bounds = chunk_bounds(source.dtype.n_units(source.shape))
+    total, n_live = functools.reduce(operator.add, run(powers, bounds))
+    low, high = RATIOS
+    return bool(not total or low * low * n_live <= total <= high * high * n_live)
+
+
+def _by_second(second: UnitSource, wanted: FirstMoment) -> Classes:
+    def labels(begin: int, end: int) -> Labels:
+        found: Labels = cpu().magnitude_classes(second.units(begin, end))
+        return found
+
+    steps = wanted.step * class_roots(KINDS[second.dtype.name])
+    return Classes((Magnitude(wanted.source),), steps, labels)
+
+
+def _one_label(begin: int, end: int) -> Labels:
+    return np.zeros(end - begin, np.uint8)
+
+
+def _as_one(second: UnitSource, wanted: FirstMoment, run: MapFunction) -> Classes:
+    """One step for all: the geometric mean of the roots."""
+    roots = class_roots(KINDS[second.dtype.name])
+    bounds = chunk_bounds(second.dtype.n_units(second.shape))
+    counts = functools.reduce(
+        operator.add, run(lambda b: cpu().histogram(cpu().magnitude_classes(second.units(*b))), bounds)
+    )
+    used = (counts > 0) & (roots > 0)
+    logarithms = np.log2(roots[used]) @ counts[used] / max(counts[used].sum(), 1)
+    return Classes((), np.array([wanted.step * 2.0**logarithms]), _one_label)
+
+
+def _by_row(source: UnitSource, wanted: FirstMoment, run: MapFunction) -> Classes:
+    """A step for each row, in proportion to its root mean square; rows share steps by half octaves."""
+    n_units, n_rows = source.dtype.n_units(source.shape), n_rows_of(tuple(source.shape))
+    row_units = max(n_units // n_rows, 1)
+    is_cut = row_units >= MIN_ROW_UNITS and n_rows <= MAX_INDICES
+    n_rows, row_units = (n_rows, row_units) if is_cut else (1, n_units)
+
+    def power(bounds: Bounds) -> Floats:
+        values = _values(source.units(*bounds), KINDS[source.dtype.name])
+        squares = np.bincount(np.arange(*bounds) // row_units, values * values, n_rows)
+        return np.asarray(squares, np.float64)
+
+    powers = functools.reduce(operator.add, run(power, chunk_bounds(n_units)))
+    indices, spreads = row_labels(np.sqrt(powers / row_units))
+    if len(spreads) == 1:
+        return Classes((), wanted.step * spreads, _one_label)
+
+    def labels(begin: int, end: int) -> Labels:
+        return indices[np.arange(begin, end) // row_units]
+
+    return Classes((Row(len(spreads), indices),), wanted.step * spreads, labels)
+
+
+def _first_plan(
+    source: UnitSource, wanted: FirstMoment, classes: Classes, run: MapFunction
+) -> tuple[Plan, float]:
+    """A plan, and the bytes that it promises."""
+    kind = KINDS[source.dtype.name]
+    quantizer = StepQuantizer(kind, classes, wanted.dead_zone)
+
+    def levels(bounds: Bounds) -> LevelSums:
+        return quantizer.found(*bounds, source.units(*bounds))
+
+    found = functools.reduce(operator.add, run(levels, chunk_bounds(source.dtype.n_units(source.shape))))
+    rungs = found.rungs()
+    joint = _codes_by_class(found, rungs)
+    if not rungs.has_exceptions and (rungs.lowest, rungs.n_levels) == (0, 1):
+        # All are zero: no class changes that, and a reader need not know them.
+        classes = Classes((), classes.steps[:1], _one_label)
+        found = LevelSums(found.counts.sum(axis=0, keepdims=True), found.sums.sum(axis=0, keepdims=True))
+    n_classes = len(classes.steps)
+    plan = Plan(
+        quant_map=first_map(found, rungs, classes.steps, kind),
+        domain=Domain.LINEAR,
+        rules=classes.rules,
+        tables=(stream_tables(joint, n_classes),) if classes.rules else (),
+        quantizer=replace(quantizer, classes=classes, rungs=rungs),
+    )
+    n_bytes = len(pack_plan(source.dtype, tuple(source.shape), plan)) + entropy_bits(joint.counts) / 8
+    return plan, n_bytes
+
+
+def _codes_by_class(found: LevelSums, rungs: Rungs) -> ClassCounts:
+    """How often each code occurs in each class."""
+    window = found.window(rungs)
+    counts = np.zeros((len(found.counts), N_LABELS), np.int64)
+    counts[:, : rungs.n_levels] = found.counts[:, window]
+    if rungs.escape_code is not None:
+        counts[:, rungs.escape_code] = found.counts.sum(axis=1) - counts.sum(axis=1)
+    classes = np.flatnonzero(counts.sum(axis=1))
+    return ClassCounts(classes, counts[classes])

@@ -1,0 +1,242 @@
+"""What planners may know of a checkpoint beside its values: second moments, gradients, layer inputs.
+
+Nothing of it is stored, so it may come from files that are gone when the checkpoint is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ckptz.codec.extent import moments_energy
+from ckptz.codec.guides import Guide
+from ckptz.codec.units import UnitSource
+from ckptz.codec.values import KINDS
+from ckptz.config import Config, Grid, Lossless
+from ckptz.container.contents import Contents
+from ckptz.container.writer import roles_of
+from ckptz.convert.guide_files import (
+    CalibrationFile,
+    RecordedCalibration,
+    RecordedInputs,
+    SensitivityFile,
+)
+from ckptz.convert.inputs import open_input
+from ckptz.convert.optimizer import roles_beside
+from ckptz.errors import CalibrationError, ConfigError
+from ckptz.quant.guides import InputMoments
+from ckptz.roles import Role, role_of
+
+UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
+# A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
+INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuideFiles:
+    """Files that say more of a checkpoint than it does.
+
+    Attributes:
+        read_optimizer: a checkpoint with Adam's second moments.
+        calibration: what `ckptz.hooks.Calibration` saved, or has in memory.
+        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
+    """
+
+    read_optimizer: Path | None = None
+    calibration: Path | RecordedCalibration | None = None
+    sensitivity: Path | None = None
+
+    def check(self, config: Config) -> None:
+        """Refuse files that nothing would read.
+
+        Raises:
+            ConfigError: a file that belongs to another method.
+        """
+        for name in ("read_optimizer", "calibration", "sensitivity"):
+            path = getattr(self, name)
+            if isinstance(path, Path) and isinstance(config, Lossless):
+                what = name.replace("_", "-")
+                raise ConfigError(f"{path}: lossless compression reads no {what} file; name a --method")
+        if self.calibration is not None and not isinstance(config, Grid):
+            where = f"{self.calibration}: " if isinstance(self.calibration, Path) else ""
+            raise ConfigError(f"{where}a calibration guides the grid method only")
+
+
+NO_FILES: Final = GuideFiles()
+
+
+@dataclass(slots=True)
+class Guided:
+    """Guides by the names of weights, and what the user should know of where they come from.
+
+    Attributes:
+        guides: by name of the tensor.
+        notes: for the user.
+    """
+
+    guides: dict[str, Guide] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def guides_of(
+    tensors: Mapping[str, UnitSource], contents: Contents, files: GuideFiles, held: contextlib.ExitStack
+) -> Guided:
+    """Find all that is known of the weights of a checkpoint.
+
+    Args:
+        tensors: of the checkpoint.
+        contents: what the guides are for; a lossless configuration needs none.
+        files: where more is known.
+        held: keeps the files open that guides read from.
+
+    Raises:
+        ConfigError: a file does not belong to this checkpoint.
+        CalibrationError: the same, of a calibration or sensitivity file.
+        FileNotFoundError: a file is missing.
+    """
+    config = contents.config
+    if isinstance(config, Lossless):
+        return Guided()
+    roles = roles_of(tensors, contents)
+    weights = {n: s for n, s in tensors.items() if roles[n].role == "weight" and s.dtype.name in KINDS}
+    found = Guided()
+    moments = _own_moments(tensors, weights, roles, found.notes)
+    if files.read_optimizer is not None:
+        moments = _read_moments(files.read_optimizer, weights, roles, contents, held, found.notes)
+    gradients = {}
+    if files.sensitivity is not None:
+        gradients = _read_gradients(files.sensitivity, weights, held, found.notes)
+    inputs: dict[str, InputMoments] = {}
+    if files.calibration is not None:
+        inputs = _read_inputs(files.calibration, weights, held, found.notes)
+    elif isinstance(config, Grid):
+        found.notes.append(UNCALIBRATED)
+    energy = moments_energy([(source, moments[name]) for name, source in weights.items() if name in moments])
+    for name in weights:
+        found.guides[name] = Guide(
+            gradient=gradients.get(name),
+            second_moment=moments.get(name),
+            inputs=inputs.get(name),
+            energy=energy,
+        )
+    return found
+
+
+def _own_moments(
+    tensors: Mapping[str, UnitSource],
+    weights: Mapping[str, UnitSource],
+    roles: Mapping[str, Role],
+    notes: list[str],
+) -> dict[str, UnitSource]:
+    """Second moments that stand in the same file as their weights."""
+    squares = {roles[n].parameter: s for n, s in tensors.items() if roles[n].role == "exp_avg_sq"}
+    found, unlike = {}, []
+    for name, weight in weights.items():
+        moments = squares.get(roles[name].parameter)
+        if moments is None:
+            continue
+        if _fits(moments, weight):
+            found[name] = moments
+        else:
+            unlike.append(name)
+    if unlike:
+        notes.append(
+            f"{len(unlike)} weights have second moments of another shape or type, which guide nothing, "
+            f"first {unlike[0]!r}"
+        )
+    return found
+
+
+def _fits(moments: UnitSource, weight: UnitSource) -> bool:
+    return moments.dtype.name in KINDS and tuple(moments.shape) == tuple(weight.shape)
+
+
+def _read_moments(
+    path: Path,
+    weights: Mapping[str, UnitSource],
+    roles: Mapping[str, Role],
+    contents: Contents,
+    held: contextlib.ExitStack,
+    notes: list[str],
+) -> dict[str, UnitSource]:
+    """Second moments from another checkpoint, by the parameters' names."""
+    opened = held.enter_context(contextlib.closing(open_input(path)))
+    known = roles_beside(opened, weights, contents.tree, contents.role_rules)
+    squares = {}
+    for name, source in opened.tensors.items():
+        role = known.roles.get(name) or role_of(
+            name, source.shape, source.dtype.is_float, contents.role_rules
+        )
+        if role.role == "exp_avg_sq":
+            squares[role.parameter] = source
+    found = {}
+    for name, weight in weights.items():
+        moments = squares.get(roles[name].parameter)
+        if moments is None:
+            continue
+        if not _fits(moments, weight):
+            raise ConfigError(
+                f"{path}: the second moment of {name!r} is {moments.dtype.name} {list(moments.shape)}, the "
+                f"weight has shape {list(weight.shape)}; give this model's optimizer, in F32, BF16 or F16"
+            )
+        found[name] = moments
+    if not found:
+        reason = "".join(f" ({note})" for note in known.notes[:1])
+        raise ConfigError(
+            f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; give "
+            "the optimizer of this model, or name its tensors with --roles"
+        )
+    without = [name for name in weights if name not in found]
+    if without:
+        notes.append(f"{path}: holds no second moment of {len(without)} weights, first {without[0]!r}")
+    return found
+
+
+def _read_gradients(
+    path: Path, weights: Mapping[str, UnitSource], held: contextlib.ExitStack, notes: list[str]
+) -> dict[str, UnitSource]:
+    """Averages of gradients by the names of weights."""
+    file = held.enter_context(SensitivityFile.open(path))
+    matched, unmatched = file.match(_shapes(weights))
+    if unmatched:
+        notes.append(
+            f"{path}: {len(unmatched)} of its {len(file)} parameters are not in the checkpoint, "
+            f"first {unmatched[0]!r}"
+        )
+    return {name: file.file.region(one.names[0], ("F32",)) for name, one in matched.items()}
+
+
+def _read_inputs(
+    calibration: Path | RecordedCalibration,
+    weights: Mapping[str, UnitSource],
+    held: contextlib.ExitStack,
+    notes: list[str],
+) -> dict[str, InputMoments]:
+    """Second moments of the inputs of layers by the names of their weights."""
+    where, recorded = "calibration", calibration
+    if isinstance(recorded, Path):
+        where, recorded = str(recorded), held.enter_context(CalibrationFile.open(recorded))
+    matched, unmatched = recorded.match(_shapes(weights))
+    n = len(recorded.weights)
+    if not matched:
+        found = f", the first of them {unmatched[0]!r}" if unmatched else ""
+        raise CalibrationError(f"{where}: none of its {n} modules is in the checkpoint{found}; record this model")
+    if unmatched:
+        notes.append(
+            f"{where}: {len(unmatched)} of its {n} modules are not in the checkpoint, first {unmatched[0]!r}"
+        )
+    without = [n for n, s in weights.items() if n not in matched and len(s.shape) > 1]
+    if without:
+        notes.append(f"{len(without)} weights are uncalibrated, first {without[0]!r}")
+    return {name: _inputs_of(one) for name, one in matched.items()}
+
+
+def _inputs_of(recorded: RecordedInputs) -> InputMoments:
+    return next(recorded.moments[kind] for kind in INPUT_KINDS if kind in recorded.moments)
+
+
+def _shapes(weights: Mapping[str, UnitSource]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(source.shape) for name, source in weights.items()}

@@ -1,0 +1,178 @@
+"""Uniform grids with a step for each class of rows: which step, which code, and what the codes stand for.
+
+For small errors e the loss grows with the sum of v * e^2, where v is the second moment of the gradients.
+With an entropy coder behind it, a grid is best if every weight adds the same to that sum: steps are
+proportional to 1 / sqrt(v). Rows are nearly as good a unit for this as single weights, and cheap to store.
+
+Codes are numbered by magnitude: 0, +1, -1, +2, -2 and so on, so that neighbours in frequency tables and
+classes are alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.quant.quant_map import LinearTable
+
+Reals = NDArray[np.float64]
+Floats = NDArray[np.float32]
+Labels = NDArray[np.uint8]
+Codes = NDArray[np.uint8]
+Counts = NDArray[np.int64]
+
+MAX_MAGNITUDE: Final = 127  # codes of both signs, zero and the escape fill an alphabet of 256
+MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
+REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/grid.py
+# Largest step over spread, for rows that hardly got gradients. 1.5 takes a fifth more bits at an equal loss,
+# and 4 loses more at equal bits: so far from the minimum the loss is no parabola.
+SPREAD_CAP: Final = 2.5
+ESCAPE: Final = 255  # stands for the escape code until the alphabet is known
+ESCAPED_BITS: Final = 40.0  # what a value beside its code takes, with the code
+LEVEL_BITS: Final = 64.0  # of a level in the header
+N_FITS: Final = 8  # rounds of the alternating fit; it has converged to 1e-3 long before
+
+
+@dataclass(frozen=True, slots=True)
+class UniformGrid:
+    """What a tensor's grid is asked to be; `ckptz.config.Grid` checks the ranges.
+
+    Attributes:
+        step: multiple of the reference step.
+        dead_zone: additional share of a step, on both sides of zero, that becomes zero; None for the default.
+    """
+
+    step: float = 1.0
+    dead_zone: float | None = None
+    name: ClassVar[str] = "grid"
+    prunes: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, int | float | bool | str]:
+        """What the file's record says was asked."""
+        chosen = {} if self.dead_zone is None else {"dead_zone": self.dead_zone}
+        return {"step": self.step, **chosen}
+
+
+@dataclass(frozen=True, slots=True)
+class RowSteps:
+    """The step of each row.
+
+    Attributes:
+        steps: of each class [n_classes], ascending, half an octave apart.
+        labels: class of each row [n_rows].
+    """
+
+    steps: Reals
+    labels: Labels
+
+    @property
+    def n_classes(self) -> int:
+        """Different steps."""
+        return len(self.steps)
+
+
+def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: float | None) -> RowSteps:
+    """Steps by row: `step * REFERENCE_NOISE * sqrt(energy / sensitivity[row])`, in half octaves.
+
+    `energy` is the mean of v * w^2 over the weights of a model, so that the expected loss change of this
+    grid, the sum of v * e^2 with e^2 a twelfth of the squared step, is the share
+    (step * REFERENCE_NOISE)^2 / 12 of what zeroing all weights would be expected to change. That share
+    depends neither on the scales of loss, gradients and weights nor on the size of the model. Without
+    second moments v counts as equal within the tensor, and the same share gives
+    `step * REFERENCE_NOISE * spread`.
+
+    Args:
+        step: multiple of the reference step.
+        spread: root-mean-square weight of the tensor, above 0.
+        sensitivity: mean second moment of the gradients of each row [n_rows], not negative, or None.
+        energy: see above; None takes the tensor as a model of its own, which its steps then fit on average.
+    """
+    largest = SPREAD_CAP * spread
+    plain = min(step * REFERENCE_NOISE * spread, largest)
+    if sensitivity is None or not energy or not sensitivity.any():
+        n_rows = 1 if sensitivity is None else len(sensitivity)
+        return RowSteps(np.array([plain]), np.zeros(n_rows, np.uint8))
+    with np.errstate(divide="ignore", over="ignore"):
+        wanted = step * REFERENCE_NOISE * np.sqrt(energy / sensitivity)
+    # Anchored to `plain`, steps are proportional to `step`; rows without gradients get the largest.
+    half_octaves = np.rint(2 * np.log2(np.minimum(wanted, largest) / plain))
+    half_octaves = np.maximum(half_octaves, half_octaves.max() - MAX_ROW_CLASSES + 1)
+    used, labels = np.unique(half_octaves, return_inverse=True)
+    return RowSteps(np.minimum(plain * 2.0 ** (used / 2), largest), labels.astype(np.uint8))
+
+
+def grid_codes(scaled: Floats, dead_zone: float, most: int = MAX_MAGNITUDE) -> Codes:
+    """Codes of values given in steps: 0, then 2 m - 1 for +m and 2 m for -m; ESCAPE beyond `most`.
+
+    The dead zone widens zero alone: other values go to the nearest grid point.
+    """
+    size = np.abs(scaled)
+    magnitude = np.floor(size + np.float32(0.5))
+    magnitude[size < np.float32(0.5 + dead_zone)] = 0
+    codes = 2 * np.minimum(magnitude, MAX_MAGNITUDE) - (scaled > 0)
+    codes[magnitude == 0] = 0
+    codes[magnitude > most] = ESCAPE
+    return codes.astype(np.uint8)
+
+
+def largest_magnitude(counts: Counts) -> int:
+    """The magnitude above which values are cheaper to store beside their codes than to have levels.
+
+    Args:
+        counts: occurrences of each code [256], ESCAPE included.
+    """
+    by_magnitude = counts[1:ESCAPE].reshape(-1, 2).sum(axis=1)
+    beyond = np.append(np.cumsum(by_magnitude[::-1])[::-1], 0) + counts[ESCAPE]
+    costs = beyond * ESCAPED_BITS + 2 * LEVEL_BITS * np.arange(len(beyond))
+    return int(np.argmin(costs))
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What codes stand for: `scales[k] * levels[c]` in row class k.
+
+    Attributes:
+        scales: [n_classes].
+        levels: by code [n_codes], without the escape code.
+    """
+
+    scales: Reals
+    levels: Reals
+
+    def table(self, has_escape: bool) -> LinearTable:
+        """As a map has it; the escape code's entry is 0."""
+        levels = np.append(self.levels, 0.0) if has_escape else self.levels
+        return LinearTable(self.scales, levels, np.zeros(len(self.scales)))
+
+    def expand(self) -> Floats:
+        """What a reader adds to the predictor, [n_classes, n_codes]."""
+        values: Floats = self.table(has_escape=False).expand().view(np.float32)
+        return values
+
+
+def fit_levels(steps: Reals, counts: Counts, sums: Reals, most: int) -> Levels:
+    """Centroids of the values of each code, as products of a scale for each class and a level for each code.
+
+    Args:
+        steps: of each class [n_classes].
+        counts: occurrences [n_classes, 256] of each code.
+        sums: of the magnitudes of the values [n_classes, 256].
+        most: largest magnitude that has codes.
+    """
+    n = counts[:, 1 : 2 * most + 1].reshape(len(steps), most, 2).sum(axis=2).astype(np.float64)
+    total = sums[:, 1 : 2 * most + 1].reshape(len(steps), most, 2).sum(axis=2) / steps[:, None]
+    scales, levels = np.ones(len(steps)), np.arange(1.0, most + 1)
+    for _ in range(N_FITS):
+        levels = _ratio(scales @ total, scales**2 @ n, levels)
+        scales = _ratio(total @ levels, n @ levels**2, scales)
+    signed = np.stack([levels, -levels], axis=1).reshape(-1)
+    return Levels(steps * scales, np.concatenate([[0.0], signed]))
+
+
+def _ratio(numerator: Reals, denominator: Reals, otherwise: Reals) -> Reals:
+    """Quotients, or what was there before where nothing was counted."""
+    is_known = (denominator > 0) & (numerator > 0)
+    return np.where(is_known, numerator / np.where(is_known, denominator, 1), otherwise)

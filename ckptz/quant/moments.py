@@ -1,0 +1,431 @@
+"""Maps of optimizer state: second moments in relative steps, first moments in roots of the second.
+
+A second moment restored as zero under a live gradient would make the next step explode, so its levels
+stand in the order of bit patterns, where steps are relative, and zero is a code of its own that exact
+zeros take and nothing else does. First moments matter beside the root of the second: their step follows
+it, class by class. Knows arrays and maps; which tensors belong together is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.kernels import reference
+from ckptz.quant.quant_map import ExplicitTable, LinearTable, QuantizationMap
+
+Units = NDArray[Any]
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+MANTISSA_BITS: Final = {reference.F32: 23, reference.BF16: 7, reference.F16: 10}
+MAX_LEVELS: Final = 254  # beside a zero code and an escape code
+N_PHASES: Final = 8  # places of the levels within a step that are tried
+FACTOR_BITS: Final = 2  # of the mantissa of an outer vector: 2^-3, small beside steps of octaves
+MAX_SPAN: Final = 1 << 20  # of numbers that are counted by an array and not by sorting
+MAX_INDEX: Final = 127  # of a first moment's level, on both sides of zero
+N_LABELS: Final = 256  # of a magnitude class
+ROW_LABELS_PER_OCTAVE: Final = 2
+SMALLEST_SCALE: Final = 2.0**-1022  # of a table: subnormal doubles are not allowed there
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMoment:
+    """How a second moment becomes lossy.
+
+    Attributes:
+        step: in octaves; a restored element is within half of it.
+    """
+
+    step: float
+    name: ClassVar[str] = "second-moment"
+    prunes: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, int | float | bool | str]:
+        """What the file's record says was asked."""
+        return {"step": self.step}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstMoment:
+    """How a first moment, or a momentum, becomes lossy.
+
+    Attributes:
+        step: in roots of the restored second moment; without one, in root mean squares of the row.
+        dead_zone: additional share of a step, on both sides of zero, that becomes zero.
+        source: name of the tensor of second moments, or None.
+    """
+
+    step: float
+    dead_zone: float
+    source: str | None = None
+    name: ClassVar[str] = "first-moment"
+    prunes: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, int | float | bool | str]:
+        """What the file's record says was asked."""
+        return {"step": self.step, "dead_zone": self.dead_zone}
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """A small tensor that is kept to a relative precision.
+
+    Attributes:
+        bits: a restored element is within 2^-bits of itself, relatively.
+    """
+
+    bits: int = 10
+    name: ClassVar[str] = "rounding"
+    prunes: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, int | float | bool | str]:
+        """What the file's record says was asked."""
+        return {"bits": self.bits}
+
+    def rounded(self, units: Units, kind: int) -> Units:
+        """Units rounded to nearest; those that would overflow, and subnormal ones, stay as they are."""
+        n_dropped = MANTISSA_BITS[kind] + 1 - self.bits
+        if n_dropped <= 0:
+            return units
+        half, mask = (units.dtype.type(n) for n in (1 << (n_dropped - 1), (1 << n_dropped) - 1))
+        nearest = (units + half) & ~mask
+        exponents = units.dtype.type(exponent_mask(kind))
+        is_kept = ((nearest & exponents) == exponents) | ((units & exponents) == 0)
+        return np.where(is_kept, units, nearest)
+
+
+def exponent_mask(kind: int) -> int:
+    """The bits of an exponent, which are all 1 in an infinity or a NaN."""
+    return (0x7F800000, 0x7F80, 0x7C00)[kind]
+
+
+def largest_unit(kind: int) -> int:
+    """The bit pattern of the largest finite number."""
+    return exponent_mask(kind) - 1
+
+
+# --- second moments -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Levels at equal distances in the order of bit patterns.
+
+    Attributes:
+        step: from one level to the next, in units of the last place.
+        phase: of level 0, from the predictor.
+    """
+
+    step: int
+    phase: int = 0
+
+    def indices(self, distances: Integers) -> Integers:
+        """The nearest level of each distance from the predictor."""
+        return (distances + (self.step // 2 - self.phase)) // self.step
+
+    def distances(self, indices: Integers) -> Integers:
+        """Where levels stand."""
+        return indices * self.step + self.phase
+
+
+def ladder_step(octaves: float, kind: int) -> int:
+    """A step in units of the last place; an octave of them is a mantissa's."""
+    return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
+
+
+def best_ladder(distances: Integers, step: int) -> Ladder:
+    """The phase whose levels take the fewest bits.
+
+    Args:
+        distances: from the predictor, of some elements; at least one.
+        step: of the ladder.
+    """
+    sizes = {}
+    for phase in sorted({step * i // N_PHASES for i in range(N_PHASES)}):
+        ladder = Ladder(step, phase)
+        sizes[ladder] = entropy_of(ladder.indices(distances))
+    return min(sizes, key=sizes.__getitem__)
+
+
+def counted(numbers: Integers) -> tuple[Integers, Integers]:
+    """Numbers that occur, ascending, and how often."""
+    if not len(numbers):
+        return numbers, numbers
+    lowest = int(numbers.min())
+    if int(numbers.max()) - lowest > MAX_SPAN:
+        values, occurrences = np.unique(numbers, return_counts=True)
+        return values, occurrences
+    counts = np.bincount(numbers - lowest)
+    used = np.flatnonzero(counts)
+    return used + lowest, counts[used]
+
+
+def entropy_of(numbers: Integers) -> float:
+    """Bits of an ideal coder of numbers."""
+    _, counts = counted(numbers)
+    return float((counts * np.log2(len(numbers) / counts)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Rungs:
+    """Which levels of a ladder have codes, and what takes the codes behind them.
+
+    Attributes:
+        lowest: index of the level of code 0.
+        n_levels: levels, 0 to 254.
+        has_zeros: exact zeros occur, and have the code behind the levels.
+        has_exceptions: some elements are none of these and escape, by the last code.
+    """
+
+    lowest: int
+    n_levels: int
+    has_zeros: bool
+    has_exceptions: bool
+
+    @property
+    def zero_code(self) -> int | None:
+        """The code of exact zeros."""
+        return self.n_levels if self.has_zeros else None
+
+    @property
+    def escape_code(self) -> int | None:
+        """The code of exceptions."""
+        return self.n_levels + self.has_zeros if self.has_exceptions else None
+
+    @property
+    def n_codes(self) -> int:
+        """All codes."""
+        return self.n_levels + self.has_zeros + self.has_exceptions
+
+
+def rungs_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: int) -> Rungs:
+    """Codes for the levels that occur, the most frequent ones if they are too many.
+
+    Args:
+        indices: of levels that occur, ascending [n].
+        counts: how often [n].
+        n_zeros: exact zeros.
+        n_exceptions: elements that no level restores.
+    """
+    if not len(indices):
+        return Rungs(0, 0, n_zeros > 0, n_exceptions > 0)
+    ends = np.searchsorted(indices, indices + MAX_LEVELS)
+    total = np.concatenate([[0], np.cumsum(counts)])
+    covered = total[ends] - total[:-1]
+    first = int(covered.argmax())
+    lowest, highest = int(indices[first]), int(indices[ends[first] - 1])
+    n_outside = int(total[-1] - covered[first])
+    return Rungs(lowest, highest - lowest + 1, n_zeros > 0, n_exceptions + n_outside > 0)
+
+
+def second_map(
+    ladder: Ladder, rungs: Rungs, kind: int, n_classes: int, *, is_absolute: bool
+) -> QuantizationMap:
+    """The map of a second moment, of one row.
+
+    Args:
+        ladder: where levels stand.
+        rungs: which have codes.
+        kind: of the units.
+        n_classes: that share the row.
+        is_absolute: distances are from zero, where the lowest level is the smallest number above it.
+    """
+    levels = ladder.distances(rungs.lowest + np.arange(rungs.n_levels))
+    if is_absolute:
+        levels = np.maximum(levels, 1)
+    entries = np.zeros((1, rungs.n_codes), np.int64)
+    entries[0, : rungs.n_levels] = levels
+    unit = np.uint32 if kind == reference.F32 else np.uint16
+    return QuantizationMap(
+        ExplicitTable(entries.astype(unit)),
+        np.zeros(n_classes, np.int64),
+        zero_code=rungs.zero_code,
+        escape_code=rungs.escape_code,
+    )
+
+
+@dataclass(slots=True)
+class LogSums:
+    """Sums of binary logarithms over rows and columns of a matrix of second moments; chunks add up.
+
+    Attributes:
+        rows: sum and number of elements above zero by row [2, n_rows].
+        columns: the same by column [2, n_columns].
+    """
+
+    rows: Floats
+    columns: Floats
+
+    @classmethod
+    def of(cls, values: Floats, begin: int, shape: tuple[int, int]) -> LogSums:
+        """Of elements begin.. of the matrix."""
+        n_rows, n_columns = shape
+        positions = begin + np.flatnonzero(values > 0)
+        logarithms = np.log2(values[values > 0])
+        row, column = np.divmod(positions, n_columns)
+        return cls(_sums(row, logarithms, n_rows), _sums(column, logarithms, n_columns))
+
+    def __add__(self, other: LogSums) -> LogSums:
+        return LogSums(self.rows + other.rows, self.columns + other.columns)
+
+    def factors(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """F32 patterns of two vectors whose outer product is the best fit of the logarithms.
+
+        Sums of the values themselves, as in Adafactor (arXiv 1804.04235), follow the largest elements;
+        means of logarithms take 30 to 40 % fewer bits behind them. Rounded to few bits of the mantissa.
+        """
+        row_means, column_means = (_means(sums) for sums in (self.rows, self.columns))
+        overall = self.rows[0].sum() / max(self.rows[1].sum(), 1)
+        # Half of the level in each vector, so that neither over- nor underflows.
+        return _rounded_powers(row_means - overall / 2), _rounded_powers(column_means - overall / 2)
+
+
+def _sums(index: Integers, values: Floats, n: int) -> Floats:
+    return np.stack([np.bincount(index, values, n), np.bincount(index, minlength=n)])
+
+
+def _means(sums: Floats) -> Floats:
+    overall = sums[0].sum() / max(sums[1].sum(), 1)
+    return np.where(sums[1] > 0, sums[0] / np.maximum(sums[1], 1), overall)
+
+
+def _rounded_powers(exponents: Floats) -> NDArray[np.uint32]:
+    patterns = reference.round_f64(np.exp2(np.clip(exponents, -125, 125)))
+    n_dropped = MANTISSA_BITS[reference.F32] - FACTOR_BITS
+    return (patterns + np.uint32(1 << (n_dropped - 1))) & ~np.uint32((1 << n_dropped) - 1)
+
+
+# --- first moments ------------------------------------------------------------------------------
+
+
+def class_roots(kind: int) -> Floats:
+    """Root of what a second moment of each magnitude class is about [256]; 0 for infinities and NaN.
+
+    Args:
+        kind: of the second moment's units.
+    """
+    width = 32 if kind == reference.F32 else 16
+    labels = np.arange(N_LABELS, dtype=np.int64)
+    middles = (labels << (width - 9)) | (1 << (width - 10))
+    unit = np.uint32 if kind == reference.F32 else np.uint16
+    values = reference.widen_f64(reference.to_f32(middles.astype(unit), kind))
+    return np.sqrt(np.where(np.isfinite(values), values, 0.0))
+
+
+def first_indices(values: Floats, steps: Floats, dead_zone: float) -> Integers:
+    """Level of each value, 0 in the dead zone; values beyond the last level on a side are one beyond it.
+
+    Args:
+        values: finite [n].
+        steps: of each, 0 where there is none: such values are level 0 if they are zero.
+        dead_zone: share of a step.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratios = np.where(values == 0, 0.0, np.abs(values) / steps)
+    whole = np.minimum(np.maximum(np.rint(ratios), 1), MAX_INDEX + 1)
+    return (np.sign(values) * np.where(ratios < 0.5 + dead_zone, 0, whole)).astype(np.int64)
+
+
+@dataclass(slots=True)
+class LevelSums:
+    """How often each level occurs in each class, and sums of values in steps; chunks add up.
+
+    Attributes:
+        counts: [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above.
+        sums: of values in steps, the same.
+    """
+
+    counts: Integers
+    sums: Floats
+
+    @classmethod
+    def of(cls, indices: Integers, values: Floats, steps: Floats, labels: Units, n_classes: int) -> LevelSums:
+        """Of some elements."""
+        width = 2 * (MAX_INDEX + 1) + 1
+        cells = labels.astype(np.int64) * width + (indices + MAX_INDEX + 1)
+        ratios = values / np.where(steps > 0, steps, 1.0)
+        shape = (n_classes, width)
+        counts = np.bincount(cells, minlength=n_classes * width).reshape(shape)
+        sums = np.asarray(np.bincount(cells, ratios, n_classes * width), np.float64)
+        return cls(counts, sums.reshape(shape))
+
+    def __add__(self, other: LevelSums) -> LevelSums:
+        return LevelSums(self.counts + other.counts, self.sums + other.sums)
+
+    def window(self, rungs: Rungs) -> slice:
+        """The columns of the levels that have codes."""
+        first = rungs.lowest + MAX_INDEX + 1
+        return slice(first, first + rungs.n_levels)
+
+    def rungs(self) -> Rungs:
+        """Codes of the levels that occur; what is beyond them escapes."""
+        totals = self.counts.sum(axis=0)
+        used = np.flatnonzero(totals[1:-1]) - MAX_INDEX
+        n_beyond = int(totals[0] + totals[-1])
+        if not len(used):
+            return Rungs(0, 1, has_zeros=False, has_exceptions=n_beyond > 0)
+        return Rungs(int(used[0]), int(used[-1] - used[0]) + 1, has_zeros=False, has_exceptions=n_beyond > 0)
+
+
+def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> QuantizationMap:
+    """The map of a first moment: levels at the means of what they stand for, class by class.
+
+    Level 0 is zero in every row, so a class that takes no other needs no row of its own.
+
+    Args:
+        found: of the whole tensor.
+        rungs: which levels have codes.
+        steps: of each class [n_classes].
+        kind: of the units.
+    """
+    is_moving = found.counts.sum(axis=1) > found.counts[:, MAX_INDEX + 1]
+    used = np.flatnonzero(is_moving) if is_moving.any() else np.zeros(1, np.int64)
+    row_of_class = np.maximum(np.searchsorted(used, np.arange(len(steps)), side="right") - 1, 0)
+    scale = np.where(steps[used] >= SMALLEST_SCALE, steps[used], 0.0)
+    window, levels = found.window(rungs), rungs.lowest + np.arange(rungs.n_levels)
+    counts, sums = found.counts[used, window], found.sums[used, window]
+    shared = np.zeros(rungs.n_codes)
+    shared[: rungs.n_levels] = _centroids(counts.sum(axis=0), sums.sum(axis=0), levels)
+    expanded = LinearTable(scale, shared, np.zeros(len(used)))
+    n_rows, n_codes = expanded.shape
+    if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes and _is_finite(expanded, kind):
+        return QuantizationMap(expanded, row_of_class, escape_code=rungs.escape_code)
+    own = np.zeros(expanded.shape)
+    own[:, : rungs.n_levels] = _centroids(counts, sums, levels) * scale[:, None]
+    # Levels that no element takes may lie beyond all numbers.
+    own[:, : rungs.n_levels][counts == 0] = 0.0
+    table = ExplicitTable(reference.round_f64(own.reshape(-1)).reshape(own.shape))
+    return QuantizationMap(table, row_of_class, escape_code=rungs.escape_code)
+
+
+def _centroids(counts: Integers, sums: Floats, levels: Integers) -> Floats:
+    """Mean in steps of what takes each level; level 0 stays zero."""
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), levels)
+    return np.where(levels == 0, 0.0, means)
+
+
+def _is_finite(table: LinearTable, kind: int) -> bool:
+    units = reference.from_f32(table.expand().reshape(-1), kind)
+    return reference.all_finite(units, kind)
+
+
+def row_labels(spreads: Floats) -> tuple[NDArray[np.uint8], Floats]:
+    """Rows sorted into half octaves of their spread.
+
+    Args:
+        spreads: of each row, 0 for rows of zeros.
+
+    Returns:
+        The label of each row, and the spread that each label stands for, ascending [n_labels].
+    """
+    largest = float(spreads.max())
+    if not largest:
+        return np.zeros(len(spreads), np.uint8), np.ones(1)
+    relative = np.log2(np.maximum(spreads, largest * 2.0**-100) / largest)
+    half_octaves = np.rint(relative * ROW_LABELS_PER_OCTAVE).astype(np.int64)
+    used, labels = np.unique(half_octaves, return_inverse=True)
+    return labels.astype(np.uint8), largest * np.exp2(used / ROW_LABELS_PER_OCTAVE)

@@ -1,0 +1,118 @@
+"""Error-compensated rounding: each column's error is pushed onto the columns not yet rounded.
+
+The loss of a layer grows with the sum over its rows of e H e^T, where e are a row's errors and H the second
+moments of the layer's inputs. With H = U D U^T, U unit upper triangular and D diagonal, this is the sum of
+D[j] * (e U)[j]^2. Rounding column j of w to the grid point nearest to
+
+    t[j] = w[j] + sum over i < j of e[i] * U[i, j],    e[i] = w[i] - q[i]
+
+leaves (e U)[j] = t[j] - q[j], at most half a step, whatever the errors before it. This is the rounding of
+optimal brain surgeon and GPTQ (arXiv 2208.11580, 2210.17323), which the factor gives without an inverse.
+Columns are taken in blocks, so that nearly all of the work is products of matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.quant.grid import ESCAPE, Codes, Floats, grid_codes
+
+Matrix = NDArray[Any]
+
+BLOCK_COLUMNS: Final = 128
+# Share of the mean diagonal that is added to it. A tenth of it gives 5 % less e H e^T for 2 % more bits, five
+# times as much a fifth more e H e^T for 1 % fewer bits, on the layers of the demo.
+DAMPING: Final = 0.01
+MAX_DAMPING: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnGrid:
+    """What columns [n, n_rows] are rounded to.
+
+    Attributes:
+        steps: float32, [1, n_rows] or [n, 1].
+        labels: class of each step, of the same shape.
+        values: what the codes of each class restore to, float32 [n_classes, n_codes].
+        dead_zone: additional share of a step that becomes zero.
+        most: largest magnitude that has codes.
+    """
+
+    steps: Floats
+    labels: NDArray[np.uint8]
+    values: Floats
+    dead_zone: float
+    most: int
+
+    def round(self, column: int, target: Floats, exact: Floats) -> tuple[Codes, Floats]:
+        """Codes of a column's targets, and what they restore to: `exact` where they escape."""
+        at = min(column, len(self.steps) - 1)
+        codes = grid_codes(target / self.steps[at], self.dead_zone, self.most)
+        is_escaped = codes == ESCAPE
+        restored = self.values[self.labels[at], np.where(is_escaped, 0, codes)]
+        return codes, np.where(is_escaped, exact, restored)
+
+
+def round_compensated(columns: Floats, moments: Matrix, grid: ColumnGrid) -> Codes:
+    """Codes of the columns of a weight, [n, n_rows].
+
+    Columns with large inputs go first, while most of the others can still make up for them: on the layers
+    of the demo that order takes a third off e H e^T, at the same entropy.
+
+    Args:
+        columns: float32 [n, n_rows].
+        moments: second moments of the n inputs, symmetric and finite [n, n].
+        grid: what they are rounded to.
+    """
+    order = np.argsort(-np.diagonal(moments), kind="stable")
+    upper = feedback(moments[np.ix_(order, order)])
+    codes = np.empty(columns.shape, np.uint8)
+    errors = columns[order]
+    for begin in range(0, len(order), BLOCK_COLUMNS):
+        end = min(begin + BLOCK_COLUMNS, len(order))
+        pushed = upper[:begin, begin:end].T @ errors[:begin]
+        for j in range(begin, end):
+            exact = errors[j].copy()
+            target = exact + pushed[j - begin] + upper[begin:j, j] @ errors[begin:j]
+            codes[order[j]], restored = grid.round(int(order[j]), target, exact)
+            errors[j] = exact - restored
+    return codes
+
+
+def feedback(moments: Matrix, damping: float = DAMPING) -> Floats:
+    """The factor U of H = U D U^T: float32 [n, n], unit upper triangular.
+
+    Inputs that never fire are uncorrelated with all others and take no part. The factor is made in
+    float32; a matrix that is too close to singular for it is factored in float64, and if that fails with
+    ten times the damping. One that is no second moment of anything gives the unit matrix, which is plain
+    rounding.
+
+    Args:
+        moments: symmetric and finite [n, n].
+        damping: share of the mean diagonal of live inputs that is added to the diagonal.
+    """
+    diagonal = np.diagonal(moments).astype(np.float64)
+    scale = float(diagonal[diagonal > 0].mean()) if (diagonal > 0).any() else 0.0
+    while scale and damping <= MAX_DAMPING:
+        for kind in (np.float32, np.float64):
+            factor = _cholesky((moments / scale).astype(kind)[::-1, ::-1], damping)
+            if factor is not None:
+                upper = factor[::-1, ::-1]
+                return np.ascontiguousarray(upper / np.diagonal(upper), np.float32)
+        damping *= 10
+    return np.eye(len(moments), dtype=np.float32)
+
+
+def _cholesky(matrix: Matrix, damping: float) -> Matrix | None:
+    """The lower factor of a damped matrix, or None if that is not positive."""
+    damped = matrix.copy()
+    damped[np.diag_indices_from(damped)] += damped.dtype.type(damping)
+    try:
+        factor: Matrix = np.linalg.cholesky(damped)
+    except np.linalg.LinAlgError:
+        return None
+    return factor if np.isfinite(factor).all() else None

@@ -1,0 +1,453 @@
+"""Optimizer state as Grid stores it: second moments, first moments by their classes, small tensors."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from frame_support import Case, round_trip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file as save_plain
+
+from ckptz.codec.plan import Plan, Predictor, exact_plan
+from ckptz.codec.plan_second import plan_second
+from ckptz.codec.units import CHUNK_UNITS, ArraySource
+from ckptz.config import Grid, Moments
+from ckptz.container.companions import MAX_PLANS, Held, PlanBook
+from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
+from ckptz.dtypes import dtype_of
+from ckptz.kernels import reference
+from ckptz.numpy import load_file, save_file
+from ckptz.quant.moments import (
+    MAX_LEVELS,
+    Ladder,
+    Rounding,
+    SecondMoment,
+    best_ladder,
+    entropy_of,
+    ladder_step,
+    row_labels,
+    rungs_of,
+)
+from ckptz.store.resolve import open_checkpoint
+from ckptz.transform.classes import Magnitude, Row
+
+Array = np.ndarray[Any, Any]
+
+KINDS = {"F32": reference.F32, "BF16": reference.BF16, "F16": reference.F16}
+ARRAYS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+SECOND, FIRST, WEIGHT = "optimizer.up.weight.exp_avg_sq", "optimizer.up.weight.exp_avg", "model.up.weight"
+
+
+def state(shape: tuple[int, ...] = (96, 80), seed: int = 0, scale: float = 1.0) -> dict[str, Array]:
+    """One layer in training: second moments of rank one with noise, first moments in their proportion."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.exp2(rng.uniform(-30, -12, shape[0])), np.exp2(rng.uniform(-4, 4, shape[1:]))
+    second = np.multiply.outer(rows, columns) * np.exp2(rng.standard_normal(shape)) * scale
+    first = rng.standard_normal(shape) * 0.4 * np.sqrt(second)
+    weight = rng.standard_normal(shape) * 0.05
+    found = {WEIGHT: weight, FIRST: first, SECOND: second}
+    return {name: values.astype(np.float32) for name, values in found.items()}
+
+
+def stored(folder: Path, tensors: dict[str, Array], **moments: Any) -> dict[str, Array]:
+    """What a file with these moments restores."""
+    save_file(tensors, folder / "state.ckptz", config=Grid(moments=Moments(**moments)))
+    return load_file(folder / "state.ckptz")
+
+
+def plan_of(folder: Path, name: str, file: str = "state.ckptz") -> Plan:
+    checkpoint = open_checkpoint(folder / file)
+    try:
+        assert checkpoint.container is not None
+        return checkpoint.container.tensors[name].header.plan
+    finally:
+        checkpoint.close()
+
+
+def orders(values: Array) -> Array:
+    unit = np.uint32 if values.dtype == np.float32 else np.uint16
+    return reference.order(values.view(unit)).astype(np.int64)
+
+
+# --- second moments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("step", [0.01, 1.0, 4.0])
+def test_second_moments_keep_zero_sign_and_half_a_step(tmp_path: Path, dtype: str, step: float) -> None:
+    rng = np.random.default_rng(1)
+    exponents = rng.uniform(-24 if dtype == "F16" else -149, 15, (70, 90))
+    values = np.exp2(exponents).astype(ARRAYS[dtype])
+    values[rng.random(values.shape) < 0.2] = 0
+    restored = stored(tmp_path, {SECOND: values}, second_step=step)[SECOND]
+    assert restored.dtype == values.dtype
+    assert np.array_equal(restored == 0, values == 0)
+    assert np.isfinite(restored.astype(np.float64)).all()
+    assert not np.signbit(restored.astype(np.float64)).any()
+    distance = np.abs(orders(restored) - orders(values)).max()
+    assert distance <= max(ladder_step(step, KINDS[dtype]) // 2 + 1, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_second_moments_come_back_live(data: st.DataObject) -> None:
+    """Whatever is predicted, a level restores a finite number above zero, or the element stands exactly."""
+    dtype = data.draw(st.sampled_from(sorted(ARRAYS)))
+    kind, unit = KINDS[dtype], np.uint32 if dtype == "F32" else np.uint16
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    top = {"F32": 0x7F7FFFFF, "BF16": 0x7F7F, "F16": 0x7BFF}[dtype]
+    spread = data.draw(st.sampled_from([top, 1000, 60]))
+    low = data.draw(st.integers(0, top - spread))
+    units = rng.integers(low, low + spread, 40 * 20, endpoint=True).astype(unit)
+    base = rng.integers(0, np.iinfo(unit).max, len(units), endpoint=True).astype(unit)
+    if data.draw(st.booleans()):
+        base = np.clip(units.astype(np.int64) + rng.integers(-9, 9, len(units)), 0, top).astype(unit)
+    source = ArraySource(dtype_of(dtype), (40, 20), units)
+    base_source = ArraySource(dtype_of(dtype), (40, 20), base) if data.draw(st.booleans()) else None
+    plan = plan_second(source, base_source, SecondMoment(data.draw(st.sampled_from([0.25, 4.0, 60.0]))))
+    from_base = plan.predictor is Predictor.BASE
+    assert not from_base or base_source is not None
+    restored = restored_by(plan, source, base_source)
+    assert np.array_equal(restored == 0, units == 0)
+    assert (restored <= top).all()
+    assert reference.all_finite(restored, kind)
+
+
+def restored_by(plan: Plan, source: ArraySource, base: ArraySource | None) -> Array:
+    """Encoded to bytes and decoded again."""
+    return round_trip(Case(source, plan, base, source))
+
+
+def test_the_prediction_is_the_smallest_one(tmp_path: Path) -> None:
+    tensors = state((256, 256))
+    noise = np.random.default_rng(5).uniform(-20, 20, (256, 256))
+    tensors["optimizer.noise.exp_avg_sq"] = np.exp2(noise).astype(np.float32)
+    stored(tmp_path, tensors, second_step=2)
+    assert plan_of(tmp_path, SECOND).predictor is Predictor.OUTER
+    assert plan_of(tmp_path, "optimizer.noise.exp_avg_sq").predictor is Predictor.ZERO
+
+
+def compressed(folder: Path, tensors: dict[str, Array], name: str, base: str | None = None) -> CompressReport:
+    save_plain(tensors, folder / f"{name}.safetensors")
+    options = CompressOptions(
+        config=Grid(moments=Moments(second_step=2)), base=None if base is None else folder / base
+    )
+    [report] = compress_files([folder / f"{name}.safetensors"], folder / f"{name}.ckptz", options)
+    return report
+
+
+def test_a_base_that_says_more_is_used(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    second = np.exp2(rng.uniform(-40, -5, (200, 64))).astype(np.float32)
+    later = (second * np.exp2(rng.uniform(-0.3, 0.3, second.shape))).astype(np.float32)
+    compressed(tmp_path, {SECOND: second}, "a")
+    report = compressed(tmp_path, {SECOND: later}, "b", "a.ckptz")
+    assert report.n_deltas == 1
+    assert report.stored_bytes < (tmp_path / "a.ckptz").stat().st_size / 1.5
+    restored = load_file(tmp_path / "b.ckptz")[SECOND]
+    assert np.abs(np.log2(restored) - np.log2(later)).max() < 1.2
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (np.nan, "NaN or infinity"),
+        (np.inf, "NaN or infinity"),
+        (-1e-9, "negative second moments"),
+        (-0.0, "negative second moments"),
+    ],
+)
+def test_what_is_no_second_moment_stays_lossless(tmp_path: Path, value: float, what: str) -> None:
+    tensors = state()
+    tensors[SECOND][3, 4] = value
+    report = compressed(tmp_path, tensors, "odd")
+    assert any(SECOND in note and what in note and "lossless" in note for note in report.notes)
+    restored = load_file(tmp_path / "odd.ckptz")
+    np.testing.assert_array_equal(restored[SECOND].view(np.uint32), tensors[SECOND].view(np.uint32))
+    # The first moment follows the exact second one.
+    assert np.abs(restored[FIRST] - tensors[FIRST]).max() > 0
+
+
+def test_a_first_moment_that_is_not_finite_stays_lossless(tmp_path: Path) -> None:
+    tensors = state()
+    tensors[FIRST][0, 0] = np.inf
+    report = compressed(tmp_path, tensors, "odd")
+    assert any(FIRST in note and "lossless" in note for note in report.notes)
+    restored = load_file(tmp_path / "odd.ckptz")
+    np.testing.assert_array_equal(restored[FIRST], tensors[FIRST])
+
+
+# --- first moments ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_first_moments_follow_the_root_of_the_restored_second(tmp_path: Path, dtype: str) -> None:
+    tensors = {n: v.astype(ARRAYS[dtype]) for n, v in state(scale=2.0**14).items()}
+    restored = stored(tmp_path, tensors, second_step=1, first_step=0.25, first_dead_zone=0.1)
+    rule = plan_of(tmp_path, FIRST).rules[0]
+    assert rule == Magnitude(SECOND)
+    second, first = (restored[n].astype(np.float64) for n in (SECOND, FIRST))
+    # A class spans one octave: its step is that of the middle, and levels stay within their step.
+    error = np.abs(first - tensors[FIRST].astype(np.float64))
+    is_normal = second >= 2.0**-14
+    assert (error <= 0.25 * np.sqrt(second) * 1.5)[is_normal].all()
+    assert (first != 0).mean() > 0.5
+
+
+def test_first_moments_in_the_dead_zone_are_zero_and_levels_are_means(tmp_path: Path) -> None:
+    tensors = state()
+    restored = stored(tmp_path, tensors, first_step=0.5, first_dead_zone=0.3)
+    kept = restored[FIRST] != 0
+    assert 0.05 < kept.mean() < 0.5
+    assert (np.sign(restored[FIRST]) == np.sign(tensors[FIRST]))[kept].all()
+    exact, got = (tensors[FIRST][kept] / np.sqrt(restored[SECOND][kept]) for _ in range(2))
+    assert abs(exact.mean() - got.mean()) < 0.01
+
+
+@pytest.mark.parametrize(
+    "names", ["exp_avg.up.weight", "up.weight.exp_avg", "optimizer.state.up.weight.exp_avg"]
+)
+def test_moments_find_each_other_under_all_names(tmp_path: Path, names: str) -> None:
+    found = state()
+    second = names.replace("exp_avg", "exp_avg_sq")
+    stored(tmp_path, {"up.weight": found[WEIGHT], names: found[FIRST], second: found[SECOND]})
+    assert plan_of(tmp_path, names).rules == (Magnitude(second),)
+
+
+def test_a_second_moment_of_another_shape_gives_no_classes(tmp_path: Path) -> None:
+    tensors = state()
+    tensors[SECOND] = tensors[SECOND][:, :40].copy()
+    restored = stored(tmp_path, tensors, first_step=0.5)
+    assert not any(isinstance(rule, Magnitude) for rule in plan_of(tmp_path, FIRST).rules)
+    assert relative_error(restored[FIRST], tensors[FIRST]) < 0.6
+
+
+def relative_error(restored: Array, original: Array) -> float:
+    return float(np.linalg.norm(restored - original) / np.linalg.norm(original))
+
+
+@pytest.mark.parametrize("word", ["momentum_buffer", "exp_avg"])
+def test_without_second_moments_steps_follow_the_rows(tmp_path: Path, word: str) -> None:
+    rng = np.random.default_rng(0)
+    spread = np.exp2(rng.uniform(-12, 0, 64))
+    values = (rng.standard_normal((64, 96)) * spread[:, None]).astype(np.float32)
+    restored = stored(tmp_path, {f"optimizer.w.{word}": values}, first_step=0.5)[f"optimizer.w.{word}"]
+    assert isinstance(plan_of(tmp_path, f"optimizer.w.{word}").rules[0], Row)
+    errors = np.linalg.norm(restored - values, axis=1) / np.linalg.norm(values, axis=1)
+    assert errors.max() < 0.5
+
+
+def test_first_moments_of_one_level_keep_their_classes(tmp_path: Path) -> None:
+    tensors = state()
+    tensors[FIRST] = np.sqrt(tensors[SECOND])
+    restored = stored(tmp_path, tensors, second_step=0.5, first_dead_zone=0.1)
+    ratio = restored[FIRST] / tensors[FIRST]
+    assert (ratio.min(), ratio.max()) == pytest.approx((1, 1), abs=0.5)
+    tensors[FIRST][:] = 0
+    assert not stored(tmp_path, tensors)[FIRST].any()
+    assert plan_of(tmp_path, FIRST).rules == ()
+
+
+@pytest.mark.parametrize("scale", [2.0**-9, 2.0**9])
+def test_first_moments_of_updates_do_not_follow_the_root(tmp_path: Path, scale: float) -> None:
+    tensors = state()
+    roots = np.sqrt(tensors[SECOND])
+    tensors[FIRST] = (tensors[FIRST] / roots * np.median(roots) * scale).astype(np.float32)
+    restored = stored(tmp_path, tensors, first_step=0.5)
+    assert not any(isinstance(rule, Magnitude) for rule in plan_of(tmp_path, FIRST).rules)
+    assert relative_error(restored[FIRST], tensors[FIRST]) < 0.5
+
+
+def test_first_moments_under_dead_second_ones_stand_exactly(tmp_path: Path) -> None:
+    tensors = state()
+    tensors[SECOND][:5] = 0
+    restored = stored(tmp_path, tensors)
+    assert (restored[SECOND][:5] == 0).all()
+    np.testing.assert_array_equal(restored[FIRST][:5], tensors[FIRST][:5])
+
+
+# --- small tensors and everything else ----------------------------------------------------------
+
+
+def test_small_trained_weights_are_rounded_and_the_rest_is_exact(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(300) * np.exp2(rng.uniform(-120, 3, 300))).astype(np.float32)
+    values[:4] = [0.0, -0.0, 1e-42, np.finfo(np.float32).max]
+    tensors = {
+        "model.norm.weight": values,
+        "optimizer.norm.weight.exp_avg": values * 1e-3,
+        "optimizer.norm.weight.exp_avg_sq": np.square(values * 1e-20),
+        "optimizer.norm.weight.step": np.array(17, np.float32),
+        "optimizer.norm.weight.row_var": np.abs(values[:40]),
+        "optimizer.norm.weight.unknown": values,
+        "model.rotary.inv_freq": values,
+        "step": np.array(17),
+    }
+    restored = stored(tmp_path, tensors)
+    for name in (
+        "optimizer.norm.weight.step",
+        "optimizer.norm.weight.unknown",
+        "model.rotary.inv_freq",
+        "step",
+    ):
+        assert restored[name].tobytes() == tensors[name].tobytes(), name
+    for name in ("model.norm.weight", "optimizer.norm.weight.row_var"):
+        exact, got = tensors[name], restored[name]
+        assert (got != exact).mean() > 0.8
+        assert (np.abs(got.astype(np.float64) - exact) <= np.abs(exact.astype(np.float64)) * 2.0**-10).all()
+        assert np.array_equal(np.signbit(got), np.signbit(exact))
+    save_file(tensors, tmp_path / "exact.ckptz", config=Grid(moments=None))
+    restored = load_file(tmp_path / "exact.ckptz")
+    assert all(restored[name].tobytes() == tensors[name].tobytes() for name in tensors)
+
+
+@pytest.mark.parametrize("kind", [reference.F32, reference.BF16, reference.F16])
+def test_rounding_twice_changes_nothing_more(kind: int) -> None:
+    unit = np.uint32 if kind == reference.F32 else np.uint16
+    units = np.random.default_rng(0).integers(0, np.iinfo(unit).max, 10000, endpoint=True).astype(unit)
+    once = Rounding().rounded(units, kind)
+    np.testing.assert_array_equal(Rounding().rounded(once, kind), once)
+    is_finite = ~np.isnan(reference.to_f32(units, kind).view(np.float32))
+    exact, got = (
+        reference.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (units, once)
+    )
+    with np.errstate(invalid="ignore"):
+        assert not (np.abs(got - exact) > np.abs(exact) * 2.0**-10).any()
+
+
+def test_the_file_records_what_was_asked_and_measured(tmp_path: Path) -> None:
+    tensors = state()
+    save_file(tensors, tmp_path / "a.ckptz", config=Grid())
+    checkpoint = open_checkpoint(tmp_path / "a.ckptz")
+    assert checkpoint.container is not None
+    records = {e.name: e.lossy for e in checkpoint.container.index.tensors}
+    checkpoint.close()
+    second, first = records[SECOND], records[FIRST]
+    assert second is not None
+    assert first is not None
+    assert (second.method, second.role, second.settings) == ("second-moment", "exp_avg_sq", {"step": 4.0})
+    assert (first.method, first.settings) == ("first-moment", {"step": 1.0, "dead_zone": 0.35})
+    error = np.abs(load_file(tmp_path / "a.ckptz")[SECOND].astype(np.float64) - tensors[SECOND]).max()
+    assert second.max_abs_error == pytest.approx(error, rel=1e-6)
+
+
+# --- large tensors, threads, bounded memory -----------------------------------------------------
+
+
+def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shape = (CHUNK_UNITS // 512 + 3, 512)
+    second = np.exp2(rng.uniform(-30, -20, shape)).astype(np.float32)
+    first = (rng.standard_normal(shape) * np.sqrt(second)).astype(np.float32)
+    tensors = {FIRST: first, SECOND: second, **{f"optimizer.{i}.exp_avg": first[:64] for i in range(6)}}
+    tensors |= {f"optimizer.{i}.exp_avg_sq": second[:64] for i in range(6)}
+    save_plain(tensors, tmp_path / "a.safetensors")
+    found = []
+    for jobs in (1, 4):
+        options = CompressOptions(config=Grid(), jobs=jobs, force=True)
+        list(compress_files([tmp_path / "a.safetensors"], tmp_path / "a.ckptz", options))
+        found.append((tmp_path / "a.ckptz").read_bytes())
+    assert found[0] == found[1]
+    restored = load_file(tmp_path / "a.ckptz")
+    assert np.abs(np.log2(restored[SECOND]) - np.log2(second)).max() < 2.2
+    np.testing.assert_array_equal(restored["optimizer.3.exp_avg"], restored["optimizer.0.exp_avg"])
+
+
+def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
+    made, entered = [], threading.Barrier(4)
+
+    def make(name: str, run: object) -> Plan:
+        made.append(name)
+        return exact_plan(dtype_of("F32"))
+
+    book = PlanBook(make, ["a"])
+
+    def ask() -> None:
+        entered.wait()
+        book.plan("a")
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == ["a"]
+    assert "a" in book
+    assert "b" not in book
+
+
+def test_plans_of_long_ago_are_let_go() -> None:
+    made: list[str] = []
+
+    def make(name: str, run: object) -> Plan:
+        made.append(name)
+        return exact_plan(dtype_of("F32"))
+
+    names = [str(i) for i in range(MAX_PLANS + 1)]
+    book = PlanBook(make, names)
+    for name in (*names, names[-1], names[0]):
+        book.plan(name)
+    assert made == [*names, names[0]]
+
+
+def test_a_held_base_is_read_once() -> None:
+    class Counting:
+        dtype, shape, n_codes = dtype_of("F32"), (4,), 3
+        n_read = 0
+
+        def units(self, begin: int, end: int) -> Array:
+            raise AssertionError("units and codes come from one decoding")
+
+        def units_and_codes(self, begin: int, end: int) -> tuple[Array, Array]:
+            self.n_read += 1
+            return np.arange(begin, end, dtype=np.uint32), np.arange(begin, end, dtype=np.uint8)
+
+    source = Counting()
+    held = Held(source)
+    codes = held.codes(0, 4)
+    assert codes is not None
+    assert codes.tolist() == [0, 1, 2, 3]
+    assert held.units(1, 3).tolist() == [1, 2]
+    assert (held.n_codes, source.n_read) == (3, 1)
+
+
+# --- ladders ------------------------------------------------------------------------------------
+
+
+def test_a_ladder_takes_the_nearest_level() -> None:
+    ladder = Ladder(step=10, phase=3)
+    distances = np.arange(-40, 40)
+    levels = ladder.distances(ladder.indices(distances))
+    assert np.abs(levels - distances).max() == 5
+    assert set(((levels - 3) % 10).tolist()) == {0}
+
+
+def test_the_best_phase_holds_a_narrow_cloud_in_one_level() -> None:
+    distances = np.arange(96, 104)
+    ladder = best_ladder(distances, 10)
+    assert entropy_of(ladder.indices(distances)) == 0
+    assert entropy_of(Ladder(10, 0).indices(distances - 5)) > 0
+
+
+def test_too_many_levels_keep_the_most_frequent() -> None:
+    indices = np.array([0, 1, 5000, 5001, 5002, 9000])
+    counts = np.array([1, 1, 9, 9, 9, 1])
+    rungs = rungs_of(indices, counts, n_zeros=4, n_exceptions=0)
+    assert (rungs.lowest, rungs.n_levels) == (5000, 3)
+    assert (rungs.zero_code, rungs.escape_code, rungs.n_codes) == (3, 4, 5)
+    every = rungs_of(np.arange(MAX_LEVELS + 9), np.ones(MAX_LEVELS + 9, np.int64), 0, 0)
+    assert every.n_levels == MAX_LEVELS
+    assert every.escape_code == MAX_LEVELS
+
+
+def test_rows_share_labels_by_half_octaves() -> None:
+    labels, spreads = row_labels(np.array([1.0, 1.05, 4.0, 0.0, 4.1]))
+    assert labels[0] == labels[1] != labels[2] == labels[4]
+    assert spreads[labels[2]] / spreads[labels[0]] == pytest.approx(4.0)
+    assert row_labels(np.zeros(3))[0].tolist() == [0, 0, 0]

@@ -1,0 +1,299 @@
+"""A model and its optimizer in one file: both come back, moments find their weights, training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_support import ckptz
+from safetensors.torch import load_file as load_plain
+from safetensors.torch import save_file as save_plain
+from torch import Tensor, nn
+
+from ckptz.config import Grid
+from ckptz.container.index import MAPS_FEATURE
+from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
+from ckptz.convert.inputs import open_input
+from ckptz.convert.optimizer import Joined, known_roles
+from ckptz.convert.restore import restore_file
+from ckptz.errors import ConfigError
+from ckptz.store.resolve import open_checkpoint
+from ckptz.torch import load_file
+from ckptz.transform.classes import Magnitude
+
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Two layers of the same shape, and a normalisation with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(48, 96)
+        self.norm = nn.BatchNorm1d(96)
+        self.mid = nn.Linear(96, 96)
+        self.out = nn.Linear(96, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(torch.relu(self.mid(torch.relu(self.norm(self.up(x))))))
+        return result
+
+
+TARGET = torch.randn(48, 96, generator=torch.Generator().manual_seed(7))
+
+
+def train(net: Net, optimizer: torch.optim.Optimizer, n_steps: int, seed: int) -> list[float]:
+    """Losses of some steps on data that depends on the seed alone."""
+    generator, losses = torch.Generator().manual_seed(seed), []
+    for _ in range(n_steps):
+        x = torch.randn(64, 48, generator=generator)
+        loss = (net(x) - x @ TARGET).square().mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(factory: Factory, n_steps: int = 60) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = factory(net.parameters())
+    train(net, optimizer, n_steps, seed=1)
+    return net, optimizer
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def written(folder: Path, factory: Factory = adamw, model: str = "model.pt") -> tuple[Path, Path]:
+    """Files of a trained model and its optimizer."""
+    net, optimizer = trained(factory)
+    save = save_plain if model.endswith(".safetensors") else torch.save
+    save(net.state_dict(), folder / model)  # type: ignore[operator]  # either takes a state and a path
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return folder / model, folder / "optimizer.pt"
+
+
+def compressed(model: Path, optimizer: Path, out: Path, **more: Any) -> CompressReport:
+    [report] = compress_files([model], out, CompressOptions(optimizer=optimizer, **more))
+    return report
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return bool(one == other)
+
+
+# --- two files in one, and back -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["model.pt", "model.safetensors"])
+def test_both_files_come_back_under_their_names(tmp_path: Path, model: str) -> None:
+    paths = written(tmp_path, model=model)
+    packed, folder = tmp_path / "state.ckptz", tmp_path / "back"
+    result = ckptz("compress", paths[0], "--optimizer", paths[1], "-o", packed)
+    assert result.exit_code == 0
+    ckptz("restore", packed, "-o", folder)
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in paths)
+    load = load_plain if model.endswith(".safetensors") else torch.load
+    assert is_equal(load(folder / model), load(paths[0]))
+    assert is_equal(torch.load(folder / "optimizer.pt"), torch.load(paths[1]))
+    assert ckptz("verify", packed).exit_code == 0
+    names = set(load_file(packed))
+    assert {"up.weight", "state.0.exp_avg"} <= names
+
+
+def test_two_safetensors_files_and_a_folder_of_shards(tmp_path: Path) -> None:
+    net, optimizer = trained(adamw)
+    moments = {
+        f"{name}.{word}": optimizer.state[parameter][word]
+        for name, parameter in net.named_parameters()
+        for word in ("exp_avg", "exp_avg_sq")
+    }
+    folder, state = tmp_path / "model", net.state_dict()
+    folder.mkdir()
+    for i, names in enumerate((list(state)[:4], list(state)[4:])):
+        save_plain({n: state[n] for n in names}, folder / f"model-{i + 1:05d}-of-00002.safetensors")
+    (folder / "config.json").write_text("{}")
+    save_plain(moments, tmp_path / "moments.safetensors", metadata={"of": "AdamW"})
+    report = compressed(folder, tmp_path / "moments.safetensors", tmp_path / "s.ckptz", config=Grid())
+    assert not any("moments belong" in note for note in report.notes)
+    (tmp_path / "config.json").write_text("{}")
+    restore_file(tmp_path / "s.ckptz", tmp_path / "back")
+    assert {p.name for p in (tmp_path / "back").iterdir()} >= {p.name for p in folder.iterdir()}
+    restored = load_plain(tmp_path / "back" / "moments.safetensors")
+    assert restored.keys() == moments.keys()
+    assert all((restored[n] >= 0).all() for n in restored if n.endswith("_sq"))
+
+
+def test_files_that_cannot_stand_together_are_refused(tmp_path: Path) -> None:
+    model, optimizer = written(tmp_path, model="model.safetensors")
+    (tmp_path / "other").mkdir()
+    same = tmp_path / "other" / model.name
+    save_plain({"x": torch.zeros(3)}, same)
+    with pytest.raises(ConfigError, match=r"both are called model\.safetensors"):
+        compressed(model, same, tmp_path / "a.ckptz")
+    clash = tmp_path / "clash.safetensors"
+    save_plain({"up.weight": torch.zeros(3)}, clash)
+    with pytest.raises(ConfigError, match=r"tensor 'up.weight' is in .* too"):
+        compressed(model, clash, tmp_path / "a.ckptz")
+    with pytest.raises(ConfigError, match="takes a file"):
+        compressed(model, tmp_path / "other", tmp_path / "a.ckptz")
+    with pytest.raises(ConfigError, match="belongs to one input"):
+        list(compress_files([model, same], None, CompressOptions(optimizer=optimizer)))
+    list(compress_files([model], tmp_path / "m.ckptz"))
+    with pytest.raises(ConfigError, match="restore it first"):
+        compressed(tmp_path / "m.ckptz", optimizer, tmp_path / "a.ckptz")
+    odd = tmp_path / "optimizer.state"
+    optimizer.rename(odd)
+    with pytest.raises(ConfigError, match="name it with one of"):
+        compressed(model, odd.rename(tmp_path / "optimizer.ckpt"), tmp_path / "a.ckptz")
+    assert not (tmp_path / "a.ckptz").exists()
+
+
+# --- whose moments ------------------------------------------------------------------------------
+
+
+def roles_of(path: Path) -> Joined:
+    opened = open_input(path)
+    return known_roles(opened.tensors, opened.tree)
+
+
+def saved_together(folder: Path, net: Net, optimizer: torch.optim.Optimizer) -> Path:
+    path = folder / "training.pt"
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+    return path
+
+
+def test_numbers_are_joined_through_the_order_of_the_model(tmp_path: Path) -> None:
+    net, optimizer = trained(adamw, 3)
+    joined = roles_of(saved_together(tmp_path, net, optimizer))
+    assert not joined.notes
+    names = [name for name, _ in net.named_parameters()]
+    for i, name in enumerate(names):
+        for word in ("exp_avg", "exp_avg_sq"):
+            role = joined.roles[f"optimizer.state.{i}.{word}"]
+            assert (role.role, role.parameter) == (word, name)
+
+
+def test_groups_in_another_order_are_joined_by_shapes_that_decide(tmp_path: Path) -> None:
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        held = list(parameters)
+        matrices = [p for p in held if p.ndim > 1]
+        return torch.optim.AdamW([{"params": [p for p in held if p.ndim == 1]}, {"params": matrices}])
+
+    net, optimizer = trained(grouped, 3)
+    joined = roles_of(saved_together(tmp_path, net, optimizer))
+    assert not joined.notes
+    names = [n for n, p in net.named_parameters() if p.ndim == 1]
+    names += [n for n, p in net.named_parameters() if p.ndim > 1]
+    assert [joined.roles[f"optimizer.state.{i}.exp_avg"].parameter for i in range(len(names))] == names
+
+
+def test_names_in_the_groups_decide_first(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(list(net.named_parameters())[::-1], lr=1e-3)
+    train(net, optimizer, 2, seed=1)
+    joined = roles_of(saved_together(tmp_path, net, optimizer))
+    assert not joined.notes
+    last = list(dict(net.named_parameters()))[-1]
+    assert joined.roles["optimizer.state.0.exp_avg"].parameter == last
+
+
+def test_what_cannot_be_joined_is_said_and_kept_by_numbers(tmp_path: Path) -> None:
+    model, optimizer = written(tmp_path, model="model.safetensors")
+    report = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid())
+    assert any("'state." in note and "order of the model is not known" in note for note in report.notes)
+    checkpoint = open_checkpoint(tmp_path / "s.ckptz")
+    assert checkpoint.container is not None
+    assert MAPS_FEATURE in checkpoint.container.features
+    tensors = checkpoint.container.tensors
+    for name in ("state.0.exp_avg", "state.4.exp_avg"):
+        assert tensors[name].header.plan.rules == (Magnitude(f"{name}_sq"),)
+    checkpoint.close()
+
+
+def test_an_optimizer_of_another_model_is_said(tmp_path: Path) -> None:
+    model, _ = written(tmp_path)
+    torch.manual_seed(0)
+    other = nn.Linear(200, 300)
+    optimizer = adamw(other.parameters())
+    other(torch.randn(4, 200)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "other.pt")
+    report = compressed(model, tmp_path / "other.pt", tmp_path / "s.ckptz", config=Grid())
+    assert any("of the model's parameters 0" in note for note in report.notes)
+    assert any("moments belong to no weight" in note and "state.0" in note for note in report.notes)
+
+
+def test_an_unknown_optimizer_stays_lossless(tmp_path: Path) -> None:
+    model, _ = written(tmp_path)
+    state = {i: {"hessian": torch.rand(96, 96), "step": 3} for i in range(3)}
+    groups = [{"params": [0, 1, 2], "lr": 0.1}]
+    torch.save({"state": state, "param_groups": groups}, tmp_path / "odd.pt")
+    report = compressed(model, tmp_path / "odd.pt", tmp_path / "s.ckptz", config=Grid())
+    assert any("stay lossless" in note and "'state.0.hessian'" in note for note in report.notes)
+    restore_file(tmp_path / "s.ckptz", tmp_path / "back")
+    restored = torch.load(tmp_path / "back" / "odd.pt")
+    assert all(torch.equal(restored["state"][i]["hessian"], state[i]["hessian"]) for i in range(3))
+
+
+# --- training goes on ---------------------------------------------------------------------------
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum: no second moment."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 3e-4})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is needed here
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.sub_(torch.sign(momentum * 0.9 + p.grad * 0.1), alpha=group["lr"])
+                momentum.lerp_(p.grad, 0.01)
+
+
+OPTIMIZERS: dict[str, Factory] = {
+    "adamw": adamw,
+    "adam, amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.5),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "lion": Lion,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_restored_state_trains_on(tmp_path: Path, name: str) -> None:
+    """Weights exact, optimizer from the file: losses stay near the exact resumption's."""
+    net, optimizer = trained(OPTIMIZERS[name])
+    path = saved_together(tmp_path, net, optimizer)
+    [report] = compress_files([path], tmp_path / "s.ckptz", CompressOptions(config=Grid()))
+    assert report.n_lossy > 4
+    restore_file(tmp_path / "s.ckptz", tmp_path / "restored.pt")
+    restored = torch.load(tmp_path / "restored.pt")
+    losses = []
+    for state in (optimizer.state_dict(), restored["optimizer"]):
+        again = Net()
+        again.load_state_dict(net.state_dict())
+        resumed = OPTIMIZERS[name](again.parameters())
+        resumed.load_state_dict(state)
+        losses.append(train(again, resumed, 20, seed=2))
+        assert all(p.isfinite().all() for p in again.parameters())
+    exact, found = (torch.tensor(part) for part in losses)
+    assert torch.equal(exact[0], found[0])
+    assert ((found - exact).abs() / exact).max() < 0.1
