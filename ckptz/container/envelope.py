@@ -22,6 +22,7 @@ LENGTH_BYTES: Final = 8
 MAX_JSON_VALUES: Final = 1 << 22  # spec/06-container.md#envelope
 MAX_HEADER_BYTES: Final = 100_000_000  # safetensors' own limit
 ALIGNMENT: Final = 8
+MAX_SURE_DIGITS: Final = 300  # integers of so many are within the range of a double
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,19 @@ def _finite(digits: str) -> float:
     return value
 
 
+def _finite_integer(digits: str) -> int:
+    if len(digits) > MAX_SURE_DIGITS:
+        _finite(digits)
+    return int(digits)
+
+
 _DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+    object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_finite_integer
 )
 
 
 def strict_json(text: bytes, what: str) -> Any:
-    """JSON in UTF-8; duplicate keys, infinite numbers and halves of surrogate pairs are refused."""
+    """JSON in UTF-8; duplicate keys, numbers no double holds and halves of surrogate pairs are refused."""
     # Python objects take a hundred times the bytes of the shortest values they stand for.
     if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_VALUES:
         raise CorruptionError(f"{what}: more than {MAX_JSON_VALUES} values")
@@ -107,9 +114,7 @@ def read_envelope(source: ByteSource) -> Envelope:
         raise named(error, source.name) from None
 
 
-def _checked(raw: Any, data_offset: int, size: int) -> Envelope:
-    if not isinstance(raw, dict):
-        raise CorruptionError("header is not a JSON object")
+def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
     metadata = raw.pop("__metadata__", None)
     if metadata is not None and not _is_text_map(metadata):
         raise CorruptionError("header: __metadata__ is not a map of strings")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -20,10 +20,13 @@ FORMAT_NAME: Final = "ckptz"
 FORMAT_VERSION: Final = "0.1"
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
+OPTIONAL_PREFIX: Final = "__ckptz__.optional."  # sections that a reader may skip
 MAX_INDEX_BYTES: Final = 64 << 20
 DELTA_FEATURE: Final = "delta"
 MAPS_FEATURE: Final = "maps"
-KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, MAPS_FEATURE})
+INLINE_FEATURE: Final = "inline"
+KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE})
+MAX_INLINE: Final = 64  # normative, spec/07-chain.md#depth
 
 KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
 KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
@@ -36,24 +39,48 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-frame.md#shape
 
 
+Setting = Count | float | bool | str
+Promise = Literal["none", "max-abs", "max-rel", "rmse", "quality-drop", "resume-gap"]
+
+
 class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What was asked of a lossy tensor and what was measured on the decoded values.
 
-    `promise` is the kind of bound the writer kept: "none" for a fixed configuration. Errors are
-    absolute, in the tensor's own unit; `rms` is the root mean square of the original.
+    `promise` is the kind of bound the writer kept: "none" for a fixed configuration. `settings` are the
+    method's own: levels, shares, steps. Errors are absolute, in the tensor's own unit; `rms` is the root
+    mean square of the original.
     """
 
     method: str
+    role: str
     layer_type: str
-    levels: Count
-    prune: Share
-    protect: Share
+    settings: dict[str, Setting]
     n_pruned: Count
     n_protected: Count
     max_abs_error: Amount
     rms_error: Amount
     rms: Amount
-    promise: str
+    promise: Promise
+
+
+class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A budget that the file was written for, and what was measured on the tensors decoded from it.
+
+    `metric` names what was measured, never code to run. `max_drop` is the share of `exact` that may be
+    lost if `is_relative`, else a difference; `exact` and `measured` are the metric's values for the
+    original and for the decoded tensors.
+    """
+
+    promise: Promise
+    metric: str
+    max_drop: Amount
+    is_relative: bool
+    lower_is_better: bool
+    exact: float
+    measured: float
+    is_met: bool
+    date: str
+    data_digest: str | None = None
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -74,6 +101,22 @@ class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     content_id: str
     file: str
     depth: Count
+
+    @property
+    def title(self) -> str:
+        """What messages call the base."""
+        return f"{self.file!r} with content id {self.content_id[:16]}"
+
+
+class InlineBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The tensors of a base that a file carries within; what it was called, for people only."""
+
+    content_id: str
+    file: str
+    tensors: Annotated[tuple[TensorEntry, ...], msgspec.Meta(min_length=1)]
+
+
+InlineBases = Annotated[tuple[InlineBase, ...], msgspec.Meta(min_length=1, max_length=MAX_INLINE)]
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -101,14 +144,29 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     tensors: tuple[TensorEntry, ...]
     metadata: dict[str, str] | None = None
     base: BaseRef | None = None
+    inline: InlineBases | None = None
     step: Count | None = None
     sharding: Sharding | None = None
-    tree: Any = None
+    tree: dict[str, Any] | None = None
+    quality: tuple[QualityRecord, ...] = ()
 
     @property
     def depth(self) -> int:
-        """Deltas between this file and its anchor."""
-        return self.base.depth if self.base else 0
+        """Deltas between this file and its anchor, wherever that is."""
+        return self.base.depth if self.base else len(self.inline or ())
+
+    def placed(self) -> Iterator[tuple[str, TensorEntry]]:
+        """(name of the region, entry) of every frame of the file, in stored order."""
+        for entry in self.tensors:
+            yield entry.name, entry
+        for level, base in enumerate(self.inline or (), 1):
+            for position, entry in enumerate(base.tensors):
+                yield inline_name(level, position), entry
+
+
+def inline_name(level: int, position: int) -> str:
+    """Name of the region of a frame: tensor `position` of inline base `level`, 1 for the nearest."""
+    return f"{RESERVED_PREFIX}.inline.{level}.{position}"
 
 
 def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
@@ -210,3 +268,6 @@ def check_version(metadata: dict[str, str]) -> None:
         raise CorruptionError("header: __metadata__ lacks a key of ckptz, or has others")
     if unknown := sorted(features_of(metadata) - KNOWN_FEATURES):
         raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")
+    listed = metadata[KEY_FEATURES].split(",")
+    if "lossless" not in listed or listed != sorted(set(listed)):
+        raise CorruptionError("header: the required features lack 'lossless', are unsorted or name one twice")

@@ -42,9 +42,14 @@ def sync_folder(folder: Path) -> None:
 
 
 class Publication:
-    """New files that replace others together, in the order in which they were begun."""
+    """New files that replace others together, in the order in which they were begun.
 
-    def __init__(self) -> None:
+    Args:
+        owner: begins the names of the temporary files, so that whoever owns a folder knows its own.
+    """
+
+    def __init__(self, owner: str = "") -> None:
+        self._owner = owner
         self._staged: list[tuple[Path, Path]] = []
 
     @contextlib.contextmanager
@@ -63,7 +68,7 @@ class Publication:
         target = Path(path)
         mode = _mode_for(target, like)
         # The name says nothing of the target's, which may be as long as the file system allows.
-        temporary = target.with_name(f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+        temporary = target.with_name(f".{self._owner}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
         self._staged.append((temporary, target))
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
@@ -97,9 +102,9 @@ def _mode_for(target: Path, like: Iterable[Path]) -> int:
 
 
 @contextlib.contextmanager
-def publish_together() -> Iterator[Publication]:
+def publish_together(owner: str = "") -> Iterator[Publication]:
     """Several new files, which all get their names when the block ends well; on any error none does."""
-    files = Publication()
+    files = Publication(owner)
     try:
         yield files
         files.commit()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,15 @@ from ckptz.container.envelope import Envelope, read_envelope
 from ckptz.container.index import (
     DELTA_FEATURE,
     INDEX_NAME,
+    INLINE_FEATURE,
     KEY_DIGEST,
     MAPS_FEATURE,
     MAX_INDEX_BYTES,
+    OPTIONAL_PREFIX,
     RESERVED_PREFIX,
+    BaseRef,
     Index,
+    InlineBase,
     TensorEntry,
     check_version,
     content_id,
@@ -53,10 +57,30 @@ Units = NDArray[Any]
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
 
 
+class _Home(Protocol):
+    """Where a frame stands, and what it depends on is found: a file, or an inline base of one.
+
+    `outer_base` is the base that stands in another file, or None.
+    """
+
+    cache: ChunkCache
+    headers: HeaderCache
+    features: set[str]
+    bases: Mapping[str, UnitSource]
+    tensors: Mapping[str, FrameSource]
+
+    @property
+    def outer_base(self) -> BaseRef | None: ...
+
+    def naming(self, tensor: str) -> _Naming: ...
+
+    def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]: ...
+
+
 class FrameSource:
     """One tensor of an open file, decoded chunk by chunk."""
 
-    def __init__(self, container: Container, entry: TensorEntry) -> None:
+    def __init__(self, container: _Home, entry: TensorEntry) -> None:
         self._container = container
         self.entry = entry
         self.dtype: DType = dtype_of(entry.dtype)
@@ -87,26 +111,34 @@ class FrameSource:
         """The base tensor that the frame needs, or None."""
         if not self.header.plan.needs_base:
             return None
-        if self._container.index.base is None:
-            raise CorruptionError("the frame needs a base, and the file names none")
         base = self._container.bases.get(self.entry.name)
+        if base is not None and (base.dtype, tuple(base.shape)) == (self.dtype, self.shape):
+            return base
+        ref = self._container.outer_base
+        if ref is None:
+            raise CorruptionError("the frame needs a base, and the file names and holds none that fits")
         if base is None:
-            raise MissingBaseError("needs its base, which has no such tensor or is not open")
-        if (base.dtype, tuple(base.shape)) != (self.dtype, self.shape):
-            raise MissingBaseError("has another dtype or shape in the base")
-        return base
+            raise MissingBaseError(f"needs its base {ref.title}, which has no such tensor or is not open")
+        raise MissingBaseError(f"has another dtype or shape in its base {ref.title}")
+
+    @property
+    def needs_other_file(self) -> bool:
+        """Whether the frame is decoded from a base in another file."""
+        return self._container.outer_base is not None and self.header.plan.needs_base
 
     def _sources(self, begin: int, end: int) -> ChunkSources:
         plan = self.header.plan
         both = plan.reads_base_units and plan.reads_base_codes
         base = self.base
-        if isinstance(base, FrameSource) and self._names_companions:
+        if isinstance(base, FrameSource) and self.companion_names:
             base = _Shared(base)
-        return ChunkSources(begin, end, base, self._companion, both)
+        ref = self._container.outer_base
+        return ChunkSources(begin, end, base, self._companion, both, f", {ref.title}" if ref else "")
 
     @property
-    def _names_companions(self) -> bool:
-        return any(isinstance(rule, Magnitude) and rule.source for rule in self.header.plan.rules)
+    def companion_names(self) -> list[str]:
+        """Tensors that stand beside this one and whose magnitudes its classes read."""
+        return [r.source for r in self.header.plan.rules if isinstance(r, Magnitude) and r.source]
 
     def _companion(self, name: str) -> UnitSource:
         """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
@@ -120,9 +152,7 @@ class FrameSource:
 
     def source_depth(self, most: int) -> int:
         """How many tensors of this file, one after another, the classes depend on; at most `most` + 1."""
-        names = [
-            rule.source for rule in self.header.plan.rules if isinstance(rule, Magnitude) and rule.source
-        ]
+        names = self.companion_names
         if not names:
             return 0
         if most == 0:
@@ -131,15 +161,27 @@ class FrameSource:
         return 1 + max(find(name).source_depth(most - 1) for name in names)  # type: ignore[attr-defined]
 
     def check_base(self) -> None:
-        """Require that the header is right and that a base it needs is there."""
+        """Require that the header is right, and that a base and the tensors it needs are there."""
         with self._container.naming(self.entry.name):
             _ = self.base
+            for name in self.companion_names:
+                self._companion(name)
 
     def payload(self, index: int) -> NDArray[np.uint8]:
         """Stored bytes of a chunk."""
         header = self.header
         offset = self.entry.offset + self.entry.n_bytes - header.payload_bytes + header.chunk_offsets[index]
         return self._container.read(offset, header.chunks[index].n_bytes)
+
+    def stored_pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """The frame as it is stored, the header and then chunk after chunk, each checked."""
+        header = self.header
+        yield self._container.read(self.entry.offset, self.entry.n_bytes - header.payload_bytes)
+        for index, record in enumerate(header.chunks):
+            payload = self.payload(index)
+            with self._container.naming(self.entry.name):
+                check_stored(record, index, payload)
+            yield payload
 
     def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
         """Decode chunk `index` into `out`, checked; returns its codes, if a quantization map made them."""
@@ -262,13 +304,52 @@ class _Naming:
             raise named(error, self._where) from None
 
 
+class InlineFrames:
+    """What a file holds of one of its bases; it is decoded from itself and the next inline base.
+
+    Attributes:
+        name: for messages.
+        record: what the index says of it.
+        bases: the tensors of the next inline base by name.
+        tensors: sources by name, in stored order.
+    """
+
+    outer_base: BaseRef | None = None
+
+    def __init__(
+        self, container: Container, level: int, record: InlineBase, bases: Mapping[str, UnitSource]
+    ) -> None:
+        self.name = f"{container.name}: inline base {level}"
+        self.record = record
+        self.bases = bases
+        self.features = container.features
+        self.cache = ChunkCache()
+        self.headers = HeaderCache()
+        self.read = container.read
+        self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}
+
+    def naming(self, tensor: str) -> _Naming:
+        """A context that names this base and `tensor` in errors."""
+        return _Naming(f"{self.name}: tensor {tensor!r}")
+
+
+def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple[InlineFrames, ...]:
+    """The inline bases, nearest first, each decoded from the one after it."""
+    found: list[InlineFrames] = []
+    for level in range(len(records), 0, -1):
+        bases = found[0].tensors if found else {}
+        found.insert(0, InlineFrames(container, level, records[level - 1], bases))
+    return tuple(found)
+
+
 class Container:
     """An open `.ckptz` file.
 
     Attributes:
         name: for messages.
         index: the parsed index.
-        bases: base tensors by name, set by whoever resolves the chain.
+        bases: base tensors by name; of a delta set by whoever resolves the chain.
+        inline: the bases that the file carries within, nearest first.
         tensors: sources by name, in stored order.
     """
 
@@ -285,6 +366,19 @@ class Container:
         except CkptzError as error:
             raise named(error, self.name) from None
         self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
+        self.inline = _inline_frames(self, self.index.inline or ())
+        if self.inline:
+            self.bases = self.inline[0].tensors
+
+    @property
+    def levels(self) -> list[Container | InlineFrames]:
+        """The file's own tensors, then what it carries of its bases, nearest first."""
+        return [self, *self.inline]
+
+    @property
+    def outer_base(self) -> BaseRef | None:
+        """The base that stands in another file."""
+        return self.index.base
 
     def _read_index(self, envelope: Envelope) -> Index:
         if not is_ckptz(envelope.metadata):
@@ -308,15 +402,16 @@ class Container:
         if any(r.dtype.name != "U8" or r.shape != (r.end - r.begin,) for r in envelope.regions):
             raise CorruptionError("header: a frame or the index is not one row of U8")
         regions = [(r.name, r.begin, r.end) for r in envelope.regions[:-1]]
-        entries = [(e.name, e.offset, e.offset + e.n_bytes) for e in index.tensors]
-        if regions != entries:
+        while regions and regions[-1][0].startswith(OPTIONAL_PREFIX):
+            regions.pop()
+        if regions != [(name, e.offset, e.offset + e.n_bytes) for name, e in index.placed()]:
             raise CorruptionError("header and index disagree on names or offsets")
-        if any(e.name.startswith(RESERVED_PREFIX) for e in index.tensors):
-            raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
-        if index.base is not None and DELTA_FEATURE not in self.features:
-            raise CorruptionError("the index names a base, and the feature 'delta' is not required")
-        for entry in index.tensors:
+        for _, entry in index.placed():
+            if entry.name.startswith(RESERVED_PREFIX):
+                raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
             dtype_of(entry.dtype).n_bytes(entry.shape)
+            _checksum(entry)
+        _check_bases(index, self.features)
         found = content_id((e.name, e.dtype, e.shape, _checksum(e)) for e in index.tensors)
         if found != index.content_id:
             raise CorruptionError("the content id does not match the tensors' checksums")
@@ -336,8 +431,23 @@ class Container:
 
     def close(self) -> None:
         """Release the file and what was decoded from it."""
-        self.cache.clear()
+        for level in self.levels:
+            level.cache.clear()
         self._source.close()
+
+
+def _check_bases(index: Index, features: set[str]) -> None:
+    if index.base is not None and DELTA_FEATURE not in features:
+        raise CorruptionError("the index names a base, and the feature 'delta' is not required")
+    if index.inline is None:
+        return
+    if INLINE_FEATURE not in features:
+        raise CorruptionError("the index has inline bases, and the feature 'inline' is not required")
+    if index.base is not None:
+        raise CorruptionError("the index has both a base and inline ones")
+    for base in index.inline:
+        if len({entry.name for entry in base.tensors}) != len(base.tensors):
+            raise CorruptionError("an inline base has two tensors of one name")
 
 
 def _checksum(entry: TensorEntry) -> int:

@@ -16,7 +16,6 @@ from typing import Final, Literal, Protocol
 import numpy as np
 
 from ckptz.bits.checksum import xxh64
-from ckptz.codec.frame import FrameHeader
 from ckptz.codec.sparse import Changes, Positions
 from ckptz.codec.units import UNIT_TYPES, Units, UnitSource, chunk_bounds
 from ckptz.container.plain import content_id_of
@@ -134,7 +133,8 @@ def patch(
         FormatError: the file is damaged.
     """
     _check_fit(container, live)
-    container.bases = live
+    if container.outer_base is not None:
+        container.bases = live
     try:
         edits = _prepare(container, live, check, workers, allow)
     except MissingBaseError as error:
@@ -198,30 +198,35 @@ def _tasks(
     spare_bytes = 0
     for name, source in container.tensors.items():
         header = source.header
-        if header.plan.reads_base_codes:
+        if header.plan.reads_base_codes and source.needs_other_file:
             raise ConfigError(
                 f"{container.name}: tensor {name!r} is grouped by the codes of its base file, which live "
                 "tensors do not have; restore the checkpoint and load that"
             )
         with container.naming(name):
-            is_alone = source.base is None  # raises if the file names no base, and the frame needs one
+            is_alone = source.base is None or not source.needs_other_file  # raises if there is no base
         if is_alone and header.n_units:
             stand_alone.append(name)
         for index, (begin, end) in enumerate(chunk_bounds(header.n_units)):
-            if _is_dense(header, index):
+            if _is_dense(source, index):
                 spare_bytes += (end - begin) * header.dtype.unit_bytes
                 allow(spare_bytes)
             yield _Task(source, live[name], index, begin, end, header.chunks[index].decoded)
 
 
-def _is_dense(header: FrameHeader, index: int) -> bool:
+def _is_dense(source: FrameSource, index: int) -> bool:
     """Whether the chunk is decoded as a whole; an exotic sparse one may pass for one that is not."""
-    coders = {stream.coder for stream in header.chunks[index].streams}
-    return not header.plan.needs_base or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}
+    coders = {stream.coder for stream in source.header.chunks[index].streams}
+    return not source.needs_other_file or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}
+
+
+def _changes(task: _Task) -> Changes | None:
+    """Where the chunk differs from the live tensor; None if it must be decoded."""
+    return task.source.changes(task.index) if task.source.needs_other_file else None
 
 
 def _edit_of_checked(task: _Task) -> _Edit | None:
-    changes = task.source.changes(task.index)
+    changes = _changes(task)
     if changes is None:
         return _dense_edit(task, _is_present(task))
     units = task.target.units(task.begin, task.end)
@@ -238,7 +243,7 @@ def _edit_of_checked(task: _Task) -> _Edit | None:
 
 def _edit_of_trusted(task: _Task) -> _Edit | None:
     task.source.check_chunk(task.index)
-    changes = task.source.changes(task.index)
+    changes = _changes(task)
     if changes is None:
         return _dense_edit(task, False)
     if not len(changes):
@@ -254,7 +259,7 @@ def _sparse_edit(task: _Task, changes: Changes, old: Units, new: Units) -> _Edit
 
 def _is_present(task: _Task) -> bool:
     """Whether a chunk that stands alone is there already, which is quicker to see than to decode."""
-    if task.source.header.plan.needs_base:
+    if task.source.needs_other_file:
         return False
     return xxh64(task.target.units(task.begin, task.end)) == task.checksum
 
@@ -267,7 +272,7 @@ def _dense_edit(task: _Task, is_present: bool) -> _Edit | None:
     try:
         task.source.decode_chunk(task.index, new)
     except (MissingBaseError, CorruptionError):
-        if not task.source.header.plan.needs_base:
+        if not task.source.needs_other_file:
             raise
         # Whole bytes that do not decode either were grouped by another base.
         task.source.check_chunk(task.index)
@@ -321,8 +326,8 @@ def _wrong_base(container: Container, live: Mapping[str, LiveTensor], error: Mis
             f"{container.name}: its values are in the state already; it was applied before"
         )
     return MissingBaseError(
-        f"{container.name}: the state is not the checkpoint that this delta was made from, with content id "
-        f"{base.content_id[:16]}: {error}; apply the deltas in order, or an anchor first"
+        f"{container.name}: the state is not the checkpoint that this delta was made from, {base.title}: "
+        f"{error}; apply the deltas in order, or an anchor first"
     )
 
 

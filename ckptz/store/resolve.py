@@ -16,12 +16,12 @@ from typing import Final
 from ckptz.codec.units import UnitSource
 from ckptz.container.byte_source import ByteSource, FileBytes
 from ckptz.container.envelope import read_envelope
-from ckptz.container.index import RESERVED_PREFIX, BaseRef, is_ckptz
+from ckptz.container.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, is_ckptz
 from ckptz.container.plain import PlainFile, content_id_of
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
 
-MAX_DEPTH: Final = 64  # normative, spec/07-chain.md#depth
+MAX_DEPTH: Final = MAX_INLINE  # normative, spec/07-chain.md#depth
 SUFFIX: Final = ".ckptz"
 PLAIN_SUFFIX: Final = ".safetensors"
 MAX_NAME_BYTES: Final = 255  # normative, spec/07-chain.md#base-reference
@@ -116,7 +116,7 @@ def _open_chain(container: Container, folders: Sequence[Path]) -> tuple[Containe
     files: list[Container | PlainFile] = [container]
     try:
         while isinstance(last := files[-1], Container) and (ref := last.index.base) is not None:
-            _check_depth(last, ref)
+            check_reference(last, ref)
             base = _find_base(last, ref, folders)
             last.bases = base.tensors
             files.append(base)
@@ -127,7 +127,8 @@ def _open_chain(container: Container, folders: Sequence[Path]) -> tuple[Containe
     return tuple(files)
 
 
-def _check_depth(container: Container, ref: BaseRef) -> None:
+def check_reference(container: Container, ref: BaseRef) -> None:
+    """Require that what a delta says of its base can be true: spec/07-chain.md#base-reference."""
     if not 1 <= ref.depth <= MAX_DEPTH:
         raise CorruptionError(f"{container.name}: chain depth {ref.depth} is outside 1..{MAX_DEPTH}")
     if not _is_plain_name(ref.file):
@@ -157,13 +158,14 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
         file.close()
         if path.name == ref.file:
             unusable.append(f"{path} holds another checkpoint")
-    raise _missing(delta, ref, unusable)
+    raise missing_base(delta.name, ref, unusable)
 
 
-def _missing(delta: Container, ref: BaseRef, unusable: Sequence[str]) -> MissingBaseError:
+def missing_base(delta: str, ref: BaseRef, unusable: Sequence[str] = ()) -> MissingBaseError:
+    """The error for a delta, called `delta`, whose base is not found; `unusable` says what else was."""
     found = f" ({unusable[0]})" if unusable else ""
     return MissingBaseError(
-        f"{delta.name}: its base {ref.file!r} with content id {ref.content_id[:16]} is not here{found}; "
+        f"{delta}: its base {ref.title} is not here{found}; "
         "put the file into the same folder or name its folder with --search-path"
     )
 
@@ -187,10 +189,10 @@ def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> boo
     if isinstance(file, Container):
         return file.index.content_id == ref.content_id and file.index.depth < ref.depth
     # A plain file says nothing of its values: read it all, but only if its tensors fit.
-    return _fits(file, delta) and content_id_of(file.tensors) == ref.content_id
+    return fits(file, delta) and content_id_of(file.tensors) == ref.content_id
 
 
-def _fits(file: PlainFile, delta: Container) -> bool:
+def fits(file: PlainFile, delta: Container) -> bool:
     """Whether every tensor of the delta that needs one has a base of its dtype and shape in `file`."""
     for name, source in delta.tensors.items():
         found = file.tensors.get(name)

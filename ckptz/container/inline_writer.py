@@ -1,0 +1,167 @@
+"""Writes a file that carries its bases within. Implements spec/06-container.md#inline-bases.
+
+Frames are copied byte for byte, so values and codes stay what they were. What to carry is the caller's
+affair: nothing of chains is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import msgspec
+
+from ckptz.codec.choices import Choice
+from ckptz.codec.units import UnitSource
+from ckptz.container.contents import Contents, Progress
+from ckptz.container.envelope import build_header
+from ckptz.container.frame_writer import write_frames
+from ckptz.container.index import (
+    DELTA_FEATURE,
+    INDEX_NAME,
+    INLINE_FEATURE,
+    MAPS_FEATURE,
+    Index,
+    InlineBase,
+    TensorEntry,
+    envelope_metadata,
+    inline_name,
+    pack_index,
+    writer_name,
+)
+from ckptz.container.reader import Container, FrameSource
+from ckptz.container.writer import blob, reserved_header_bytes
+from ckptz.parallel import Workers
+from ckptz.roles import role_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeededBase:
+    """One base to carry.
+
+    Attributes:
+        content_id: what the delta before it calls it.
+        file: the file name that goes with it.
+        tensors: those that frames before it are decoded from, by name.
+    """
+
+    content_id: str
+    file: str
+    tensors: Mapping[str, UnitSource]
+
+
+def write_inline(
+    sink: BinaryIO,
+    container: Container,
+    bases: Sequence[NeededBase],
+    workers: Workers,
+    progress: Progress | None = None,
+) -> int:
+    """Write the checkpoint in `container` with its bases, as one file; returns its size in bytes.
+
+    Args:
+        sink: an empty file, which must seek.
+        container: the file whose tensors, metadata and records are kept.
+        bases: nearest first; a base that is a plain file is stored losslessly.
+        workers: threads.
+        progress: called with the bytes of each piece that is done, as stored or, of a plain file, decoded.
+
+    Raises:
+        ChecksumError: stored bytes were changed.
+        ConfigError: more tensors than one header or index may have.
+    """
+    features = _features(container, bases)
+    reserved = reserved_header_bytes(
+        _region_names(container, bases), bytes_to_write(container, bases), features
+    )
+    writing = _Writing(sink, reserved, workers, progress)
+    own = writing.level(container.tensors)
+    inline = tuple(InlineBase(b.content_id, b.file, writing.level(b.tensors)) for b in bases)
+    records = {entry.name: entry.lossy for entry in container.index.tensors}
+    entries = tuple(msgspec.structs.replace(entry, lossy=records[entry.name]) for entry in own)
+    index = msgspec.structs.replace(
+        container.index, writer=writer_name(), tensors=entries, base=None, inline=inline or None
+    )
+    return writing.finish(index, features)
+
+
+def bytes_to_write(container: Container, bases: Sequence[NeededBase]) -> int:
+    """What `progress` is told of in all."""
+    levels = (container.tensors, *(base.tensors for base in bases))
+    return sum(_n_bytes(source) for tensors in levels for source in tensors.values())
+
+
+def _n_bytes(source: UnitSource) -> int:
+    return source.entry.n_bytes if isinstance(source, FrameSource) else source.dtype.n_bytes(source.shape)
+
+
+def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:
+    features = container.features - {DELTA_FEATURE, INLINE_FEATURE}
+    frames = (source for base in bases for source in base.tensors.values())
+    if any(isinstance(frame, FrameSource) and frame.header.plan.quant_map is not None for frame in frames):
+        features |= {MAPS_FEATURE}
+    return sorted(features | ({INLINE_FEATURE} if bases else set()))
+
+
+def _region_names(container: Container, bases: Sequence[NeededBase]) -> list[str]:
+    inline = [
+        inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))
+    ]
+    return [*container.tensors, *inline]
+
+
+class _Writing:
+    """A file being written: frames one after another behind the room for the header."""
+
+    def __init__(self, sink: BinaryIO, reserved: int, workers: Workers, progress: Progress | None) -> None:
+        self._sink, self._reserved, self._workers = sink, reserved, workers
+        self._progress = progress
+        self._offset = 0
+        sink.seek(reserved)
+
+    def level(self, tensors: Mapping[str, UnitSource]) -> tuple[TensorEntry, ...]:
+        """Write all tensors of one checkpoint, which are frames all of them or none; their entries."""
+        plain = {name: source for name, source in tensors.items() if not isinstance(source, FrameSource)}
+        encoded = self._encoded(plain)
+        return tuple(
+            self._copied(name, source) if isinstance(source, FrameSource) else next(encoded)
+            for name, source in tensors.items()
+        )
+
+    def _copied(self, name: str, source: FrameSource) -> TensorEntry:
+        entry = TensorEntry(
+            name, source.entry.dtype, source.shape, self._offset, source.entry.n_bytes, source.entry.checksum
+        )
+        for piece in source.stored_pieces():
+            self._sink.write(piece.data)
+            if self._progress:
+                self._progress(piece.nbytes)
+        self._offset += entry.n_bytes
+        return entry
+
+    def _encoded(self, tensors: Mapping[str, UnitSource]) -> Iterator[TensorEntry]:
+        choices = {
+            name: Choice(role_of(name, source.shape, source.dtype.is_float))
+            for name, source in tensors.items()
+        }
+        start = self._offset
+        frames = write_frames(
+            self._sink, self._reserved + start, tensors, choices, Contents(), self._workers, self._progress
+        )
+        for frame in frames:
+            entry = frame.entry()
+            self._offset += entry.n_bytes
+            yield msgspec.structs.replace(entry, offset=start + entry.offset)
+
+    def finish(self, index: Index, features: Sequence[str]) -> int:
+        """Write the index and the header; the size of the file."""
+        packed = pack_index(index)
+        self._sink.write(packed)
+        regions = [blob(name, e.offset, e.n_bytes) for name, e in index.placed()]
+        regions.append(blob(INDEX_NAME, self._offset, len(packed)))
+        self._sink.seek(0)
+        self._sink.write(build_header(regions, envelope_metadata(features, packed), self._reserved))
+        n_bytes = self._reserved + self._offset + len(packed)
+        self._sink.seek(n_bytes)
+        return n_bytes

@@ -1,0 +1,67 @@
+"""`ckptz diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ckptz_cli.options import PATH, debug_option, jobs_option, json_option, search_path_option
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.session import Session
+
+if TYPE_CHECKING:
+    from ckptz.convert.diff import Sort
+
+DIFFERENT: Final = 10  # no code of an error, so that a script can tell them apart
+
+EPILOG = """\b
+Examples:
+  ckptz diff step-100.ckptz step-200.ckptz
+  ckptz diff model.safetensors model.ckptz --top 20
+  ckptz diff a.ckptz b.safetensors --exit-code > /dev/null || echo "differ, or failed"
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("first", metavar="A", type=PATH)
+@click.argument("second", metavar="B", type=PATH)
+@click.option("--top", type=click.IntRange(min=0), metavar="N", help="Show only the first N tensors.")
+@click.option(
+    "--sort",
+    type=click.Choice(["change", "max", "share", "name"]),
+    default="change",
+    show_default=True,
+    help="By rms change relative to rms, largest change, share of changed elements, or name.",
+)
+@click.option("--exit-code", is_flag=True, help=f"End with {DIFFERENT} if the tensors differ.")
+@jobs_option
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def diff(
+    session: Session,
+    first: Path,
+    second: Path,
+    top: int | None,
+    sort: Sort,
+    exit_code: bool,
+    jobs: int | None,
+    search_path: tuple[Path, ...],
+) -> None:
+    """Say what changed from checkpoint A to checkpoint B, tensor by tensor.
+
+    Each may be a .ckptz, .safetensors or torch file, or a folder of shards. Chunks that are equal by their
+    checksums are not decoded twice. Ends with 0 also where they differ, unless --exit-code is given.
+    """
+    from ckptz.convert.diff import DiffOptions, diff_files
+    from ckptz_cli.render_chains import diffed_text
+
+    options = DiffOptions(sort=sort, top=top, jobs=jobs, search_path=search_path)
+    with progress_bar() as progress:
+        report = diff_files(first, second, options, progress)
+    session.show(report, diffed_text(report))
+    if exit_code and not report.is_equal:
+        session.exit_code = DIFFERENT

@@ -1,0 +1,39 @@
+"""`ckptz log`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptz_cli.options import PATH, debug_option, json_option, search_path_option
+from ckptz_cli.session import Session
+
+EPILOG = """\b
+Examples:
+  ckptz log run
+  ckptz log run --search-path bases
+  ckptz log run --json | jq '.entries[] | select(.kind == "missing")'
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("folder", type=PATH, default=Path(), metavar="[DIR]")
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def log(session: Session, folder: Path, search_path: tuple[Path, ...]) -> None:
+    """Show the checkpoints of a folder, each behind the one it is stored against.
+
+    Reads headers and indexes only. Files that cannot be read and bases that are not here are shown as
+    such; the first of them decides the exit code. DIR is the working folder by default.
+    """
+    from ckptz.convert.chain_log import log_folder
+    from ckptz_cli.render_chains import logged_text
+
+    problems: list[Exception] = []
+    report = log_folder(folder, search_path, problems.append)
+    session.show(report, logged_text(report))
+    for problem in problems:
+        session.fail(problem)

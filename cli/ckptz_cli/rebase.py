@@ -1,0 +1,56 @@
+"""`ckptz rebase`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptz_cli.options import (
+    PATH,
+    debug_option,
+    force_option,
+    jobs_option,
+    json_option,
+    search_path_option,
+)
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.session import Session
+
+EPILOG = """\b
+Examples:
+  ckptz rebase step-200.ckptz
+  ckptz rebase step-200.ckptz -o step-200-alone.ckptz
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("file", type=PATH)
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="Write here instead of replacing FILE.")
+@jobs_option
+@force_option
+@search_path_option
+@json_option
+@debug_option
+@click.pass_obj
+def rebase(
+    session: Session,
+    file: Path,
+    output: Path | None,
+    jobs: int | None,
+    force: bool,
+    search_path: tuple[Path, ...],
+) -> None:
+    """Make a delta stand alone: take the parts of its bases that it needs into the file.
+
+    Nothing is decoded and encoded again: values, codes and content id stay, so deltas that were made from
+    FILE go on working, and the size is about that of the chain. FILE is replaced when the new one was read
+    back and found right.
+    """
+    from ckptz.convert.rebase import RebaseOptions, rebase_file
+    from ckptz_cli.render_chains import rebased_line
+
+    options = RebaseOptions(jobs=jobs, force=force, search_path=search_path)
+    with progress_bar() as progress:
+        report = rebase_file(file, output, options, progress)
+    session.show(report, rebased_line(report))

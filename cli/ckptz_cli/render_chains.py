@@ -1,0 +1,153 @@
+"""Reports of `log`, `rebase` and `diff` as text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from ckptz.container.index import QualityRecord
+from ckptz.convert.chain_log import LogEntry, LogReport
+from ckptz.convert.diff import DiffReport, TensorDiff
+from ckptz.convert.rebase import RebaseReport
+from ckptz_cli.errors import printable
+from ckptz_cli.progress import is_terminal
+from ckptz_cli.render import ratio, size
+from ckptz_cli.tables import add_row, drawn, table_of
+
+# What stands before a name: past levels that go on or have ended, then a branch or the last one.
+_LINES: Final = ("│  ", "   ", "├─ ", "└─ ")
+_BLANKS: Final = ("  ",) * 4
+
+
+# --- log ----------------------------------------------------------------------------------------
+
+
+def logged_text(report: LogReport) -> str:
+    """The tree of a folder as a table, and a total."""
+    lines = _LINES if is_terminal(sys.stdout) and _is_unicode() else _BLANKS
+    table = table_of("checkpoint", "step", "kind", "size", "ratio", "depth", "lossy", "quality", "")
+    for guide, entry in zip(_guides(report.entries, lines), report.entries, strict=True):
+        add_row(table, f"{guide}{entry.file}", *_cells(entry))
+    return f"{drawn(table)}\n\n{_log_total(report)}" if report.entries else _log_total(report)
+
+
+def _is_unicode() -> bool:
+    return (sys.stdout.encoding or "").lower().startswith("utf")
+
+
+def _guides(entries: Sequence[LogEntry], lines: tuple[str, ...]) -> list[str]:
+    """What stands before each name: from the last entry up, so that it is known which levels go on."""
+    guides: list[str] = []
+    goes_on: set[int] = set()
+    for entry in reversed(entries):
+        past = "".join(lines[0 if level in goes_on else 1] for level in range(1, entry.level))
+        own = lines[2 if entry.level in goes_on else 3] if entry.level else ""
+        guides.append(past + own)
+        goes_on = {level for level in goes_on if level < entry.level} | {entry.level}
+    return guides[::-1]
+
+
+def _cells(entry: LogEntry) -> tuple[str, ...]:
+    if entry.kind in ("missing", "broken"):
+        return "", entry.kind, "", "", "", "", "", entry.note or ""
+    return (
+        "" if entry.step is None else str(entry.step),
+        entry.kind,
+        "?" if entry.ratio is None else size(entry.stored_bytes),
+        "?" if entry.ratio is None else f"{entry.ratio:.3g}x",
+        str(entry.depth),
+        f"{entry.n_lossy} of {entry.n_tensors}" if entry.n_lossy else "-",
+        "; ".join(map(_quality_text, entry.quality)) or "-",
+        entry.note or "",
+    )
+
+
+def _quality_text(record: QualityRecord) -> str:
+    limit = f"{record.max_drop:.3g}" if not record.is_relative else f"{record.max_drop:.3%}"
+    met = "met" if record.is_met else "not met"
+    return f"{record.metric} {record.exact:.5g} -> {record.measured:.5g}, budget {limit} {met}"
+
+
+def _log_total(report: LogReport) -> str:
+    sizes = f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"
+    problems = [
+        f"{n} {what}"
+        for n, what in ((report.n_broken, "cannot be read"), (report.n_missing, "bases missing"))
+        if n
+    ]
+    what = sizes if report.n_files else "no .ckptz file that can be read"
+    return ", ".join([f"{printable(report.folder)}: {report.n_files} files, {what}", *problems])
+
+
+# --- rebase -------------------------------------------------------------------------------------
+
+
+def rebased_line(report: RebaseReport) -> str:
+    """What became of a file."""
+    output = printable(report.output)
+    if not report.is_changed:
+        return f"{output}: stands alone already, nothing was written"
+    n = len(report.bases)
+    within = f"stands alone with parts of {n} base{'s' * (n != 1)} within" if n else "stands alone"
+    sizes = f"{size(report.chain_bytes)} -> {size(report.stored_bytes)}"
+    return f"{output}: {within}, {sizes}, read back and right, {report.seconds:.2f} s"
+
+
+# --- diff ---------------------------------------------------------------------------------------
+
+
+def diffed_text(report: DiffReport) -> str:
+    """The tensors that differ as a table, and a total."""
+    shown = [diff for diff in report.tensors if diff.kind != "equal"]
+    total = _diff_total(report)
+    if not shown:
+        return total
+    has_codes = any(diff.codes_moved is not None for diff in shown)
+    headings = ("tensor", "what", "dtype", "shape", "changed", "rms change / rms", "rms change", "largest")
+    table = table_of(*headings, *(("codes moved",) if has_codes else ()))
+    for diff in shown:
+        codes = (_share(diff.codes_moved),) if has_codes else ()
+        numbers = (_number(diff.rms_change), _number(diff.max_change))
+        add_row(
+            table, *_names(diff), _share(diff.changed_share), _share(diff.relative_change), *numbers, *codes
+        )
+    return f"{drawn(table)}\n\n{total}"
+
+
+def _names(diff: TensorDiff) -> tuple[str, ...]:
+    dtypes = dict.fromkeys(filter(None, (diff.dtype_a, diff.dtype_b)))
+    shapes = dict.fromkeys(_shape(s) for s in (diff.shape_a, diff.shape_b) if s is not None)
+    what = f"{diff.kind}, {diff.n_not_finite} not finite" if diff.n_not_finite else diff.kind
+    return diff.name, what, " -> ".join(dtypes), " -> ".join(shapes)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _diff_total(report: DiffReport) -> str:
+    where = f"{printable(report.first)} -> {printable(report.second)}"
+    metadata = "" if report.has_same_metadata else ", metadata differ"
+    if report.is_equal:
+        return f"{where}: all {report.n_tensors} tensors are equal bit for bit{metadata}"
+    counts = (
+        *((report.n_equal, "equal"), (report.n_changed, "changed")),
+        *((report.n_only_a, "only in A"), (report.n_only_b, "only in B")),
+    )
+    parts = [f"{n} {what}" for n, what in counts if n]
+    if report.n_changed and report.changed_share is not None:
+        parts.append(f"{_share(report.changed_share)} of the elements changed")
+    if report.relative_change is not None:
+        parts.append(f"rms change {_share(report.relative_change)} of rms in those that changed")
+    if report.max_change is not None:
+        parts.append(f"largest {_number(report.max_change)}")
+    return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{metadata}"

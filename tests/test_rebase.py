@@ -1,0 +1,432 @@
+"""Files that carry their bases within: what goes in, what stays the same, and that nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import safetensors
+import torch
+from cli_support import (
+    Content,
+    a_state,
+    ckptz,
+    content_of,
+    flipped,
+    hf_folder,
+    regions_of,
+    spread,
+    temporaries,
+    write_plain,
+)
+from conftest import Chain
+from spec_files import STORED, File, Frame, plan, varint
+from sync_support import SPARSE, cloned, moved, same
+from sync_support import a_state as a_torch_state
+
+from ckptz.codec.frame import FrameHeader
+from ckptz.container import index
+from ckptz.container.byte_source import MemoryBytes
+from ckptz.container.reader import Container
+from ckptz.convert import rebase as rebase_module
+from ckptz.convert.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
+from ckptz.convert.inspect import inspect_file
+from ckptz.convert.rebase import RebaseOptions, rebase_file
+from ckptz.errors import CkptzError, UnsupportedError
+from ckptz.store.resolve import open_checkpoint, open_source
+from ckptz.torch import apply_, load_file, save_file
+
+KMEANS = ("--method", "kmeans", "--levels", 8)
+
+
+def a_run(folder: Path, n: int, *method: Any) -> list[Content]:
+    """Steps 0.ckptz, 1.ckptz and so on, each against the one before; what each holds."""
+    folder.mkdir()
+    paths = [write_plain(folder / f"{i}.safetensors", a_state(drift=0.002 * i, n=6000)) for i in range(n)]
+    ckptz("compress", *paths, "--chain", "--jobs", 1, *method)
+    for path in paths:
+        path.unlink()
+    return [content_of(folder / f"{i}.ckptz") for i in range(n)]
+
+
+def features_of(path: Path) -> str:
+    with safetensors.safe_open(path, "np") as file:
+        return str(file.metadata()[index.KEY_FEATURES])
+
+
+def stored_frames(path: Path) -> dict[str, bytes]:
+    """Every frame of a file by its region's name, as any reader of safetensors sees it."""
+    with safetensors.safe_open(path, "np") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys() if name != index.INDEX_NAME}  # noqa: SIM118
+
+
+# --- what goes in and what stays ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [(), KMEANS], ids=["lossless", "kmeans"])
+def test_a_rebased_file_needs_no_other_and_serves_those_that_need_it(
+    tmp_path: Path, method: tuple[Any, ...]
+) -> None:
+    run = tmp_path / "run"
+    contents = a_run(run, 5, *method)
+    before = stored_frames(run / "3.ckptz")
+    chain_bytes = sum((run / f"{i}.ckptz").stat().st_size for i in range(4))
+    report = ckptz("rebase", run / "3.ckptz", "--json").json
+    for i in range(3):
+        (run / f"{i}.ckptz").unlink()
+    assert [content_of(run / f"{i}.ckptz") for i in (3, 4)] == contents[3:]
+    assert before.items() <= stored_frames(run / "3.ckptz").items()
+    assert (report["depth"], [base["file"] for base in report["bases"]]) == (
+        3,
+        ["2.ckptz", "1.ckptz", "0.ckptz"],
+    )
+    assert report["chain_bytes"] == chain_bytes
+    assert report["stored_bytes"] == (run / "3.ckptz").stat().st_size < 1.02 * chain_bytes
+    assert not temporaries(run)
+
+
+def test_the_content_id_and_all_records_stay(chain: Chain) -> None:
+    ckptz("compress", chain.second, "--base", chain.anchor, "--step", 7, "--force")
+    before = ckptz("inspect", chain.delta, "--json").json
+    ckptz("rebase", chain.delta)
+    after = ckptz("inspect", chain.delta, "--json").json
+    assert before["step"] == 7
+    for key in ("content_id", "step", "metadata", "depth", "tensors"):
+        assert before[key] == after[key], key
+    assert [(m["file"], m["content_id"]) for m in before["chain"]] == [
+        (m["file"], m["content_id"]) for m in after["chain"]
+    ]
+    assert after["chain"][0]["is_inline"]
+    text = ckptz("inspect", chain.delta).stdout
+    assert "stands alone with 1 inline bases" in text
+    assert "within the file" in text
+
+
+def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
+    first = {**a_state(), "gone": ("U8", (3,), b"abc")}
+    second = {**a_state(drift=0.01), "new": ("U8", (3,), b"xyz")}
+    paths = [
+        write_plain(tmp_path / f"{i}.safetensors", state) for i, state in enumerate((first, second, second))
+    ]
+    ckptz("compress", *paths, "--chain")
+    rebased = rebase_file(tmp_path / "2.ckptz", tmp_path / "alone.ckptz")
+    wanted = {base.file: base.n_tensors for base in rebased.bases}
+    with contextlib.closing(open_checkpoint(tmp_path / "alone.ckptz")) as alone:
+        assert alone.container is not None
+        names = [set(base.tensors) for base in alone.container.inline]
+    assert [len(found) for found in names] == list(wanted.values())
+    assert "new" in names[0]
+    assert not {"new", "gone"} & names[1]
+
+
+def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path) -> None:
+    """`a` of the base is decoded by classes of `b`, which nothing else needs."""
+    zeros, tables = bytes(4), b"\1" + b"\0\0\0" + varint(256) + b"\0"
+    by_b = plan(rules=[b"\1" + varint(1) + b"b"], rest=tables)
+    anchor = File({"a": Frame(by_b, [(STORED, zeros)], zeros), **dict.fromkeys("bc", Frame())})
+    (tmp_path / "0.ckptz").write_bytes(anchor.bytes())
+    base = {"content_id": anchor.content_id(), "file": "0.ckptz", "depth": 1}
+    delta = File({"a": Frame(plan(predictor=1, mode=2))}, features="delta,lossless", index={"base": base})
+    (tmp_path / "1.ckptz").write_bytes(delta.bytes())
+    assert rebase_file(tmp_path / "1.ckptz").bases[0].n_tensors == 2
+    (tmp_path / "0.ckptz").unlink()
+    ckptz("verify", tmp_path / "1.ckptz")
+
+
+def test_a_plain_base_goes_in_as_frames(chain: Chain) -> None:
+    ckptz("compress", chain.second, "--base", chain.first, "--force")
+    chain.anchor.unlink()
+    ckptz("rebase", chain.delta)
+    chain.first.unlink()
+    assert content_of(chain.delta) == content_of(chain.second)
+
+
+def test_bases_that_a_base_carries_within_go_in_too(tmp_path: Path) -> None:
+    contents = a_run(tmp_path / "run", 4)
+    paths = [tmp_path / "run" / f"{i}.ckptz" for i in range(4)]
+    ckptz("rebase", paths[2])
+    report = ckptz("rebase", paths[3], "--json").json
+    assert [base["file"] for base in report["bases"]] == ["2.ckptz", "1.ckptz", "0.ckptz"]
+    for path in paths[:3]:
+        path.unlink()
+    assert content_of(paths[3]) == contents[3]
+
+
+def test_folders_and_trees_come_back(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    files = {p.name: p.read_bytes() for p in folder.glob("*.safetensors*")}
+    ckptz("compress", folder, "-o", tmp_path / "base.ckptz")
+    ckptz("compress", folder, "-o", tmp_path / "delta.ckptz", "--base", tmp_path / "base.ckptz")
+    ckptz("rebase", tmp_path / "delta.ckptz")
+    (tmp_path / "base.ckptz").unlink()
+    ckptz("restore", tmp_path / "delta.ckptz", "-o", tmp_path / "back")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "back").glob("*.safetensors*")} == files
+
+
+# --- depth ----------------------------------------------------------------------------------------
+
+
+def test_deltas_count_what_is_within(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    a_run(run, 3)
+    ckptz("rebase", run / "2.ckptz")
+    third = write_plain(run / "3.safetensors", a_state(drift=0.01, n=6000))
+    [report] = compress_files([third], options=CompressOptions(base=run / "2.ckptz"))
+    assert (report.depth, report.base) == (3, "2.ckptz")
+    for i in range(2):
+        (run / f"{i}.ckptz").unlink()
+    assert content_of(run / "3.ckptz") == content_of(third)
+    assert [m.depth for m in inspect_file(run / "3.ckptz").chain] == [2, 1, 0]
+
+
+def test_a_rebased_file_at_the_longest_depth_leads_to_a_new_anchor(tmp_path: Path) -> None:
+    state = {"w": ("U8", (3,), b"abc")}
+    paths = [write_plain(tmp_path / f"{i:02}.safetensors", state) for i in range(MAX_WRITTEN_DEPTH + 1)]
+    *_, last = compress_files(paths, options=CompressOptions(chain=True))
+    assert rebase_file(Path(last.output)).depth == MAX_WRITTEN_DEPTH
+    [report] = compress_files([paths[0]], tmp_path / "next.ckptz", CompressOptions(base=Path(last.output)))
+    assert (report.depth, report.base) == (0, None)
+    assert "new anchor" in report.notes[0]
+
+
+# --- who reads it ---------------------------------------------------------------------------------
+
+
+def test_every_reader_reads_it(tmp_path: Path) -> None:
+    run, alone = tmp_path / "run", tmp_path / "alone.ckptz"
+    contents = a_run(run, 3)
+    ckptz("rebase", run / "2.ckptz", "-o", alone)
+    wanted = load_file(run / "2.ckptz")
+    first = run / "0.ckptz"
+    ckptz("export", first, "-o", tmp_path / "first.safetensors")
+    for verb in (
+        ("restore", alone, "-o", tmp_path / "restored.safetensors"),
+        ("export", alone, "-o", tmp_path / "exported.safetensors"),
+        ("export", alone, "-o", tmp_path / "exported.ckptz"),
+        ("fold", f"{first}..{alone}", "-o", run / "folded.ckptz"),
+        ("fold", f"{alone}..{first}", "-o", tmp_path / "back.ckptz"),
+        ("apply", alone, "--to", tmp_path / "first.safetensors", "-o", tmp_path / "applied.safetensors"),
+        ("compress", alone, "-o", tmp_path / "again.ckptz"),
+    ):
+        ckptz(*verb)
+    for name in ("restored.safetensors", "exported.safetensors", "exported.ckptz", "again.ckptz"):
+        assert content_of(tmp_path / name) == contents[2], name
+    assert content_of(tmp_path / "applied.safetensors")[0] == contents[2][0]
+    assert content_of(run / "folded.ckptz") == contents[2]
+    assert content_of(tmp_path / "back.ckptz") == contents[0]
+    assert "in a chain" not in ckptz("restore", alone, "-o", tmp_path / "again.safetensors").stdout
+    assert same(load_file(alone), wanted)
+    assert ckptz("verify", alone, "--json").json["files"][0]["n_chunks"] > len(wanted)
+
+
+@pytest.mark.parametrize("check", ["base", "stored"])
+def test_it_is_applied_to_live_tensors_like_an_anchor(tmp_path: Path, check: Any) -> None:
+    first = a_torch_state()
+    second = moved(first, 1)
+    save_file(first, tmp_path / "first.ckptz")
+    save_file(second, tmp_path / "second.ckptz", base=tmp_path / "first.ckptz", config=SPARSE)
+    rebase_file(tmp_path / "second.ckptz")
+    (tmp_path / "first.ckptz").unlink()
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+    for live in (cloned(first), moved(first, 99, share=0.5), zeros):
+        report = apply_(live, tmp_path / "second.ckptz", check=check)
+        assert report.base is None
+        assert same(live, second)
+
+
+def test_a_reader_that_does_not_know_the_feature_says_so(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckptz("rebase", chain.delta)
+    monkeypatch.setattr("ckptz.container.index.KNOWN_FEATURES", frozenset({"lossless", "delta", "maps"}))
+    with pytest.raises(UnsupportedError, match=r"step-2\.ckptz: required feature 'inline'"):
+        content_of(chain.delta)
+
+
+def test_features_are_those_that_are_used(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    a_run(run, 1, *KMEANS)
+    exact = write_plain(run / "1.safetensors", a_state(drift=0.1, n=6000))
+    ckptz("compress", exact, "--base", run / "0.ckptz")
+    assert features_of(run / "1.ckptz") == "delta,lossless"
+    ckptz("rebase", run / "1.ckptz")
+    assert features_of(run / "1.ckptz") == "inline,lossless,maps"
+    ckptz("rebase", run / "0.ckptz", "-o", tmp_path / "copy.ckptz")
+    assert features_of(tmp_path / "copy.ckptz") == features_of(run / "0.ckptz") == "lossless,maps"
+    assert content_of(tmp_path / "copy.ckptz") == content_of(run / "0.ckptz")
+
+
+# --- nothing is lost ------------------------------------------------------------------------------
+
+
+def test_what_stands_alone_is_left_as_it_is(chain: Chain) -> None:
+    for path in (chain.anchor, chain.delta):
+        ckptz("rebase", path)
+        before = path.read_bytes()
+        assert "stands alone already" in ckptz("rebase", path).stdout
+        assert path.read_bytes() == before
+
+
+def test_a_plain_file_is_refused(chain: Chain) -> None:
+    run = ckptz("rebase", chain.first, fails=True)
+    assert run.exit_code == 3
+    assert "plain safetensors file" in run.error
+
+
+def test_an_output_is_not_replaced_unless_forced(chain: Chain) -> None:
+    for target in (chain.second, chain.anchor, chain.delta):
+        before = target.read_bytes()
+        assert ckptz("rebase", chain.delta, "-o", target, fails=True).exit_code == 2
+        assert target.read_bytes() == before
+    ckptz("rebase", chain.delta, "-o", chain.second, "--force")
+    ckptz("rebase", chain.delta, "-o", chain.anchor, "--force", fails=True)  # it is read
+
+
+def damaged(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    payload = regions_of(bytes(raw))["payload"]
+    raw[payload[len(payload) // 2] // 8] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("place", ["anchor", "delta"])
+def test_a_damaged_chain_leaves_the_file(chain: Chain, place: str) -> None:
+    path: Path = getattr(chain, place)
+    damaged(path)
+    before = chain.delta.read_bytes()
+    run = ckptz("rebase", chain.delta, fails=True)
+    assert run.exit_code == 3
+    assert path.name in run.error
+    assert "changed after" in run.error
+    assert chain.delta.read_bytes() == before
+    assert not temporaries(chain.folder)
+
+
+def test_a_missing_base_leaves_the_file(chain: Chain) -> None:
+    chain.anchor.unlink()
+    chain.first.unlink()
+    before = chain.delta.read_bytes()
+    run = ckptz("rebase", chain.delta, fails=True)
+    assert run.exit_code == 5
+    assert "'step-1.ckptz' with content id" in run.error
+    assert chain.delta.read_bytes() == before
+
+
+def test_bases_are_found_by_the_search_path(chain: Chain, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    chain.first.unlink()
+    chain.anchor.rename(elsewhere / "renamed.ckptz")
+    assert ckptz("rebase", chain.delta, fails=True).exit_code == 5
+    ckptz("rebase", chain.delta, "--search-path", elsewhere)
+    (elsewhere / "renamed.ckptz").unlink()
+    assert content_of(chain.delta) == content_of(chain.second)
+
+
+def test_the_new_file_is_read_back_before_the_old_one_goes(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that writes other bytes than it was given: the file is whole, and so is what is reported."""
+    write = rebase_module.write_inline
+
+    def faulty(sink: BinaryIO, *arguments: Any) -> int:
+        n_bytes = write(sink, *arguments)
+        sink.flush()
+        damaged(Path(sink.name))
+        return n_bytes
+
+    monkeypatch.setattr(rebase_module, "write_inline", faulty)
+    before = chain.delta.read_bytes()
+    run = ckptz("rebase", chain.delta, fails=True)
+    assert run.exit_code == 3
+    assert f"{chain.delta}: " in run.error
+    assert "ckptz-tmp" not in run.error
+    assert chain.delta.read_bytes() == before
+    assert not temporaries(chain.folder)
+
+
+def test_permissions_are_those_of_the_file(chain: Chain) -> None:
+    os.chmod(chain.delta, 0o640)
+    ckptz("rebase", chain.delta)
+    assert chain.delta.stat().st_mode & 0o777 == 0o640
+
+
+# --- hostile bytes --------------------------------------------------------------------------------
+
+
+def content(raw: bytes) -> dict[str, bytes]:
+    with contextlib.closing(open_source(MemoryBytes(raw))) as opened:
+        sources = opened.tensors.items()
+        return {name: s.units(0, s.dtype.n_units(s.shape)).tobytes() for name, s in sources}
+
+
+def a_small_file(folder: Path) -> bytes:
+    """Three tensors, two bases within."""
+    states = [{n: ("U8", (40,), bytes([i + k]) * 40) for k, n in enumerate("abc")} for i in range(3)]
+    paths = [write_plain(folder / f"{i}.safetensors", state) for i, state in enumerate(states)]
+    *_, last = compress_files(paths, options=CompressOptions(chain=True, jobs=1))
+    rebase_file(Path(last.output), options=RebaseOptions(jobs=1))
+    return Path(last.output).read_bytes()
+
+
+def test_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+    whole = a_small_file(tmp_path)
+    wanted = content(whole)
+    regions = regions_of(whole)
+    most = {"header": 400, "frame header": 200, "payload": 1200, "index": 400}
+    bits = [region[i] for name, region in regions.items() for i in spread(len(region), most[name])]
+    for changed in flipped(whole, bits):
+        with contextlib.suppress(CkptzError):
+            assert content(changed) == wanted
+
+
+@pytest.mark.slow
+def test_every_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path) -> None:
+    whole = a_small_file(tmp_path)
+    wanted = content(whole)
+    for changed in flipped(whole, range(8 * len(whole))):
+        with contextlib.suppress(CkptzError):
+            assert content(changed) == wanted
+
+
+def test_every_prefix_is_refused(tmp_path: Path) -> None:
+    whole = a_small_file(tmp_path)
+    for n in spread(len(whole), 200):
+        if n < len(whole):
+            with pytest.raises(CkptzError):
+                content(whole[:n])
+
+
+def test_names_of_inline_frames_hide_no_tensor(tmp_path: Path) -> None:
+    """The frames of bases are no tensors of the checkpoint, and no reader lists them."""
+    (tmp_path / "a.ckptz").write_bytes(a_small_file(tmp_path))
+    assert list(load_file(tmp_path / "a.ckptz")) == ["a", "b", "c"]
+    with contextlib.closing(open_checkpoint(tmp_path / "a.ckptz")) as opened:
+        assert isinstance(opened.container, Container)
+        assert [len(level.tensors) for level in opened.container.levels] == [3, 3, 3]
+
+
+def test_frames_of_bases_are_checked_against_their_own_entries(tmp_path: Path) -> None:
+    """Two frames of a base that change places decode, but to tensors that the index does not name."""
+    raw = bytearray(a_small_file(tmp_path))
+    with contextlib.closing(open_source(MemoryBytes(bytes(raw)))) as opened:
+        assert opened.container is not None
+        first, second, _ = (s.entry for s in opened.container.inline[0].tensors.values())
+    offset = 8 + int.from_bytes(raw[:8], "little")
+    assert first.n_bytes == second.n_bytes
+    a, b = (slice(offset + e.offset, offset + e.offset + e.n_bytes) for e in (first, second))
+    raw[a], raw[b] = raw[b], raw[a]
+    with pytest.raises(CkptzError, match=r"inline base 1: tensor 'a': index and frame disagree"):
+        content(bytes(raw))
+
+
+def test_a_frame_copied_is_a_frame_that_parses(tmp_path: Path) -> None:
+    (tmp_path / "a.ckptz").write_bytes(a_small_file(tmp_path))
+    inline = {n: f for n, f in stored_frames(tmp_path / "a.ckptz").items() if n.startswith("__ckptz__.")}
+    assert sorted(inline) == [f"__ckptz__.inline.{i}.{j}" for i in (1, 2) for j in range(3)]
+    for frame in inline.values():
+        header = FrameHeader.parse(frame[: int.from_bytes(frame[:4], "little")])
+        assert header.payload_bytes + int.from_bytes(frame[:4], "little") == len(frame)
