@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from ckptz.codec.units import UnitSource
-from ckptz.config import LOSSLESS, Config
+from ckptz.config import LOSSLESS, Config, Lossless
 from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.publish import publish
-from ckptz.container.writer import write_container
+from ckptz.container.writer import Written, write_container
+from ckptz.convert.dcp import dcp_files
+from ckptz.convert.guides import GuideFiles, guides_of
 from ckptz.convert.inputs import Input, open_input
+from ckptz.convert.optimizer import Joined, join, known_roles
 from ckptz.convert.progress import SILENT, Progress
+from ckptz.convert.searching import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.convert.sharding import copy_carried
 from ckptz.convert.targets import check_carried, check_target, naming_output, places_for
 from ckptz.errors import ConfigError, UnsupportedError, named
@@ -40,6 +44,11 @@ class CompressOptions:
         search_path: folders to look for the base's own bases in.
         config: lossless, or how weights become lossy.
         role_rules: the user's rows of the table of roles.
+        optimizer: a file of optimizer state that goes into the same output as the one input.
+        read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
+        calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
+        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
+        search: find the configuration for a budget; `config` stays lossless then.
     """
 
     base: Path | None = None
@@ -50,10 +59,32 @@ class CompressOptions:
     search_path: Sequence[Path] = ()
     config: Config = LOSSLESS
     role_rules: Sequence[Rule] = ()
+    optimizer: Path | None = None
+    read_optimizer: Path | None = None
+    calibration: Path | None = None
+    sensitivity: Path | None = None
+    search: SearchOptions | None = None
 
     def __post_init__(self) -> None:
         if self.base is not None and self.base.is_dir():
             raise ConfigError(f"{self.base}: a base is a file; compress the folder and name its .ckptz file")
+        if self.search is not None and not isinstance(self.config, Lossless):
+            raise ConfigError("a configuration is either given or searched for")
+        if self.chain and self.is_dry_run:
+            raise ConfigError("a dry run writes no file that the next input could be stored against")
+        self.guide_files.check(self.search.template if self.search else self.config)
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether nothing is written."""
+        return self.search is not None and self.search.is_dry_run
+
+    @property
+    def guide_files(self) -> GuideFiles:
+        """The files that guide lossy methods."""
+        return GuideFiles(
+            read_optimizer=self.read_optimizer, calibration=self.calibration, sensitivity=self.sensitivity
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +106,7 @@ class CompressReport:
         step: training step, if it was given.
         seconds: time taken.
         notes: what the user should know.
+        search: how the configuration was found, if it was searched for.
     """
 
     input: str
@@ -91,6 +123,7 @@ class CompressReport:
     step: int | None
     seconds: float
     notes: tuple[str, ...] = ()
+    search: SearchReport | None = None
 
 
 Stamp = tuple[int, int]  # of a file: time of change, size
@@ -129,6 +162,8 @@ def compress_files(
     """
     if len(inputs) > 1 and options.step is not None:
         raise ConfigError("a step belongs to one input; compress them one by one")
+    if len(inputs) > 1 and options.optimizer is not None:
+        raise ConfigError(f"{options.optimizer}: belongs to one input; compress them one by one")
     places = places_for(inputs, output, SUFFIX)
     if output is not None and len(inputs) > 1:
         output.mkdir(exist_ok=True)
@@ -138,6 +173,8 @@ def compress_files(
             for source, place in zip(inputs, places, strict=True):
                 report, base = _compress(source, place, base, _Run(options, workers, progress))
                 yield report
+                if report.search is not None and report.search.is_interrupted and source != inputs[-1]:
+                    raise KeyboardInterrupt
         finally:
             if base is not None:
                 base.close()
@@ -174,9 +211,13 @@ def _compress(
     with contextlib.ExitStack() as held:
         opened = held.enter_context(contextlib.closing(open_input(source, run.options.search_path)))
         sources = _files_of(opened, source)
+        if run.options.optimizer is not None:
+            optimizer = held.enter_context(contextlib.closing(open_input(run.options.optimizer)))
+            sources += _files_of(optimizer, run.options.optimizer)
+            opened = join(opened, optimizer)
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
-        target, notes = _prepare(opened, source, place, read, force=run.options.force)
+        target, notes = _prepare(opened, source, place, read, run.options)
         report = _write(opened, target, base, read, notes, sources, run)
         if not run.options.chain:
             return report, base
@@ -191,6 +232,8 @@ def _files_of(opened: Input, source: Path) -> list[Path]:
     """The files that hold the tensors of an input."""
     if opened.checkpoint is not None:
         return [Path(file.name) for file in opened.checkpoint.files]
+    if opened.kind == "dcp":
+        return dcp_files(source)
     shards = opened.sharding.shards if opened.sharding else ()
     return [source / shard.file for shard in shards] or [source]
 
@@ -205,10 +248,10 @@ def _as_base(
 
 
 def _prepare(
-    opened: Input, source: Path, place: Path, read: Iterable[Path], *, force: bool
+    opened: Input, source: Path, place: Path, read: Iterable[Path], options: CompressOptions
 ) -> tuple[Path, list[str]]:
     """The file to write, and what the user should know of files that go with the tensors."""
-    notes = []
+    notes, force = [], options.force or options.is_dry_run
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
     if source.is_dir() and place.suffix != SUFFIX:
@@ -216,7 +259,8 @@ def _prepare(
         target = place / f"{opened.stem}{SUFFIX}"
         check_target(target, read, force=force)
         check_carried(opened.carried, place, force=force)
-        copy_carried(opened.carried, place)
+        if not options.is_dry_run:
+            copy_carried(opened.carried, place)
         return target, notes
     check_target(place, read, force=force)
     if opened.carried:
@@ -235,6 +279,9 @@ def _write(
 ) -> CompressReport:
     start = time.perf_counter()
     base = _usable(base, target, notes)
+    known = Joined()
+    if run.options.search is not None or not isinstance(run.options.config, Lossless):
+        known = known_roles(opened.tensors, opened.tree, run.options.role_rules, opened.optimizer_names)
     contents = Contents(
         metadata=opened.metadata,
         base=base.ref if base else None,
@@ -242,20 +289,21 @@ def _write(
         step=run.options.step,
         sharding=opened.sharding,
         tree=opened.tree,
-        config=run.options.config,
+        config=run.options.search.template if run.options.search else run.options.config,
         role_rules=run.options.role_rules,
+        roles=known.roles,
     )
     run.progress.start(opened.name, sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values()))
-    with naming_output(target), publish(target, like) as sink:
-        try:
-            written = write_container(sink, opened.tensors, contents, run.workers, run.progress.advance)
-        except (ConfigError, UnsupportedError) as error:  # raised before anything is read
-            raise named(error, opened.name) from None
-        _check_unchanged(read)
+    with contextlib.ExitStack() as held, naming_output(target):
+        guided = guides_of(opened.tensors, contents, run.options.guide_files, held)
+        contents = replace(contents, guides=guided.guides)
+        written, search = _store(opened, target, contents, _Read(base, read, like), run)
     if base is not None and not written.n_deltas:
         base = None
         notes.append("no tensor gains from the base; the file stands alone")
-    notes.extend(f"tensor {name!r}: {note}" for name, note in written.notes)
+    notes.extend(_tensor_notes(written.notes))
+    notes.extend(_search_notes(search) if search else ())
+    notes.extend([*known.notes, *guided.notes])
     notes.extend(_base_differences(opened, base))
     return CompressReport(
         input=opened.name,
@@ -272,7 +320,62 @@ def _write(
         step=run.options.step,
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
+        search=search,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What an output is made from beside its input's tensors."""
+
+    base: _Base | None
+    files: Mapping[Path, Stamp]
+    like: Sequence[Path]
+
+
+def _store(
+    opened: Input, target: Path, contents: Contents, read: _Read, run: _Run
+) -> tuple[Written, SearchReport | None]:
+    """Publish the output: as configured, or as a search finds."""
+    try:
+        if run.options.search is not None:
+            found = SearchRun(
+                workers=run.workers,
+                base_paths=(read.base.folder / read.base.ref.file,) if read.base is not None else (),
+                search_path=tuple(run.options.search_path),
+                like=read.like,
+                check=lambda: _check_unchanged(read.files),
+            )
+            return search_and_write(target, opened.tensors, contents, run.options.search, found)
+        with publish(target, read.like) as sink:
+            written = write_container(sink, opened.tensors, contents, run.workers, run.progress.advance)
+            _check_unchanged(read.files)
+            return written, None
+    except (ConfigError, UnsupportedError) as error:
+        raise named(error, opened.name) from error.__cause__
+
+
+def _tensor_notes(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """One note for all tensors that it is about."""
+    names: dict[str, list[str]] = {}
+    for name, note in notes:
+        names.setdefault(note, []).append(name)
+    for note, found in names.items():
+        who = f"tensor {found[0]!r}" if len(found) == 1 else f"{len(found)} tensors, first {found[0]!r}"
+        yield f"{who}: {note}"
+
+
+def _search_notes(search: SearchReport) -> Iterator[str]:
+    n = len(search.trials)
+    if search.is_interrupted:
+        yield f"interrupted after {n} evaluations; this is the best of them"
+    yield from search.unmeasurable
+    if search.is_met is None:
+        yield "nothing was measured: the settings of the checkpoint before were used as they are"
+    if search.is_met is False and not search.unmeasurable:
+        yield f"none of the {n} configurations that were tried keeps the budget; without loss"
+    if search.is_dry_run:
+        yield "a dry run: nothing was written"
 
 
 def _base_differences(opened: Input, base: _Base | None) -> list[str]:

@@ -216,7 +216,8 @@ def apply_file(
         if output is not None:
             check_target(output, read, force=options.force)
         _check_base(container, opened)
-        container.bases = opened.tensors
+        if container.outer_base is not None:
+            container.bases = opened.tensors
         workers = held.enter_context(Workers(options.jobs))
         made = Checkpoint(
             container.name, container.tensors, _metadata(container, opened), container, (container,)
@@ -225,7 +226,7 @@ def apply_file(
         with naming_output(target), publish(target, [base]) as sink:
             chunks = decoded_chunks(made.tensors, workers, progress)
             write_plain(sink, plain_regions(made.tensors), made.metadata, chunks)
-        n_deltas = sum(source.header.plan.needs_base for source in container.tensors.values())
+        n_deltas = sum(source.needs_other_file for source in container.tensors.values())
         return _report(made, target, str(base), n_deltas, target.stat().st_size, start)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from ckptz.codec.units import UnitSource
 from ckptz.container.envelope import MAX_HEADER_BYTES
 from ckptz.container.index import Sharding
+from ckptz.convert.dcp import is_dcp, open_dcp
 from ckptz.convert.folders import is_within, open_folder
 from ckptz.convert.sharding import Carried, check_sharding
 from ckptz.convert.targets import stem_of
@@ -19,9 +20,10 @@ from ckptz.convert.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, r
 from ckptz.errors import CkptzError, ConfigError, named
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 
-Kind = Literal["safetensors", "ckptz", "torch", "folder"]
+Kind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 ACCEPTED: Final = (
-    "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), or a folder of .safetensors shards"
+    "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "
+    "of torch.distributed.checkpoint"
 )
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
@@ -42,6 +44,7 @@ class Input:
         left_out: files that would go with them, but are not here or lead out of the folder.
         checkpoint: the opened file with its chain, if it is one of safetensors or ckptz.
         close: releases all files.
+        optimizer_names: tensors that come from a file of optimizer state, joined to this one.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Input:
     left_out: tuple[str, ...]
     checkpoint: Checkpoint | None
     close: Callable[[], None]
+    optimizer_names: frozenset[str] = frozenset()
 
 
 def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
@@ -72,7 +76,7 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     """
     path = Path(path)
     if path.is_dir():
-        return _of_folder(path)
+        return _of_dcp(path) if is_dcp(path) else _of_folder(path)
     if not path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
     if not path.is_file():
@@ -107,6 +111,23 @@ def _of_folder(path: Path) -> Input:
         left_out=folder.left_out,
         checkpoint=None,
         close=folder.close,
+    )
+
+
+def _of_dcp(path: Path) -> Input:
+    folder = open_dcp(path)
+    return Input(
+        name=str(path),
+        kind="dcp",
+        stem=stem_of(path),
+        tensors=folder.tensors,
+        metadata=None,
+        sharding=None,
+        tree=folder.tree,
+        carried=(),
+        left_out=(),
+        checkpoint=None,
+        close=lambda: None,  # nothing stays open
     )
 
 

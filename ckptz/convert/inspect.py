@@ -11,15 +11,16 @@ from pathlib import Path
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.index import FORMAT_VERSION, LossyRecord
+from ckptz.container.index import FORMAT_VERSION, LossyRecord, QualityRecord
 from ckptz.container.plain import PlainFile
-from ckptz.container.reader import Container, FrameSource
+from ckptz.container.reader import Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, FormatError
+from ckptz.roles import role_of
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_file
-from ckptz.transform.classes import Magnitude
 
 Files = Sequence[Container | PlainFile]
+Levels = Sequence[Container | PlainFile | InlineFrames]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class TensorReport:
 
     Attributes:
         name: its name.
+        role: what it is; from its record if it is lossy, else from name and shape, as below.
+        layer_type: of the parameter that it is or belongs to.
         dtype: safetensors' code.
         shape: dimensions.
         tensor_bytes: decoded size.
@@ -45,6 +48,8 @@ class TensorReport:
     """
 
     name: str
+    role: str
+    layer_type: str
     dtype: str
     shape: tuple[int, ...]
     tensor_bytes: int
@@ -61,12 +66,16 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One file of the chain; `path` is None where it is not found."""
+    """One base of the chain; `path` is the file that holds it, None where none is found.
+
+    `is_inline`: it is not a file of its own, but carried within `path`.
+    """
 
     file: str
     content_id: str
     depth: int
     path: str | None
+    is_inline: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +92,7 @@ class InspectReport:
         broken: why the chain is incomplete, or None.
         step: training step, if it was recorded.
         metadata: the user's own.
+        quality: budgets that it was searched for, and what was measured.
         n_tensors: tensors in it.
         tensor_bytes: their decoded size.
         stored_bytes: size of this file.
@@ -102,6 +112,7 @@ class InspectReport:
     broken: str | None
     step: int | None
     metadata: dict[str, str] | None
+    quality: tuple[QualityRecord, ...]
     n_tensors: int
     tensor_bytes: int
     stored_bytes: int
@@ -136,11 +147,11 @@ def _require_container(file: Container | PlainFile, path: Path) -> Container:
 
 def _report(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:
     index = container.index
-    files = checkpoint.files if checkpoint else (container,)
+    levels = _levels(checkpoint.files if checkpoint else (container,))
     tensors: list[TensorReport] = []
     counts: Counter[str] = Counter()
     for source in container.tensors.values():  # once: few parsed headers are kept
-        tensors.append(_tensor_report(source, files))
+        tensors.append(_tensor_report(source, levels))
         counts.update(_coder_bytes(source.header))
     n_bytes = sum(tensor.tensor_bytes for tensor in tensors)
     return InspectReport(
@@ -153,6 +164,7 @@ def _report(container: Container, checkpoint: Checkpoint | None, broken: str | N
         broken=broken,
         step=index.step,
         metadata=index.metadata,
+        quality=index.quality,
         n_tensors=len(tensors),
         tensor_bytes=n_bytes,
         stored_bytes=container.stored_bytes,
@@ -164,28 +176,45 @@ def _report(container: Container, checkpoint: Checkpoint | None, broken: str | N
     )
 
 
+def _levels(files: Files) -> Levels:
+    """Every checkpoint of a chain, as files or within them, nearest first."""
+    levels: list[Container | PlainFile | InlineFrames] = []
+    for file in files:
+        levels += file.levels if isinstance(file, Container) else [file]
+    return levels
+
+
 def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member, ...]:
     """The bases; of a broken chain only the nearest is known."""
-    members, delta = [], container
-    for i in range(container.index.depth):
-        ref = delta.index.base
-        if ref is None:
+    members: list[Member] = []
+    for i, file in enumerate(checkpoint.files if checkpoint else (container,)):
+        if not isinstance(file, Container):
             break
-        found = checkpoint.files[i + 1] if checkpoint else None
-        path = found.name if found else None
-        members.append(Member(file=ref.file, content_id=ref.content_id, depth=ref.depth - 1, path=path))
-        if not isinstance(found, Container):
-            break
-        delta = found
+        members += _inline_bases(file)
+        if (ref := file.index.base) is not None:
+            path = checkpoint.files[i + 1].name if checkpoint else None
+            members.append(Member(file=ref.file, content_id=ref.content_id, depth=ref.depth - 1, path=path))
     return tuple(members)
 
 
-def _tensor_report(source: FrameSource, files: Files) -> TensorReport:
+def _inline_bases(file: Container) -> list[Member]:
+    records = [base.record for base in file.inline]
+    return [
+        Member(file=r.file, content_id=r.content_id, depth=depth, path=file.name, is_inline=True)
+        for depth, r in zip(reversed(range(len(records))), records, strict=True)
+    ]
+
+
+def _tensor_report(source: FrameSource, levels: Levels) -> TensorReport:
     header, n_bytes = source.header, source.dtype.n_bytes(source.shape)
     plan = header.plan
     n_elements = n_bytes * 8 // source.dtype.bits
+    role = role_of(source.entry.name, source.shape, source.dtype.is_float)
+    record = source.entry.lossy
     return TensorReport(
         name=source.entry.name,
+        role=record.role if record else role.role,
+        layer_type=record.layer_type if record else role.layer_type,
         dtype=source.dtype.name,
         shape=source.shape,
         tensor_bytes=n_bytes,
@@ -196,18 +225,18 @@ def _tensor_report(source: FrameSource, files: Files) -> TensorReport:
         mode=(plan.mode if plan.domain is Domain.PLANES else plan.domain).name.lower(),
         coders=_shares(_coder_bytes(header)),
         n_chunks=len(header.chunks),
-        n_frames=_n_frames(files, source.entry.name),
-        lossy=source.entry.lossy,
+        n_frames=_n_frames(levels, source.entry.name),
+        lossy=record,
     )
 
 
-def _n_frames(files: Files, name: str) -> int | None:
+def _n_frames(levels: Levels, name: str) -> int | None:
     """Frames that a chunk of tensor `name` is decoded from; None if one of them cannot be looked at."""
     found: set[tuple[int, str]] = set()
     waiting = [(0, name)]
     while waiting:
         level, name = waiting.pop()
-        source = files[level].tensors.get(name) if level < len(files) else None
+        source = levels[level].tensors.get(name) if level < len(levels) else None
         if source is None:
             return None
         found.add((level, name))
@@ -221,9 +250,8 @@ def _n_frames(files: Files, name: str) -> int | None:
 
 def _needed(source: FrameSource, level: int) -> list[tuple[int, str]]:
     """(level in the chain, name) of the tensors that one frame is decoded from."""
-    plan = source.header.plan
-    needed = [(level, rule.source) for rule in plan.rules if isinstance(rule, Magnitude) and rule.source]
-    return needed + ([(level + 1, source.entry.name)] if plan.needs_base else [])
+    needed = [(level, name) for name in source.companion_names]
+    return needed + ([(level + 1, source.entry.name)] if source.header.plan.needs_base else [])
 
 
 def _coder_bytes(header: FrameHeader) -> Counter[str]:

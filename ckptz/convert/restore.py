@@ -17,17 +17,18 @@ from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.container.reader import check_empty
 from ckptz.convert import torch_files
+from ckptz.convert.dcp import write_dcp
 from ckptz.convert.inputs import Input, open_input
 from ckptz.convert.progress import SILENT, Progress
 from ckptz.convert.sharding import write_folder, written_files
 from ckptz.convert.spool import Chunks
-from ckptz.convert.targets import check_carried, check_target, naming_output, places_for
+from ckptz.convert.targets import check_carried, check_target, naming_output, places_for, stem_of
 from ckptz.errors import ConfigError, FormatError, LimitError
 from ckptz.parallel import Workers
 from ckptz.store.resolve import PLAIN_SUFFIX, Checkpoint
 
-Kind = Literal["safetensors", "pt"]
-Written = Literal["safetensors", "pt", "folder"]
+Kind = Literal["safetensors", "pt", "dcp"]
+Written = Literal["safetensors", "pt", "dcp", "folder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +57,11 @@ class RestoreReport:
     Attributes:
         input: what was read.
         output: what was written.
-        kind: "safetensors", "pt" or "folder".
+        kind: "safetensors", "pt", "dcp" or "folder".
         n_tensors: tensors in it.
         tensor_bytes: their size.
         stored_bytes: size of all files of the chain.
+        n_files: how many there are.
         content_id: identity of the values.
         depth: deltas between the input and its anchor.
         seconds: time taken.
@@ -72,6 +74,7 @@ class RestoreReport:
     n_tensors: int
     tensor_bytes: int
     stored_bytes: int
+    n_files: int
     content_id: str
     depth: int
     seconds: float
@@ -142,6 +145,7 @@ def restore_file(
             n_tensors=len(opened.tensors),
             tensor_bytes=n_bytes,
             stored_bytes=sum(file.stored_bytes for file in checkpoint.files),
+            n_files=len(checkpoint.files),
             content_id=checkpoint.content_id(),
             depth=checkpoint.depth,
             seconds=time.perf_counter() - start,
@@ -156,7 +160,7 @@ def _require_ckptz(opened: Input, path: Path) -> Checkpoint:
 
 
 def _kind_of(opened: Input, asked: Kind | None) -> Written:
-    if asked == "pt" and opened.sharding is not None and opened.tree is not None:
+    if asked in ("pt", "dcp") and opened.sharding is not None and opened.tree is not None:
         raise ConfigError(f"{opened.name}: was a folder of torch files; restore it without --to")
     if asked is not None:
         return asked
@@ -169,6 +173,11 @@ def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *,
     """The file or folder to write; nothing in its place may be lost."""
     assert opened.checkpoint is not None
     read = [Path(file.name) for file in opened.checkpoint.files]
+    if kind == "dcp":
+        target = path.with_name(f"{stem_of(path)}.dcp") if output is None else output
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ConfigError(f"{target}: is not an empty folder; name a new one with -o")
+        return target
     if kind != "folder":
         [target] = places_for([path], output, _SUFFIXES[kind])
         check_target(target, read, force=force)
@@ -192,7 +201,7 @@ def _check_size(name: str, n_bytes: int, target: Path, kind: Written, max_decode
             "allow more if you trust the file"
         )
     folder = target if kind == "folder" else target.absolute().parent
-    needed, free = n_bytes * (2 if kind == "pt" else 1), shutil.disk_usage(folder).free
+    needed, free = n_bytes * (2 if kind in ("pt", "dcp") else 1), shutil.disk_usage(folder).free
     if needed > free:  # torch files are decoded to an unnamed file first
         raise LimitError(
             f"{name}: restoring takes {needed} bytes, and {folder} has {free} free; "
@@ -217,6 +226,10 @@ def _write_torch(target: Path, opened: Input, chunks: Chunks) -> None:
     torch_files.write(target, opened.tensors, opened.tree, chunks, [Path(opened.name)])
 
 
+def _write_dcp(target: Path, opened: Input, chunks: Chunks) -> None:
+    write_dcp(target, opened.tensors, opened.tree, chunks)
+
+
 def _write_folder(target: Path, opened: Input, chunks: Chunks) -> None:
     assert opened.sharding is not None
     write_folder(
@@ -233,6 +246,7 @@ def _write_folder(target: Path, opened: Input, chunks: Chunks) -> None:
 _WRITERS: Final[Mapping[Written, Callable[[Path, Input, Chunks], None]]] = {
     "safetensors": _write_safetensors,
     "pt": _write_torch,
+    "dcp": _write_dcp,
     "folder": _write_folder,
 }
 _SUFFIXES: Final[Mapping[Written, str]] = {"safetensors": PLAIN_SUFFIX, "pt": ".pt"}

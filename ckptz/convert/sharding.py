@@ -20,11 +20,13 @@ from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import Publication, publish_together
 from ckptz.convert.spool import Chunks, read_chunks, unflatten
 from ckptz.convert.torch_files import dump_state
+from ckptz.convert.tree import parse_tree
 from ckptz.errors import CorruptionError, named
 
 MAX_NAME_BYTES: Final = 255  # of most file systems
 MAX_DEPTH: Final = 32  # folders within the folder
 SHARD_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth")
+PLAIN_SUFFIX: Final = ".safetensors"
 INDEX_SUFFIXES: Final = (".safetensors.index.json", ".bin.index.json")
 
 Carried = tuple[str, Path]  # relative path with slashes, and where the file is
@@ -133,7 +135,7 @@ def write_folder(
         folder: is made if it does not exist; files of other names stay.
         tensors: by name.
         sharding: the record, as `check_sharding` accepts it.
-        tree: `Index.tree`: the shards were torch files, and become such again.
+        tree: `Index.tree`: the shards that it names were torch files, and become such again.
         carried: the other files.
         chunks: gives the units of all tensors of a shard in order.
         like: files whose permissions shards and index get, as `publish` does it.
@@ -154,15 +156,27 @@ def _shard_writers(
     folder: Path, tensors: Mapping[str, UnitSource], sharding: Sharding, tree: Any, chunks: Chunks
 ) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
     """The name of each shard, and what writes it."""
-    if tree is None:
-        for shard in sharding.shards:
+    files = _torch_files(tree, sharding)
+    names = [name for shard in sharding.shards if shard.file in files for name in shard.tensors]
+    states = unflatten({name: tensors[name] for name in names}, tree, folder, chunks) if files else {}
+    for shard in sharding.shards:
+        if shard.file in files:
+            yield shard.file, partial(dump_state, state=states[shard.file], path=folder / shard.file)
+        else:
             yield shard.file, partial(_write_shard, shard=shard, tensors=tensors, chunks=chunks)
-        return
-    states = unflatten(tensors, tree, folder, chunks)
-    if not isinstance(states, dict) or set(states) != {shard.file for shard in sharding.shards}:
-        raise CorruptionError("tree: its root does not hold one state for each shard")
-    for file, state in states.items():
-        yield file, partial(dump_state, state=state, path=folder / file)
+
+
+def _torch_files(tree: Any, sharding: Sharding) -> set[str]:
+    """The shards that were torch files: those that the tree has a state of."""
+    if tree is None:
+        return set()
+    root = parse_tree(tree).root
+    others = {shard.file for shard in sharding.shards}
+    if not isinstance(root, dict) or not set(root) <= others:
+        raise CorruptionError("tree: its root does not hold states of shards")
+    if not all(file.endswith(PLAIN_SUFFIX) for file in others - set(root)):
+        raise CorruptionError("tree: its root does not hold one state for each shard of torch")
+    return set(root)
 
 
 def _write_shard(sink: BinaryIO, shard: Shard, tensors: Mapping[str, UnitSource], chunks: Chunks) -> None:

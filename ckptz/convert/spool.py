@@ -46,14 +46,15 @@ def flat_tree(names: Mapping[str, object]) -> dict[str, Any]:
 
 
 def unflatten(
-    tensors: Mapping[str, UnitSource], tree: Any, folder: Path, chunks: Chunks = read_chunks
+    tensors: Mapping[str, UnitSource], tree: Any, folder: Path | None, chunks: Chunks = read_chunks
 ) -> Any:
     """Put a nested state together again; its tensors lie in an unnamed file until they are dropped.
 
     Args:
         tensors: by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
-        folder: where the unnamed file goes; it takes as much room as the decoded tensors.
+        folder: where the unnamed file goes; it takes as much room as the decoded tensors. None keeps them
+            in memory.
         chunks: gives the units of all tensors in order, as `read_chunks` does.
 
     Raises:
@@ -72,7 +73,7 @@ def unflatten(
 class _Spool:
     """The mapped file: one region for each storage."""
 
-    def __init__(self, tensors: Mapping[str, UnitSource], tree: Tree, folder: Path) -> None:
+    def __init__(self, tensors: Mapping[str, UnitSource], tree: Tree, folder: Path | None) -> None:
         self._tensors = tensors
         self._tree = tree
         self._strides = _strides_by_name(tree, tensors)
@@ -168,9 +169,9 @@ class _Spool:
         return self._storages[key]
 
 
-def _mapped_file(folder: Path, n_bytes: int) -> NDArray[np.uint8]:
-    if not n_bytes:
-        return np.zeros(0, np.uint8)
+def _mapped_file(folder: Path | None, n_bytes: int) -> NDArray[np.uint8]:
+    if folder is None or not n_bytes:
+        return np.zeros(n_bytes, np.uint8)
     with tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
             # A full disk must be an error here; once mapped, it would end the process.

@@ -110,7 +110,7 @@ def verify_file(
             originals = original.tensors
         n_bytes = sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values())
         progress.start(checkpoint.name, n_bytes)
-        n_chunks = sum(workers.map(_check_stored, _frames(checkpoint)))
+        n_chunks = check_stored_bytes(checkpoint, workers)
         for done in workers.map(_decode_and_compare, _chunks(checkpoint, originals)):
             progress.advance(done)
         return VerifyReport(
@@ -126,10 +126,16 @@ def verify_file(
         )
 
 
+def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
+    """Check the stored bytes of every chunk of all files of a chain; returns how many there are."""
+    return sum(workers.map(_check_stored, _frames(checkpoint)))
+
+
 def _frames(checkpoint: Checkpoint) -> Iterator[FrameSource]:
     for file in checkpoint.files:
         if isinstance(file, Container):
-            yield from file.tensors.values()
+            for level in file.levels:
+                yield from level.tensors.values()
 
 
 def _check_stored(frame: FrameSource) -> int:

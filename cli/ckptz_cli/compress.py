@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptz_cli.methods import config_of, method_options
+from ckptz_cli.methods import method_options
 from ckptz_cli.options import (
     PATH,
     debug_option,
     force_option,
     jobs_option,
     json_option,
+    only_one,
     search_path_option,
 )
-from ckptz_cli.progress import progress_bar
+from ckptz_cli.search_options import choose, require_budgets, save_plan, search_options
+from ckptz_cli.search_view import view_of
 from ckptz_cli.session import Session
 
 if TYPE_CHECKING:
@@ -31,6 +33,13 @@ Examples:
   ckptz compress hf-model-folder/ -o packed/
   ckptz compress training.pt                     a torch checkpoint, read without running code
   ckptz compress model.safetensors --method kmeans --levels 16 --protect 0.005
+  ckptz compress model.safetensors --optimizer optimizer.pt --method grid -o state.ckptz
+  ckptz compress training.pt --method grid --calibration inputs.safetensors
+  ckptz compress model.safetensors --eval evaluate.py:loss --max-drop 1%
+
+\b
+A search that is stopped with Ctrl-C writes the best that it found, if anything kept the budget.
+Where nothing keeps it, the file is written without loss and the exit code is 6.
 """
 
 
@@ -39,13 +48,32 @@ Examples:
 @click.option(
     "-o", "--output", type=PATH, metavar="OUT", help="Output file; a folder if there are several inputs."
 )
-@click.option("--base", type=PATH, metavar="FILE", help="Store each input against this checkpoint.")
+@click.option(
+    "--base",
+    type=PATH,
+    multiple=True,
+    callback=only_one,
+    metavar="FILE",
+    help="Store each input against this checkpoint.",
+)
 @click.option("--chain", is_flag=True, help="Store each input against the one before it.")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="The training step, to be recorded.")
 @method_options
+@search_options
 @click.option(
     "--roles", type=PATH, metavar="FILE", help="TOML rows that name the role or layer type of tensors."
 )
+@click.option(
+    "--optimizer", type=PATH, metavar="FILE", help="Optimizer state to go into the same file as INPUT."
+)
+@click.option(
+    "--read-optimizer",
+    type=PATH,
+    metavar="FILE",
+    help="A checkpoint with Adam's second moments, read to guide lossy methods and not stored.",
+)
+@click.option("--calibration", type=PATH, metavar="FILE", help="grid: what ckptz.hooks.Calibration saved.")
+@click.option("--sensitivity", type=PATH, metavar="FILE", help="What ckptz.hooks.SensitivityTracker saved.")
 @jobs_option
 @force_option
 @search_path_option
@@ -61,38 +89,51 @@ def compress(
     chain: bool,
     step: int | None,
     roles: Path | None,
+    optimizer: Path | None,
+    read_optimizer: Path | None,
+    calibration: Path | None,
+    sensitivity: Path | None,
     jobs: int | None,
     force: bool,
     search_path: tuple[Path, ...],
-    **method: Any,
+    **lossy: Any,
 ) -> None:
     """Compress checkpoints, without loss unless a method is named.
 
-    INPUT is a .safetensors file, a torch file (.pt, .pth, .bin) or a Hugging Face folder of shards. The
+    INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or one of
+    torch.distributed.checkpoint. The
     output is INPUT with the suffix .ckptz, or OUT.
     """
     from ckptz.convert.compress import CompressOptions, compress_files
     from ckptz_cli.render import compressed_line, total_line
 
-    options = CompressOptions(
-        base=base,
-        chain=chain,
-        step=step,
-        jobs=jobs,
-        force=force,
-        search_path=search_path,
-        config=config_of(**method),
-        role_rules=_rules_in(roles) if roles else (),
-    )
     reports = []
-    with progress_bar() as progress:
-        for report in compress_files(inputs, output, options, progress):
+    with view_of(lossy) as view:
+        chosen = choose(lossy, view.on_trial)
+        options = CompressOptions(
+            base=base,
+            chain=chain,
+            step=step,
+            jobs=jobs,
+            force=force,
+            search_path=search_path,
+            config=chosen.config,
+            search=chosen.search,
+            role_rules=_rules_in(roles) if roles else (),
+            optimizer=optimizer,
+            read_optimizer=read_optimizer,
+            calibration=calibration,
+            sensitivity=sensitivity,
+        )
+        for report in compress_files(inputs, output, options, view.progress):
             reports.append(report)
             session.add(report, compressed_line(report))
             for note in report.notes:
                 session.note(f"{report.output}: {note}")
     if len(reports) > 1:
         session.say(total_line(reports))
+    save_plan(session, lossy["save_plan"], chosen, reports)
+    require_budgets(reports)
 
 
 def _rules_in(path: Path) -> tuple[Rule, ...]:

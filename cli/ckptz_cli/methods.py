@@ -10,14 +10,45 @@ import click
 if TYPE_CHECKING:
     from ckptz.config import Config
 
-METHODS = ("lossless", "kmeans")
+AUTO = "grid"  # what --method auto is
+METHODS = ("lossless", "auto", "kmeans", "grid")
+GRID_OPTIONS = {"grid_step": "step", "dead_zone": "dead_zone"}  # option -> field of `ckptz.config.Grid`
+
+
+def _layer_shares(
+    context: click.Context, option: click.Parameter, values: tuple[str, ...]
+) -> tuple[tuple[str, float], ...]:
+    """`head=0.1` as a layer type and its share."""
+    from ckptz.roles import LAYER_TYPES
+
+    shares = []
+    for value in values:
+        layer_type, _, share = value.partition("=")
+        if layer_type not in LAYER_TYPES:
+            raise click.BadParameter(
+                f"{layer_type!r} is not one of {', '.join(LAYER_TYPES)}", context, option
+            )
+        try:
+            shares.append((layer_type, float(share)))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not TYPE=SHARE", context, option) from None
+    return tuple(shares)
+
+
+def is_given(value: Any) -> bool:
+    """Whether an option was used; one that may be repeated arrives as an empty tuple if not."""
+    return value is not None and value != ()
 
 
 def method_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of all methods to a command; they arrive as one keyword each."""
     for option in reversed(
         (
-            click.option("--method", type=click.Choice(METHODS), help="lossless (the default) or kmeans."),
+            click.option(
+                "--method",
+                type=click.Choice(METHODS),
+                help=f"lossless (the default), kmeans, grid, or auto, which is {AUTO}.",
+            ),
             click.option(
                 "--levels", type=int, metavar="N", help="kmeans: values an element may take, 2 to 255; 16."
             ),
@@ -33,6 +64,29 @@ def method_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--protect-as", type=click.Choice(("exact", "bf16")), help="kmeans: how they are kept; exact."
             ),
+            click.option(
+                "--prune-by",
+                type=click.Choice(("magnitude", "sensitivity")),
+                help="kmeans: what smallest means; magnitude.",
+            ),
+            click.option(
+                "--protect-by",
+                type=click.Choice(("magnitude", "sensitivity", "either")),
+                help="kmeans: what largest means; magnitude.",
+            ),
+            click.option(
+                "--layer-prune",
+                multiple=True,
+                callback=_layer_shares,
+                metavar="TYPE=F",
+                help="kmeans: another share to prune for a layer type, such as head=0; repeatable.",
+            ),
+            click.option(
+                "--grid-step", type=float, metavar="S", help="grid: multiple of the reference step; 1."
+            ),
+            click.option(
+                "--dead-zone", type=float, metavar="D", help="grid: share of a step added to zero's own."
+            ),
         )
     ):
         command = option(command)
@@ -46,12 +100,17 @@ def config_of(method: str | None, **given: Any) -> Config:
         click.UsageError: options of a method that was not asked for.
         ConfigError: values out of range.
     """
-    from ckptz.config import LOSSLESS, KMeans
+    from ckptz.config import LOSSLESS, Grid, KMeans
 
-    wanted = {name: value for name, value in given.items() if value is not None}
+    wanted = {name: value for name, value in given.items() if is_given(value)}
+    method = AUTO if method == "auto" else method
+    for name in wanted:
+        owner = "grid" if name in GRID_OPTIONS else "kmeans"
+        if owner != method:
+            option = name.replace("_", "-")
+            raise click.UsageError(f"--{option} belongs to --method {owner}, and without it nothing is lost")
     if method == "kmeans":
         return KMeans(**wanted)
-    if wanted:
-        option = next(iter(wanted)).replace("_", "-")
-        raise click.UsageError(f"--{option} belongs to --method kmeans, and without it nothing is lost")
+    if method == "grid":
+        return Grid(**{GRID_OPTIONS[name]: value for name, value in wanted.items()})
     return LOSSLESS

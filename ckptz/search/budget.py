@@ -1,0 +1,173 @@
+"""Budgets: how much of a quality may be lost, and how much of it a measurement used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckptz.errors import ConfigError
+from ckptz.search.measures import Comparing, Quality, digest_of, name_of, number
+
+SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
+_IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One value of a metric."""
+
+    metric: str
+    value: float
+    lower_is_better: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it says anything."""
+        return math.isfinite(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much worse a value may become: by a share of the exact one, or by a difference."""
+
+    max_drop: float
+    is_relative: bool
+
+    def drop(self, exact: Reading, measured: Reading) -> float:
+        """How much worse `measured` is, in the unit of `max_drop`; infinite if it is not finite."""
+        if not measured.is_finite:
+            return math.inf
+        worse = measured.value - exact.value if exact.lower_is_better else exact.value - measured.value
+        return worse / abs(exact.value) if self.is_relative else worse
+
+    def used(self, exact: Reading, measured: Reading) -> float:
+        """Share of the limit that is used: at most 1 keeps it, negative is an improvement."""
+        drop = self.drop(exact, measured)
+        if self.max_drop:
+            return drop / self.max_drop
+        return math.inf if drop > 0 else drop
+
+    def is_measurable(self, exact: Reading, noise: float) -> bool:
+        """Whether differences of `noise`, which say nothing, are within the limit."""
+        return (noise / abs(exact.value) if self.is_relative else noise) <= self.max_drop
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much of a quality a lossy checkpoint may lose.
+
+    Attributes:
+        quality: called with a state (name -> CPU torch tensor, the caller's to change) and returns a number,
+            or a dict with "loss" or "accuracy". It builds its own model. Attributes `metric` (what to call
+            the number) and `data_digest` (a string, or a callable that returns one) go into the file. Or an
+            `Agreement` or a `ResumeProbe`, which compare with the exact state.
+        max_drop: how much worse the value may be: a share of the exact state's own if `relative`.
+        relative: False for an absolute difference, which values near zero require.
+        lower_is_better: of a number; "loss", "accuracy", "kl" and "top1" know it themselves.
+        metric: which value of the dict counts, where the quality returns several.
+
+    Example:
+        >>> from ckptz import Budget
+        >>> Budget(lambda state: float(state["weight"].std()), 0.01).max_drop
+        0.01
+    """
+
+    quality: Quality | Comparing
+    max_drop: float = 0.005
+    relative: bool = True
+    lower_is_better: bool = True
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (callable(self.quality) or hasattr(self.quality, "against")):
+            raise ConfigError(f"a budget's quality must be callable, got {self.quality!r}")
+        if not (math.isfinite(self.max_drop) and self.max_drop >= 0):
+            raise ConfigError(f"max_drop must be a number from 0, got {self.max_drop}")
+
+    @property
+    def limit(self) -> Limit:
+        """What is allowed, without what measures it."""
+        return Limit(float(self.max_drop), self.relative)
+
+    @property
+    def data_digest(self) -> str | None:
+        """What the quality says of the data it is measured on."""
+        return digest_of(self.quality)
+
+    @property
+    def name(self) -> str:
+        """What to call the quality."""
+        return name_of(self.quality)
+
+    def read(self, result: Any) -> Reading:
+        """The value in what the quality returned.
+
+        Raises:
+            ConfigError: there is no number in it.
+        """
+        if not isinstance(result, Mapping):
+            value = number(result, self.name)
+            if self.metric is None:
+                return Reading(self.name, value, self.lower_is_better)
+            return Reading(self.metric, value, self._is_lower_better(self.metric))
+        keys = ["loss", "accuracy"] if self.lower_is_better else ["accuracy", "loss"]
+        if self.metric is not None:
+            keys = [self.metric]
+        for key in keys:
+            if key in result:
+                return Reading(key, number(result[key], self.name), self._is_lower_better(key))
+        wanted = " or ".join(map(repr, sorted(keys, reverse=True)))
+        raise ConfigError(f"{self.name} returned a dict without {wanted}: {sorted(result)}")
+
+    def _is_lower_better(self, metric: str) -> bool:
+        return _IS_LOWER_BETTER.get(metric, self.lower_is_better)
+
+    def check_exact(self, exact: Reading) -> None:
+        """Refuse values of the exact state that no drop can be measured from.
+
+        Raises:
+            ConfigError: not finite, or too close to zero for a relative drop.
+        """
+        if not exact.is_finite:
+            raise ConfigError(f"{self.name}: the {exact.metric} of the exact tensors is {exact.value}")
+        if self.relative and abs(exact.value) < SMALLEST_RELATIVE:
+            raise ConfigError(
+                f"{self.name}: the {exact.metric} of the exact tensors is {exact.value:.3g}, too close to "
+                "zero for a relative budget; give an absolute one (relative=False, --max-drop 0.01 without %)"
+            )
+
+
+def share_used(limits: Sequence[Limit], exact: Sequence[Reading], measured: Sequence[Reading]) -> float:
+    """Share that is used of the tightest of several limits."""
+    rows = zip(limits, exact, measured, strict=True)
+    return max(limit.used(was, now) for limit, was, now in rows)
+
+
+def check_consistent(budgets: Sequence[Budget], exact: Sequence[Reading]) -> None:
+    """Refuse budgets that contradict one another, by name.
+
+    Args:
+        budgets: all of a search.
+        exact: what each of them is about.
+
+    Raises:
+        ConfigError: one value is to be low and high, or has two limits of one kind.
+    """
+    seen: dict[tuple[int, str], list[tuple[Budget, Reading]]] = {}
+    for budget, reading in zip(budgets, exact, strict=True):
+        others = seen.setdefault((id(budget.quality), reading.metric), [])
+        for other, was in others:
+            _check_pair(reading, (budget, reading), (other, was))
+        others.append((budget, reading))
+
+
+def _check_pair(reading: Reading, one: tuple[Budget, Reading], other: tuple[Budget, Reading]) -> None:
+    what = f"{one[0].name}: two budgets of {reading.metric} contradict each other"
+    if one[1].lower_is_better != other[1].lower_is_better:
+        raise ConfigError(f"{what}: lower is better for one, higher for the other")
+    if one[0].relative == other[0].relative and one[0].max_drop != other[0].max_drop:
+        kind = "relative" if one[0].relative else "absolute"
+        limits = sorted((one[0].max_drop, other[0].max_drop))
+        raise ConfigError(f"{what}: {kind} limits of {limits[0]:g} and {limits[1]:g}; keep one of them")

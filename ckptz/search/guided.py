@@ -1,0 +1,139 @@
+"""Guided and full exhaustive search over cubes whose quality falls along every axis.
+
+Each trial excludes: one that breaks the budget everything at least as aggressive, one that keeps it
+everything that is predicted to be larger. The next to try is the one that excludes most whichever way it
+turns out, which for a whole cube is near the middle of its diagonal; what is left are sub-cubes, to
+which the same applies. This is the guided search of Inshrinkerator (arXiv 2306.11800, section 5) with
+predicted sizes as a second order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.config import Config, KMeans
+from ckptz.search.space import Cube
+from ckptz.search.trials import FULL, History, Outcome, Predict
+
+Mask = NDArray[np.bool_]
+MIN_GAIN: Final = 0.005  # a trial must promise to be so much smaller than the best; predictions err as much
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guided:
+    """Finds the smallest configuration that keeps a budget.
+
+    Attributes:
+        cubes: what is searched.
+        predict: bytes of a configuration's file.
+        doubt: measurements are noisy: a trial that uses up to 1 + `doubt` of the budget does not
+            exclude configurations within `near` steps of it.
+        near: see `doubt`.
+    """
+
+    cubes: Sequence[Cube]
+    predict: Predict
+    doubt: float = 0.5
+    near: int = 2
+    name: str = "guided"
+
+    @functools.cached_property
+    def _grid(self) -> _Grid:
+        return _Grid.of(self.cubes, self.predict)
+
+    def propose(self, history: History, n: int) -> Sequence[Config]:
+        """See `Strategy.propose`."""
+        grid = self._grid
+        open_ = np.ones(len(grid.configs), np.bool_)
+        for outcome in history:
+            self._exclude(grid, open_, outcome)
+        return [grid.configs[i] for i in _most_telling(grid, open_, n)]
+
+    def _exclude(self, grid: _Grid, open_: Mask, outcome: Outcome) -> None:
+        """Close what needs no trial after this one."""
+        tried = grid.places.get(outcome.config, [])
+        if outcome.is_feasible:
+            size = grid.sizes[tried[0]] if tried else outcome.n_bytes
+            open_ &= grid.sizes < size * (1 - MIN_GAIN)
+        for i in tried:
+            open_[i] = False
+            if not outcome.is_feasible:
+                excluded = grid.is_beyond[:, i]
+                if outcome.used <= FULL + self.doubt:
+                    excluded = excluded & (grid.steps - grid.steps[i] > self.near)
+                open_ &= ~excluded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhaustive:
+    """Tries every configuration of the cubes, the smallest predicted ones first: the yardstick."""
+
+    cubes: Sequence[Cube]
+    predict: Predict
+    name: str = "exhaustive"
+
+    def propose(self, history: History, n: int) -> Sequence[Config]:
+        """See `Strategy.propose`."""
+        tried = {outcome.config for outcome in history}
+        configs = {cube.config(point) for cube in self.cubes for point in cube.points} - tried
+        return sorted(configs, key=lambda config: (self.predict(config), repr(config)))[:n]
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """All points of all cubes.
+
+    Attributes:
+        configs: one a point; without pruning, cubes share theirs.
+        places: the points of each configuration.
+        sizes: predicted bytes [n].
+        steps: from the mildest point, over all axes [n].
+        is_beyond: whether the first is at least as aggressive as the second, in one cube [n, n].
+    """
+
+    configs: list[KMeans]
+    places: dict[Config, list[int]]
+    sizes: NDArray[np.float64]
+    steps: NDArray[np.int64]
+    is_beyond: Mask
+
+    @classmethod
+    def of(cls, cubes: Sequence[Cube], predict: Predict) -> _Grid:
+        points = [(i, point) for i, cube in enumerate(cubes) for point in cube.points]
+        configs = [cubes[i].config(point) for i, point in points]
+        at = np.array([point for _, point in points])
+        home = np.array([i for i, _ in points])
+        is_beyond = (at[:, None] >= at[None, :]).all(axis=2) & (home[:, None] == home[None, :])
+        places: dict[Config, list[int]] = {}
+        for i, config in enumerate(configs):
+            places.setdefault(config, []).append(i)
+        return cls(configs, places, np.array([predict(c) for c in configs]), at.sum(axis=1), is_beyond)
+
+
+def _most_telling(grid: _Grid, open_: Mask, n: int) -> list[int]:
+    """Up to `n` open points: the most telling one, then those that would be after either answer to it."""
+    waiting = [open_]
+    found: list[int] = []
+    while waiting and len(found) < n:
+        left = waiting.pop(0)
+        left[found] = False
+        if not left.any():
+            continue
+        best = _middle(grid, np.flatnonzero(left))
+        found.append(best)
+        waiting += [left & ~grid.is_beyond[:, best], left & (grid.sizes < grid.sizes[best])]
+    return found
+
+
+def _middle(grid: _Grid, left: NDArray[np.int64]) -> int:
+    """The point that excludes most whichever way it turns out; of several the smallest."""
+    if_broken = grid.is_beyond[np.ix_(left, left)].sum(axis=0)
+    sizes = grid.sizes[left]
+    if_kept = len(left) - np.searchsorted(np.sort(sizes), sizes, side="left")
+    return int(left[np.lexsort((sizes, -np.minimum(if_broken, if_kept)))[0]])

@@ -1,0 +1,92 @@
+"""What budgets call: functions of a state, and those that compare a state with the exact one.
+
+A plain quality is a function of a state. One that compares has a method `against` instead: it sees the
+exact state once, and returns what is called with trials. Knows callables; who decodes states is no concern
+of this page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from ckptz.errors import ConfigError
+
+State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, the callee's to change
+Quality: TypeAlias = Callable[[State], Any]
+
+
+class Exact(Protocol):
+    """The exact state, as often as it is wanted."""
+
+    def state(self) -> State:
+        """A fresh copy."""
+        ...
+
+    def disturbed(self, share: float, seed: int) -> State:
+        """A fresh copy, with noise of `share` of their spread on weights of two or more dimensions."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A quality that has seen the exact state.
+
+    Attributes:
+        quality: called with trials.
+        exact: what it would return for the exact state.
+        noise: differences up to this one say nothing.
+    """
+
+    quality: Quality
+    exact: Any
+    noise: float = 0.0
+
+
+class Comparing(Protocol):
+    """A quality that needs the exact state before it can judge another."""
+
+    def against(self, exact: Exact) -> Prepared:
+        """What to call with trials, and the result of the exact state."""
+        ...
+
+
+def prepare(quality: Quality | Comparing, exact: Exact) -> Prepared:
+    """Show a quality the exact state; what has no `against` is a function, and is called with it."""
+    if callable(quality) and not hasattr(quality, "against"):
+        return Prepared(quality, quality(exact.state()))
+    comparing: Comparing = quality
+    return comparing.against(exact)
+
+
+def number(value: Any, name: str) -> float:
+    """What a function returned, as a number.
+
+    Raises:
+        ConfigError: it is none; names the function.
+    """
+    is_number = hasattr(value, "__float__") and not isinstance(value, str | bytes | bool)
+    try:
+        if is_number:
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array, or a tensor of several elements
+        pass
+    raise ConfigError(f"{name} returned {_shown(value)}, which is not a number")
+
+
+def name_of(function: Any) -> str:
+    """What to call a function: its `metric`, or its name."""
+    return str(getattr(function, "metric", getattr(function, "__name__", "quality")))
+
+
+def digest_of(function: Any) -> str | None:
+    """What a function says of the data that it measures on."""
+    found = getattr(function, "data_digest", None)
+    found = found() if callable(found) else found
+    return None if found is None else str(found)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,173 @@
+"""The search with one knob: all steps of a grid follow from one multiplier, which is what is looked for.
+
+The sum of expected loss change and lambda times bits is smallest where every part of a checkpoint pays the
+same loss for its last bit. For small errors the change is a_i * step_i^2 and the bits are n_i * log2(1 /
+step_i), so step_i = sqrt(lambda * n_i / (2 ln 2 * a_i)): all steps are proportional to sqrt(lambda), which is
+the multiplier of `Grid.step`. What is special to a tensor, a_i, is in the reference steps already: in
+`ckptz.quant.grid.row_steps` for weights, in the roots of second moments for first ones.
+
+The share of a budget that is used then grows about with the multiplier's square. Two measurements give its
+power, and the next trial is where the line through them meets the budget, in logarithms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+from ckptz.config import Config, Grid
+from ckptz.search.trials import FULL, History
+
+MAX_FIRST: Final = 8  # trials of a first checkpoint
+MAX_LATER: Final = 3  # of one whose parent says where to begin
+SMALLEST, LARGEST = 2.0**-6, 2.0**6  # multipliers; below, weights take 8 bits and more
+MAX_SECOND_STEP: Final = 8.0  # octaves: Adam then steps up to 4 times too far, no small error any more
+TARGET: Final = 0.95  # share of the budget to aim at: half of the near misses would be for nothing
+CLOSE: Final = 0.88  # from there on, a larger multiplier saves under 2 % of the bytes
+CLOSE_LATER: Final = 0.7  # likewise, but an evaluation would cost more than the 5 % that it may save
+NARROW: Final = 0.03  # a bracket of 3 % in the multiplier is worth 0.04 bits a weight
+USUAL_POWER: Final = 2.0
+POWERS: Final = (1.0, 4.0)  # what is believed of two measurements, which are noisy
+LEAST_USED: Final = 0.02  # less may be noise, or an improvement
+LONGEST: Final = math.log(4)  # of one extrapolation
+MARGIN: Final = 0.15  # of a bracket, at either end: a trial must narrow it
+APART: Final = 0.12  # in logarithms, of trials side by side
+
+
+def grid_at(template: Grid, multiplier: float) -> Grid:
+    """The configuration of a multiplier: all steps of `template` times it, where moments are lossy too."""
+    moments = template.moments
+    if moments is not None:
+        moments = replace(
+            moments,
+            second_step=min(moments.second_step * multiplier, MAX_SECOND_STEP),
+            first_step=min(moments.first_step * multiplier, LARGEST),
+        )
+    return replace(template, step=multiplier, moments=moments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneKnob:
+    """Looks for the largest multiplier that keeps the budget.
+
+    Measurements may be noisy: of several that keep the budget the largest counts, whatever failed below.
+
+    Attributes:
+        template: steps at a multiplier of 1, and everything that does not follow from it.
+        start: the first multiplier to try.
+        most: trials, those of strategies before this one included.
+        close: share of the budget that is near enough to it.
+    """
+
+    template: Grid
+    start: float = 1.0
+    most: int = MAX_FIRST
+    close: float = CLOSE
+    name: str = "one-knob"
+
+    def propose(self, history: History, n: int) -> Sequence[Config]:
+        """See `Strategy.propose`."""
+        room = min(n, self.most - len(history))
+        points = _Bracket.of(history)
+        if room < 1 or points.is_done(self.close):
+            return ()
+        tried = {outcome.config for outcome in history}
+        found = (grid_at(self.template, _rounded(x)) for x in points.around(math.log(self.start)))
+        configs = dict.fromkeys(config for config in found if config not in tried)
+        return list(configs)[:room]
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A trial: logarithms of its multiplier and of the share of the budget that it used."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Bracket:
+    """The largest multiplier that kept the budget, and the smallest above it that did not.
+
+    Attributes:
+        kept: None if none did.
+        broken: None if all above did.
+        power: of the multiplier, by which the share that is used grows.
+    """
+
+    kept: _Point | None
+    broken: _Point | None
+    power: float
+
+    @classmethod
+    def of(cls, history: History) -> Self:
+        points = [
+            _Point(math.log(outcome.config.step), math.log(max(outcome.used, LEAST_USED)))
+            for outcome in history
+            if isinstance(outcome.config, Grid)
+        ]
+        points.sort(key=lambda point: point.x)
+        kept = max((p for p in points if p.y <= math.log(FULL)), key=lambda p: p.x, default=None)
+        above = [p for p in points if kept is None or p.x > kept.x]
+        return cls(kept, above[0] if above else None, _power(points))
+
+    def is_done(self, close: float) -> bool:
+        """Whether another trial would gain too little, or leave the range."""
+        if self.kept is None:
+            return self.broken is not None and self.broken.x <= math.log(SMALLEST)
+        if self.kept.y >= math.log(close) or self.kept.x >= math.log(LARGEST):
+            return True
+        return self.broken is not None and self.broken.x - self.kept.x <= NARROW
+
+    def around(self, start: float) -> Iterator[float]:
+        """Where to measure next, best first."""
+        x = self._next(start)
+        yield _within(x, self._low, self._high)
+        for i in range(1, 9):
+            for other in (x - i * APART, x + i * APART):
+                if self._low < other < self._high:
+                    yield other
+
+    @property
+    def _low(self) -> float:
+        return math.log(SMALLEST) if self.kept is None else self.kept.x
+
+    @property
+    def _high(self) -> float:
+        return math.log(LARGEST) if self.broken is None else self.broken.x
+
+    def _next(self, start: float) -> float:
+        if self.kept is not None and self.broken is not None:
+            return _between(self.kept, self.broken)
+        known = self.kept or self.broken
+        if known is None:
+            return start
+        return known.x + _within((math.log(TARGET) - known.y) / self.power, -LONGEST, LONGEST)
+
+
+def _power(points: Sequence[_Point]) -> float:
+    """Of the multiplier, by which the share that is used grows; from the two trials nearest to the budget."""
+    usable = [p for p in points if math.log(LEAST_USED) < p.y < math.inf]
+    near = sorted(usable, key=lambda p: abs(p.y))[:2]
+    if len(near) < 2 or near[0].x == near[1].x:
+        return USUAL_POWER
+    return _within((near[1].y - near[0].y) / (near[1].x - near[0].x), *POWERS)
+
+
+def _between(kept: _Point, broken: _Point) -> float:
+    """Where the line through both meets the target, not too near to either."""
+    share = 0.5
+    if math.isfinite(broken.y):
+        share = _within((math.log(TARGET) - kept.y) / (broken.y - kept.y), MARGIN, 1 - MARGIN)
+    return kept.x + share * (broken.x - kept.x)
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def _rounded(x: float) -> float:
+    """A multiplier of three digits, which plans and records show as it is."""
+    return float(f"{math.exp(x):.3g}")

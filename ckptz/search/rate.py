@@ -1,0 +1,295 @@
+"""The size of a file for any configuration, predicted from sketches: nothing is encoded.
+
+One pass counts how often each bucket of values occurs with each code of the base and in each band of
+sensitivities. Any map is a relabelling of these cells, so its frequencies, by class of the base too,
+follow from the counts, and the size from the cost of the tables that the planner would choose.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.choices import choose
+from ckptz.codec.encode import encode_chunk
+from ckptz.codec.frame_plan import pack_plan
+from ckptz.codec.guides import NO_GUIDE, Guide
+from ckptz.codec.plan_kmeans import Ranked, rank
+from ckptz.codec.planner import MapFunction, plan_lossless, stream_tables
+from ckptz.codec.sources import ChunkSources, codes_of
+from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds, n_chunks_of
+from ckptz.codec.values import KINDS
+from ckptz.config import Config
+from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
+from ckptz.kernels import planning
+from ckptz.kernels.reference import F32
+from ckptz.quant.partitions import Cut, Partitions, fit_levels, region_cuts
+from ckptz.quant.sketch import Sketch
+from ckptz.roles import Role
+from ckptz.transform.classes import ClassCounts
+
+FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables
+CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What the size of one lossy tensor is predicted from.
+
+    Attributes:
+        sketch: of all values.
+        ranked: its sensitivities, or None.
+        bands: upper ends of the bands of sensitivity, ascending; the last band has none.
+        values: what stands for each bucket that occurs, ascending [n_buckets].
+        halves: half the width of each bucket; 0 where it holds one value.
+        buckets: the top 16 bits of the patterns in each.
+        below: occurrences in all bands before one [n_base_codes, n_bands + 1, n_buckets].
+        unit_bytes: width of a unit.
+        cuts: those that were asked for before.
+    """
+
+    sketch: Sketch
+    ranked: Ranked | None
+    bands: NDArray[np.float64]
+    values: NDArray[np.float64]
+    halves: NDArray[np.float64]
+    buckets: NDArray[np.int64]
+    below: Counts
+    unit_bytes: int
+    cuts: dict[Partitions, tuple[Cut, _Parts]] = field(default_factory=dict)
+
+    def n_bytes(self, wanted: Partitions) -> float:
+        """Size of the tensor's frame."""
+        if self.ranked is None:
+            wanted = wanted.by_magnitude()
+        cut, parts = self._cut(wanted)
+        left = parts.free.sum(axis=0)
+        levels = fit_levels(self.values[left > 0], left[left > 0], wanted, cut)
+        counts, kept = self._coded(parts, levels, cut)
+        n_bytes = _code_bytes(counts) + 4 * len(levels) + CHUNK_BYTES * n_chunks_of(self.sketch.n_values)
+        return n_bytes + self._kept_bytes(kept, wanted)
+
+    def _cut(self, wanted: Partitions) -> tuple[Cut, _Parts]:
+        """Where the tensor is cut, whatever the number of levels, and into what."""
+        shares = replace(wanted, levels=0)
+        if shares not in self.cuts:
+            cut = Cut.of(wanted, self.sketch, self.ranked.sketch if self.ranked else None)
+            self.cuts[shares] = cut, self._parts(cut)
+        return self.cuts[shares]
+
+    def _parts(self, cut: Cut) -> _Parts:
+        """What sensitivity takes and leaves; a band is taken whole, as its ends are the very thresholds."""
+        by_sensitivity = cut.by_sensitivity
+        n_pruned = int(np.searchsorted(self.bands, by_sensitivity.floor, side="right"))
+        first_kept = 1 + int(np.searchsorted(self.bands, by_sensitivity.ceiling, side="left"))
+        pruned = self.below[:, n_pruned]
+        kept = self.below[:, -1] - self.below[:, first_kept]
+        free = self.below[:, first_kept] - pruned
+        if np.isfinite(by_sensitivity.floor_at_zero):
+            stays = np.abs(self.values) > by_sensitivity.floor_at_zero
+            free, pruned = free + pruned * stays, pruned * ~stays
+        return _Parts(free, pruned, kept)
+
+    def _coded(self, parts: _Parts, levels: NDArray[np.float64], cut: Cut) -> tuple[Counts, Counts]:
+        """Occurrences of each code [n_base_codes, 256], and of each bucket that is protected."""
+        cuts, codes = region_cuts(levels, cut)
+        ends = np.append(np.searchsorted(self.values, cuts, side="left"), len(self.values))
+        counts = np.zeros((len(self.below), 256), np.int64)
+        kept, escape, zero = parts.kept.sum(axis=0), len(levels), int(np.searchsorted(levels, 0.0))
+        for code, begin, end in zip(codes, np.append(0, ends), ends, strict=False):
+            free, pruned = parts.free[:, begin:end], parts.pruned[:, begin:end]
+            counts[:, code] += free.sum(axis=1)
+            counts[:, escape if code == escape else zero] += pruned.sum(axis=1)
+            if code == escape:  # protecting goes before pruning
+                kept[begin:end] += (free + pruned).sum(axis=0)
+        counts[:, escape] += parts.kept.sum(axis=1)
+        for cut_at, end, lower, upper in zip(cuts, ends.tolist(), codes, codes[1:], strict=False):
+            self._split(counts, parts.free, (cut_at, end), (lower, upper))
+        return counts, kept
+
+    def _split(self, counts: Counts, free: Counts, cut: tuple[float, int], codes: tuple[int, int]) -> None:
+        """Share the bucket that a cut goes through between the codes beside it.
+
+        The base has nearly the same cuts: elements with lower codes there are taken for the lower ones here.
+        """
+        cut_at, end = cut
+        for k, given, other in ((end, codes[1], codes[0]), (end - 1, codes[0], codes[1])):
+            if not 0 <= k < len(self.values) or not self.halves[k]:
+                continue
+            share = 0.5 + (cut_at - self.values[k]) / (2 * self.halves[k])
+            if 0 < share < 1:
+                column = free[:, k] if self.values[k] >= 0 else np.roll(free[:, k], 1)  # escapes come last
+                before = np.cumsum(column) - column
+                below = np.clip(round(share * int(column.sum())) - before, 0, column)
+                moved = below if other == codes[0] else column - below
+                moved = moved if self.values[k] >= 0 else np.roll(moved, -1)
+                counts[:, given] -= moved
+                counts[:, other] += moved
+
+    def _kept_bytes(self, kept: Counts, wanted: Partitions) -> float:
+        """Size of protected values: the planes that a bucket tells, and those below it as they are."""
+        planes = (self.buckets >> 8, self.buckets & 0xFF)
+        n_bytes = sum(_plane_bytes(np.bincount(plane, kept, 256).astype(np.int64)) for plane in planes)
+        n_raw = 0 if wanted.protect_as_bf16 else self.unit_bytes - 2
+        return n_bytes + n_raw * int(kept.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Occurrences [n_base_codes, n_buckets] of what is left to values, and of what sensitivity takes."""
+
+    free: Counts
+    pruned: Counts
+    kept: Counts
+
+
+def _plane_bytes(counts: Counts) -> float:
+    """Size of a small stream with a table of its own, or as it is."""
+    n = int(counts.sum())
+    return min(entropy_bits(counts[None]) / 8 + len(pack_table(normalise(counts))), n) if n else 0.0
+
+
+def _code_bytes(counts: Counts) -> float:
+    """Size of codes with tables by class of the base, or with one table, as the planner would choose."""
+    used = np.flatnonzero(counts.any(axis=1))
+    found = ClassCounts(used, counts[used])
+    if len(counts) > 1 and entropy_bits(found.counts) < entropy_bits(found.total[None]):
+        tables = stream_tables(found, len(counts))
+        table_of = tables.table_map.table_of[found.classes]
+        bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
+        return bits / 8 + sum(len(pack_table(row)) for row in tables.frequencies)
+    table = normalise(found.total)
+    return cost_bits(found.total, table) / 8 + len(pack_table(table))
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the writer gets for one tensor."""
+
+    tensor: UnitSource
+    base: UnitSource | None
+    role: Role
+    guide: Guide = NO_GUIDE
+
+
+class SizeModel:
+    """Predicts the size of the file that each of some configurations gives.
+
+    Args:
+        tensors: what the writer gets, by name.
+        configs: what will be asked for.
+        run: maps a function over tensors; what one takes is let go before the next.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Sources], configs: Iterable[Config], run: MapFunction = map
+    ) -> None:
+        wanted = list(dict.fromkeys(configs))
+        sizes = np.full(len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in tensors), float)
+        for found in run(lambda sources: _sizes_of(sources, wanted), tensors.values()):
+            sizes += found
+        self._sizes = dict(zip(wanted, sizes.tolist(), strict=True))
+
+    def __call__(self, config: Config) -> float:
+        """Bytes of the file."""
+        return self._sizes[config]
+
+
+def _sizes_of(sources: Sources, configs: Sequence[Config]) -> NDArray[np.float64]:
+    """Size of one tensor's frame for each configuration."""
+    methods = [_method(sources, config) for config in configs]
+    profile = _profile(sources, {method for method in methods if method is not None})
+    sizes: dict[Partitions | None, float] = {}
+    for method in dict.fromkeys(methods):
+        if method is None or profile is None:
+            sizes[method] = _exact_bytes(sources)
+        else:
+            sizes[method] = profile.n_bytes(method)
+    return np.array([sizes[method] for method in methods])
+
+
+def _method(sources: Sources, config: Config) -> Partitions | None:
+    tensor = sources.tensor
+    found = choose(config, sources.role, tensor.dtype, tuple(tensor.shape)).method
+    return found if isinstance(found, Partitions) else None
+
+
+def _exact_bytes(sources: Sources) -> float:
+    """Size of a lossless frame: its first chunk is encoded, the others are as large."""
+    source = sources.tensor
+    n_units = source.dtype.n_units(source.shape)
+    if not n_units:
+        return 0.0
+    end = min(CHUNK_UNITS, n_units)
+    plan = plan_lossless(source, sources.base)
+    chunk = encode_chunk(source, plan, ChunkSources(0, end, sources.base))
+    n_bytes = sum(len(stream) for stream in chunk.streams) * n_units / end
+    return n_bytes + len(pack_plan(source.dtype, tuple(source.shape), plan))
+
+
+def _profile(sources: Sources, wanted: set[Partitions]) -> Profile | None:
+    """One pass over a tensor that some configuration makes lossy; None for the others."""
+    source = sources.tensor
+    n_units = source.dtype.n_units(source.shape)
+    if not wanted or not n_units:
+        return None
+    kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_units))
+    sketch = functools.reduce(operator.add, (Sketch.of(source.units(*b), kind) for b in bounds))
+    if not sketch.is_finite:
+        return None
+    by_sensitivity = [method for method in wanted if method.needs_sensitivity]
+    ranked = rank(source, sources.guide, by_sensitivity[0])[0] if by_sensitivity else None
+    bands = _bands(by_sensitivity, ranked)
+    counter = _CellCounter(sketch, sources, ranked, bands)
+    cells = functools.reduce(operator.add, map(counter.count, bounds))
+    unit_bytes = source.dtype.unit_bytes
+    below = np.concatenate([np.zeros_like(cells[:, :1]), np.cumsum(cells, axis=1)], axis=1)
+    halves = np.zeros(len(counter.values))
+    if kind == F32:
+        halves = 2.0 ** (np.frexp(counter.values)[1] - 9)  # of 2^7 buckets an octave
+    return Profile(sketch, ranked, bands, counter.values, halves, counter.buckets, below, unit_bytes)
+
+
+def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.float64]:
+    """All thresholds of sensitivity, and zero, where magnitude decides."""
+    if ranked is None:
+        return np.zeros(0)
+    cuts = [ranked.sketch.cut(w.prunes_by_sensitivity, w.protects_by_sensitivity) for w in wanted]
+    found = {cut.floor for cut in cuts} | {cut.ceiling for cut in cuts} | {0.0}
+    return np.array(sorted(value for value in found if 0 <= value < np.inf))
+
+
+class _CellCounter:
+    """Counts the cells of one tensor, chunk by chunk."""
+
+    def __init__(
+        self, sketch: Sketch, sources: Sources, ranked: Ranked | None, bands: NDArray[np.float64]
+    ) -> None:
+        self._sources, self._ranked, self._bands = sources, ranked, bands
+        self.buckets, self.values = sketch.representatives()
+        self._place = np.zeros(len(sketch.counts), np.int64)
+        self._place[self.buckets] = np.arange(len(self.buckets))
+        self._shift = 8 * sources.tensor.dtype.unit_bytes - 16
+        self._n_base: int = getattr(sources.base, "n_codes", None) or 1
+
+    def count(self, bounds: tuple[int, int]) -> Counts:
+        """Occurrences [n_base_codes, n_bands, n_buckets] in one chunk."""
+        units: Any = self._sources.tensor.units(*bounds)
+        shape = (self._n_base, len(self._bands) + 1, len(self.buckets))
+        cell = self._place[units >> units.dtype.type(self._shift)]
+        if self._ranked is not None:
+            bands = self._bands.astype(np.float32)
+            cell += shape[2] * np.searchsorted(bands, self._ranked.sensitivities(*bounds, units), side="left")
+        if self._n_base > 1 and self._sources.base is not None:
+            labels = codes_of(self._sources.base, *bounds)
+            if labels is not None:
+                cell += shape[1] * shape[2] * labels.astype(np.int64)
+        return np.bincount(cell, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)

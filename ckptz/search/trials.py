@@ -1,0 +1,89 @@
+"""How a search goes: strategies propose configurations, somebody tries them, the best that fits is kept.
+
+A strategy is a function of what was tried so far and keeps nothing of its own, so a search can be stopped,
+replayed and tested without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ckptz.config import Config
+
+FULL: Final = 1.0  # share of the budget that may be used
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one configuration.
+
+    Attributes:
+        config: what was tried.
+        used: share of the budget that is used; infinite if it could not be measured.
+        n_bytes: size of the file.
+    """
+
+    config: Config
+    used: float
+    n_bytes: int
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether the budget is kept."""
+        return self.used <= FULL
+
+
+History = Sequence[Outcome]
+Predict = Callable[[Config], float]
+Try = Callable[[Sequence[Config], str], list[Outcome]]
+
+
+class Strategy(Protocol):
+    """Decides what to try next; `name` is reported with each trial."""
+
+    @property
+    def name(self) -> str: ...
+
+    def propose(self, history: History, n: int) -> Sequence[Config]:
+        """Up to `n` configurations to try side by side; none if nothing is left to learn.
+
+        Args:
+            history: what was tried, in order, by other strategies too.
+            n: most of them.
+        """
+        ...
+
+
+def best_of(history: History) -> Outcome | None:
+    """The smallest outcome that keeps the budget."""
+    return min((o for o in history if o.is_feasible), key=lambda o: o.n_bytes, default=None)
+
+
+def run_stages(
+    stages: Sequence[Strategy], try_all: Try, n_side_by_side: int = 1, most: int | None = None
+) -> Iterator[Outcome]:
+    """Search with one strategy after another until one of them leaves something that keeps the budget.
+
+    Args:
+        stages: strategies, the cheapest first.
+        try_all: tries configurations side by side; is told the strategy's name.
+        n_side_by_side: most configurations in one round.
+        most: trials in all.
+
+    Yields:
+        Outcomes as they come.
+    """
+    history: list[Outcome] = []
+    for stage in stages:
+        while configs := stage.propose(history, _room(n_side_by_side, most, len(history))):
+            found = try_all(configs, stage.name)
+            history += found
+            yield from found
+        if best_of(history) is not None:
+            return
+
+
+def _room(n_side_by_side: int, most: int | None, n_done: int) -> int:
+    return n_side_by_side if most is None else min(n_side_by_side, most - n_done)

@@ -1,0 +1,263 @@
+"""Options that ask for a quality instead of settings, and what they mean together with a method's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ckptz_cli.budgets import amount_of, budgets_of
+from ckptz_cli.methods import AUTO, GRID_OPTIONS, config_of, is_given
+from ckptz_cli.options import PATH
+
+if TYPE_CHECKING:
+    from ckptz.config import Config
+    from ckptz.convert.compress import CompressReport
+    from ckptz.convert.searching import SearchOptions, TrialReport
+    from ckptz_cli.session import Session
+
+STRATEGIES: Final = ("auto", "one-knob", "guided", "neighbourhood", "exhaustive")
+KNOBS: Final = ("levels", "embedding_levels", "prune", "protect", "grid_step")  # what a search looks for
+EVAL_ONLY: Final = ("max_drop", "budget", "lower_is_better", "resume_steps", "eval_workers")
+SEARCH_ONLY: Final = ("strategy", "max_evaluations", "dry_run", *EVAL_ONLY[1:])
+NAMES: Final = ("eval", "max_drop", "proxy_error", *SEARCH_ONLY, "plan", "save_plan", "verbose")
+
+
+def _drop(context: click.Context, option: click.Parameter, value: str | None) -> tuple[float, bool] | None:
+    """`1%` is a share of the exact value, `0.01` a difference: the number, and whether it is relative."""
+    if value is None:
+        return None
+    number, is_relative = amount_of(value.strip())
+    if number < 0:
+        raise click.BadParameter(f"{value!r} is not a number from 0", context, option)
+    return number, is_relative
+
+
+def search_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options to a command; they arrive as one keyword each, named in `NAMES`."""
+    at_least_one = click.IntRange(min=1)
+    for option in reversed(
+        (
+            click.option(
+                "--eval",
+                multiple=True,
+                metavar="WHAT",
+                help="Search for the smallest file that keeps a budget: package.module:function or "
+                "file.py:function, called with the tensors by name, returns a loss or an accuracy. One that "
+                "is called logits returns those; one called resume trains on for some steps and returns a "
+                "loss; or logits=WHAT, resume=WHAT. Repeatable, with --budget.",
+            ),
+            click.option(
+                "--budget",
+                multiple=True,
+                metavar="B",
+                help="What to keep: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%'; "
+                "repeatable, all are kept.",
+            ),
+            click.option(
+                "--resume-steps",
+                type=at_least_one,
+                metavar="N",
+                help="Training steps of an --eval called resume; 20.",
+            ),
+            click.option(
+                "--max-drop",
+                callback=_drop,
+                metavar="D",
+                help="What --eval may lose: 1% of its value, or a difference such as 0.01; 0.5%.",
+            ),
+            click.option(
+                "--lower-is-better/--higher-is-better",
+                default=None,
+                help="What --eval's number means; lower, unless it is called accuracy.",
+            ),
+            click.option(
+                "--proxy-error",
+                type=click.FloatRange(min=0),
+                metavar="E",
+                help="Search without --eval: largest sensitivity-weighted relative RMS error.",
+            ),
+            click.option("--strategy", type=click.Choice(STRATEGIES), help="How to search; auto."),
+            click.option(
+                "--eval-workers", type=at_least_one, metavar="N", help="Evaluations side by side; 1."
+            ),
+            click.option(
+                "--max-evaluations",
+                type=click.IntRange(min=0),
+                metavar="N",
+                help="Keep the best after so many; 0 takes the base's settings and promises nothing.",
+            ),
+            click.option("--dry-run", is_flag=True, default=None, help="Search and report, write nothing."),
+            click.option(
+                "--plan",
+                type=PATH,
+                metavar="FILE",
+                help="Settings that --save-plan wrote: used as they are, or where a search begins.",
+            ),
+            click.option("--save-plan", type=PATH, metavar="FILE", help="Write the settings that were used."),
+            click.option("-v", "--verbose", is_flag=True, help="A line on stderr for each evaluation."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def is_search(given: Mapping[str, Any]) -> bool:
+    """Whether the options ask for a search."""
+    return bool(given["eval"]) or given["proxy_error"] is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A configuration, or what to search for; one of them."""
+
+    config: Config
+    search: SearchOptions | None
+
+
+def choose(given: Mapping[str, Any], on_trial: Callable[[TrialReport], None]) -> Chosen:
+    """What the options of methods and of searches mean together.
+
+    Raises:
+        click.UsageError: they contradict each other.
+        ConfigError: values out of range, or a plan that cannot be used.
+    """
+    method = {name: value for name, value in given.items() if name not in NAMES}
+    if not is_search(given):
+        _refuse_without_search(given)
+        return Chosen(_fixed(given["plan"], method), None)
+    return Chosen(config_of("lossless"), _search(given, method, on_trial))
+
+
+def _refuse_without_search(given: Mapping[str, Any]) -> None:
+    if given["max_drop"] is not None:
+        raise click.UsageError(
+            "--max-drop needs --eval to measure it; without an evaluation, --proxy-error E bounds an error"
+        )
+    for name in SEARCH_ONLY:
+        if is_given(given[name]):
+            raise click.UsageError(f"{_flag(name)} belongs to a search: --eval with --max-drop or --budget")
+
+
+def _fixed(plan: Path | None, method: dict[str, Any]) -> Config:
+    if plan is None:
+        return config_of(**method)
+    for name, value in method.items():
+        if is_given(value):
+            raise click.UsageError(f"{_flag(name)} contradicts --plan, which has all settings")
+    from ckptz.convert.plans import load_plan
+
+    return load_plan(plan)
+
+
+def _search(
+    given: Mapping[str, Any], method: dict[str, Any], on_trial: Callable[[TrialReport], None]
+) -> SearchOptions:
+    from ckptz.convert.searching import SearchOptions
+
+    parent = _parent(given["plan"])
+    is_kmeans = _is_kmeans(method["method"], parent)
+    _refuse_in_search(given, method, is_kmeans=is_kmeans)
+    prune_by = method.pop("prune_by")
+    options: dict[str, Any] = {
+        "strategy": given["strategy"],
+        "workers": given["eval_workers"],
+        "max_evaluations": given["max_evaluations"],
+        "prune_metrics": (prune_by,) if prune_by else None,
+        "parent": parent,
+        "proxy_error": given["proxy_error"],
+    }
+    return SearchOptions(
+        budgets=budgets_of(given),
+        template=_template(method, is_kmeans=is_kmeans),
+        on_trial=on_trial,
+        is_dry_run=bool(given["dry_run"]),
+        **{name: value for name, value in options.items() if value is not None},
+    )
+
+
+def _is_kmeans(method: str | None, parent: Config | None) -> bool:
+    """Whether the search is for k-means maps: as asked, or else as the plan that it begins at."""
+    from ckptz.config import KMeans
+
+    if method == "lossless":
+        raise click.UsageError("--method lossless has no search")
+    if method is None and parent is not None:
+        return isinstance(parent, KMeans)
+    return (AUTO if method in (None, "auto") else method) == "kmeans"
+
+
+def _refuse_in_search(given: Mapping[str, Any], method: Mapping[str, Any], *, is_kmeans: bool) -> None:
+    if given["eval"] and given["proxy_error"] is not None:
+        raise click.UsageError("--eval measures a quality, --proxy-error stands in for one; give one of them")
+    if given["proxy_error"] is not None:
+        for name in EVAL_ONLY:
+            if is_given(given[name]):
+                raise click.UsageError(f"{_flag(name)} belongs to --eval, not to --proxy-error")
+    _refuse_methods({n: v for n, v in method.items() if is_given(v) and n != "method"}, is_kmeans=is_kmeans)
+
+
+def _refuse_methods(method: Mapping[str, Any], *, is_kmeans: bool) -> None:
+    for name in method:
+        if name in KNOBS:
+            raise click.UsageError(f"{_flag(name)} is what a search looks for; leave it out")
+        if (name in GRID_OPTIONS) == is_kmeans:
+            owner = "grid" if is_kmeans else "kmeans"
+            raise click.UsageError(f"{_flag(name)} belongs to --method {owner}")
+
+
+def _template(method: Mapping[str, Any], *, is_kmeans: bool) -> Any:
+    from ckptz.convert.strategies import REFERENCE
+    from ckptz.search.space import TEMPLATE
+
+    fixed = {name: value for name, value in method.items() if is_given(value) and name != "method"}
+    if is_kmeans:
+        return dataclasses.replace(TEMPLATE, **fixed)
+    return dataclasses.replace(REFERENCE, **{GRID_OPTIONS[name]: value for name, value in fixed.items()})
+
+
+def _parent(plan: Path | None) -> Any:
+    if plan is None:
+        return None
+    from ckptz.config import Lossless
+    from ckptz.convert.plans import load_plan
+    from ckptz.errors import ConfigError
+
+    found = load_plan(plan)
+    if isinstance(found, Lossless):
+        raise ConfigError(f"{plan}: a search begins at settings of a lossy method, and these are of none")
+    return found
+
+
+def save_plan(session: Session, path: Path | None, chosen: Chosen, reports: Sequence[CompressReport]) -> None:
+    """Write the settings of the last file, if that was asked for."""
+    if path is None or not reports:
+        return
+    from ckptz.convert import plans
+
+    search = reports[-1].search
+    if search is not None and search.config is None:
+        session.note(f"{path}: not written, as no settings were found")
+        return
+    plans.save_plan(path, chosen.config if search is None else plans.config_of(search.method, search.config))
+
+
+def require_budgets(reports: Sequence[CompressReport]) -> None:
+    """End with the exit code for a budget that was not met, once all files are written.
+
+    Raises:
+        BudgetError: names the files.
+    """
+    from ckptz.errors import BudgetError
+
+    unmet = [r.output for r in reports if r.search is not None and r.search.is_met is False]
+    if unmet:
+        raise BudgetError(f"{', '.join(unmet)}: no settings keep the budget; written without loss")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,281 @@
+"""Budgets, spaces, strategies and predicted sizes: what a search decides, without a model."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from search_support import landscape, model
+
+from ckptz import Budget
+from ckptz.codec.guides import NO_GUIDE, Guide
+from ckptz.codec.units import ArraySource, UnitSource
+from ckptz.config import KMeans
+from ckptz.container.byte_source import MemoryBytes
+from ckptz.container.contents import Contents
+from ckptz.container.index import BaseRef
+from ckptz.container.reader import Container
+from ckptz.container.writer import roles_of, write_container
+from ckptz.dtypes import dtype_of
+from ckptz.errors import ConfigError
+from ckptz.parallel import Workers
+from ckptz.search.budget import Limit, Reading, share_used
+from ckptz.search.guided import Exhaustive, Guided
+from ckptz.search.neighbourhood import MAX_TRIALS, Neighbourhood
+from ckptz.search.rate import SizeModel, Sources
+from ckptz.search.space import TEMPLATE, Cube, dominates
+from ckptz.search.trials import Outcome, best_of, run_stages
+
+QUARTER = 216 // 4
+BOTH = (Cube(), Cube(prune_by="sensitivity"))
+
+# --- budgets ------------------------------------------------------------------------------------
+
+
+def loss(state: Any) -> float:
+    return float(state["value"])
+
+
+@pytest.mark.parametrize(
+    ("result", "lower", "metric", "value"),
+    [
+        (2.5, True, "loss", 2.5),
+        (np.float32(0.5), False, "loss", 0.5),
+        (torch.tensor(1.5), True, "loss", 1.5),
+        ({"loss": 3, "accuracy": 0.9}, True, "loss", 3.0),
+        ({"loss": 3, "accuracy": 0.9}, False, "accuracy", 0.9),
+        ({"accuracy": 0.75}, True, "accuracy", 0.75),
+    ],
+)
+def test_a_quality_is_a_number_or_a_dict_with_a_known_one(
+    result: Any, lower: bool, metric: str, value: float
+) -> None:
+    reading = Budget(loss, lower_is_better=lower).read(result)
+    assert (reading.metric, reading.value) == (metric, value)
+    if isinstance(result, dict):
+        assert reading.lower_is_better == (metric == "loss")
+
+
+@pytest.mark.parametrize("result", ["0.5", True, None, [1.0], torch.zeros(2), {"perplexity": 3.0}])
+def test_what_is_no_number_is_refused_by_name(result: Any) -> None:
+    with pytest.raises(ConfigError, match="loss returned"):
+        Budget(loss).read(result)
+
+
+@pytest.mark.parametrize(
+    ("exact", "measured", "lower", "limit", "used"),
+    [
+        (2.0, 2.02, True, Limit(0.01, True), 1.0),
+        (2.0, 1.98, True, Limit(0.01, True), -1.0),
+        (-2.0, -1.98, True, Limit(0.01, True), 1.0),
+        (0.8, 0.76, False, Limit(0.1, True), 0.5),
+        (0.8, 0.76, False, Limit(0.01, False), 4.0),
+        (2.0, math.nan, True, Limit(0.01, True), math.inf),
+        (2.0, -math.inf, True, Limit(0.01, True), math.inf),
+        (2.0, 2.0, True, Limit(0.0, True), 0.0),
+        (2.0, 2.1, True, Limit(0.0, True), math.inf),
+    ],
+)
+def test_a_drop_counts_in_the_direction_that_is_worse(
+    exact: float, measured: float, lower: bool, limit: Limit, used: float
+) -> None:
+    readings = [Reading("loss", value, lower) for value in (exact, measured)]
+    assert limit.used(*readings) == pytest.approx(used)
+
+
+def test_of_several_budgets_the_tightest_counts() -> None:
+    limits = (Limit(0.1, True), Limit(0.01, True))
+    exact, measured = Reading("loss", 2.0, True), Reading("loss", 2.02, True)
+    assert share_used(limits, (exact, exact), (measured, measured)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("value", [0.0, 5e-4, -5e-4])
+def test_a_relative_budget_near_zero_is_refused_and_an_absolute_one_is_not(value: float) -> None:
+    exact = Reading("loss", value, True)
+    with pytest.raises(ConfigError, match="too close to zero"):
+        Budget(loss).check_exact(exact)
+    Budget(loss, 0.1, relative=False).check_exact(exact)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_exact_tensors_without_a_quality_are_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="exact tensors"):
+        Budget(loss).check_exact(Reading("loss", value, True))
+
+
+@pytest.mark.parametrize("arguments", [("no function",), (loss, -0.1), (loss, math.nan)])
+def test_a_budget_is_checked_when_it_is_made(arguments: Any) -> None:
+    with pytest.raises(ConfigError):
+        Budget(*arguments)
+
+
+# --- the cube -----------------------------------------------------------------------------------
+
+
+def test_the_cube_has_the_papers_configurations() -> None:
+    assert [len(cube.points) for cube in BOTH] == [216, 216]
+    configs = {cube.config(point) for cube in BOTH for point in cube.points}
+    assert len(configs) == 432 - 36  # without pruning both metrics mean the same
+    assert len({config for config in configs if config.prune_by == "sensitivity"}) == 180
+    assert len(Cube(has_embeddings=False).points) == 108
+
+
+def test_every_point_is_found_again_from_its_configuration() -> None:
+    for cube in BOTH:
+        assert all(cube.point(cube.config(point)) == point for point in cube.points)
+
+
+def test_a_configuration_between_points_becomes_the_milder_one() -> None:
+    point = Cube().point(KMeans(levels=10, embedding_levels=20, prune=0.35, protect=0.004))
+    assert Cube().config(point) == replace(TEMPLATE, levels=12, embedding_levels=32, prune=0.3, protect=0.005)
+
+
+# --- strategies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_guided_finds_what_exhaustive_finds_with_a_quarter_of_the_trials(workers: int) -> None:
+    n_trials = []
+    for seed in range(15):
+        scene = landscape(seed)
+        found = scene.search(Guided(cubes=(Cube(),), predict=scene.predict), workers=workers)
+        assert scene.excess(found) <= 0.005
+        assert len({outcome.config for outcome in found}) == len(found)
+        n_trials.append(len(found))
+    assert max(n_trials) <= QUARTER
+    assert np.mean(n_trials) <= 20
+
+
+@pytest.mark.parametrize(("noise", "least"), [(0.05, 0.9), (0.1, 0.85)])
+def test_noise_and_wrong_predictions_seldom_cost_two_per_cent(noise: float, least: float) -> None:
+    scenes = [landscape(seed, noise) for seed in range(20)]
+    found = [scene.search(Guided(cubes=(Cube(),), predict=scene.predict)) for scene in scenes]
+    excess = np.array([scene.excess(one) for scene, one in zip(scenes, found, strict=True)])
+    assert np.mean(excess <= 0.02) >= least
+    assert excess.max() <= 0.1
+    assert max(map(len, found)) <= QUARTER
+
+
+def test_guided_searches_both_prune_metrics_at_once() -> None:
+    for seed in range(4):
+        scene = landscape(seed, cubes=BOTH)
+        found = scene.search(Guided(cubes=BOTH, predict=scene.predict))
+        assert scene.excess(found) <= 0.005
+        assert len(found) <= 2 * QUARTER
+
+
+def test_exhaustive_tries_each_configuration_once() -> None:
+    scene = landscape(3, cubes=BOTH)
+    found = scene.search(Exhaustive(cubes=BOTH, predict=scene.predict), workers=5)
+    assert len(found) == len({outcome.config for outcome in found}) == 396
+    assert scene.excess(found) == 0
+
+
+def test_where_nothing_keeps_the_budget_one_trial_can_tell() -> None:
+    scene = landscape(0)
+    hopeless = replace(scene, used={config: 50.0 for config in scene.used})
+    found = hopeless.search(Guided(cubes=(Cube(),), predict=scene.predict))
+    assert best_of(found) is None
+    assert len(found) <= 12
+
+
+def test_the_neighbourhood_tries_the_other_metric_first_and_is_never_more_aggressive() -> None:
+    scene = landscape(1, cubes=BOTH)
+    parent = BOTH[0].config((3, 2, 1, 1))
+    nothing = replace(scene, used={config: 2.0 for config in scene.used})
+    found = nothing.search(Neighbourhood(parent=parent, cubes=BOTH, predict=scene.predict))
+    assert found[0].config == replace(parent, prune_by="sensitivity")
+    assert 1 < len(found) <= MAX_TRIALS
+    for outcome in found:
+        assert isinstance(outcome.config, KMeans)
+        assert dominates((3, 2, 1, 1), Cube().point(outcome.config))
+    sizes = [scene.predicted[outcome.config] for outcome in found[1:]]  # type: ignore[index]
+    assert sizes == sorted(sizes)
+
+
+def test_the_neighbourhood_ends_with_the_first_that_keeps_the_budget() -> None:
+    for seed in range(20):
+        scene = landscape(seed, cubes=BOTH)
+        parent = min(
+            (c for c, used in scene.used.items() if used <= 1),
+            key=scene.predict,
+            default=BOTH[0].config((0, 0, 0, 0)),
+        )
+        near = Neighbourhood(parent=parent, cubes=BOTH, predict=scene.predict)
+        found = scene.search(near)
+        assert len(found) <= MAX_TRIALS
+        assert not any(outcome.is_feasible for outcome in found[:-1])
+        assert scene.smallest is None or found[-1].is_feasible
+
+
+def test_where_the_neighbourhood_has_nothing_guided_takes_over() -> None:
+    scene = landscape(2)
+    parent = Cube().config((5, 5, 2, 1))
+    strict = replace(scene, used={c: 0.5 if Cube().point(c)[0] == 0 else 3.0 for c in scene.used})
+    near = Neighbourhood(parent=parent, cubes=(Cube(),), predict=scene.predict)
+    found = strict.search(near, Guided(cubes=(Cube(),), predict=scene.predict))
+    assert not any(outcome.is_feasible for outcome in found[:MAX_TRIALS])
+    assert strict.excess(found) <= 0.005
+    assert len(found) == len({outcome.config for outcome in found})
+
+
+def test_a_search_stops_after_the_most_trials() -> None:
+    scene = landscape(0)
+
+    def try_all(configs: Any, _: str) -> list[Outcome]:
+        return [Outcome(c, 2.0, 1) for c in configs]
+
+    stages = [Guided(cubes=(Cube(),), predict=scene.predict)]
+    assert len(list(run_stages(stages, try_all, n_side_by_side=4, most=3))) == 3
+
+
+# --- predicted sizes ----------------------------------------------------------------------------
+
+
+def sources_of(state: dict[str, Any]) -> dict[str, UnitSource]:
+    return {n: ArraySource.from_buffer(dtype_of("F32"), v.shape, v.reshape(-1)) for n, v in state.items()}
+
+
+def file_of(tensors: dict[str, UnitSource], contents: Contents) -> bytes:
+    sink = io.BytesIO()
+    with Workers(1) as workers:
+        write_container(sink, tensors, contents, workers)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("ranked", [False, True], ids=["magnitude", "sensitivity"])
+@pytest.mark.parametrize("is_delta", [False, True], ids=["anchor", "delta"])
+def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool) -> None:
+    anchor, tensors = sources_of(model(0, width=256)), sources_of(model(3, width=256))
+    squares = sources_of(
+        {n: v for n, v in model(0, width=256, moments=True).items() if n.endswith("exp_avg_sq")}
+    )
+    guides = {n: Guide(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
+    cube = Cube(prune_by="sensitivity") if ranked else Cube(template=KMeans())
+    contents = Contents(guides=guides if ranked else {})
+    if is_delta:
+        base = Container(MemoryBytes(file_of(anchor, replace(contents, config=cube.config((2, 1, 1, 1))))))
+        contents = replace(contents, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
+    roles = roles_of(tensors, contents)
+    known = {
+        n: Sources(t, contents.bases.get(n), roles[n], contents.guides.get(n, NO_GUIDE))
+        for n, t in tensors.items()
+    }
+    predict = SizeModel(known, [cube.config(point) for point in cube.points])
+    for point in ((0, 0, 0, 0), (2, 1, 1, 1), (2, 3, 0, 1), (4, 5, 2, 1), (5, 2, 1, 0)):
+        config = cube.config(point)
+        n_bytes = len(file_of(tensors, replace(contents, config=config)))
+        assert predict(config) == pytest.approx(n_bytes, rel=0.03), config
+
+
+def test_lossless_tensors_count_too() -> None:
+    state = sources_of(model(0, moments=True))
+    roles = roles_of(state, Contents())
+    predict = SizeModel({n: Sources(t, None, roles[n]) for n, t in state.items()}, [KMeans()])
+    n_bytes = len(file_of(state, Contents(config=KMeans())))
+    assert predict(KMeans()) == pytest.approx(n_bytes, rel=0.02)

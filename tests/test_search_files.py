@@ -1,0 +1,532 @@
+"""Searches end to end: what is measured, what is written, and what a failing evaluation leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_support import ckptz
+from safetensors.numpy import save_file as save_plain
+from safetensors.torch import load_file as load_plain
+from search_support import model
+
+from ckptz import Budget, KMeans
+from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
+from ckptz.convert.plans import load_plan, save_plan
+from ckptz.convert.searching import SearchOptions, TrialReport
+from ckptz.errors import ConfigError
+from ckptz.search.space import TEMPLATE
+from ckptz.torch import load_file
+
+KMEANS = ("--method", "kmeans")
+
+EVALUATION = '''
+"""An evaluation as users write it: the error of the weights, as if it were a loss of 2."""
+from pathlib import Path
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+
+
+def error(state):
+    exact = load_file(HERE / "exact.safetensors")
+    parts = [((state[n].double() - exact[n]) ** 2).sum() / (exact[n].double() ** 2).sum() for n in state]
+    return float(sum(parts) / len(parts))
+
+
+def loss(state):
+    return {"loss": 2 + error(state)}
+
+
+def hits(state):
+    print("evaluating")
+    return {"accuracy": 0.9 - error(state), "n": 100}
+
+
+def raising(state):
+    raise RuntimeError("shapes do not match")
+
+
+def slow(state):
+    import time
+    (HERE / "began").touch()
+    time.sleep(0.4)
+    return loss(state)
+
+
+loss.data_digest = "sha256:feed"
+'''
+
+
+def spoil(state: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """A loss near 2 that grows with the error of the weights, from a function that is rude to its input."""
+    parts = [float(((t - exact[n]) ** 2).sum() / (exact[n] ** 2).sum()) for n, t in state.items()]
+    for tensor in state.values():
+        tensor.zero_()
+    return 2 + sum(parts) / len(parts)
+
+
+class Quality:
+    """Counts its calls and keeps what it was given."""
+
+    def __init__(self, path: Path) -> None:
+        self.exact = {n: t for n, t in load_plain(path).items() if not n.startswith("optimizer.")}
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def __call__(self, state: dict[str, torch.Tensor]) -> float:
+        self.states.append({name: tensor.clone() for name, tensor in state.items()})
+        return spoil(state, self.exact)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint with Adam's second moments, and an evaluation of its weights."""
+    save_plain(model(moments=True), tmp_path / "step-0.safetensors")
+    save_plain(model(), tmp_path / "exact.safetensors")
+    (tmp_path / "evaluate.py").write_text(EVALUATION)
+    return tmp_path
+
+
+def search(
+    source: Path, output: Path, quality: Callable[..., Any] | None, drop: float = 0.005, **options: Any
+) -> CompressReport:
+    """Compress under one relative budget; options of the compression begin with an underscore."""
+    own = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
+    budgets = (Budget(quality, drop),) if quality is not None else ()
+    options = {"prune_metrics": ("magnitude",), "template": TEMPLATE, "max_evaluations": 10, **options}
+    asked = SearchOptions(budgets=budgets, **options)
+    (report,) = compress_files([source], output, CompressOptions(jobs=1, search=asked, **own))
+    return report
+
+
+def left_in(folder: Path) -> set[str]:
+    """What a search may not leave."""
+    return {path.name for path in folder.iterdir() if path.name.endswith(".ckptz-tmp")}
+
+
+def test_what_is_measured_is_what_the_file_restores_to_and_what_it_records(folder: Path) -> None:
+    source, output = folder / "step-0.safetensors", folder / "out.ckptz"
+    quality, trials = Quality(source), []
+    report = search(source, output, quality, on_trial=trials.append)
+    assert report.search is not None
+    assert report.search.trials == tuple(trials)
+    best = min((t for t in trials if t.is_feasible), key=lambda t: t.n_bytes)
+    assert report.search.config == best.config
+    assert abs(output.stat().st_size - best.n_bytes) < 1000  # the records
+    assert report.stored_bytes == output.stat().st_size
+    restored = {n: t for n, t in load_file(output).items() if n in quality.exact}
+    measured = spoil({n: t.clone() for n, t in restored.items()}, quality.exact)
+    facts = ckptz("inspect", output, "--json").json
+    (record,) = facts["quality"]
+    assert record["measured"] == measured == best.values[0]
+    assert record["exact"] == report.search.exact[0] == 2.0
+    assert (record["promise"], record["is_met"], record["max_drop"]) == ("quality-drop", True, 0.005)
+    assert measured <= 2.0 * 1.005
+    promises = {t["lossy"]["promise"] for t in facts["tensors"] if t["lossy"]}
+    assert promises == {"quality-drop"}
+    ckptz("verify", output, "--against", source)
+    assert not left_in(folder)
+
+
+def test_each_call_gets_fresh_weights_with_their_names_and_types(folder: Path) -> None:
+    source = folder / "mixed.safetensors"
+    state = model(moments=True) | {"steps": np.array(3), "half.weight": np.ones(8, np.float16)}
+    save_plain(state, source)
+    quality = Quality(source)
+    quality.exact = {n: t for n, t in quality.exact.items() if t.is_floating_point()}
+
+    def rude(given: dict[str, torch.Tensor]) -> float:
+        assert given.pop("steps").dtype == torch.int64
+        return quality(given)
+
+    search(source, folder / "out.ckptz", rude, max_evaluations=3)
+    names = {name for name in state if not name.startswith("optimizer.")} - {"steps"}
+    assert all(set(given) == names for given in quality.states)
+    for name, tensor in quality.states[0].items():
+        torch.testing.assert_close(tensor, quality.exact[name], rtol=0, atol=0)
+    assert all(given["half.weight"].dtype == torch.float16 for given in quality.states)
+    assert all(float(given["h.0.up.weight"].abs().max()) > 0 for given in quality.states)
+
+
+def test_tied_weights_of_a_torch_file_keep_all_their_names(folder: Path) -> None:
+    token = torch.from_numpy(model()["token.weight"])
+    state = {"token.weight": token, "head.weight": token, "first": token[:1], "up": torch.ones(3)}
+    torch.save(state, folder / "tied.pt")
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def loss(given: dict[str, torch.Tensor]) -> float:
+        seen.append(given)
+        return 2 + float((given["head.weight"] - token).pow(2).sum() / token.pow(2).sum())
+
+    search(folder / "tied.pt", folder / "out.ckptz", loss, 0.01, max_evaluations=2)
+    assert all(set(given) == {"token.weight", "head.weight", "up"} for given in seen)
+    assert torch.equal(seen[0]["head.weight"], token)
+    assert all(given["head.weight"] is given["token.weight"] for given in seen)
+
+
+def test_a_delta_begins_at_its_parents_settings(folder: Path) -> None:
+    first = search(folder / "step-0.safetensors", folder / "0.ckptz", Quality(folder / "step-0.safetensors"))
+    source = folder / "step-1.safetensors"
+    save_plain(model(1, moments=True), source)
+    second = search(source, folder / "1.ckptz", Quality(source), _base=folder / "0.ckptz")
+    assert first.search is not None
+    assert second.search is not None
+    assert (first.search.strategy, second.search.strategy) == ("guided", "neighbourhood")
+    assert len(second.search.trials) <= 10
+    assert second.n_deltas
+    assert second.stored_bytes < first.stored_bytes
+    own, parent = second.search.config, first.search.config
+    assert own is not None
+    assert parent is not None
+    assert own["levels"] >= parent["levels"]
+    assert own["prune"] <= parent["prune"]
+    ckptz("verify", folder / "1.ckptz")
+
+
+def test_a_chain_searches_file_after_file(folder: Path) -> None:
+    sources = [folder / "step-0.safetensors"]
+    for step in (1, 2):
+        sources.append(folder / f"step-{step}.safetensors")
+        save_plain(model(step), sources[-1])
+    where = f"{folder}/evaluate.py:loss"
+    run = ckptz(
+        "compress",
+        *sources,
+        "--chain",
+        "-o",
+        folder / "run",
+        "--method",
+        "kmeans",
+        "--eval",
+        where,
+        "--max-drop",
+        "3%",
+        "--json",
+        "--max-evaluations",
+        4,
+    )
+    strategies = [one["search"]["strategy"] for one in run.json["files"]]
+    assert strategies == ["guided", "neighbourhood", "neighbourhood"]
+    assert [one["depth"] for one in run.json["files"]] == [0, 1, 2]
+    assert all(one["search"]["quality"][0]["data_digest"] == "sha256:feed" for one in run.json["files"])
+
+
+def test_two_processes_find_what_one_thread_finds(folder: Path) -> None:
+    found: dict[int, Any] = {}
+    for workers in (1, 2):
+        output = folder / f"{workers}.ckptz"
+        options: Any = ("--eval", f"{folder}/evaluate.py:loss", "--eval-workers", workers)
+        options += ("--max-evaluations", 6, "--method", "kmeans")
+        run = ckptz("compress", folder / "exact.safetensors", "-o", output, *options, "--json").json["files"][
+            0
+        ]
+        found[workers] = run["search"]
+    assert found[1]["exact"] == found[2]["exact"]
+    values = [{str(t["config"]): t["values"] for t in found[n]["trials"]} for n in (1, 2)]
+    assert found[1]["trials"][0]["config"] == found[2]["trials"][0]["config"]
+    both = set(values[0]) & set(values[1])
+    assert len(both) >= 2
+    assert all(values[0][config] == values[1][config] for config in both)
+    assert not left_in(folder)
+
+
+def test_a_closure_cannot_go_to_other_processes(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="function of a module"):
+        search(folder / "exact.safetensors", folder / "out.ckptz", lambda state: 2.0, workers=2)
+
+
+def test_several_budgets_are_all_kept_and_a_shared_quality_is_called_once(folder: Path) -> None:
+    source = folder / "exact.safetensors"
+    quality = Quality(source)
+    budgets = (Budget(quality, 0.05), Budget(quality, 0.02, relative=False))
+    options = SearchOptions(budgets=budgets, template=TEMPLATE)
+    (report,) = compress_files([source], folder / "out.ckptz", CompressOptions(jobs=1, search=options))
+    assert report.search is not None
+    assert len(quality.states) == 1 + len(report.search.trials)
+    assert [record.is_relative for record in report.search.quality] == [True, False]
+    assert all(record.measured <= 2.02 for record in report.search.quality)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, value: float) -> None:
+    source = folder / "exact.safetensors"
+    quality = Quality(source)
+    trials: list[TrialReport] = []
+
+    def fragile(state: dict[str, torch.Tensor]) -> float:
+        found = quality(state)
+        return value if found > 2.02 else found
+
+    report = search(source, folder / "out.ckptz", fragile, 0.5, on_trial=trials.append, max_evaluations=8)
+    assert report.search is not None
+    assert report.search.quality[0].measured <= 2.02
+    assert any(trial.drop is None and trial.values == (None,) for trial in trials)
+    assert all(trial.is_feasible == (trial.drop is not None) for trial in trials)
+
+
+@pytest.mark.parametrize(
+    ("quality", "message"),
+    [
+        (lambda state: 1 / 0, "raised ZeroDivisionError"),
+        (lambda state: "good", "not a number"),
+        (lambda state: None, "not a number"),
+        (lambda state: float("nan"), "exact tensors is nan"),
+        (lambda state: {"f1": 0.5}, "without 'loss' or 'accuracy'"),
+        (lambda state: 1e-4, "too close to zero"),
+    ],
+)
+def test_a_failing_evaluation_is_a_clear_error_and_leaves_nothing(
+    folder: Path, quality: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(folder / "exact.safetensors", folder / "out.ckptz", quality)
+    assert not (folder / "out.ckptz").exists()
+    assert not left_in(folder)
+
+
+def test_an_evaluation_that_fails_in_mid_search_leaves_nothing(folder: Path) -> None:
+    quality = Quality(folder / "exact.safetensors")
+
+    def failing(state: dict[str, torch.Tensor]) -> float:
+        if len(quality.states) == 3:
+            raise RuntimeError("out of patience")
+        return quality(state)
+
+    with pytest.raises(ConfigError, match="out of patience"):
+        search(folder / "exact.safetensors", folder / "out.ckptz", failing)
+    assert not (folder / "out.ckptz").exists()
+    assert not left_in(folder)
+
+
+@pytest.mark.parametrize("n_calls", [1, 2, 6])
+def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n_calls: int) -> None:
+    quality, output = Quality(folder / "exact.safetensors"), folder / "out.ckptz"
+
+    def interrupted(state: dict[str, torch.Tensor]) -> float:
+        if len(quality.states) == n_calls:
+            raise KeyboardInterrupt
+        return quality(state)
+
+    trials: list[TrialReport] = []
+    options: dict[str, Any] = {"drop": 0.03, "on_trial": trials.append}
+    if n_calls == 1:
+        with pytest.raises(KeyboardInterrupt):
+            search(folder / "exact.safetensors", output, interrupted, **options)
+        assert not output.exists()
+    else:
+        report = search(folder / "exact.safetensors", output, interrupted, **options)
+        assert report.search is not None
+        assert report.search.is_interrupted
+        assert len(trials) == n_calls - 1
+        best = min((t for t in trials if t.is_feasible), key=lambda t: t.n_bytes)
+        assert report.search.config == best.config
+        assert any("interrupted" in note for note in report.notes)
+        ckptz("verify", output)
+    assert not left_in(folder)
+
+
+def test_a_budget_that_nothing_meets_gives_a_lossless_file_and_exit_code_6(folder: Path) -> None:
+    source, output = folder / "exact.safetensors", folder / "out.ckptz"
+    options = (*KMEANS, "--eval", f"{folder}/evaluate.py:loss", "--max-drop", "0.00001%")
+    run = ckptz("compress", source, "-o", output, *options, fails=True)
+    assert run.exit_code == 6
+    assert "without loss" in run.stderr
+    ckptz("verify", output, "--against", source)
+    facts = ckptz("inspect", output, "--json").json
+    assert facts["quality"] == []
+    assert not any(tensor["lossy"] for tensor in facts["tensors"])
+    assert not left_in(folder)
+
+
+def test_gradients_that_are_missing_for_some_tensors_are_named_once(folder: Path) -> None:
+    state = model(moments=True)
+    for name in ("h.0.up.weight", "h.1.attn.weight"):
+        del state[f"optimizer.{name}.exp_avg_sq"]
+    source = folder / "some.safetensors"
+    save_plain(state, source)
+    options = ("--method", "kmeans", "--prune", 0.2, "--prune-by", "sensitivity")
+    run = ckptz("compress", source, "-o", folder / "out.ckptz", *options)
+    notes = [line for line in run.stderr.splitlines() if "no average of gradients" in line]
+    assert len(notes) == 1
+    assert "2 tensors, first 'h.0.up.weight'" in notes[0] or "2 tensors, first 'h.1.attn.weight'" in notes[0]
+    report = search(source, folder / "searched.ckptz", Quality(source), max_evaluations=2)
+    assert sum("no average of gradients" in note for note in report.notes) <= 1
+
+
+def test_pruning_by_sensitivity_prunes_what_matters_least(folder: Path) -> None:
+    options = ("--prune", 0.3, "--prune-by", "sensitivity", "--protect", 0.01, "--protect-by", "either")
+    ckptz("compress", folder / "step-0.safetensors", "-o", folder / "o.ckptz", "--method", "kmeans", *options)
+    state, restored = model(moments=True), load_file(folder / "o.ckptz")
+    name = "h.0.up.weight"
+    weight, got = state[name], restored[name].numpy()
+    sensitivity = np.sqrt(state[f"optimizer.{name}.exp_avg_sq"]) * np.abs(weight)
+    large = np.abs(weight) > np.quantile(np.abs(weight), 0.99)
+    pruned = sensitivity < np.quantile(sensitivity, 0.29)
+    assert (got[pruned & ~large] == 0).all()
+    kept = (sensitivity > np.quantile(sensitivity, 0.991)) | (
+        np.abs(weight) > np.quantile(np.abs(weight), 0.991)
+    )
+    np.testing.assert_array_equal(got[kept], weight[kept])
+    spared = sensitivity > np.quantile(sensitivity, 0.31)
+    assert not (got[spared & (np.abs(weight) > np.quantile(np.abs(weight), 0.5))] == 0).any()
+
+
+def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path) -> None:
+    state = model(moments=True)
+    state["optimizer.token.weight.exp_avg_sq"][32:] = 0  # tokens that no batch held
+    save_plain(state, folder / "rare.safetensors")
+    options = ("--method", "kmeans", "--prune", 0.3, "--prune-by", "sensitivity")
+    ckptz("compress", folder / "rare.safetensors", "-o", folder / "o.ckptz", *options)
+    got, weight = load_file(folder / "o.ckptz")["token.weight"].numpy(), state["token.weight"]
+    assert 0.29 <= (got == 0).mean() <= 0.36  # zero takes what is nearest to it, too
+    assert np.abs(weight[32:][got[32:] == 0]).max() < np.quantile(np.abs(weight[32:]), 0.45)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-drop", "1%"), "--proxy-error"),
+        (("--eval", "{f}/evaluate.py:missing"), "has no function 'missing'"),
+        (("--eval", "{f}/nothing.py:loss"), "no such file"),
+        (("--eval", "no_such_package.module:loss"), "no module 'no_such_package'"),
+        (("--eval", "loss"), "names no function"),
+        (("--eval", "{f}/broken.py:loss"), "SyntaxError while it was loaded"),
+        (("--eval", "{f}/evaluate.py:raising"), "shapes do not match"),
+        (("--eval", "{f}/evaluate.py:loss", "--max-drop", "much"), "neither a share"),
+        (("--eval", "{f}/evaluate.py:loss", "--max-drop", "-1%"), "not a number from 0"),
+        (("--eval", "{f}/evaluate.py:loss", "--levels", 16), "what a search looks for"),
+        (("--eval", "{f}/evaluate.py:loss", "--method", "lossless"), "has no search"),
+        (("--eval", "{f}/evaluate.py:loss", "--prune-by", "sensitivity"), "belongs to --method kmeans"),
+        (("--eval", "{f}/evaluate.py:loss", "--proxy-error", 0.1), "give one of them"),
+        (("--proxy-error", 0.1, "--eval-workers", 2), "belongs to --eval"),
+        (("--dry-run",), "belongs to a search"),
+        (("--plan", "{f}/evaluate.py"), "not a plan"),
+        (("--plan", "{f}/code.json"), "unknown setting 'eval'"),
+        (("--plan", "{f}/code.json", "--levels", 8), "contradicts --plan"),
+        (("--eval", "{f}/evaluate.py:loss", "--dry-run", "--chain"), "dry run"),
+    ],
+)
+def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
+    (folder / "broken.py").write_text("def loss(state:\n")
+    plan = {"ckptz_plan": 1, "method": "kmeans", "settings": {"levels": 8, "eval": "evil.py:run"}}
+    (folder / "code.json").write_text(json.dumps(plan))
+    given = [str(option).replace("{f}", str(folder)) for option in options]
+    run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "out.ckptz", *given, fails=True)
+    assert run.exit_code == 2
+    assert said in run.stderr
+    assert not (folder / "out.ckptz").exists()
+
+
+def test_a_dry_run_reports_and_writes_nothing(folder: Path) -> None:
+    options = ("--eval", f"{folder}/evaluate.py:hits", "--max-drop", "0.01", "--dry-run", "--json", *KMEANS)
+    before = {path.name for path in folder.iterdir()}
+    (report,) = ckptz("compress", folder / "exact.safetensors", *options).json["files"]
+    found = report["search"]
+    assert found["is_dry_run"]
+    assert found["is_met"]
+    assert (found["metrics"], found["quality"][0]["lower_is_better"]) == (["accuracy"], False)
+    assert found["quality"][0]["measured"] >= 0.89
+    assert {path.name for path in folder.iterdir()} - before <= {"__pycache__"}
+
+
+def test_a_plan_replays_a_search_without_its_evaluation(folder: Path) -> None:
+    source, plan = folder / "exact.safetensors", folder / "plan.json"
+    options = (
+        "--eval",
+        f"{folder}/evaluate.py:loss",
+        "--max-drop",
+        "1%",
+        *KMEANS,
+        "--save-plan",
+        plan,
+        "--json",
+    )
+    (found,) = ckptz("compress", source, "-o", folder / "a.ckptz", *options).json["files"]
+    ckptz("compress", source, "-o", folder / "b.ckptz", "--plan", plan)
+    a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert "evaluate" not in plan.read_text()
+    levels = found["search"]["config"]["levels"]
+    assert json.loads(plan.read_text())["settings"]["levels"] == levels
+    again = ckptz("compress", source, "-o", folder / "c.ckptz", "--plan", plan, *options[:4], "--json")
+    assert again.json["files"][0]["search"]["strategy"] == "neighbourhood"
+
+
+def test_a_proxy_is_kept_and_never_called_a_quality(folder: Path) -> None:
+    source, output = folder / "step-0.safetensors", folder / "out.ckptz"
+    run = ckptz("compress", source, "-o", output, "--proxy-error", 0.1, "--max-evaluations", 8, *KMEANS)
+    assert "proxy: sensitivity-weighted" in run.stdout
+    assert "no promise of quality" in run.stdout
+    (record,) = ckptz("inspect", output, "--json").json["quality"]
+    assert record["promise"] == "rmse"
+    state, restored = model(moments=True), load_file(output)
+    errors = powers = 0.0
+    for name in ("token.weight", "h.0.attn.weight", "h.1.attn.weight", "h.0.up.weight", "h.1.up.weight"):
+        squares = state[f"optimizer.{name}.exp_avg_sq"].astype(np.float64)
+        errors += float((squares * (state[name] - restored[name].numpy()) ** 2).sum())
+        powers += float((squares * state[name].astype(np.float64) ** 2).sum())
+    assert record["measured"] == pytest.approx(np.sqrt(errors / powers), rel=1e-4)
+    assert record["measured"] <= 0.1
+
+
+def test_trials_are_told_line_by_line(folder: Path) -> None:
+    options = (
+        "--eval",
+        f"{folder}/evaluate.py:loss",
+        "--max-drop",
+        "1%",
+        "--max-evaluations",
+        4,
+        "-v",
+        *KMEANS,
+    )
+    run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "out.ckptz", *options)
+    lines = [line for line in run.stderr.splitlines() if line.startswith("ckptz: tried ")]
+    assert len(lines) == 4
+    assert "levels" in lines[0]
+    assert "of the budget" in lines[0]
+    assert "worse of 1% allowed" in run.stdout
+    assert "loss 2.0" in ckptz("inspect", folder / "out.ckptz").stdout
+    assert "attention" in ckptz("inspect", folder / "out.ckptz", "--tensors").stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_command_writes_the_best_so_far(folder: Path) -> None:
+    output = folder / "out.ckptz"
+    words = ["compress", str(folder / "exact.safetensors"), "-o", str(output), "-v"]
+    words += ["--eval", f"{folder}/evaluate.py:slow", "--max-drop", "10%", *KMEANS]
+    command = [sys.executable, "-c", "from ckptz_cli.main import main; main()", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline()]
+        while lines[-1] and "ckptz: tried" not in lines[-1]:
+            lines.append(process.stderr.readline())
+        time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    assert process.returncode == 0, rest
+    assert "interrupted after" in rest
+    ckptz("verify", output)
+    assert not left_in(folder)
+
+
+def test_a_plan_holds_every_setting(tmp_path: Path) -> None:
+    config = KMeans(levels=6, prune=0.2, layer_prune=(("head", 0.0),), protect_by="either", sigma=0.4)
+    save_plan(tmp_path / "plan.json", config)
+    assert load_plan(tmp_path / "plan.json") == config
+    settings = json.loads((tmp_path / "plan.json").read_text())["settings"]
+    assert set(settings) == {field.name for field in dataclasses.fields(KMeans)}
