@@ -14,18 +14,44 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptz._version import __version__
 
 if TYPE_CHECKING:
-    from ckptz.config import LOSSLESS, KMeans, Lossless
+    from ckptz.config import LOSSLESS, Grid, KMeans, Lossless
     from ckptz.errors import CkptzError
     from ckptz.handle import safe_open
+    from ckptz.hooks.checkpointer import Checkpointer
+    from ckptz.search.agreement import Agreement
+    from ckptz.search.budget import Budget
+    from ckptz.search.resumption import ResumeProbe
+    from ckptz.store.retention import KeepPolicy, KeepRules
 
-__all__ = ["LOSSLESS", "CkptzError", "KMeans", "Lossless", "__version__", "safe_open"]
+__all__ = [
+    "LOSSLESS",
+    "Agreement",
+    "Budget",
+    "Checkpointer",
+    "CkptzError",
+    "Grid",
+    "KMeans",
+    "KeepPolicy",
+    "KeepRules",
+    "Lossless",
+    "ResumeProbe",
+    "__version__",
+    "safe_open",
+]
 
 _HOMES: Final = {
     "LOSSLESS": "ckptz.config",
+    "Agreement": "ckptz.search.agreement",
+    "Budget": "ckptz.search.budget",
+    "ResumeProbe": "ckptz.search.resumption",
+    "Grid": "ckptz.config",
     "KMeans": "ckptz.config",
     "Lossless": "ckptz.config",
     "CkptzError": "ckptz.errors",
     "safe_open": "ckptz.handle",
+    "Checkpointer": "ckptz.hooks.checkpointer",
+    "KeepPolicy": "ckptz.store.retention",
+    "KeepRules": "ckptz.store.retention",
 }
 
 

@@ -18,10 +18,14 @@ import click
 from ckptz._version import __version__
 from ckptz_cli.apply import apply
 from ckptz_cli.compress import compress
+from ckptz_cli.diff import diff
 from ckptz_cli.export import export
 from ckptz_cli.fold import fold
 from ckptz_cli.inspect import inspect
+from ckptz_cli.log import log
 from ckptz_cli.options import debug_option, json_option
+from ckptz_cli.prune import prune
+from ckptz_cli.rebase import rebase
 from ckptz_cli.restore import restore
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
@@ -40,7 +44,7 @@ Examples:
 \b
 Exit codes:
   0 ok, 1 internal, 2 usage, 3 damaged, 4 unsupported, 5 missing file or base,
-  6 budget not met (lossless written), 7 I/O, 130 interrupted
+  6 budget not met (lossless written), 7 I/O, 10 checkpoints differ (diff --exit-code), 130 interrupted
 """
 
 
@@ -107,5 +111,5 @@ def main() -> None:
     """
 
 
-for _verb in (compress, restore, inspect, verify, fold, apply, export):
+for _verb in (compress, restore, inspect, verify, log, diff, rebase, prune, fold, apply, export):
     main.add_command(_verb)

@@ -25,6 +25,14 @@ class _Path(click.Path):
 
 PATH: Final = _Path(path_type=Path)
 
+
+def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...]) -> Path | None:
+    """Callback of an option that may be repeated, but with one value only: the last would win unsaid."""
+    if len(set(values)) > 1:
+        raise click.BadParameter(f"{values[0]} and {values[-1]}: there can be one only", param=param)
+    return values[0] if values else None
+
+
 # Read from the command line by `Session`, so that they work before or after the verb.
 debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."

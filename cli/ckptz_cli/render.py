@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from ckptz.container.index import QualityRecord
 from ckptz.convert.compress import CompressReport
 from ckptz.convert.inspect import InspectReport, TensorReport
 from ckptz.convert.restore import RestoreReport
 from ckptz.convert.verify import VerifyReport
 from ckptz_cli.errors import printable
-from ckptz_cli.progress import is_terminal
+from ckptz_cli.tables import add_row, drawn, facts_table, table_of
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
-WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps
 LONGEST_VALUE: Final = 100  # characters of a metadata value
 
 
@@ -48,12 +44,33 @@ def _pace(n_bytes: int, seconds: float) -> str:
 def compressed_line(report: CompressReport) -> str:
     """What one input became."""
     against = f", {report.n_deltas} tensors against {printable(report.base)}" if report.base else ""
-    lossy = f", {report.n_lossy} of them lossy with no promise, errors in inspect" if report.n_lossy else ""
+    lossy = f", {report.n_lossy} of them lossy with {_promise(report)}" if report.n_lossy else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} -> {size(report.stored_bytes)} "
         f"({ratio(report.stored_bytes, report.tensor_bytes)}), {report.n_tensors} tensors{against}{lossy}, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
+
+
+def _promise(report: CompressReport) -> str:
+    """What was measured of the budgets that the file was searched for."""
+    if report.search is None or not report.search.quality:
+        return "no promise, errors in inspect"
+    return "; ".join(map(quality_text, report.search.quality))
+
+
+def quality_text(record: QualityRecord) -> str:
+    """A budget and what was measured; an error that stands in for a quality is called a proxy."""
+    if record.promise == "rmse":
+        kept = f"{record.measured:.4g} of at most {record.max_drop:.4g}"
+        return f"no promise of quality, {printable(record.metric)} {kept}"
+    change = record.measured - record.exact if record.lower_is_better else record.exact - record.measured
+    if record.is_relative:
+        used, allowed = f"{change / abs(record.exact):+.2%}", f"{100 * record.max_drop:.4g}%"
+    else:
+        used, allowed = f"{change:+.4g}", f"{record.max_drop:.4g}"
+    values = f"{record.measured:.6g} against {record.exact:.6g}"
+    return f"{printable(record.metric)} {values}, {used} worse of {allowed} allowed"
 
 
 def total_line(reports: Sequence[CompressReport]) -> str:
@@ -65,7 +82,7 @@ def total_line(reports: Sequence[CompressReport]) -> str:
 
 def restored_line(report: RestoreReport) -> str:
     """What was restored."""
-    chain = f" in a chain of {report.depth + 1} files" if report.depth else ""
+    chain = f" in a chain of {report.n_files} files" if report.n_files > 1 else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} in {report.n_tensors} tensors from "
         f"{size(report.stored_bytes)}{chain}, all checksums match, "
@@ -96,15 +113,15 @@ def _agreement(report: VerifyReport) -> str:
 
 def inspected_text(report: InspectReport, *, with_tensors: bool) -> str:
     """Tables: the file, its metadata, its chain, how it is stored, and, if asked for, every tensor."""
-    parts = [_facts(_file_facts(report))]
+    parts = [facts_table(_file_facts(report))]
     if report.metadata:
-        parts.append(_facts([(f"metadata {k}", _short(v)) for k, v in report.metadata.items()]))
+        parts.append(facts_table([(f"metadata {k}", _short(v)) for k, v in report.metadata.items()]))
     if report.depth:
         parts.append(_chain_table(report))
     parts.append(_methods_table(report.tensors))
     if with_tensors:
         parts.append(_tensors_table(report.tensors))
-    return "\n\n".join(map(_drawn, parts))
+    return "\n\n".join(map(drawn, parts))
 
 
 def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
@@ -118,6 +135,7 @@ def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
         ("stored", f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"),
         ("coders", _share_text(report.coders)),
     ]
+    facts += [(record.promise, f"{quality_text(record)}, {record.date}") for record in report.quality]
     if report.shards:
         facts.append(("shards", f"{len(report.shards)}, restored as a folder"))
     if report.has_tree:
@@ -129,14 +147,17 @@ def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
 
 def _kind(report: InspectReport) -> str:
     promise = "lossy" if any(tensor.lossy for tensor in report.tensors) else "lossless"
+    if report.chain and report.chain[0].is_inline:
+        return f"{promise}, stands alone with {report.depth} inline bases"
     return f"{promise} delta, {report.depth} from its anchor" if report.depth else f"{promise} anchor"
 
 
 def _chain_table(report: InspectReport) -> Table:
-    table = _table("chain, nearest first", "depth", "content id", "found at")
+    table = table_of("chain, nearest first", "depth", "content id", "found at")
     for member in report.chain:
-        found = member.path or "missing"
-        _row(table, member.file, str(member.depth), member.content_id[:16], found)
+        within = "within the file" if member.path == report.file else f"within {member.path}"
+        found = within if member.is_inline else member.path or "missing"
+        add_row(table, member.file, str(member.depth), member.content_id[:16], found)
     return table
 
 
@@ -145,7 +166,7 @@ def _methods_table(tensors: Sequence[TensorReport]) -> Table:
     groups: dict[tuple[str, str, str], list[TensorReport]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.predictor, tensor.mode), []).append(tensor)
-    table = _table(
+    table = table_of(
         "dtype", "predictor", "mode", "tensors", "bytes", "stored", "ratio", "bits/element", "coders"
     )
     for (dtype, predictor, mode), members in groups.items():
@@ -155,7 +176,7 @@ def _methods_table(tensors: Sequence[TensorReport]) -> Table:
         numbers = (size(n_bytes), size(stored), _times(n_bytes, stored))
         per_element = f"{stored * 8 / n_elements:.3f}" if bits and n_elements else "-"
         shares = _merged_shares(members)
-        _row(table, dtype, predictor, mode, str(len(members)), *numbers, per_element, _share_text(shares))
+        add_row(table, dtype, predictor, mode, str(len(members)), *numbers, per_element, _share_text(shares))
     return table
 
 
@@ -169,17 +190,33 @@ def _merged_shares(tensors: Iterable[TensorReport]) -> dict[str, float]:
 
 
 def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
-    names = ("tensor", "dtype", "shape", "stored", "ratio", "bits/element", "predictor", "mode", "coders")
+    names = (
+        "tensor",
+        "layer",
+        "dtype",
+        "shape",
+        "stored",
+        "ratio",
+        "bits/element",
+        "predictor",
+        "mode",
+        "coders",
+    )
     losses = ("loss",) if any(tensor.lossy for tensor in tensors) else ()
-    table = _table(*names, "slice decodes", *losses)
+    table = table_of(*names, "slice decodes", *losses)
     for tensor in tensors:
         bits = "-" if tensor.bits_per_element is None else f"{tensor.bits_per_element:.3f}"
         numbers = (size(tensor.stored_bytes), _times(tensor.tensor_bytes, tensor.stored_bytes), bits)
         method = (tensor.predictor, tensor.mode, _share_text(tensor.coders))
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         ends = (_slice_cost(tensor), *(_loss_text(tensor) for _ in losses))
-        _row(table, tensor.name, tensor.dtype, shape, *numbers, *method, *ends)
+        add_row(table, tensor.name, _layer(tensor), tensor.dtype, shape, *numbers, *method, *ends)
     return table
+
+
+def _layer(tensor: TensorReport) -> str:
+    """Its layer type, and of optimizer state what it is."""
+    return tensor.layer_type if tensor.role == "weight" else f"{tensor.layer_type} {tensor.role}"
 
 
 def _loss_text(tensor: TensorReport) -> str:
@@ -191,9 +228,14 @@ def _loss_text(tensor: TensorReport) -> str:
     n = max(math.prod(tensor.shape), 1)
     shares = f"pruned {loss.n_pruned / n:.2%}, protected {loss.n_protected / n:.2%}"
     return (
-        f"{loss.method}, {loss.layer_type}, {loss.levels} levels, {shares}, promise {loss.promise}, "
-        f"rms error {error} of rms, largest {loss.max_abs_error:.3g}"
+        f"{loss.method}, {loss.layer_type}, {_settings_text(loss.settings)}, {shares}, "
+        f"promise {loss.promise}, rms error {error} of rms, largest {loss.max_abs_error:.3g}"
     )
+
+
+def _settings_text(settings: Mapping[str, float | bool | str]) -> str:
+    """What was asked of a method; what is off or zero goes without saying."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value)
 
 
 def _slice_cost(tensor: TensorReport) -> str:
@@ -213,29 +255,3 @@ def _share_text(shares: dict[str, float]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
-
-
-def _facts(facts: Iterable[tuple[str, str]]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in facts:
-        _row(table, name, value)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _row(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(printable(cell)) for cell in cells))
-
-
-def _drawn(table: Table) -> str:
-    is_shown = is_terminal(sys.stdout)
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=None if is_shown else WIDE, force_terminal=is_shown)
-    console.print(table)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())

@@ -27,6 +27,7 @@ Examples:
   ckptz restore model.ckptz -o restored.safetensors
   ckptz restore step-200.ckptz --search-path ../bases
   ckptz restore training.ckptz --to safetensors  a flat file of a torch checkpoint's tensors
+  ckptz restore training.ckptz --to dcp          a folder of torch.distributed.checkpoint
 """
 
 
@@ -36,7 +37,7 @@ Examples:
 @click.option(
     "--to",
     "kind",
-    type=click.Choice(["safetensors", "pt"]),
+    type=click.Choice(["safetensors", "pt", "dcp"]),
     help="What to write; by default what was compressed.",
 )
 @jobs_option

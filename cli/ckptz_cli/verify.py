@@ -13,13 +13,13 @@ from ckptz_cli.session import Session
 EPILOG = """\b
 Examples:
   ckptz verify model.ckptz
-  ckptz verify run/*.ckptz
+  ckptz verify run
   ckptz verify model.ckptz --against model.safetensors
 """
 
 
 @click.command(epilog=EPILOG)
-@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE|DIR...")
 @click.option("--against", type=PATH, metavar="ORIGINAL", help="Compare with this checkpoint.")
 @jobs_option
 @search_path_option
@@ -37,16 +37,19 @@ def verify(
 
     With --against, also that names, types, shapes, metadata and all bits are those of ORIGINAL; lossy
     tensors must be within the errors that the file records. All files are checked; the first failure
-    decides the exit code.
+    decides the exit code. Of a folder, every `.ckptz` file and its chain is checked, and of a
+    training run also that the two files of each step belong together.
     """
     from ckptz.convert.verify import VerifyOptions, verify_file
+    from ckptz_cli.folders import expanded, report_folders
     from ckptz_cli.render import verified_line
 
     options = VerifyOptions(against=against, jobs=jobs, search_path=search_path)
-    for file in files:
+    for file in expanded(files, session):
         try:
             with progress_bar() as progress:
                 report = verify_file(file, options, progress)
             session.add(report, verified_line(report))
         except Exception as error:
             session.add_failure(str(file), error)
+    report_folders(files, session)

@@ -1,0 +1,432 @@
+"""Checkpoints in a training loop: short stalls, small files, a folder that cannot lose a step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptz.codec.coded import CodedSource
+from ckptz.config import LOSSLESS, Config, Lossless
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, WriteError, named
+from ckptz.hooks.background import Background
+from ckptz.hooks.device import code_where_they_live
+from ckptz.hooks.files import MODEL, StepEncoder, StepReader
+from ckptz.hooks.rng import random_state, set_random_state
+from ckptz.hooks.snapshot import Snapshot
+from ckptz.hooks.state import (
+    Extra,
+    check_extras_fit,
+    check_model_fits,
+    check_optimizers_fit,
+    extra_state,
+    load_extras,
+    load_model,
+    load_optimizers,
+    model_state,
+    optimizer_state,
+)
+from ckptz.parallel import Workers, default_jobs
+from ckptz.store.resolve import MAX_DEPTH, Path_
+from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
+from ckptz.store.step_files import ChainRule, StepFile
+from ckptz.store.steps import StepStore, WrittenStep
+
+BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What one save took.
+
+    Attributes:
+        step: the step.
+        stall_seconds: that training stood still for, `waited_seconds` included.
+        waited_seconds: of these, waiting for the save before.
+        write_seconds: encoding, writing and pruning, beside training if that was asked for.
+        stored_bytes: of its two files.
+        tensor_bytes: of all tensors.
+        notes: what the user should know.
+    """
+
+    step: int
+    stall_seconds: float
+    waited_seconds: float
+    write_seconds: float
+    stored_bytes: int
+    tensor_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A snapshot: tensors in host memory, and by name the weights that came as codes."""
+
+    state: dict[str, Any]
+    coded: dict[str, CodedSource]
+
+
+class Checkpointer:
+    """Saves and restores a training run.
+
+    `save` copies the state and returns; the copy is encoded and written beside training, one save at a
+    time. A step is in the folder when it is complete, whatever happens to the process; a later one never
+    puts an earlier one at risk. Random states of Python, NumPy and PyTorch are saved and restored too.
+
+    Args:
+        directory: the run's own folder, or an fsspec URL such as "s3://bucket/run". One writer at a time.
+        model: its parameters and buffers are saved by name; wrappers are looked through.
+        optimizer: one or several of the model's, or None.
+        config: what may be lost; nothing by default.
+        budget: not available in this version.
+        calibration: not available in this version.
+        extra: by name, what else the run needs: anything with `state_dict` and `load_state_dict`
+            (scheduler, scaler, data loader), a dict of plain values and tensors, a `torch.Generator`.
+        every: `maybe_save` saves steps that are multiples of this.
+        keep: which steps stay; see `KeepPolicy`.
+        anchor_every: every so many saves a file needs no other; 1 to 64. Between them, files hold what
+            changed since an earlier save: the one before, or without loss one of the anchor's branches.
+        background: write beside training; otherwise `save` returns when the step is complete.
+        jobs: threads for encoding; by default a quarter of the cores in the background, else all.
+
+    Raises:
+        ConfigError: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> from ckptz import Checkpointer
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with Checkpointer("run", model, optimizer, every=10) as checkpointer:
+        ...     for step in range((checkpointer.restore_latest() or 0) + 1, 31):
+        ...         loss = model(torch.randn(8, 2)).square().mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         _ = checkpointer.maybe_save(step)
+        >>> checkpointer.steps()
+        (10, 20, 30)
+    """
+
+    def __init__(
+        self,
+        directory: Path_,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        config: Config = LOSSLESS,
+        budget: object = None,
+        calibration: object = None,
+        extra: Mapping[str, Extra] | None = None,
+        every: int | None = None,
+        keep: KeepPolicy = KEEP_LAST,
+        anchor_every: int = 16,
+        background: bool = True,
+        jobs: int | None = None,
+    ) -> None:
+        _check_search(budget, calibration)
+        if not isinstance(config, Config):
+            raise ConfigError(f"config must be a configuration such as ckptz.LOSSLESS, got {config!r}")
+        if not isinstance(keep, KeepPolicy):
+            raise ConfigError(f"keep must be a KeepPolicy, got {keep!r}")
+        if every is not None and every < 1:
+            raise ConfigError(f"every must be at least 1, got {every}")
+        if not 1 <= anchor_every <= MAX_DEPTH:
+            raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
+        self.model, self.optimizer = model, optimizer
+        self.extra: Mapping[str, Extra] = {} if extra is None else extra
+        self._config, self._keep = config, keep
+        self._every, self._is_background = every, background
+        # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
+        self._rule = ChainRule(anchor_every, is_forked=isinstance(config, Lossless))
+        self._restore_jobs = jobs or default_jobs()
+        self._jobs = jobs or (max(1, default_jobs() // BACKGROUND_SHARE) if background else default_jobs())
+        self._store = StepStore(directory)
+        self._snapshot = Snapshot()
+        self._writer: Background[SaveReport] = Background()
+        self._at: int | None = None
+        self._saving: int | None = None
+        self._last: SaveReport | None = None
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def save(self, step: int, *, metric: float | None = None) -> None:
+        """Save the run as it is now; training may go on when this returns.
+
+        The step that was saved or restored last is not saved again.
+
+        Args:
+            step: after all that are in the folder.
+            metric: by which `KeepPolicy.best` compares steps.
+
+        Raises:
+            ConfigError: the step is not new, somebody else writes to the folder, or a tensor has no values.
+            WriteError: the save before this one failed; this step is not saved, and may be tried again.
+        """
+        start = time.perf_counter()
+        self._store.lock()
+        self.wait()
+        waited = time.perf_counter() - start
+        if step == self._at:
+            return
+        self._store.check_new(step)
+        taken = self._taken()
+        self._at = self._saving = step
+        begun = SaveReport(
+            step=step,
+            stall_seconds=time.perf_counter() - start,
+            waited_seconds=waited,
+            write_seconds=0.0,
+            stored_bytes=0,
+            tensor_bytes=0,
+        )
+        self._writer.start(f"step {step}", functools.partial(self._write, taken, metric, begun))
+        if not self._is_background:
+            report = self.wait()
+            assert report is not None
+            self._last = replace(report, stall_seconds=time.perf_counter() - start)
+
+    def maybe_save(self, step: int, *, metric: float | None = None) -> bool:
+        """Save if the step is a multiple of `every`; see `save`.
+
+        Returns:
+            Whether it was saved.
+        """
+        if self._every is None:
+            raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
+        self._store.lock()  # a second writer shall be noticed at the first step
+        if step % self._every:
+            return False
+        self.save(step, metric=metric)
+        return True
+
+    def wait(self) -> SaveReport | None:
+        """Wait until no save is under way.
+
+        Returns:
+            The report on the last save that was completed.
+
+        Raises:
+            WriteError: it could not be written; the steps before it are whole.
+        """
+        try:
+            report, _ = self._writer.wait()
+        except Exception as error:
+            step, self._saving, self._at = self._saving, None, None
+            raise _about(error, f"{self._store.name}: step {step} was not saved") from error
+        self._last = report or self._last
+        return self._last
+
+    def _taken(self) -> _Taken:
+        """A copy of the state; of weights that are to be coded and live elsewhere, their codes."""
+        state = self._state()
+        coded: dict[str, CodedSource] = {}
+        if not isinstance(self._config, Lossless):
+            with Workers(self._restore_jobs) as workers:
+                coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config, workers)
+        state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
+        return _Taken(self._snapshot.take(state), coded)
+
+    def _state(self) -> dict[str, Any]:
+        optimizers = optimizer_state(self.model, self._optimizers)
+        return {
+            MODEL: model_state(self.model),
+            "optimizer": optimizers["state"],
+            "classes": optimizers["classes"],
+            "groups": optimizers["groups"],
+            "extra": extra_state(self.extra),
+            "rng": random_state(),
+        }
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        if self.optimizer is None:
+            return []
+        return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
+
+    def _write(self, taken: _Taken, metric: float | None, begun: SaveReport) -> SaveReport:
+        """Encode and write a snapshot; on the writer's thread."""
+        start = time.perf_counter()
+        self._snapshot.synchronize()
+        written = self._written(taken, metric, begun.step)
+        pruned = prune(self._store, self._keep)
+        return replace(
+            begun,
+            write_seconds=time.perf_counter() - start,
+            stored_bytes=written.stored_bytes,
+            tensor_bytes=written.tensor_bytes,
+            notes=(*written.notes, *pruned.notes),
+        )
+
+    def _written(self, taken: _Taken, metric: float | None, step: int) -> WrittenStep:
+        try:
+            return self._write_step(taken, metric, step, self._jobs)
+        except RuntimeError:
+            # At the end of the program no pool takes new work; this thread alone still can.
+            if threading.main_thread().is_alive() or self._jobs == 1:
+                raise
+            return self._write_step(taken, metric, step, 1)
+
+    def _write_step(self, taken: _Taken, metric: float | None, step: int, jobs: int) -> WrittenStep:
+        encoder = StepEncoder(taken.state, step, metric, self._config, jobs, taken.coded)
+        return self._store.write(step, encoder.weights, encoder.state, self._rule)
+
+    # --- restoring ------------------------------------------------------------------------------
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps that training can resume from, ascending."""
+        return self._store.listing().full_steps
+
+    def weights_steps(self) -> tuple[int, ...]:
+        """Steps whose weights are there, with or without the rest, ascending."""
+        return self._store.listing().weights_steps
+
+    def restore_latest(self) -> int | None:
+        """Restore the newest step; None, and nothing changed, if there is none."""
+        self.wait()
+        steps = self.steps()
+        return self.restore(steps[-1]) if steps else None
+
+    def restore(self, step: int, *, weights_only: bool = False) -> int:
+        """Bring the run back to a step, random numbers included.
+
+        Everything is read and checked before anything is changed. To go on from a step that is not the
+        newest, `discard_after` it first.
+
+        Args:
+            step: one of `steps`, or with `weights_only` of `weights_steps`.
+            weights_only: restore the model and leave everything else as it is.
+
+        Returns:
+            The step.
+
+        Raises:
+            ConfigError: there is no such step, or the model, the optimizer or the extras are others.
+            FormatError: a file is damaged.
+            MissingBaseError: a file that others are stored against is missing.
+        """
+        self.wait()
+        self._check_there(step, weights_only)
+        with self._opened(step, weights_only) as (weights, state):
+            outline = weights.outline()
+            check_model_fits(self.model, _model_of(outline, weights), weights.name)
+            self._check_state_fits(state)
+            model = _model_of(weights.load(self._restore_jobs), weights)
+            rest = None if state is None else _rest_of(state.load(self._restore_jobs), state)
+        if rest is not None:
+            saved = {"state": rest["optimizer"], "classes": rest["classes"], "groups": rest["groups"]}
+            load_optimizers(self.model, self._optimizers, saved)
+            load_extras(self.extra, rest["extra"])
+        load_model(self.model, model)
+        if rest is not None:
+            set_random_state(rest["rng"])
+            self._at = step
+        return step
+
+    def _check_there(self, step: int, weights_only: bool) -> None:
+        there = self.weights_steps() if weights_only else self.steps()
+        if step in there:
+            return
+        if step in self.weights_steps():
+            raise ConfigError(
+                f"{self._store.name}: of step {step} only the weights are left; restore them with "
+                "weights_only=True"
+            )
+        newest = f"the newest is {there[-1]}" if there else "there is none"
+        raise ConfigError(f"{self._store.name}: step {step} is not there; {newest}, steps() lists all")
+
+    @contextlib.contextmanager
+    def _opened(self, step: int, weights_only: bool) -> Iterator[tuple[StepReader, StepReader | None]]:
+        with contextlib.ExitStack() as held:
+            weights = StepReader(held.enter_context(self._store.opened(StepFile(step, "weights"))))
+            if weights_only:
+                yield weights, None
+                return
+            state = StepReader(held.enter_context(self._store.opened(StepFile(step, "state"))))
+            if state.metadata.get("weights") != weights.content_id:
+                raise CorruptionError(f"{state.name}: belongs to other weights than {weights.name} holds")
+            yield weights, state
+
+    def _check_state_fits(self, state: StepReader | None) -> None:
+        if state is None:
+            return
+        rest = _rest_of(state.outline(), state)
+        saved = {"state": rest["optimizer"], "classes": rest["classes"], "groups": rest["groups"]}
+        check_optimizers_fit(self.model, self._optimizers, saved, state.name)
+        check_extras_fit(self.extra, rest["extra"], state.name)
+
+    # --- the folder -----------------------------------------------------------------------------
+
+    def discard_after(self, step: int) -> None:
+        """Remove every later step, to go on from this one."""
+        self.wait()
+        self._store.lock()
+        self._at = None
+        prune(self._store, KEEP_ALL, after=step)
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and let others write to the folder.
+
+        Raises:
+            WriteError: it could not be written.
+        """
+        try:
+            self.wait()
+        except Exception:  # but not Ctrl-C: then the writer goes on, and needs the store
+            self._store.close()
+            raise
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as loss:
+            if error is None:
+                raise
+            error.add_note(str(loss))  # what ended training is not to be hidden
+
+
+_REST: Final = ("optimizer", "classes", "groups", "extra", "rng")
+
+
+def _model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
+    found = state.get(MODEL)
+    if not isinstance(found, dict):
+        raise CorruptionError(f"{reader.name}: holds no weights of a step")
+    return found
+
+
+def _rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
+    if missing := [name for name in _REST if name not in state]:
+        raise CorruptionError(f"{reader.name}: holds no {missing[0]!r}; it is no state of a step")
+    return state
+
+
+def _check_search(budget: object, calibration: object) -> None:
+    for name, value in (("budget", budget), ("calibration", calibration)):
+        if value is not None:
+            raise ConfigError(f"{name} is not available in this version; give a fixed config instead")
+
+
+def _about(error: Exception, what: str) -> Exception:
+    """The same kind of error that says what was lost."""
+    if isinstance(error, OSError):
+        remedy = "the steps before it are whole; make room or repair the disk, and save again"
+        return WriteError(error.errno, f"{what}: {error.strerror or error}; {remedy}")
+    if isinstance(error, CkptzError):
+        return named(error, what)
+    error.add_note(what)
+    return error

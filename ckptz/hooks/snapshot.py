@@ -1,0 +1,156 @@
+"""A copy of a nested state in host memory that is used again and again.
+
+Training goes on as soon as the copy is made. On CUDA the copies run on a stream of their own into pinned
+memory: the training stream waits for them on the device, the host does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from ckptz.dtypes import dtype_of
+from ckptz.errors import ConfigError
+from ckptz.frameworks import DTYPE_CODES
+from ckptz.frameworks.torch import TorchTensors
+
+Key = tuple[str, ...]
+_HOST: Final = TorchTensors("cpu", False)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """The copies of one snapshot that are under way, by device."""
+
+    streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
+    done: list[torch.cuda.Event] = field(default_factory=list)
+
+    def copy(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
+        if source.device.type != "cuda":
+            buffer.copy_(source)
+            return
+        stream = self.streams.get(source.device)
+        if stream is None:
+            stream = self.streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
+            buffer.copy_(source, non_blocking=True)
+        source.record_stream(stream)
+
+    def finish(self) -> None:
+        """Let nothing overwrite what is still being copied, and remember when it has been."""
+        for device, stream in self.streams.items():
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+            torch.cuda.current_stream(device).wait_stream(stream)
+            self.done.append(event)
+
+
+class Snapshot:
+    """Buffers for the tensors of a state, kept from one snapshot to the next.
+
+    `take` may be called again when nobody reads the last one any more.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Key, torch.Tensor] = {}
+        self._done: list[torch.cuda.Event] = []
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory that the buffers take."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def take(self, state: Any) -> Any:
+        """The same nested state with copies of its tensors; those that are one stay one.
+
+        Raises:
+            ConfigError: a tensor without memory of its own; the message names it.
+        """
+        copying = _Copying(self._buffers)
+        taken = copying.node(state, ())
+        copying.transfer.finish()
+        self._buffers, self._done = copying.used, copying.transfer.done
+        return taken
+
+    def synchronize(self) -> None:
+        """Wait until the copies are complete; for whoever reads them."""
+        for event in self._done:
+            event.synchronize()
+
+
+class _Copying:
+    """One walk through a state."""
+
+    def __init__(self, spare: dict[Key, torch.Tensor]) -> None:
+        self.used: dict[Key, torch.Tensor] = {}
+        self.transfer = _Transfer()
+        self._spare = spare
+        self._copies: dict[object, torch.Tensor] = {}
+
+    def node(self, value: Any, path: Key) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, dict):
+            items = ((key, self.node(item, (*path, str(key)))) for key, item in value.items())
+            return type(value)(items)
+        if type(value) in (list, tuple):
+            return type(value)(self.node(item, (*path, str(i))) for i, item in enumerate(value))
+        return value
+
+    def _tensor(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
+        check_dense(tensor, ".".join(path))
+        tensor = tensor.detach()
+        identity = _identity(tensor)
+        if identity not in self._copies:
+            buffer = self._buffer(tensor, path)
+            self.transfer.copy(tensor, buffer)
+            self._copies[identity] = self.used[path] = buffer
+        return self._copies[identity]
+
+    def _buffer(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
+        spare = self._spare.get(path)
+        is_pinned = tensor.device.type == "cuda"
+        fits = spare is not None and (spare.dtype, spare.shape) == (tensor.dtype, tensor.shape)
+        if spare is not None and fits and spare.is_pinned() == is_pinned:
+            return spare
+        if is_pinned:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return _pageable(tensor)
+
+
+def check_dense(tensor: torch.Tensor, name: str) -> None:
+    """Require a tensor that has its values in memory of its own.
+
+    Raises:
+        ConfigError: it is on the meta device, made of other tensors, or not dense.
+    """
+    if tensor.device.type == "meta":
+        raise ConfigError(
+            f"tensor {name!r} is on the meta device, so it has no values: it is offloaded or was never "
+            "initialised; load the whole model into memory before it is saved or restored"
+        )
+    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as a DTensor is
+        raise ConfigError(
+            f"tensor {name!r} is a {type(tensor).__name__}; gather sharded state before it is saved"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise ConfigError(f"tensor {name!r} is not dense ({tensor.layout}); make it so before it is saved")
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """The same for tensors that are one in memory."""
+    if not tensor.numel():
+        return id(tensor)  # has no address; whoever walks the state keeps it alive
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _pageable(like: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of the same dtype and shape; a large one in huge pages, which are quick to touch."""
+    code = DTYPE_CODES.get(str(like.dtype).removeprefix("torch."))
+    if code in (None, "F4"):
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    made: torch.Tensor = _HOST.allocate(dtype_of(code), tuple(like.shape))[0]
+    return made

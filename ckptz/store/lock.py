@@ -1,0 +1,288 @@
+"""One writer to a folder of checkpoints; nobody has to clean up after one that was killed.
+
+On a local or mounted folder the lock is `flock` on a file: the system drops it with the process that
+held it, whatever ended that process, so a lock can never be stale. The file stays; its text only says in
+messages who holds it. Where there is no `flock` (object stores, some network file systems, Windows), the
+lock is a *lease*: a small file with a random token that its holder renews. A lease that is not renewed
+while somebody watches it for `STALE_SECONDS` of their own clock is stale; one of a dead process of
+the same machine is stale at once. No two machines have to agree on the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Protocol, Self
+
+from ckptz.errors import ConfigError, WriteError
+from ckptz.store.places import LocalFolder, Place
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # Windows
+    fcntl: ModuleType | None = None
+else:
+    fcntl = _fcntl
+
+LOCK_NAME: Final = ".ckptz-lock"
+LEASE_NAME: Final = ".ckptz-lease"
+BEAT_SECONDS: Final = 15.0
+STALE_SECONDS: Final = 60.0  # four beats may be lost
+SETTLE_SECONDS: Final = 0.5  # two that take a stale lease at once both wrote when this is over
+
+_NO_FLOCK: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+class Lock(Protocol):
+    """The right to write to a folder, held until it is released."""
+
+    def check(self) -> None:
+        """Require that it is still held.
+
+        Raises:
+            WriteError: another writer took it.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let others write."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lock; `since` in seconds of Unix time, `beat` counts renewals."""
+
+    token: str
+    pid: int
+    host: str
+    since: float
+    beat: int = 0
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """A holder with a new token."""
+        return cls(secrets.token_hex(8), os.getpid(), socket.gethostname(), time.time())
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self | None:
+        """Inverse of `pack`; None for anything else, as a killed writer may leave it."""
+        try:
+            fields: Any = json.loads(text)
+            return cls(**fields)
+        except (ValueError, TypeError):
+            return None
+
+    def pack(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is certain that the process has ended: it was one of this machine."""
+        if self.host != socket.gethostname() or os.name != "posix":  # elsewhere `os.kill` does kill
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # another user's
+            return False
+        return False
+
+
+def _refused(folder: str, holder: Holder | None) -> ConfigError:
+    who = "another process"
+    if holder is not None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+        who = f"process {holder.pid} on {holder.host} since {since}"
+    return ConfigError(f"{folder}: is written to by {who}; one writer to a folder, wait for it or stop it")
+
+
+# --- flock --------------------------------------------------------------------------------------
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+class FileLock:
+    """`flock` on a file of the folder.
+
+    Raises:
+        ConfigError: another writer holds it.
+        OSError: the folder cannot be written to, or its file system has no `flock`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        assert fcntl is not None
+        self._descriptor: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException as error:
+            text = os.pread(self._descriptor, 4096, 0)
+            self._close()
+            if isinstance(error, BlockingIOError):
+                raise _refused(str(folder), Holder.parse(text)) from None
+            raise
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, Holder.this_process().pack(), 0)
+        _held.add(self)
+
+    def check(self) -> None:
+        """See `Lock.check`: the system would not give it to two."""
+
+    def release(self) -> None:
+        """See `Lock.release`."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _forget_in_child() -> None:
+    # A forked data loader shares the open file, and would hold the lock for a trainer that was killed.
+    for lock in list(_held):
+        lock._close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# --- lease --------------------------------------------------------------------------------------
+
+
+class Lease:
+    """A lock by a file that is renewed.
+
+    Args:
+        place: the folder.
+        beat: seconds between renewals.
+        stale: seconds without a renewal after which others take it.
+
+    Raises:
+        ConfigError: another writer holds it.
+    """
+
+    def __init__(self, place: Place, beat: float = BEAT_SECONDS, stale: float = STALE_SECONDS) -> None:
+        self._place, self._beat, self._stale = place, beat, stale
+        self._holder = Holder.this_process()
+        self._wait_for_stale()
+        self._write()
+        time.sleep(min(SETTLE_SECONDS, beat))
+        if not self._is_ours():
+            raise _refused(place.name, self._read())
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="ckptz-lease", daemon=True)
+        self._thread.start()
+
+    def _wait_for_stale(self) -> None:
+        found = self._read()
+        if found is None or found.is_dead:
+            return
+        end = time.monotonic() + self._stale
+        while time.monotonic() < end:
+            time.sleep(min(self._beat, self._stale) / 4)
+            now = self._read()
+            if now is None:
+                return
+            if now != found:
+                raise _refused(self._place.name, now)
+
+    def _read(self) -> Holder | None:
+        try:
+            with contextlib.closing(self._place.open(LEASE_NAME)) as file:
+                return Holder.parse(file.read(0, file.size).tobytes())
+        except FileNotFoundError:
+            return None
+
+    def _write(self) -> None:
+        with self._place.publish(LEASE_NAME) as file:
+            file.write(self._holder.pack())
+
+    def _is_ours(self) -> bool:
+        found = self._read()
+        return found is not None and found.token == self._holder.token
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(self._beat):
+            # A store that cannot be reached now may be later; until then others may take the lease.
+            with contextlib.suppress(Exception):
+                if not self._is_ours():
+                    return
+                fields = asdict(self._holder) | {"beat": self._holder.beat + 1}
+                self._holder = Holder(**fields)
+                self._write()
+
+    def check(self) -> None:
+        """See `Lock.check`."""
+        if not self._is_ours():
+            raise WriteError(
+                errno.EBUSY,
+                f"{self._place.name}: another writer took the folder while this one could not renew its "
+                "lease; stop one of the two",
+            )
+
+    def release(self) -> None:
+        """See `Lock.release`."""
+        self._is_over.set()
+        self._thread.join()
+        with contextlib.suppress(Exception):
+            if self._is_ours():
+                self._place.remove(LEASE_NAME)
+
+
+def acquire(place: Place, folder: Path | None) -> Lock:
+    """The lock of a folder.
+
+    Args:
+        place: the folder.
+        folder: its path, if it is a local one; it must exist.
+
+    Raises:
+        ConfigError: another writer holds it.
+        OSError: the folder cannot be written to.
+    """
+    if folder is not None and fcntl is not None:
+        try:
+            return FileLock(folder)
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
+    return Lease(place)
+
+
+@contextlib.contextmanager
+def locked(place: Place, folder: Path | None) -> Iterator[Lock]:
+    """The lock of a folder while the block lasts."""
+    lock = acquire(place, folder)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process holds the `flock` of a local folder."""
+    try:
+        FileLock(folder).release()
+    except ConfigError:
+        return True
+    return False
+
+
+def local_folder_of(place: Place) -> Path | None:
+    """The path of a place, if it is a folder of this machine."""
+    return Path(place.name) if isinstance(place, LocalFolder) else None

@@ -1,0 +1,146 @@
+"""The files of a store by name: what they are, what they say of themselves, what is stored against what."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal
+
+from ckptz.container.publish import TEMPORARY_SUFFIX
+
+Kind = Literal["weights", "state"]
+OWNER: Final = "step-"  # begins the names of temporary files
+METRIC_KEY: Final = "metric"  # in the metadata of weights
+POSITION_KEY: Final = "since_anchor"  # in the metadata of both
+WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
+MAX_STEP: Final = (1 << 63) - 1
+_NAME: Final = re.compile(r"step-(\d{8,})(\.state)?\.ckptz")
+_HIDDEN: Final = ".hidden"
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRule:
+    """What a new file is stored against.
+
+    Files are counted from their anchor, which has position 0. In a plain chain each is stored against the
+    one before. In a *forked* one, position p is stored against p with its lowest bit cleared: 5 and 6
+    against 4, 4 and 8 against the anchor. Chains are then at most log2(anchor_every) deltas deep, and so
+    is what must be decoded for the next delta; the base is 2 positions away on average. It is always one
+    that the file before was stored against, or that file itself, so retention has kept it.
+
+    Attributes:
+        anchor_every: the file after position anchor_every - 1 is an anchor.
+        is_forked: see above.
+    """
+
+    anchor_every: int
+    is_forked: bool
+
+    def base_of(self, position: int) -> int | None:
+        """Position of the base; None for an anchor."""
+        if not 0 < position < self.anchor_every:
+            return None
+        return position & (position - 1) if self.is_forked else position - 1
+
+    @property
+    def n_hidden(self) -> int:
+        """Files that a run of kept ones may need beside themselves."""
+        return (self.anchor_every - 1).bit_length() if self.is_forked else self.anchor_every - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepFile:
+    """One file of a step."""
+
+    step: int
+    kind: Kind
+
+    @property
+    def name(self) -> str:
+        """Its name in the folder."""
+        return f"step-{self.step:08d}{'.state' if self.kind == 'state' else ''}.ckptz"
+
+    @property
+    def marker(self) -> str:
+        """Name of the empty file that hides it."""
+        return f".{self.name}{_HIDDEN}"
+
+    @classmethod
+    def parse(cls, name: str) -> StepFile | None:
+        """Inverse of `name`; None for any other file."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        file = cls(int(match[1]), "state" if match[2] else "weights")
+        return file if file.name == name else None
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a file says of itself.
+
+    Attributes:
+        content_id: identity of its values.
+        base: name of the file that it is stored against, or None.
+        base_id: content id of the same.
+        position: files written between its anchor and it; 0 for an anchor.
+        metric: of weights, as given to `save`.
+        weights: of state: content id of the weights that it goes with.
+    """
+
+    content_id: str
+    base: str | None
+    base_id: str | None
+    position: int
+    metric: float | None
+    weights: str | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is in the folder at one moment.
+
+    Attributes:
+        sizes: bytes of each file of a step, hidden ones included.
+        hidden: those that are there only as bases.
+        leftovers: names of files that a killed writer left: unfinished ones, and markers of nothing.
+    """
+
+    sizes: dict[StepFile, int]
+    hidden: frozenset[StepFile]
+    leftovers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: dict[str, int]) -> Listing:
+        """Sort the names of a folder."""
+        sizes = {file: size for name, size in names.items() if (file := StepFile.parse(name))}
+        marked = {file for name in names if (file := _marked_by(name))}
+        unfinished = [n for n in names if n.startswith(f".{OWNER}") and n.endswith(TEMPORARY_SUFFIX)]
+        orphaned = [file.marker for file in sorted(marked - set(sizes))]
+        return cls(sizes, frozenset(marked & set(sizes)), tuple(unfinished + orphaned))
+
+    @cached_property
+    def weights_steps(self) -> tuple[int, ...]:
+        """Steps whose weights can be read, ascending."""
+        return tuple(sorted(f.step for f in self.sizes if f.kind == "weights" and f not in self.hidden))
+
+    @cached_property
+    def full_steps(self) -> tuple[int, ...]:
+        """Steps that training can resume from, ascending."""
+        states = {f.step for f in self.sizes if f.kind == "state" and f not in self.hidden}
+        return tuple(step for step in self.weights_steps if step in states)
+
+    def without(self, files: set[StepFile]) -> Listing:
+        """The same less some files."""
+        sizes = {file: size for file, size in self.sizes.items() if file not in files}
+        return Listing(sizes, self.hidden & set(sizes), self.leftovers)
+
+    def steps_of(self, kind: Kind) -> tuple[int, ...]:
+        """Steps of which users may ask for this file."""
+        return self.weights_steps if kind == "weights" else self.full_steps
+
+
+def _marked_by(name: str) -> StepFile | None:
+    is_marker = name.startswith(".") and name.endswith(_HIDDEN)
+    return StepFile.parse(name[1 : -len(_HIDDEN)]) if is_marker else None

@@ -1,0 +1,368 @@
+"""A store: the folder of a training run. Each step is two files that describe themselves.
+
+    step-00000100.ckptz          the weights of step 100
+    step-00000100.state.ckptz    what resuming needs beside them: optimizer, random numbers, extras
+    .step-00000100.ckptz.hidden  an empty file: that file is there only because others are stored against it
+    .ckptz-lock                  see lock.py
+
+Weights and state are chains of their own, so that retention can drop the state of a step and keep its
+weights without rewriting a byte. A step exists when its weights do: they get their name last. Files never
+change and never change names, so anyone may read while one process writes. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Final, Protocol
+
+from ckptz.container.publish import TEMPORARY_SUFFIX, publish_together
+from ckptz.container.reader import Container
+from ckptz.container.writer import Written
+from ckptz.errors import (
+    CkptzError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    MissingBaseError,
+    TruncatedError,
+)
+from ckptz.store.lock import Lock, acquire
+from ckptz.store.places import LocalFolder, place_of
+from ckptz.store.remote import UploadFolder
+from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
+from ckptz.store.spool import Spool
+from ckptz.store.step_files import (
+    MAX_STEP,
+    METRIC_KEY,
+    OWNER,
+    POSITION_KEY,
+    WEIGHTS_KEY,
+    ChainRule,
+    FileFacts,
+    Kind,
+    Listing,
+    StepFile,
+)
+
+ABANDONED_SECONDS: Final = 3600.0
+
+Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
+
+
+class StateEncoder(Protocol):
+    """Writes state, which names the weights that it goes with."""
+
+    def __call__(
+        self, sink: BinaryIO, base: Checkpoint | None, position: int, weights_id: str
+    ) -> Written: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenStep:
+    """The two files of a step that was written, and what the user should know."""
+
+    weights: Written
+    state: Written
+    notes: tuple[str, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of both files."""
+        return self.weights.stored_bytes + self.state.stored_bytes
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.weights.original_bytes + self.state.original_bytes
+
+
+class StepStore:
+    """A folder of steps, on this machine or behind an fsspec URL.
+
+    Args:
+        folder_or_url: need not exist; a writer makes it.
+    """
+
+    def __init__(self, folder_or_url: Path_) -> None:
+        place = place_of(folder_or_url)
+        self._place = place if isinstance(place, LocalFolder) else UploadFolder(place.name)
+        self._folder = Path(place.name) if isinstance(place, LocalFolder) else None
+        self.name = self._place.name
+        self._facts: dict[StepFile, tuple[int, FileFacts]] = {}
+        self._lock: Lock | None = None
+        self._spool: Spool | None = None
+
+    # --- what is there --------------------------------------------------------------------------
+
+    def listing(self) -> Listing:
+        """What is in the folder now."""
+        listing = Listing.of(self._place.sizes())
+        return listing if self._folder is not None else self._less_cut_off(listing)
+
+    def _less_cut_off(self, listing: Listing) -> Listing:
+        """The listing with an upload that was cut off among the leftovers, where the store shows such."""
+        newest = max((file.step for file in listing.sizes), default=None)
+        cut = {file for file in listing.sizes if file.step == newest and self._ends_early(file, listing)}
+        found = listing.without(cut)
+        return replace(found, leftovers=(*found.leftovers, *(file.name for file in sorted(cut))))
+
+    def _ends_early(self, file: StepFile, listing: Listing) -> bool:
+        try:
+            self.facts(file, listing.sizes[file])
+        except TruncatedError:
+            return True
+        except (CkptzError, OSError):
+            return False
+        return False
+
+    def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
+        """What a file says of itself.
+
+        Args:
+            file: which.
+            n_bytes: its size, as listed.
+
+        Raises:
+            FormatError: it is damaged.
+        """
+        known = self._facts.get(file)
+        if known is None or known[0] != n_bytes:
+            known = self._facts[file] = n_bytes, self._read_facts(file, n_bytes)
+        return known[1]
+
+    def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
+        if isinstance(self._place, UploadFolder):
+            source = self._place.peek(file.name, n_bytes)
+        else:
+            source = self._place.open(file.name)
+        with contextlib.closing(open_file(source)) as opened:
+            if not isinstance(opened, Container):
+                raise FormatError(f"{opened.name}: not a .ckptz file")
+            index = opened.index
+            if index.step != file.step:
+                raise CorruptionError(f"{opened.name}: holds step {index.step}; it was renamed")
+            metadata = index.metadata or {}
+            base = index.base
+            return FileFacts(
+                content_id=index.content_id,
+                base=None if base is None else base.file,
+                base_id=None if base is None else base.content_id,
+                position=0 if base is None else _whole(metadata.get(POSITION_KEY), index.depth),
+                metric=_number(metadata.get(METRIC_KEY)),
+                weights=metadata.get(WEIGHTS_KEY),
+            )
+
+    # --- reading --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def opened(self, file: StepFile) -> Iterator[Checkpoint]:
+        """A file with its chain; of a remote store it is brought here first.
+
+        Raises:
+            FileNotFoundError: no such file.
+            MissingBaseError: the chain is broken.
+            FormatError: a file of it is damaged.
+        """
+        self._fetch(file)
+        with contextlib.closing(open_checkpoint(self.local_folder / file.name)) as checkpoint:
+            yield checkpoint
+
+    @property
+    def local_folder(self) -> Path:
+        """Where files are on this machine: the folder, or for a remote store a spool."""
+        if self._folder is not None:
+            return self._folder
+        if self._spool is None:
+            self._spool = Spool()
+        return self._spool.folder
+
+    def _fetch(self, file: StepFile) -> None:
+        if not isinstance(self._place, UploadFolder):
+            return
+        sizes = self.listing().sizes
+        for member in self.chain(file, sizes):
+            path = self.local_folder / member.name
+            if not path.exists() or path.stat().st_size != sizes.get(member):
+                self._place.download(member.name, path)
+
+    def chain(self, file: StepFile, sizes: dict[StepFile, int]) -> list[StepFile]:
+        """A file and those that it needs, nearest first; ends at an anchor, or at what is not listed.
+
+        Raises:
+            FormatError: one of them is damaged.
+        """
+        members = [file]
+        while (last := members[-1]) in sizes and len(members) <= MAX_DEPTH:
+            base = self.facts(last, sizes[last]).base
+            found = None if base is None else StepFile.parse(base)
+            if found is None:
+                break
+            members.append(found)
+        return members
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Become the folder's one writer, and clean up after one that was killed.
+
+        Raises:
+            ConfigError: another process is.
+            OSError: the folder cannot be written to.
+        """
+        if self._lock is not None:
+            return
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = acquire(self._place, self._folder)
+        for name in (*self.listing().leftovers, *self._abandoned()):
+            self._place.remove(name)
+
+    def _abandoned(self) -> Iterator[str]:
+        """Unfinished files of others, such as a rebase, to which nobody has written for long."""
+        if self._folder is not None:
+            for path in self._folder.glob(f".*{TEMPORARY_SUFFIX}"):
+                with contextlib.suppress(FileNotFoundError):  # finished meanwhile
+                    if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                        yield path.name
+
+    def close(self) -> None:
+        """Let others write; nothing may be done with the store after this."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        if self._spool is not None:
+            self._spool.close()
+            self._spool = None
+
+    def check_new(self, step: int) -> None:
+        """Require that a step comes after all that are there.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if not 0 <= step <= MAX_STEP:
+            raise ConfigError(f"a step is a number from 0 to below 2^63, got {step}")
+        newest = max(self.listing().weights_steps, default=-1)
+        if step <= newest:
+            raise ConfigError(
+                f"{self.name}: step {step} is not after {newest}, the newest that is there; to go on from an "
+                "earlier step, first remove the later ones with discard_after or ckptz prune --after"
+            )
+
+    def write(
+        self, step: int, encode_weights: Encoder, encode_state: StateEncoder, rule: ChainRule
+    ) -> WrittenStep:
+        """Write the files of a step; both appear, the weights last, or the step is not there.
+
+        Args:
+            step: after all that are there.
+            encode_weights: writes weights to a file, against a base or, for None, alone.
+            encode_state: the same for state, which it is told the content id of the weights for.
+            rule: what they are stored against.
+
+        Raises:
+            OSError: the disk is full or fails; all that was there stays.
+        """
+        assert self._lock is not None, "write without a lock"
+        notes: list[str] = []
+        weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
+        folder = self.local_folder
+        with publish_together(OWNER) as files:
+            with (
+                files.file(folder / state_file.name) as state_sink,
+                files.file(folder / weights_file.name) as weights_sink,
+            ):
+                weights = self._encode("weights", weights_sink, encode_weights, rule, notes)
+                with_id = functools.partial(encode_state, weights_id=weights.content_id)
+                state = self._encode("state", state_sink, with_id, rule, notes)
+            self._lock.check()
+        self._upload(state_file, weights_file)
+        return WrittenStep(weights, state, tuple(notes))
+
+    def _encode(
+        self, kind: Kind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
+    ) -> Written:
+        with self._base(kind, rule, notes) as (base, position):
+            if base is None:
+                return encode(sink, None, 0)
+            try:
+                return encode(sink, base, position)
+            except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
+                notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
+        sink.seek(0)
+        sink.truncate()
+        return encode(sink, None, 0)
+
+    @contextlib.contextmanager
+    def _base(self, kind: Kind, rule: ChainRule, notes: list[str]) -> Iterator[tuple[Checkpoint | None, int]]:
+        """What the next file of a kind is stored against, None for an anchor, and its position."""
+        base, position = None, 0
+        with contextlib.ExitStack() as held:
+            try:
+                found, position = self._base_file(kind, rule)
+                if found is not None:
+                    base = held.enter_context(self.opened(found))
+            except (CkptzError, FileNotFoundError) as error:
+                notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
+            yield base, position
+
+    def _base_file(self, kind: Kind, rule: ChainRule) -> tuple[StepFile | None, int]:
+        listing = self.listing()
+        steps = listing.steps_of(kind)
+        if not steps:
+            return None, 0
+        newest = StepFile(steps[-1], kind)
+        position = self.facts(newest, listing.sizes[newest]).position + 1
+        wanted = rule.base_of(position)
+        if wanted is None:
+            return None, 0
+        for file in self.chain(newest, listing.sizes):
+            if file in listing.sizes and self.facts(file, listing.sizes[file]).position <= wanted:
+                return file, position
+        return newest, position
+
+    def _upload(self, *files: StepFile) -> None:
+        """Bring finished files to a remote store, and keep here only what the next step is stored against."""
+        if not isinstance(self._place, UploadFolder) or self._spool is None:
+            return
+        try:
+            for file in files:
+                self._place.upload(self._spool.folder / file.name, file.name)
+        except BaseException:
+            for file in files:
+                (self._spool.folder / file.name).unlink(missing_ok=True)
+            raise
+        sizes = self.listing().sizes
+        chains = [self.chain(file, sizes) for file in files]
+        self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
+
+    # --- retention's tools ----------------------------------------------------------------------
+
+    def hide(self, file: StepFile) -> None:
+        """Take a file from users and keep it as a base."""
+        with self._place.publish(file.marker):
+            pass
+
+    def remove(self, file: StepFile) -> None:
+        """Delete a file, and then its marker."""
+        self._place.remove(file.name)
+        self._place.remove(file.marker)
+        self._facts.pop(file, None)
+
+
+def _whole(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else default
+
+
+def _number(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,57 @@
+"""What is wrong with a folder of steps beyond its single files: mismatched pairs, leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ckptz.errors import CkptzError, ConfigError, CorruptionError
+from ckptz.store.resolve import SUFFIX
+from ckptz.store.step_files import Listing, StepFile
+from ckptz.store.steps import StepStore
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Every `.ckptz` file of a folder by name, bases that are kept for others included.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX))
+    if not names:
+        raise ConfigError(f"{folder}: holds no {SUFFIX} files; name a folder of checkpoints")
+    return [folder / name for name in names]
+
+
+def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
+    """Files of a Checkpointer's store whose weights and state are not of one moment, each with an error.
+
+    A folder of anything else has none. What cannot be read is for `verify_file` to complain of.
+    """
+    found = []
+    with contextlib.closing(StepStore(folder)) as store:
+        listing = store.listing()
+        for step in listing.full_steps:
+            weights, state = StepFile(step, "weights"), StepFile(step, "state")
+            if not _is_pair(store, listing, weights, state):
+                error = CorruptionError(
+                    f"{folder / state.name}: belongs to other weights than {weights.name} holds; resume from "
+                    "another step"
+                )
+                found.append((folder / state.name, error))
+    return found
+
+
+def _is_pair(store: StepStore, listing: Listing, weights: StepFile, state: StepFile) -> bool:
+    try:
+        expected = store.facts(state, listing.sizes[state]).weights
+        return expected in (None, store.facts(weights, listing.sizes[weights]).content_id)
+    except (CkptzError, OSError):
+        return True
+
+
+def leftovers(folder: Path) -> tuple[str, ...]:
+    """Names of files that a killed writer left; the next writer and `ckptz prune` remove them."""
+    with contextlib.closing(StepStore(folder)) as store:
+        return store.listing().leftovers

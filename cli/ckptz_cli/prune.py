@@ -1,0 +1,64 @@
+"""`ckptz prune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptz_cli.options import PATH, debug_option, json_option
+from ckptz_cli.session import Session
+
+EPILOG = """\b
+Examples:
+  ckptz prune run --keep-last 5 --dry-run
+  ckptz prune run --keep-last 2 --keep-every 1000 --keep-best 1
+  ckptz prune run --keep-last 1 --keep-weights-last 20
+  ckptz prune run --after 5000
+"""
+
+COUNT = click.IntRange(min=1)
+
+
+@click.command(epilog=EPILOG)
+@click.argument("folder", type=PATH, metavar="DIR")
+@click.option("--keep-last", type=COUNT, metavar="N", help="Keep the N newest steps.")
+@click.option("--keep-every", type=COUNT, metavar="K", help="Keep steps that are multiples of K.")
+@click.option("--keep-best", type=COUNT, metavar="N", help="Keep the N steps with the best metric.")
+@click.option("--higher-is-better", is_flag=True, help="The best metric is the highest, not the lowest.")
+@click.option("--keep-weights-last", type=COUNT, metavar="N", help="Keep the weights of the N newest steps.")
+@click.option("--keep-weights-every", type=COUNT, metavar="K", help="Keep the weights of multiples of K.")
+@click.option("--after", type=click.IntRange(min=0), metavar="STEP", help="First remove all later steps.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_option
+@debug_option
+@click.pass_obj
+def prune(
+    session: Session,
+    folder: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: int | None,
+    higher_is_better: bool,
+    keep_weights_last: int | None,
+    keep_weights_every: int | None,
+    after: int | None,
+    dry_run: bool,
+) -> None:
+    """Remove steps of a training run that no rule keeps.
+
+    A file that kept ones are stored against stays, hidden, until they go too. The newest step always
+    stays. Without rules, only what killed writers left is removed.
+    """
+    from ckptz.store.retention import keep_policy, prune_folder
+    from ckptz_cli.render_store import pruned_text
+
+    policy = keep_policy(
+        steps=(keep_last, keep_every, keep_best),
+        weights=(keep_weights_last, keep_weights_every, None),
+        lower_is_better=not higher_is_better,
+    )
+    report = prune_folder(folder, policy, after=after, dry_run=dry_run)
+    session.show(report, pruned_text(report))
+    for note in report.notes:
+        session.note(note)

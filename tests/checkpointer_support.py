@@ -1,0 +1,95 @@
+"""A tiny training run whose every loss depends on all of its state, and ways to damage what it saves."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckptz import Checkpointer, KeepPolicy
+
+WIDTH = 12
+
+
+class Run:
+    """Model, optimizer, scheduler and data order; what `losses` gives depends on every part and on all
+    random numbers.
+    """
+
+    def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        parts = nn.Linear(width, width), nn.Dropout(0.2), nn.Linear(width, 1)
+        self.model = nn.Sequential(*parts)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [5, 9], gamma=0.5)
+        self.shuffle = torch.Generator().manual_seed(seed)
+        self.position: dict[str, Any] = {"seen": 0}
+        self.width = width
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "shuffle": self.shuffle, "position": self.position}
+
+    def checkpointer(self, folder: Path | str, **options: Any) -> Checkpointer:
+        return Checkpointer(folder, self.model, self.optimizer, extra=self.extra, jobs=1, **options)
+
+    def step(self) -> float:
+        batch = torch.randn(8, self.width) + random.random() + float(np.random.rand())
+        batch = batch[torch.randperm(8, generator=self.shuffle)]
+        loss = self.model(batch).square().mean() * (1 + self.position["seen"] / 100)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.position["seen"] += len(batch)
+        return loss.item()
+
+    def losses(self, n_steps: int) -> list[float]:
+        return [self.step() for _ in range(n_steps)]
+
+
+def saved_run(folder: Path, n_steps: int, **options: Any) -> list[float]:
+    """Train and save every step; the losses, the first one at index 1."""
+    run = Run()
+    losses = [0.0]
+    with run.checkpointer(folder, background=False, **options) as checkpointer:
+        for step in range(1, n_steps + 1):
+            losses.append(run.step())
+            checkpointer.save(step)
+    return losses
+
+
+def loss_after(folder: Path | str, step: int | None = None) -> tuple[int | None, float]:
+    """The step that a new process would resume from, and its next loss."""
+    run = Run(seed=99)
+    with run.checkpointer(folder) as checkpointer:
+        found = checkpointer.restore_latest() if step is None else checkpointer.restore(step)
+    return found, run.step()
+
+
+def names_in(folder: Path) -> set[str]:
+    return set(os.listdir(folder))
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """The exit code of a forked process that does `work`; it ends without cleaning up."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+KEEP_TWO = KeepPolicy(last=2)

@@ -1,0 +1,225 @@
+"""A process that ends anywhere in a save, a prune or a rebase loses nothing but the unfinished save."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
+
+from ckptz.container import publish
+from ckptz.convert.rebase import RebaseOptions, rebase_file
+from ckptz.store.retention import KeepPolicy, prune_folder
+from ckptz.store.step_files import Listing
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
+
+ABORTED = 9
+N_SAVED = 8
+OPTIONS = {"keep": KeepPolicy(last=3), "anchor_every": 4}
+
+
+class Aborting:
+    """Ends the process before its n-th write, fsync, rename or removal; half of a write gets through."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def tick(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self.tick():
+                os._exit(ABORTED)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def open(self, path: Path, mode: str, opener: Any) -> io.BufferedWriter:
+        aborting = self
+
+        class File(io.FileIO):
+            def write(self, data: Any) -> int:
+                if aborting.tick():
+                    super().write(memoryview(data)[: len(data) // 2])
+                    os._exit(ABORTED)
+                return super().write(data)
+
+        return io.BufferedWriter(File(path, mode, opener=opener))
+
+    def install(self) -> None:
+        publish.open = self.open  # type: ignore[attr-defined]
+        for name in ("fsync", "replace", "unlink"):
+            setattr(os, name, self.wrap(getattr(os, name)))
+
+
+def abort_everywhere(prepared: Path, work: Callable[[Path], object], check: Callable[[Path], None]) -> int:
+    """Do `work` on copies of a folder, aborted at each place in turn; how many places there are."""
+    at = 0
+    while True:
+        at += 1
+        folder = prepared.with_name("aborted")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(prepared, folder, copy_function=os.link)  # nothing is written to in place
+
+        def aborted(folder: Path = folder, at: int = at) -> None:
+            Aborting(at).install()
+            work(folder)
+
+        code = in_child(aborted)
+        check(folder)
+        if code == 0:
+            return at - 1
+        assert code == ABORTED
+
+
+def listing(folder: Path) -> Listing:
+    return Listing.of(dict.fromkeys(names_in(folder), 1))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, list[float]]:
+    """A folder with some steps, hidden ones among them, and the losses of the run that goes on."""
+    folder = tmp_path / "run"
+    saved_run(folder, N_SAVED, **OPTIONS)
+    assert listing(folder).hidden
+    return folder, [0.0, *Run().losses(N_SAVED + 4)]
+
+
+def check_whole(folder: Path, losses: list[float], at_least: int) -> int:
+    """Every step that can be seen resumes exactly, and the next process goes on; the newest step.
+
+    It saves, and leaves nothing behind that does not belong there.
+    """
+    *older, newest = listing(folder).full_steps
+    assert newest >= at_least
+    for step in older:
+        assert loss_after(folder, step) == (step, losses[step + 1])
+    run = Run(seed=5)
+    with run.checkpointer(folder, background=False, **OPTIONS) as checkpointer:
+        assert checkpointer.restore_latest() == newest
+        assert run.step() == losses[newest + 1]
+        checkpointer.save(newest + 1)
+    found = listing(folder)
+    assert not found.leftovers
+    states = {file.step for file in set(found.sizes) - found.hidden if file.kind == "state"}
+    assert states == set(found.weights_steps)
+    return newest
+
+
+def save_next(folder: Path) -> None:
+    run = Run(seed=3)
+    with run.checkpointer(folder, background=False, **OPTIONS) as checkpointer:
+        step = checkpointer.restore_latest()
+        assert step is not None
+        run.step()
+        checkpointer.save(step + 1)
+
+
+def test_a_save_aborted_anywhere_loses_only_itself(saved: tuple[Path, list[float]]) -> None:
+    folder, losses = saved
+    newest = set()
+
+    def check(aborted: Path) -> None:
+        steps = listing(aborted).full_steps
+        assert steps[-2:] in ((N_SAVED - 1, N_SAVED), (N_SAVED, N_SAVED + 1))
+        newest.add(check_whole(aborted, losses, at_least=N_SAVED))
+
+    n_places = abort_everywhere(folder, save_next, check)
+    assert newest == {N_SAVED, N_SAVED + 1}
+    assert n_places > 20
+
+
+def test_a_prune_aborted_anywhere_leaves_whole_steps(saved: tuple[Path, list[float]]) -> None:
+    folder, losses = saved
+
+    def check(aborted: Path) -> None:
+        twice = aborted.with_name("again")
+        shutil.copytree(aborted, twice, copy_function=os.link)
+        prune_folder(twice, KeepPolicy(last=1))
+        assert listing(twice).full_steps == (N_SAVED,)
+        assert not listing(twice).leftovers
+        shutil.rmtree(twice)
+        assert check_whole(aborted, losses, at_least=N_SAVED) == N_SAVED
+
+    assert abort_everywhere(folder, lambda path: prune_folder(path, KeepPolicy(last=1)), check) > 5
+
+
+def test_a_rebase_aborted_anywhere_leaves_whole_steps(saved: tuple[Path, list[float]]) -> None:
+    folder, losses = saved
+    name = f"step-{N_SAVED:08d}.ckptz"
+
+    def check(aborted: Path) -> None:
+        assert check_whole(aborted, losses, at_least=N_SAVED) == N_SAVED
+
+    n_places = abort_everywhere(
+        folder, lambda path: rebase_file(path / name, options=RebaseOptions(jobs=1)), check
+    )
+    assert n_places > 3
+
+
+# --- SIGKILL ------------------------------------------------------------------------------------
+
+
+def train_until_killed(folder: Path, done: mmap.mmap) -> None:
+    """Save every step in the background; `done` holds the last that was said to be complete, and a one."""
+    run = Run(seed=7)
+    checkpointer = run.checkpointer(folder, keep=KEEP_TWO, anchor_every=3)
+    step = checkpointer.restore_latest() or 0
+    done[8] = 1
+    while True:
+        run.step()
+        step += 1
+        report = checkpointer.wait()
+        if report is not None:
+            done[:8] = report.step.to_bytes(8, "little")
+        checkpointer.save(step)
+
+
+def kill_at_random(folder: Path, n_kills: int) -> None:
+    rng, losses = random.Random(0), [0.0, *Run().losses(60 * n_kills)]
+    done = mmap.mmap(-1, 9)
+    saved_run(folder, 1, keep=KEEP_TWO, anchor_every=3)
+    n_unfinished = 0
+    for _ in range(n_kills):
+        done[8] = 0
+        child = os.fork()
+        if child == 0:
+            try:
+                train_until_killed(folder, done)
+            finally:
+                os._exit(1)
+        while not done[8]:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended by itself"
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.08))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        found = listing(folder)
+        n_unfinished += bool(found.leftovers)
+        newest = found.full_steps[-1]
+        assert newest >= int.from_bytes(done[:8], "little")
+        for step in found.full_steps:
+            assert loss_after(folder, step)[1] == losses[step + 1]
+        assert len(found.sizes) <= 2 * (2 + 3 - 1) + 4, "files of killed saves are left behind"
+    assert n_unfinished > n_kills // 10, "too few were killed while they wrote"
+
+
+def test_twenty_kills_lose_nothing_that_was_complete(tmp_path: Path) -> None:
+    kill_at_random(tmp_path, 20)
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_lose_nothing_that_was_complete(tmp_path: Path) -> None:
+    kill_at_random(tmp_path, 200)

@@ -1,0 +1,381 @@
+"""The folder of a run: names, what is there, who may write, and which steps stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
+from cli_support import ckptz
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptz import KeepPolicy, KeepRules
+from ckptz.container.publish import TEMPORARY_SUFFIX
+from ckptz.errors import ConfigError, WriteError
+from ckptz.store.lock import FileLock, Holder, Lease
+from ckptz.store.places import LocalFolder
+from ckptz.store.retention import keep_policy, prune_folder
+from ckptz.store.spool import Spool
+from ckptz.store.step_files import ChainRule, Listing, StepFile
+from ckptz.store.steps import StepStore
+
+# --- names --------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, (1 << 63) - 1), st.sampled_from(["weights", "state"]))
+def test_the_name_of_a_file_says_what_it_is(step: int, kind: Any) -> None:
+    file = StepFile(step, kind)
+    assert StepFile.parse(file.name) == file
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-1.ckptz",
+        "step-000000001.ckptz",
+        "step-00000001.from-00000000.ckptz",
+        "step-00000001.safetensors",
+    ],
+)
+def test_other_files_are_not_taken_for_steps(name: str) -> None:
+    assert StepFile.parse(name) is None
+
+
+def test_a_step_is_there_when_its_weights_are() -> None:
+    both = {StepFile(s, k).name: 1 for s in (1, 2, 3) for k in ("weights", "state")}  # type: ignore[arg-type]
+    names = {
+        **both,
+        StepFile(4, "state").name: 1,  # its writer was killed between the two
+        StepFile(5, "weights").name: 1,  # its state was retired
+        StepFile(1, "weights").marker: 0,
+        StepFile(9, "state").marker: 0,
+        f".step-0123{TEMPORARY_SUFFIX}": 7,
+        f".0123{TEMPORARY_SUFFIX}": 7,  # somebody else's
+        "notes.txt": 3,
+    }
+    listing = Listing.of(names)
+    assert listing.full_steps == (2, 3)
+    assert listing.weights_steps == (2, 3, 5)
+    assert set(listing.leftovers) == {f".step-0123{TEMPORARY_SUFFIX}", StepFile(9, "state").marker}
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (KeepRules(last=None), {1, 2, 3, 4, 5, 6}),
+        (KeepRules(last=2), {5, 6}),
+        (KeepRules(last=1, every=2), {2, 4, 6}),
+        (KeepRules(last=1, best=2), {2, 3, 6}),
+        (KeepRules(last=1, best=1, lower_is_better=False), {4, 6}),
+    ],
+)
+def test_rules_name_what_stays(rules: KeepRules, kept: set[int]) -> None:
+    metrics = {1: float("nan"), 2: 0.5, 3: 0.25, 4: 0.75}
+    assert rules.kept(range(1, 7), metrics) == kept
+
+
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"best": -1}])
+def test_rules_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        KeepPolicy(**wrong)  # type: ignore[arg-type]
+
+
+def test_rules_of_the_command_line() -> None:
+    none = (None, None, None)
+    assert keep_policy(steps=none, weights=none, lower_is_better=True) == KeepPolicy(last=None)
+    found = keep_policy(steps=(None, 10, None), weights=(3, None, None), lower_is_better=False)
+    weights = KeepRules(last=3, lower_is_better=False)
+    assert found == KeepPolicy(last=1, every=10, lower_is_better=False, weights=weights)
+
+
+# --- retention ----------------------------------------------------------------------------------
+
+
+def files_bound(last: int, rule: ChainRule, n_others: int = 0) -> int:
+    """Files of each kind that may be there: what docs/training.md promises."""
+    return last + rule.n_hidden + (1 + rule.n_hidden) * n_others
+
+
+@pytest.mark.parametrize(("is_forked", "n_saves"), [(True, 100), (False, 24)])
+def test_the_disk_is_bounded_over_many_saves(tmp_path: Path, is_forked: bool, n_saves: int) -> None:
+    run, most, rule = Run(), 0, ChainRule(8, is_forked)
+    with run.checkpointer(tmp_path, background=False, keep=KeepPolicy(last=5), anchor_every=8) as ck:
+        ck._rule = rule
+        for step in range(1, n_saves + 1):
+            run.position["seen"] += 1
+            ck.save(step)
+            kinds = [file.kind for file in Listing.of(dict.fromkeys(names_in(tmp_path), 1)).sizes]
+            most = max(most, kinds.count("weights"), kinds.count("state"))
+        assert ck.steps() == tuple(range(n_saves - 4, n_saves + 1))
+        for step in ck.steps():
+            ck.restore(step)
+            assert run.position["seen"] == step
+    assert most == files_bound(5, rule)
+
+
+@pytest.mark.parametrize("anchor_every", [1, 2, 3, 7, 16, 64])
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_base_is_the_file_before_or_one_that_it_is_stored_against(
+    anchor_every: int, is_forked: bool
+) -> None:
+    rule = ChainRule(anchor_every, is_forked)
+    chains: list[list[int]] = [[0]]
+    for position in range(1, anchor_every):
+        base = rule.base_of(position)
+        assert base is not None
+        assert base in chains[-1]
+        chains.append([position, *chains[base]])
+    assert rule.base_of(0) is rule.base_of(anchor_every) is None
+    assert max(len(chain) for chain in chains) - 1 <= rule.n_hidden
+
+
+def test_the_best_and_every_kth_step_stay_with_their_bases(tmp_path: Path) -> None:
+    run = Run()
+    policy = KeepPolicy(last=1, every=7, best=1)
+    with run.checkpointer(tmp_path, background=False, keep=policy, anchor_every=4) as ck:
+        for step in range(1, 20):
+            run.step()
+            ck.save(step, metric=abs(step - 11.2))
+        assert ck.steps() == (7, 11, 14, 19)
+        for step in ck.steps():
+            ck.restore(step)
+    listing = Listing.of(dict.fromkeys(names_in(tmp_path), 1))
+    assert sum(file.kind == "state" for file in listing.sizes) <= files_bound(
+        1, ChainRule(4, True), n_others=3
+    )
+
+
+def test_weights_outlive_their_state(tmp_path: Path) -> None:
+    run = Run()
+    policy = KeepPolicy(last=1, weights=KeepRules(last=3))
+    with run.checkpointer(tmp_path, background=False, keep=policy, anchor_every=1) as ck:
+        states = []
+        for step in range(1, 6):
+            run.step()
+            states.append({name: tensor.clone() for name, tensor in run.model.state_dict().items()})
+            ck.save(step)
+        assert ck.steps() == (5,)
+        assert ck.weights_steps() == (3, 4, 5)
+        with pytest.raises(ConfigError, match="weights_only=True"):
+            ck.restore(3)
+        seen = run.position["seen"]
+        ck.restore(3, weights_only=True)
+    assert all(tensor.equal(states[2][name]) for name, tensor in run.model.state_dict().items())
+    assert run.position["seen"] == seen
+    assert names_in(tmp_path) == {
+        ".ckptz-lock",
+        *(f"step-0000000{step}.ckptz" for step in (3, 4, 5)),
+        "step-00000005.state.ckptz",
+    }
+
+
+def test_a_hidden_base_goes_with_the_last_that_needs_it(tmp_path: Path) -> None:
+    saved_run(tmp_path, 4, keep=KEEP_TWO, anchor_every=4)
+    assert names_in(tmp_path) & {f".step-0000000{step}.ckptz.hidden" for step in range(1, 5)} == {
+        ".step-00000001.ckptz.hidden"
+    }
+    run = Run()
+    with run.checkpointer(tmp_path, background=False, keep=KEEP_TWO, anchor_every=4) as ck:
+        ck.restore_latest()
+        ck.save(5)
+        assert ck.steps() == (4, 5)
+        assert "step-00000001.ckptz" in names_in(tmp_path)
+        ck.save(6)
+    assert names_in(tmp_path) == {".ckptz-lock"} | {
+        f"step-0000000{step}{suffix}" for step in (5, 6) for suffix in (".ckptz", ".state.ckptz")
+    }
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_whatever_is_saved_and_pruned_every_visible_step_resumes(data: st.DataObject) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, run, losses = Path(name), Run(), [0.0]
+        with run.checkpointer(folder, background=False, anchor_every=3, keep=KeepPolicy(last=None)) as ck:
+            for step in range(1, data.draw(st.integers(2, 7)) + 1):
+                losses.append(run.step())
+                ck.save(step)
+        losses.append(run.step())
+        for _ in range(data.draw(st.integers(1, 3))):
+            rules = KeepPolicy(
+                last=data.draw(st.integers(1, 4)), every=data.draw(st.sampled_from([None, 2, 3]))
+            )
+            report = prune_folder(folder, rules)
+            listing = Listing.of(dict.fromkeys(names_in(folder), 1))
+            assert report.steps == listing.full_steps
+            assert {file.name for file in listing.hidden} == set(report.hidden)
+            for step in listing.full_steps:
+                assert loss_after(folder, step) == (step, losses[step + 1])
+
+
+def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
+    saved_run(tmp_path, 3, anchor_every=1)
+    damaged = tmp_path / "step-00000001.ckptz"
+    damaged.write_bytes(b"not a checkpoint")
+    report = prune_folder(tmp_path, KeepPolicy(last=1))
+    assert damaged.exists()
+    assert "step-00000001.ckptz is left alone" in report.notes[0]
+
+
+# --- who may write ------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
+    saved_run(tmp_path, 2)
+    first, second = Run(), Run()
+    with first.checkpointer(tmp_path, every=1) as writer, second.checkpointer(tmp_path, every=5) as other:
+        writer.restore_latest()
+        first.step()
+        writer.maybe_save(3)
+        assert other.restore_latest() in (2, 3)
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
+            other.maybe_save(1)  # not due, but it will be
+        with pytest.raises(ConfigError, match="is written to by"):
+            prune_folder(tmp_path, KeepPolicy(last=1))
+        prune_folder(tmp_path, KeepPolicy(last=1), dry_run=True)
+    prune_folder(tmp_path, KeepPolicy(last=1))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_lock_of_a_killed_process_is_free_at_once_and_forks_do_not_hold_it(tmp_path: Path) -> None:
+    def hold() -> None:
+        lock = FileLock(tmp_path)
+        if os.fork() == 0:  # as a data loader does
+            time.sleep(5)
+            os._exit(0)
+        time.sleep(0.3)  # the child closes its copy
+        lock.check()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(hold) == -signal.SIGKILL
+    FileLock(tmp_path).release()
+
+
+def test_a_lease_that_is_renewed_is_respected_and_a_stale_one_is_taken(tmp_path: Path) -> None:
+    place = LocalFolder(tmp_path)
+    lease = Lease(place, beat=0.05, stale=1.0)
+    with pytest.raises(ConfigError, match="is written to by process"):
+        Lease(place, beat=0.05, stale=1.0)
+    lease.check()
+    lease.release()
+    assert not names_in(tmp_path)
+    elsewhere = Holder("0123", 1, "another machine", 0.0)
+    (tmp_path / ".ckptz-lease").write_bytes(elsewhere.pack())
+    Lease(place, beat=0.05, stale=0.2).release()
+
+
+def test_a_lease_of_a_dead_process_or_without_sense_is_taken_at_once(tmp_path: Path) -> None:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    for text in (Holder("0", done.pid, Holder.this_process().host, 0.0).pack(), b"", b'{"pid": 1}'):
+        (tmp_path / ".ckptz-lease").write_bytes(text)
+        start = time.monotonic()
+        Lease(LocalFolder(tmp_path), beat=0.05, stale=60).release()
+        assert time.monotonic() - start < 10
+
+
+def test_a_lease_that_another_took_is_noticed(tmp_path: Path) -> None:
+    lease = Lease(LocalFolder(tmp_path), beat=60, stale=60)
+    (tmp_path / ".ckptz-lease").write_bytes(Holder("0123", 1, "another machine", 0.0).pack())
+    with pytest.raises(WriteError, match="another writer took the folder"):
+        lease.check()
+
+
+def test_the_spool_of_a_killed_process_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    used = Spool()
+    abandoned = tmp_path / "ckptz-spool-gone"
+    abandoned.mkdir()
+    FileLock(abandoned).release()
+    other = Spool()
+    assert not abandoned.exists()
+    assert used.folder.exists()
+    for spool in (used, other):
+        spool.close()
+    assert not names_in(tmp_path)
+
+
+def test_half_written_files_are_removed_by_the_next_writer_and_nobody_elses(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1)
+    names = (".step-0011", ".2233", ".4455")
+    ours, others, old = (tmp_path / f"{name}{TEMPORARY_SUFFIX}" for name in names)
+    for path in (ours, others, old):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    store = StepStore(tmp_path)
+    store.lock()
+    store.close()
+    assert not ours.exists()
+    assert not old.exists()
+    assert others.exists()
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def test_prune_says_what_it_would_do_and_does_it(tmp_path: Path) -> None:
+    saved_run(tmp_path, 4, anchor_every=2)
+    before = names_in(tmp_path)
+    planned = ckptz("prune", tmp_path, "--keep-last", 1, "--dry-run", "--json").json
+    assert names_in(tmp_path) == before
+    assert planned["dry_run"]
+    assert planned["steps"] == [4]
+    done = ckptz("prune", tmp_path, "--keep-last", 1, "--json").json
+    assert {**done, "seconds": 0, "dry_run": True} == {**planned, "seconds": 0}
+    assert set(done["hidden"]) == {"step-00000003.ckptz", "step-00000003.state.ckptz"}
+    assert not names_in(tmp_path) & set(done["removed"])
+    assert "keeps 1 steps" in ckptz("prune", tmp_path).stdout
+
+
+def test_prune_after_goes_back_to_a_step(tmp_path: Path) -> None:
+    losses = saved_run(tmp_path, 4)
+    ckptz("prune", tmp_path, "--after", 2)
+    assert loss_after(tmp_path) == (2, losses[3])
+
+
+def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Path) -> None:
+    saved_run(tmp_path, 3, keep=KEEP_TWO)
+    done = ckptz("verify", tmp_path)
+    assert done.stdout.count(": ok") == 6
+    (tmp_path / f".step-00{TEMPORARY_SUFFIX}").touch()
+    assert "files of a killed writer" in ckptz("verify", tmp_path).stderr
+    other = saved_elsewhere(tmp_path)
+    os.replace(other / "step-00000003.state.ckptz", tmp_path / "step-00000003.state.ckptz")
+    failed = ckptz("verify", tmp_path, fails=True)
+    assert failed.exit_code == 3
+    assert "belongs to other weights than step-00000003.ckptz holds" in failed.stderr
+
+
+def saved_elsewhere(folder: Path) -> Path:
+    """Three steps of another run."""
+    other, run = folder.with_name("other"), Run(seed=8)
+    with run.checkpointer(other, background=False, anchor_every=1) as checkpointer:
+        for step in range(1, 4):
+            run.step()
+            checkpointer.save(step)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("verb", "message"), [("verify", "holds no .ckptz files"), ("prune", "holds no steps")]
+)
+def test_a_folder_without_checkpoints_is_said_to_be_one(tmp_path: Path, verb: str, message: str) -> None:
+    failed = ckptz(verb, tmp_path, fails=True)
+    assert failed.exit_code == 2
+    assert message in failed.stderr
+    missing = ckptz(verb, tmp_path / "missing", fails=True)
+    assert missing.exit_code in (2, 5)

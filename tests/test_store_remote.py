@@ -1,0 +1,208 @@
+"""Stores behind fsspec URLs: finished here, uploaded under the final name, resumed from anywhere."""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from checkpointer_support import KEEP_TWO, Run, loss_after, names_in
+
+from ckptz import KeepPolicy
+from ckptz.errors import ChecksumError, ConfigError, WriteError
+from ckptz.store import lock, remote
+from ckptz.store.retention import prune_folder
+from ckptz.store.step_files import StepFile
+from ckptz.store.steps import StepStore
+
+fsspec = pytest.importorskip("fsspec")
+
+OBJECTS: dict[str, bytes] = {}
+
+
+class Stream(io.RawIOBase):
+    """A pipe to an object: written from its first byte to its last, or read so."""
+
+    def __init__(self, path: str, mode: str) -> None:
+        self._path, self._mode = path, mode
+        self._data = io.BytesIO(OBJECTS[path] if "r" in mode else b"")
+        self.size = len(self._data.getvalue())
+
+    def readable(self) -> bool:
+        return "r" in self._mode
+
+    def writable(self) -> bool:
+        return "w" in self._mode
+
+    def read(self, n: int = -1) -> bytes:
+        return self._data.read(n)
+
+    def write(self, data: Any) -> int:
+        return self._data.write(data)
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, *_: Any) -> NoReturn:
+        raise io.UnsupportedOperation("seek")
+
+    def close(self) -> None:
+        if not self.closed and self.writable():
+            OBJECTS[self._path] = self._data.getvalue()
+        super().close()
+
+
+class Streams(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A file system that can neither seek nor rename."""
+
+    protocol = "streams"
+    cachable = False
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        found = [
+            {"name": name, "size": len(data), "type": "file"}
+            for name, data in OBJECTS.items()
+            if name.rpartition("/")[0] == path
+        ]
+        if not found:
+            raise FileNotFoundError(path)
+        return found if detail else [entry["name"] for entry in found]
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Stream:
+        if "r" in mode and path not in OBJECTS:
+            raise FileNotFoundError(path)
+        return Stream(path, mode)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        del path, exist_ok
+
+    def rm_file(self, path: str) -> None:
+        if path not in OBJECTS:
+            raise FileNotFoundError(path)
+        del OBJECTS[path]
+
+    def mv(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("rename")
+
+    def cp_file(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("copy")
+
+
+fsspec.register_implementation("streams", Streams, clobber=True)
+
+
+@pytest.fixture(params=["memory", "local", "streams"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A new folder of each kind; waits are short."""
+    monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    name = f"run-{uuid.uuid4().hex}"
+    yield f"local://{tmp_path}/{name}" if request.param == "local" else f"{request.param}://{name}"
+    left = [name for name in names_in(tmp_path / "tmp") if name.startswith("ckptz-")]
+    assert not left, "a spool or a download is left behind"
+    OBJECTS.clear()
+
+
+def save_steps(url: str, first: int, last: int, **options: Any) -> list[float]:
+    run, losses = Run(), []
+    with run.checkpointer(url, background=False, keep=KEEP_TWO, anchor_every=4, **options) as checkpointer:
+        assert checkpointer.restore_latest() == (first - 1 or None)
+        for step in range(first, last + 1):
+            losses.append(run.step())
+            checkpointer.save(step)
+    return losses
+
+
+def sizes(url: str) -> dict[StepFile, int]:
+    return StepStore(url).listing().sizes
+
+
+def test_runs_resume_from_there(url: str) -> None:
+    expected = Run().losses(8)
+    assert save_steps(url, 1, 3) == expected[:3]
+    assert save_steps(url, 4, 7) == expected[3:7]  # as another machine does, with nothing here
+    assert loss_after(url) == (7, expected[7])
+    assert loss_after(url, 6) == (6, expected[6])
+    assert {file.step for file in sizes(url)} == {5, 6, 7}, "anchor, hidden or not, and what needs it"
+    report = prune_folder(url, KeepPolicy(last=1))
+    assert report.steps == (7,)
+    assert loss_after(url) == (7, expected[7])
+
+
+def test_deltas_need_no_download_of_what_was_just_uploaded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+    real = remote.UploadFolder.download
+
+    def download(self: remote.UploadFolder, name: str, path: Path) -> None:
+        fetched.append(name)
+        real(self, name, path)
+
+    monkeypatch.setattr(remote.UploadFolder, "download", download)
+    save_steps(url, 1, 3)
+    assert not fetched
+    save_steps(url, 4, 4)
+    assert sorted(set(fetched)) == sorted(fetched)
+
+
+def test_an_upload_that_fails_leaves_the_steps_before(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = save_steps(url, 1, 2)
+    run = Run(seed=2)
+    real = remote.UploadFolder.upload
+
+    def upload(self: remote.UploadFolder, path: Path, name: str) -> None:
+        if name == "step-00000003.ckptz":
+            raise OSError("the network is gone")
+        real(self, path, name)
+
+    with run.checkpointer(url, background=False, keep=KEEP_TWO) as checkpointer:
+        checkpointer.restore_latest()
+        losses.append(run.step())
+        with monkeypatch.context() as patched:
+            patched.setattr(remote.UploadFolder, "upload", upload)
+            with pytest.raises(WriteError, match="the network is gone"):
+                checkpointer.save(3)
+        assert checkpointer.steps() == (1, 2)
+        checkpointer.save(3)
+        assert checkpointer.steps() == (2, 3)
+    assert loss_after(url, 2) == (2, losses[2])
+
+
+def test_an_upload_that_was_cut_off_is_no_step(url: str) -> None:
+    expected = Run().losses(4)
+    save_steps(url, 1, 3)
+    for kind in ("weights", "state"):
+        file = StepFile(3, kind)  # type: ignore[arg-type]
+        fs, path = fsspec.core.url_to_fs(f"{url}/{file.name}")
+        fs.pipe_file(path, fs.cat_file(path)[:-30])
+    assert loss_after(url) == (2, expected[2])
+    assert save_steps(url, 3, 3) == expected[2:3]
+    assert loss_after(url) == (3, expected[3])
+
+
+def test_two_writers_are_told_apart(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "acquire", None)  # by name below, with short waits
+    store = StepStore(url)
+    first = lock.Lease(store._place, beat=0.05, stale=1.0)
+    with pytest.raises(ConfigError, match="is written to by process"):
+        lock.Lease(store._place, beat=0.05, stale=1.0)
+    first.release()
+    assert lock.LEASE_NAME not in store._place.sizes()
+
+
+def test_a_damaged_object_is_named(url: str) -> None:
+    save_steps(url, 1, 1)
+    store = StepStore(url)
+    file = StepFile(1, "state")
+    fs, path = fsspec.core.url_to_fs(f"{url}/{file.name}")
+    data = bytearray(fs.cat_file(path))
+    data[len(data) // 2] ^= 1
+    fs.pipe_file(path, bytes(data))
+    run = Run()
+    with run.checkpointer(url) as checkpointer, pytest.raises(ChecksumError, match=r"step-00000001\.state"):
+        checkpointer.restore(1)
+    store.close()
