@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +17,77 @@ import numpy as np
 import pytest
 from cli_support import ckptz
 from safetensors.numpy import save_file as save_plain
+from spec_cases import ALSO, lenient
+from spec_support import SPEC, page, slug, table
+from test_spec_refusals import CASES
+from vector_support import FOLDER, INVALID, VALID, sessions
 
 from ckptz import KMeans
 from ckptz.numpy import load_file, save_file
 
-DECODER = Path(__file__).parent.parent / "spec" / "decoder" / "ckptz_decode.py"
+DECODER = SPEC / "decoder" / "ckptz_decode.py"
+SOURCES = sorted(DECODER.parent.glob("*.py"))
+MAX_LINES = 700
 DTYPES = (np.float32, np.float16, np.float64, np.int8, np.uint8, np.int16, np.int32, np.int64, np.bool_)
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 3, 4), (64, 70))
 
 State = dict[str, np.ndarray[Any, Any]]
+Row = dict[str, Any]
 
 
-def decode_alone(path: Path) -> subprocess.CompletedProcess[str]:
-    """The other decoder in a process that sees no installed ckptz of the user's."""
-    command = [sys.executable, "-I", str(DECODER), str(path), "--json"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def decode_alone(paths: Sequence[Path]) -> list[Row]:
+    """What the other decoder says of each file, from one process that sees nothing of ours."""
+    command = [sys.executable, "-s", "-E", str(DECODER), *map(str, paths), "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode in (0, 1), run.stderr
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(rows) == len(paths), run.stderr
+    assert run.returncode == any("refused" in row for row in rows)
+    return rows
 
 
-def decoded(path: Path) -> dict[str, str]:
-    """SHA-256 of each tensor, by the other decoder."""
-    run = decode_alone(path)
-    assert run.returncode == 0, run.stderr + run.stdout
-    return {row["name"]: row["sha256"] for row in json.loads(run.stdout)["tensors"]}
+# --- vectors ------------------------------------------------------------------------------------
 
 
-def ours(path: Path) -> dict[str, str]:
-    return {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in load_file(path).items()}
+def test_it_decodes_every_valid_vector() -> None:
+    for vector, row in zip(VALID, decode_alone([vector.paths[0] for vector in VALID]), strict=True):
+        assert row.get("tensors") == vector.row["tensors"], (vector.name, row)
+
+
+def test_it_refuses_every_invalid_vector_by_its_rule() -> None:
+    for vector, row in zip(INVALID, decode_alone([vector.paths[0] for vector in INVALID]), strict=True):
+        if "when" in vector.row:  # it follows no records
+            assert "tensors" in row
+        else:
+            assert row["refused"]["rule"] in {vector.row["breaks"], *vector.row["also"]}, (vector.name, row)
+
+
+def test_it_refuses_inputs_that_are_too_large_to_be_vectors(tmp_path: Path) -> None:
+    paths, rules = [], []
+    for rule, cases in CASES.items():
+        for number, case in enumerate(cases):
+            files = {} if isinstance(case, lenient) else case.files()
+            if max(map(len, files.values()), default=0) > 4096:
+                paths.append(tmp_path / f"{rule}-{number}.ckptz")
+                paths[-1].write_bytes(next(iter(files.values())))
+                rules.append({rule, *ALSO.get(f"{rule}-{number}", [])})
+    assert len(paths) >= 4
+    for row, allowed in zip(decode_alone(paths), rules, strict=True):
+        assert row["refused"]["rule"] in allowed, row
+
+
+def test_it_receives_every_session_of_a_link() -> None:
+    script = DECODER.parent / "ckptz_wire.py"
+    command = [sys.executable, "-s", "-E", str(script), str(FOLDER / "manifest.json")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    found = {row["name"]: row["results"] for row in map(json.loads, run.stdout.splitlines())}
+    assert found == {
+        row["name"]: [message.get("tensor_sha256", row.get("breaks")) for message in row["messages"]]
+        for row in sessions()
+    }
+
+
+# --- random files -------------------------------------------------------------------------------
 
 
 def random_state(rng: np.random.Generator) -> State:
@@ -62,44 +111,191 @@ def moved(state: State, rng: np.random.Generator) -> State:
     }
 
 
-def check_chain(folder: Path, seed: int) -> None:
-    """A chain of three files by one configuration, each read by both."""
+def random_chain(folder: Path, seed: int) -> list[Path]:
+    """A chain of three files by one configuration, in a folder of its own."""
     rng = np.random.default_rng(seed)
     lossy = KMeans(levels=int(rng.integers(2, 40)), prune=0.1 * (seed % 3), protect=0.01 * (seed % 2))
     config = {"config": lossy} if rng.random() < 0.6 else {}
-    state, base = random_state(rng), None
+    state, paths = random_state(rng), []
+    folder.joinpath(str(seed)).mkdir()
     for step in range(3):
-        path = folder / f"{seed}-{step}.ckptz"
-        save_file(state, path, {"seed": str(seed)}, base=base, **config)  # type: ignore[arg-type]
-        assert decoded(path) == ours(path)
-        state, base = moved(state, rng), path
+        paths.append(folder / str(seed) / f"{step}.ckptz")
+        base = paths[-2] if step else None
+        save_file(state, paths[-1], {"seed": str(seed)}, base=base, **config)  # type: ignore[arg-type]
+        state = moved(state, rng)
+    return paths
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_it_reads_random_chains_as_we_do(tmp_path: Path, seed: int) -> None:
-    check_chain(tmp_path, seed)
+def digests(path: Path) -> dict[str, str]:
+    return {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in load_file(path).items()}
 
 
-@pytest.mark.slow
-def test_it_reads_many_random_chains_as_we_do(tmp_path: Path) -> None:
-    for seed in range(100, 434):
-        check_chain(tmp_path, seed)
+@pytest.mark.parametrize(
+    ("first", "n_chains"), [(0, 17), pytest.param(1000, 334, marks=pytest.mark.slow)], ids=["50", "1000"]
+)
+def test_it_reads_random_chains_as_we_do(tmp_path: Path, first: int, n_chains: int) -> None:
+    paths = [path for seed in range(first, first + n_chains) for path in random_chain(tmp_path, seed)]
+    for begin in range(0, len(paths), 51):
+        some = paths[begin : begin + 51]
+        for path, row in zip(some, decode_alone(some), strict=True):
+            assert "tensors" in row, row
+            assert {tensor["name"]: tensor["sha256"] for tensor in row["tensors"]} == digests(path), path
 
 
-def test_it_refuses_what_was_changed(tmp_path: Path) -> None:
-    save_plain({"w": np.arange(64, dtype=np.float32)}, tmp_path / "w.safetensors")
-    ckptz("compress", tmp_path / "w.safetensors")
-    path = tmp_path / "w.ckptz"
-    whole = path.read_bytes()
-    for position in (3, 40, len(whole) // 2, len(whole) - 5):
-        path.write_bytes(whole[:position] + bytes((whole[position] ^ 4,)) + whole[position + 1 :])
-        run = decode_alone(path)
-        assert run.returncode == 1, position
-        assert "Traceback" not in run.stderr
+def test_it_writes_the_plain_file_that_was_compressed(tmp_path: Path) -> None:
+    plain, out = tmp_path / "w.safetensors", tmp_path / "out.safetensors"
+    save_plain({"w": np.arange(64, dtype=np.float32), "b": np.zeros(3, np.int8)}, plain, {"format": "np"})
+    ckptz("compress", plain)
+    subprocess.run([sys.executable, str(DECODER), str(tmp_path / "w.ckptz"), "-o", str(out)], check=True)
+    assert out.read_bytes() == plain.read_bytes()
+
+
+# --- arithmetic ---------------------------------------------------------------------------------
+
+# What a reader may do wrong: the sentence of the decoder, what it becomes, and the vectors that then fail.
+MISTAKES: dict[str, tuple[str, str, set[str]]] = {
+    "fused product and sum": (
+        "return to_f32(scale * level + offset)",
+        "from fractions import Fraction as F\n"
+        "    exact = F(scale) * F(level) + F(offset)\n"
+        "    return to_f32(float(exact)) if exact else to_f32(scale * level + offset)",
+        {"valid/float-fused"},
+    ),
+    "subnormal results of binary64 flushed": (
+        "return to_f32(scale * level + offset)",
+        "p = scale * level\n    return to_f32((p if abs(p) >= 2.0**-1022 else 0.0) + offset)",
+        {"chain/delta-float-subnormal-entry"},
+    ),
+    "subnormal entries flushed": (
+        "return to_f32(scale * level + offset)",
+        "x = scale * level + offset\n    return to_f32(x if abs(x) >= 2.0**-126 else 0.0)",
+        {"valid/float-subnormal-entry"},
+    ),
+    "subnormal sums flushed": (
+        "return to_f32(to_double(a) + to_double(b))",
+        "x = to_double(a) + to_double(b)\n    return to_f32(x if abs(x) >= 2.0**-126 else x * 0.0)",
+        {"chain/delta-map-linear", "valid/float-product-underflow"},
+    ),
+    "subnormal operands flushed": (
+        "return to_f32(to_double(a) + to_double(b))",
+        "a, b = (x if x & 0x7F800000 else x & 0x80000000 for x in (a, b))\n"
+        "    return to_f32(to_double(a) + to_double(b))",
+        {"chain/delta-map-linear"},
+    ),
+    "subnormal products flushed": (
+        "return to_f32(to_double(a) * to_double(b))",
+        "x = to_double(a) * to_double(b)\n    return to_f32(x if abs(x) >= 2.0**-126 else 0.0)",
+        {"valid/float-product-underflow"},
+    ),
+    "sums that are not rounded before the cast": (
+        "total = add(p, entry)",
+        "total = add(p, entry)\n"
+        "            rest = to_double(p) + to_double(entry) - to_double(total)\n"
+        "            total += (rest > 0) if total >> 31 == 0 else (rest < 0)",
+        {"chain/delta-float-rounded-twice"},
+    ),
+    "a cast to BF16 that cuts": (
+        "return (p + 0x7FFF + (p >> 16 & 1)) >> 16",
+        "return p >> 16",
+        {"valid/float-cast-bf16"},
+    ),
+    "a cast to BF16 that rounds half up": (
+        "return (p + 0x7FFF + (p >> 16 & 1)) >> 16",
+        "return (p + 0x8000) >> 16",
+        {"valid/float-cast-bf16", "chain/delta-float-rounded-twice"},
+    ),
+    "a cast to F16 that cuts": (
+        "if rest > 2 ** (t - 1) or (rest == 2 ** (t - 1) and q % 2):",
+        "if False:",
+        {"valid/float-cast-f16"},
+    ),
+    "a cast to F16 that rounds half up": (
+        "if rest > 2 ** (t - 1) or (rest == 2 ** (t - 1) and q % 2):",
+        "if rest >= 2 ** (t - 1):",
+        {"valid/float-cast-f16"},
+    ),
+    "a cast to F16 that flushes subnormals": (
+        "if m <= 0x33000000:",
+        "if m < 0x38800000:",
+        {"valid/float-cast-f16", "chain/delta-float-f16-subnormal"},
+    ),
+    "a predictor of -0.0": (
+        "return [0] * self.n",
+        "return [0x80000000] * self.n",
+        {"valid/map-linear-negative-zero"},
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_reader_with_a_mistake_in_its_arithmetic_fails_vectors(tmp_path: Path, mistake: str) -> None:
+    right, wrong, expected = MISTAKES[mistake]
+    source = (DECODER.parent / "ckptz_frame.py").read_text()
+    assert source.count(right) == 1
+    wrong_folder = tmp_path / "decoder"
+    wrong_folder.mkdir()
+    (wrong_folder / "ckptz_frame.py").write_text(source.replace(right, wrong))
+    (wrong_folder / DECODER.name).write_bytes(DECODER.read_bytes())
+    some = [vector for vector in VALID if re.search("float|map", vector.name)]
+    paths = [str(vector.paths[0]) for vector in some]
+    command = [sys.executable, str(wrong_folder / DECODER.name), *paths, "--json"]
+    rows = map(json.loads, subprocess.run(command, capture_output=True, text=True).stdout.splitlines())
+    failed = {v.name for v, row in zip(some, rows, strict=True) if row.get("tensors") != v.row["tensors"]}
+    assert expected <= failed
+
+
+# --- its text -----------------------------------------------------------------------------------
 
 
 def test_it_shares_no_code_with_us() -> None:
-    imported = [
-        line for line in DECODER.read_text().splitlines() if line.strip().startswith(("import", "from"))
-    ]
-    assert not [line for line in imported if "ckptz" in line or "numpy" in line or "safetensors" in line]
+    own = {path.stem for path in SOURCES}
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
+        foreign = {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names)
+        assert foreign <= {"zstandard"}, path
+
+
+def _plain(text: str) -> str:
+    """Words and signs, without the marks and lines of a page."""
+    text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)  # links
+    return re.sub(r"\s+", " ", text.replace("*", "").replace("`", "").replace("\\|", "|"))
+
+
+def _quotes(path: Path) -> list[str]:
+    """What the comments and docstrings of a decoder quote; `page#anchor` says from where."""
+    with path.open("rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))[2:]
+    texts = [t.string.strip('"') for t in tokens if t.type == tokenize.STRING and t.string.startswith('"""')]
+    texts += [t.string for t in tokens if t.type == tokenize.COMMENT]
+    closed = [_plain(text + '"' * (text.count('"') % 2)) for text in texts[1:]]
+    return [words for text in closed for words in re.findall(r'"([^"]{8,})"', text)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_what_it_quotes_stands_in_the_pages(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+    pages = "\n".join(_plain(file.read_text()) for file in sorted(SPEC.glob("*.md")))
+    quotes = _quotes(path)
+    assert len(quotes) >= 10
+    assert [words for words in quotes if words not in pages] == []
+
+
+def test_every_question_has_its_answer() -> None:
+    text = (DECODER.parent / "questions.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| .+ \| \[.+\]\(\.\./(.+\.md)#(.+)\) \|$", text, re.M)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 78))
+    for number, name, anchor in rows:
+        assert anchor in page(name), f"question {number}: {name} has no #{anchor}"
+    answered = [row["questions"] for row in table("versions.md", "text-2", "questions", "settled")]
+    listed = {
+        n
+        for cell in answered
+        for low, high in re.findall(r"(\d+)(?: to (\d+))?", cell)
+        for n in range(int(low), int(high or low) + 1)
+    }
+    without = {8, 26, 35, 38, 42, 62, 67, 69}  # the pages said so already
+    assert listed | without == set(range(1, 78))
+    assert slug("Text 2") == "text-2"

@@ -14,7 +14,7 @@ from ckptz.codec.plan import Domain, Predictor
 from ckptz.container import envelope, index, reader
 from ckptz.convert import sharding
 from ckptz.dtypes import DTYPES
-from ckptz.entropy import frequency
+from ckptz.entropy import frequency, streams
 from ckptz.entropy.streams import LANE_CHOICES, CoderId
 from ckptz.kernels import reference
 from ckptz.quant import quant_map
@@ -26,6 +26,7 @@ from ckptz.transform.planes import PlaneMode
 KINDS_OF_REFUSAL = {row["kind"] for row in table("00-conventions.md", "kinds-of-refusal", "kind", "meaning")}
 
 
+JSON_NESTING = 256
 RESERVED_PAGES: tuple[str, ...] = ()  # named by sources already, written with what they describe
 
 
@@ -70,7 +71,9 @@ def test_the_registry_lists_flags_features_and_lanes_of_the_code() -> None:
 
 def test_the_registry_lists_the_limits_of_the_code() -> None:
     limits = {row["limit"]: int(row["value"]) for row in table("registry.md", "limits", "limit")}
+    assert limits.pop("JSON nesting") == JSON_NESTING  # what readers must accept: our parser takes more
     assert limits == {
+        "Zstandard window bytes": streams.MAX_ZSTD_WINDOW,
         "envelope header bytes": envelope.MAX_HEADER_BYTES,
         "index bytes": index.MAX_INDEX_BYTES,
         "dimensions": frame_plan.MAX_DIMS,
@@ -94,6 +97,11 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
     }
 
 
+def test_json_may_be_nested_as_deep_as_the_registry_says() -> None:
+    text = b'{"a":' + b"[" * (JSON_NESTING - 1) + b"]" * (JSON_NESTING - 1) + b"}"
+    assert envelope.strict_json(text, "here")
+
+
 def test_the_newest_version_is_that_of_the_code() -> None:
     newest = table("versions.md", "of-the-format", "version")[0]
     assert (newest["version"], newest["frame version"]) == (
@@ -111,6 +119,8 @@ def test_the_newest_version_is_that_of_the_code() -> None:
         ("index", index.Index),
         ("tensor-entries", index.TensorEntry),
         ("lossy-record", index.LossyRecord),
+        ("quality-record", index.QualityRecord),
+        ("inline-bases", index.InlineBase),
         ("sharding", index.Sharding),
     ],
 )

@@ -30,8 +30,8 @@ class Contents:
         role_rules: the user's rows of the table of roles.
         roles: what tensors are, where more is known than their names say; before `role_rules`.
         guides: what planners may know of tensors beside their values, by name.
-        trained: parameters whose moments stand in another file: one-dimensional weights are then no more exact
-            than they are beside moments.
+        trained: parameters whose moments stand in another file, so that their one-dimensional weights are
+            as exact as they would be beside them.
         quality: budgets that were measured on the very tensors of this file.
     """
 

@@ -44,6 +44,7 @@ class CoderId(IntEnum):
 
 
 LANE_CHOICES: Final = (1, 4, 32)  # spec/02-entropy.md#lanes; the stream holds the index
+MAX_ZSTD_WINDOW: Final = 8 << 20  # spec/02-entropy.md#streams; the codes of the stream, if more
 LANE_MIN_BYTES: Final = (0, 400, 6400)  # encoder only: lane states stay near 2 % of the stream
 
 # Encoder only. A plane that shrinks by less is stored: it would decode ten times slower for nothing.
@@ -278,8 +279,12 @@ def _decode_stored(source: ByteReader, out: Bytes) -> None:
 def _decode_zstd(source: ByteReader, out: Bytes) -> None:
     stream = source.take(source.left, "zstd stream")
     try:
-        if zstandard.frame_content_size(stream) != len(out):
+        # The magic number first: of a skippable frame the rest would be its length.
+        announced = zstandard.get_frame_parameters(stream)
+        if bytes(stream[:4]) != zstandard.FRAME_HEADER or announced.content_size != len(out):
             raise CorruptionError(f"zstd stream does not announce {len(out)} bytes")
+        if announced.window_size > max(len(out), MAX_ZSTD_WINDOW):
+            raise CorruptionError(f"zstd stream asks for a window of {announced.window_size} bytes")
         if not hasattr(_local, "decompressor"):
             _local.decompressor = zstandard.ZstdDecompressor()
         decompressor: _Zstd = _local.decompressor

@@ -182,7 +182,7 @@ class Follower:
         base = container.index.base
         if base is not None and self._content_id not in (None, base.content_id):
             raise MissingBaseError(
-                f"{container.name}: leads on from other values than step {self.step} has here; "
+                f"{container.name}: leads on from other values than step {self.step} has here, {base.title}; "
                 "is it another run? reset() starts afresh"
             )
 

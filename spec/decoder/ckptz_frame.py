@@ -1,0 +1,682 @@
+"""One tensor of the format: streams, transforms, quantization maps, frames.
+
+Implements the pages 00 to 05 of the folder above and the registry, and nothing else; `ckptz_decode.py` goes
+on with files. The sections follow the pages, and what stands in "double quotes" behind `page#anchor:` is a
+sentence of that page, or a part of one. Made for clarity, not for speed, with the standard library only;
+coder zstd needs the package `zstandard`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+# --- 00-conventions -------------------------------------------------------------------------------------
+
+KINDS = {  # the rows of the tables of refusals that are not of kind corrupt
+    "truncated": "I1 C1",
+    "checksum": "F2 F15 C11",
+    "unsupported": "E1 T1 Q2 F3 F4 F5 C6 C7 C8",
+    "missing base": "T10 F12 F13 H3 H4",
+    "limit": "limit",
+}
+
+
+class Refusal(Exception):
+    """00-conventions#words: "give an error instead of a result"; `rule` is a row of a table of refusals."""
+
+    def __init__(self, rule: str, about: str = "") -> None:
+        self.rule = rule
+        self.kind = next((kind for kind, rules in KINDS.items() if rule in rules.split()), "corrupt")
+        super().__init__(f"{self.kind} ({rule})" + (f": {about}" if about else ""))
+
+
+def need(condition: object, rule: str, about: str = "") -> None:
+    """Refuse unless the condition holds."""
+    if not condition:
+        raise Refusal(rule, about)
+
+
+# --- registry -------------------------------------------------------------------------------------------
+
+
+class Dtype(NamedTuple):
+    """registry#dtypes: a row; `size` is the bytes of a unit."""
+
+    id: int
+    name: str
+    bits: int
+    size: int
+    is_float: bool
+
+    def units(self, shape: Iterable[int]) -> int:
+        """00-conventions#shapes: "elements * bits of an element / 8 / bytes of a unit"."""
+        bits = math.prod(shape) * self.bits
+        need(bits % 8 == 0, "F8")
+        return bits // 8 // self.size
+
+
+DTYPES = """BOOL 8 1 no; U8 8 1 no; I8 8 1 no; U16 16 2 no; I16 16 2 no; U32 32 4 no; I32 32 4 no;
+U64 64 8 no; I64 64 8 no; F16 16 2 yes; BF16 16 2 yes; F32 32 4 yes; F64 64 8 yes; C64 64 4 yes;
+F8_E4M3 8 1 yes; F8_E5M2 8 1 yes; F8_E4M3FNUZ 8 1 yes; F8_E5M2FNUZ 8 1 yes; F8_E8M0 8 1 no; F4 4 1 no;
+F6_E2M3 6 1 no; F6_E3M2 6 1 no"""
+ROWS = enumerate(map(str.split, DTYPES.split(";")), 1)
+DTYPE_OF_ID = {i: Dtype(i, name, int(bits), int(size), yes == "yes") for i, (name, bits, size, yes) in ROWS}
+DTYPE_OF_NAME = {dtype.name: dtype for dtype in DTYPE_OF_ID.values()}
+
+CONSTANT, STORED, ZSTD, RANS_SHARED, RANS_OWN, SPARSE = range(6)  # registry#coders
+LANES = (1, 4, 32)  # registry#lanes
+PLANES, LINEAR, BITS = range(3)  # registry#domains
+ZERO, BASE, OUTER = range(3)  # registry#predictors
+FLAG_ZERO, FLAG_ESCAPE, FLAG_PROTECTED = 1, 2, 4  # registry#frame-flags
+RAW, ROTATED, XOR, DIFFERENCE = range(4)  # registry#plane-modes
+MAGNITUDE, ROW, BLOCK, BASE_CODE = range(1, 5)  # registry#class-rules
+EXPLICIT, EXPANDED = range(2)  # registry#table-kinds
+CHUNK = 2**20  # 05-frame#chunks: "A chunk is 1,048,576 = 2^20 units"
+
+# --- 01-integers ----------------------------------------------------------------------------------------
+
+LETTER = {1: "B", 2: "H", 4: "I", 8: "Q"}  # what `struct` calls unsigned integers of so many bytes
+
+
+def unpack(size: int, data: bytes) -> tuple[int, ...]:
+    """01-integers#fixed: "little-endian integers", of `size` bytes each."""
+    return struct.unpack(f"<{len(data) // size}{LETTER[size]}", data)
+
+
+def pack(size: int, units: Iterable[int]) -> bytes:
+    """The inverse."""
+    return b"".join(unit.to_bytes(size, "little") for unit in units)
+
+
+class Cursor:
+    """Takes the fields of one structure from its bytes, front to back."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    @property
+    def left(self) -> int:
+        """How many bytes are left."""
+        return len(self.data) - self.at
+
+    def take(self, n: int) -> bytes:
+        """The next n bytes."""
+        need(n <= self.left, "I1")
+        self.at += n
+        return self.data[self.at - n : self.at]
+
+    def many(self, n: int, letter: str) -> tuple[Any, ...]:
+        """00-conventions#notation: "n of them in succession"; B, I, Q, q, d: u8, u32, u64, i64, f64."""
+        return struct.unpack(f"<{n}{letter}", self.take(n * struct.calcsize("<" + letter)))
+
+    def one(self, letter: str = "B") -> Any:
+        """One such number."""
+        return self.many(1, letter)[0]
+
+    def varint(self) -> int:
+        """01-integers#varint: "groups of seven bits, the least significant group first"."""
+        value = 0
+        for i in range(10):
+            byte = self.one()
+            value |= (byte & 127) << (7 * i)
+            if byte < 128:  # "The top bit of a byte says that another follows."
+                need(byte or i == 0, "I2")
+                need(value < 2**64, "I3")
+                return value
+        raise Refusal("I3")
+
+    def text(self) -> str:
+        """01-integers#text: "The number of bytes as a varint, then so many bytes of UTF-8."."""
+        try:
+            return self.take(self.varint()).decode("utf-8")
+        except UnicodeDecodeError:
+            raise Refusal("I4") from None
+
+    def exp_golomb(self, count: int, order: int) -> list[int]:
+        """01-integers#packed-bits: "from its least significant bit upwards"; then #exp-golomb."""
+        most = self.data[self.at : self.at + 5 * count]  # no code has more than 33 bits
+        bits = "".join(f"{byte:08b}"[::-1] for byte in most)
+        at, values = 0, []
+        for _ in range(count):
+            one = bits.find("1", at)  # "count z zero bits up to the first one bit; with m = k + z"
+            m = order + one - at
+            low = bits[one + 1 : one + 1 + m]
+            need(one >= 0 and m <= 16 and len(low) == m, "I5")
+            values.append(2**m + int(low[::-1] or "0", 2) - 2**order)  # "v = 2^m + x - 2^k"
+            need(values[-1] <= 65535, "I5")
+            at = one + 1 + m
+        end = -(-at // 8)  # "after the last one the rest of the byte is zero bits"
+        need("1" not in bits[at : 8 * end], "I6")
+        self.at += end
+        return values
+
+
+M64 = 2**64 - 1
+P1, P2, P3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+P4, P5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+
+
+def rotl(x: int, n: int) -> int:
+    """01-integers#xxh64: "rotates 64 bits to the left"."""
+    return (x << n | x >> (64 - n)) & M64
+
+
+def xxh_round(a: int, x: int) -> int:
+    """01-integers#xxh64: "round(a, x) = rotl(a + x * P2, 31) * P1"."""
+    return rotl((a + x * P2) & M64, 31) * P1 & M64
+
+
+def xxh64(data: bytes) -> int:
+    """01-integers#xxh64, by its four steps."""
+    whole, h = len(data) // 32 * 32, P5
+    if whole:
+        v = [(P1 + P2) & M64, P2, 0, -P1 & M64]
+        for x in struct.iter_unpack("<4Q", memoryview(data)[:whole]):
+            v = list(map(xxh_round, v, x))
+        h = sum(map(rotl, v, (1, 7, 12, 18))) & M64
+        for lane in v:
+            h = ((h ^ xxh_round(0, lane)) * P1 + P4) & M64
+    h = (h + len(data)) & M64
+    rest = Cursor(data[whole:])
+    while rest.left >= 8:
+        h = (rotl(h ^ xxh_round(0, rest.one("Q")), 27) * P1 + P4) & M64
+    if rest.left >= 4:
+        h = (rotl(h ^ (rest.one("I") * P1 & M64), 23) * P2 + P3) & M64
+    while rest.left:
+        h = rotl(h ^ (rest.one() * P5 & M64), 11) * P1 & M64
+    h = (h ^ h >> 33) * P2 & M64
+    h = (h ^ h >> 29) * P3 & M64
+    return h ^ h >> 32
+
+
+# --- 02-entropy -----------------------------------------------------------------------------------------
+
+
+class Table:
+    """02-entropy#frequency-table."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        first, last, order = cursor.many(3, "B")
+        need(first <= last and order <= 11, "E6")
+        written = cursor.exp_golomb(last - first, order)  # "of the codes from `first` to `last` - 1"
+        some = [*written, 4096 - sum(written)]  # "4096 minus the sum of the others"
+        need(some[0] > 0 and some[-1] > 0, "E6")
+        self.frequency = [0] * first + some
+        self.start = [0, *itertools.accumulate(self.frequency)]  # "the frequencies of all lower codes"
+        self.code_of_slot = b"".join(bytes([s]) * f for s, f in enumerate(self.frequency))
+
+
+def read_runs(cursor: Cursor, classes: int, bound: int) -> list[int]:
+    """02-entropy#runs: "Runs give each class, 0 and up, a number below a bound"."""
+    numbers: list[int] = []
+    while len(numbers) < classes:
+        run, number = cursor.varint(), cursor.varint()
+        need(1 <= run <= classes - len(numbers), "E8")
+        need(number < bound, "E8")
+        numbers += [number] * run
+    return numbers
+
+
+def read_tables(cursor: Cursor, classes: int) -> list[Table]:
+    """02-entropy#tables: "tables that all chunks share"; here the one of each class."""
+    count = cursor.one()
+    need(1 <= count <= 64, "E7")
+    tables = [Table(cursor) for _ in range(count)]
+    return [tables[number] for number in read_runs(cursor, classes, count)]
+
+
+class Stream(Cursor):
+    """02-entropy#streams: "A stream is n codes in some bytes."."""
+
+    def decode(self, coder: int, n: int, tables: list[Table] | None = None, classes: Any = ()) -> bytes:
+        """Its codes; `tables` by class and `classes` by unit are for rans-shared."""
+        need(coder <= SPARSE, "E1", f"coder {coder}")
+        if n == 0:  # "A stream of no codes is `stored` and has no bytes."
+            need(coder == STORED and not self.left, "E4")
+            return b""
+        if coder == CONSTANT:  # "one u8: every code has this value"
+            codes = self.take(1) * n
+        elif coder == STORED:  # "the n codes"
+            codes = self.take(n)
+        elif coder == ZSTD:
+            codes = self.zstd(n)
+        elif coder == RANS_OWN:
+            codes = self.rans(itertools.repeat(Table(self)), n)
+        elif coder == SPARSE:
+            codes = self.sparse(n)
+        else:
+            need(tables is not None, "E2")
+            codes = self.rans_shared(tables or [], classes)
+        need(self.left == 0, "E3")  # "The bytes must be used up exactly."
+        return codes
+
+    def zstd(self, n: int) -> bytes:
+        """02-entropy#streams: "one Zstandard frame (RFC 8878) that decodes to the n codes"."""
+        try:
+            import zstandard
+        except ImportError:
+            raise Refusal("E1") from None
+        data = self.take(self.left)
+        try:
+            frame = zstandard.get_frame_parameters(data)
+            need(data[:4] == b"\x28\xb5\x2f\xfd" and frame.content_size == n and frame.dict_id == 0, "E5")
+            need(frame.window_size <= max(n, 2**23), "E5")  # "at most 8 MiB = 8,388,608 bytes, or n"
+            # "No other frame, also no skippable one, stands before or behind it."
+            codes = zstandard.ZstdDecompressor().decompress(data, max_output_size=n, allow_extra_data=False)
+        except zstandard.ZstdError:
+            raise Refusal("E5") from None
+        need(len(codes) == n, "E5")
+        return bytes(codes)
+
+    def sparse_part(self, most: int) -> bytes:
+        """02-entropy#sparse: count, coder, length and stream of the gaps, or of the values."""
+        count, coder = self.varint(), self.one()
+        need(count <= most and coder not in (RANS_SHARED, SPARSE), "E13")
+        return Stream(self.take(self.varint())).decode(coder, count)
+
+    def sparse(self, n: int) -> bytes:
+        """02-entropy#sparse: "a *gap* is the number of common codes before a value"."""
+        codes = bytearray(self.take(1)) * n
+        gaps = self.sparse_part(n + n // 255 + 1)  # "at most n + n / 255 + 1"
+        values = self.sparse_part(n)  # "number of values, at most n"
+        # "There are as many gap codes below 255 as there are values, the last gap code is below 255"
+        need(len(gaps) - gaps.count(255) == len(values) and gaps[-1:] != b"\xff", "E14")
+        at, value = -1, iter(values)
+        for gap in gaps:
+            at += gap + (gap < 255)
+            need(at < n or gap == 255, "E14")
+            if gap < 255:
+                codes[at] = next(value)
+        need(self.left == 0, "I7")
+        return bytes(codes)
+
+    def rans(self, tables: Iterable[Table], n: int) -> bytes:
+        """02-entropy#rans: n codes in stream order; `tables` gives the table of each."""
+        index = self.one()
+        need(index < len(LANES), "E9")
+        lanes = LANES[index]
+        x = list(self.many(lanes, "I"))
+        need(min(x) >= 2**16, "E10")
+        need(self.left % 2 == 0, "E11")
+        words = iter(unpack(2, self.take(self.left)))  # "all bytes that are left"
+        codes = bytearray()
+        for i, table in enumerate(itertools.islice(tables, n)):
+            lane = i % lanes  # "Code number i of the stream order belongs to lane i mod lanes."
+            slot = x[lane] % 4096
+            s = table.code_of_slot[slot]  # "The code is the s with start(s) <= slot < start(s) + f(s)."
+            x[lane] = table.frequency[s] * (x[lane] // 4096) + slot - table.start[s]
+            if x[lane] < 2**16:  # "take the next word w: x[l] = x[l] * 2^16 + w"
+                word = next(words, None)
+                need(word is not None, "E12")
+                x[lane] = x[lane] * 2**16 + (word or 0)
+            codes.append(s)
+        # "At the end every state must be 2^16, and all words must have been taken."
+        need(set(x) == {2**16} and next(words, None) is None, "E12")
+        return bytes(codes)
+
+    def rans_shared(self, tables: list[Table], classes: list[int]) -> bytes:
+        """02-entropy#lanes: "sorted by their" class, "and codes of the same class stay in the order"."""
+        order = sorted(range(len(classes)), key=classes.__getitem__)  # Python's sort is stable
+        codes = bytearray(len(classes))
+        for i, code in zip(order, self.rans((tables[classes[i]] for i in order), len(order)), strict=True):
+            codes[i] = code
+        return bytes(codes)
+
+
+# --- 03-transforms --------------------------------------------------------------------------------------
+
+
+def order(u: int, w: int) -> int:
+    """03-transforms#order: "order(u) = top bit of u is 1 ? ~u : u + 2^(w-1)"."""
+    return u ^ (2**w - 1) if u >> (w - 1) else u + 2 ** (w - 1)
+
+
+def unorder(o: int, w: int) -> int:
+    """03-transforms#order: "unorder(o) = top bit of o is 1 ? o - 2^(w-1) : ~o"."""
+    return o - 2 ** (w - 1) if o >> (w - 1) else o ^ (2**w - 1)
+
+
+def unzigzag(z: int, w: int) -> int:
+    """01-integers#zigzag: "unzigzag(z) = (z >> 1) ^ (lowest bit of z ? 2^w - 1 : 0)"."""
+    return z >> 1 ^ (2**w - 1 if z & 1 else 0)
+
+
+def join(streams: list[bytes]) -> tuple[int, ...]:
+    """03-transforms#planes: "code stream j holds byte j of the result z, 0 the least significant"."""
+    data = bytearray(len(streams) * len(streams[0]))
+    for j, stream in enumerate(streams):
+        data[j :: len(streams)] = stream
+    return unpack(len(streams), bytes(data))
+
+
+def unplane(mode: int, dtype: Dtype, zs: tuple[int, ...], base: tuple[int, ...]) -> list[int]:
+    """03-transforms#planes: the table of modes."""
+    w = dtype.size * 8
+    if mode == RAW:
+        return list(zs)
+    if mode == ROTATED:  # "z rotated to the right by one bit"
+        return [(z >> 1 | z << (w - 1)) % 2**w for z in zs]
+    if mode == XOR:
+        return [z ^ b for z, b in zip(zs, base, strict=True)]
+    if dtype.is_float:  # "unorder((order(b) + unzigzag(z)) mod 2^w)"
+        return [unorder((order(b, w) + unzigzag(z, w)) % 2**w, w) for z, b in zip(zs, base, strict=True)]
+    return [(b + unzigzag(z, w)) % 2**w for z, b in zip(zs, base, strict=True)]
+
+
+# --- 04-quantization ------------------------------------------------------------------------------------
+
+EXPONENT = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
+
+
+def finite(pattern: int, name: str) -> bool:
+    """04-quantization#decoding: "its exponent bits" "are not all 1"."""
+    return pattern & EXPONENT[name] != EXPONENT[name]
+
+
+def to_double(pattern: int) -> float:
+    """The value of an F32 pattern, exactly, subnormal ones too."""
+    return float(struct.unpack("<f", struct.pack("<I", pattern))[0])
+
+
+def to_f32(value: float) -> int:
+    """The F32 pattern of a binary64, to nearest, ties to even, as `struct` does it but for overflow."""
+    try:
+        return unpack(4, struct.pack("<f", value))[0]
+    except OverflowError:
+        return 0x7F800000 if value > 0 else 0xFF800000
+
+
+def widen(u: int, name: str) -> int:
+    """04-quantization#widening: "BF16 to F32: u << 16. F16 to F32: the F32 pattern of the same value"."""
+    if name == "F16":
+        return to_f32(struct.unpack("<e", struct.pack("<H", u))[0])
+    return u << 16 if name == "BF16" else u
+
+
+def add(a: int, b: int) -> int:
+    """04-quantization#arithmetic: "the sum may be made in binary64 and rounded once more"."""
+    return to_f32(to_double(a) + to_double(b))
+
+
+def product(a: int, b: int) -> int:
+    """04-quantization#product: "It is exact in binary64 before it is rounded."."""
+    return to_f32(to_double(a) * to_double(b))
+
+
+def affine(scale: float, level: float, offset: float) -> int:
+    """04-quantization#entries: "three roundings, each to nearest, ties to even", two of them by Python."""
+    return to_f32(scale * level + offset)
+
+
+def cast(p: int, name: str) -> int:
+    """04-quantization#cast: "F32 to the dtype of the tensor, from the pattern p by integers"."""
+    if name == "F32":
+        return p
+    if name == "BF16":  # "(p + 0x7fff + ((p >> 16) & 1)) >> 16"
+        return (p + 0x7FFF + (p >> 16 & 1)) >> 16
+    s, m = p >> 16 & 0x8000, p & 0x7FFFFFFF
+    if m >= 0x477FF000:  # "s | 0x7c00, infinity"
+        return s | 0x7C00
+    if m <= 0x33000000:  # "s, zero"
+        return s
+    e, f = m >> 23, m & 0x7FFFFF | 0x800000
+    t = 13 if e >= 113 else 126 - e
+    q, rest = f >> t, f % 2**t
+    if rest > 2 ** (t - 1) or (rest == 2 ** (t - 1) and q % 2):
+        q += 1
+    return s | q + ((e - 113 << 10) if e >= 113 else 0)
+
+
+class Map:
+    """04-quantization#map, field by field."""
+
+    def __init__(self, cursor: Cursor, plan: Plan) -> None:
+        need(plan.dtype.name in EXPONENT, "Q1", f"a map for dtype {plan.dtype.name}")
+        kind, rows, self.codes = cursor.one(), cursor.varint(), cursor.varint()
+        need(kind <= EXPANDED, "Q2", f"table kind {kind}")
+        need(1 <= rows <= 4096 and 1 <= self.codes <= 256, "Q3")
+        if kind == EXPANDED:
+            self.table = self.expand(cursor, plan, rows)
+        else:  # in the domain `bits` "u32 for F32, u16 for BF16 and F16"
+            letter = "I" if plan.domain == LINEAR else LETTER[plan.dtype.size]
+            self.table = [list(cursor.many(self.codes, letter)) for _ in range(rows)]
+        # "only if R > 1; else every class has row 0"
+        self.row_of_class = read_runs(cursor, plan.classes, rows) if rows > 1 else [0] * plan.classes
+        self.zero_code = cursor.one() if plan.flags & FLAG_ZERO else None
+        need((self.zero_code or 0) < self.codes, "Q4")
+        # "the last code, C - 1, is the *escape code*"
+        self.escape_code = self.codes - 1 if plan.flags & FLAG_ESCAPE else None
+
+    def expand(self, cursor: Cursor, plan: Plan, rows: int) -> list[list[int]]:
+        """04-quantization#entries: the tables of kind `expanded`."""
+        letter = "d" if plan.domain == LINEAR else "q"
+        scale, level, offset = (cursor.many(n, letter) for n in (rows, self.codes, rows))
+        if plan.domain == BITS:  # "(scale[r] * level[c] + offset[r]) mod 2^w"
+            top = 2 ** (8 * plan.dtype.size)
+            return [[(scale[r] * x + offset[r]) % top for x in level] for r in range(rows)]
+        for x in (*scale, *level, *offset):  # "must be finite, and each must be zero or normal in binary64"
+            need(x == 0 or (math.isfinite(x) and abs(x) >= sys.float_info.min), "Q5")
+        return [[affine(scale[r], x, offset[r]) for x in level] for r in range(rows)]
+
+
+# --- 05-frame -------------------------------------------------------------------------------------------
+
+
+class Rule:
+    """05-frame#class-rules, field by field."""
+
+    def __init__(self, cursor: Cursor, plan: Plan) -> None:
+        self.kind, self.radix, self.source, self.labels = cursor.one(), 256, "", b""
+        need(MAGNITUDE <= self.kind <= BASE_CODE, "T1", f"class rule {self.kind}")
+        if self.kind == MAGNITUDE:  # "name of the tensor, or empty for the base"
+            self.source = cursor.text()
+            return
+        self.radix = cursor.varint()
+        need(1 <= self.radix <= 256, "T3")
+        if self.kind != BASE_CODE:
+            self.read_labels(cursor, plan)
+
+    def read_labels(self, cursor: Cursor, plan: Plan) -> None:
+        """05-frame#class-rules: "There are as many labels as the first dimension is large for `row`"."""
+        if self.kind == ROW:
+            count = math.prod(plan.shape[:1])
+            need(not plan.units or plan.units % count == 0, "T4")
+            self.size = plan.units // count if plan.units else 1
+        else:
+            self.size = cursor.varint()
+            need(1 <= self.size <= 2**48, "T5")
+            count = -(-plan.units // self.size)  # "units / block size, rounded up"
+        count = count if plan.units else 0  # "A tensor without units has no labels."
+        total = count + sum(len(other.labels) for other in plan.rules)
+        need(total <= 2**24, "T6")
+        coder = cursor.one()
+        self.labels = Stream(cursor.take(cursor.varint())).decode(coder, count)
+        need(max(self.labels, default=0) < self.radix, "T3")
+
+
+class Plan:
+    """05-frame#plan, field by field, and the chunk records behind it."""
+
+    def __init__(self, cursor: Cursor, limit: int) -> None:
+        version, dtype, self.domain, self.predictor = cursor.many(4, "B")
+        self.flags, dimensions = cursor.one("I"), cursor.one()
+        need(version == 0, "F3", f"frame version {version}")
+        need(dtype in DTYPE_OF_ID and self.domain <= BITS and self.predictor <= OUTER, "F4")
+        need(self.flags < 8, "F5", f"frame flags {self.flags:#x}")
+        need(self.flags == 0 or self.domain != PLANES, "F6")
+        need(dimensions <= 64, "F7")
+        self.shape = [cursor.varint() for _ in range(dimensions)]
+        # "The product of the dimensions, where each 0 counts as 1, is at most 2^48."
+        need(math.prod(size or 1 for size in self.shape) <= 2**48, "F7")
+        self.dtype = DTYPE_OF_ID[dtype]
+        self.units = self.dtype.units(self.shape)
+        need(self.units * self.dtype.size <= limit, "limit")
+        self.mode = cursor.one() if self.domain == PLANES else RAW
+        need(self.mode <= DIFFERENCE, "T1", f"plane mode {self.mode}")
+        # "The predictor is `base` if and only if the plane mode is `xor` or `difference`"
+        right = BASE if self.mode in (XOR, DIFFERENCE) else ZERO
+        need(self.domain != PLANES or self.predictor == right, "F9")
+        self.rules: list[Rule] = []
+        self.read_rules_and_map(cursor)
+        self.records = list(self.read_records(cursor))
+        lengths = (sum(n for _, n in streams) for *_, streams in self.records)
+        self.offsets = [0, *itertools.accumulate(lengths)]  # of the chunks, from the end of the header
+
+    def read_rules_and_map(self, cursor: Cursor) -> None:
+        """05-frame#plan, from the class rules on."""
+        count = cursor.one()
+        need(count <= 3, "T2")
+        for _ in range(count):
+            self.rules.append(Rule(cursor, self))
+        self.classes = math.prod(rule.radix for rule in self.rules)
+        need(self.classes <= 4096, "T2")
+        self.map = Map(cursor, self) if self.domain != PLANES else None
+        # #chunks: "one code stream for each byte of a unit", or "the code stream"
+        self.code_streams = 1 if self.map else self.dtype.size
+        self.tables = [read_tables(cursor, self.classes) for _ in range(self.code_streams) if self.rules]
+        sizes = (math.prod(self.shape[:1]), math.prod(self.shape[1:])) if self.predictor == OUTER else (0, 0)
+        self.row, self.column = (cursor.many(n, "I") for n in sizes)
+        need(all(finite(x, "F32") for x in self.row + self.column), "Q9")
+        self.reads_base_codes = any(rule.kind == BASE_CODE for rule in self.rules)
+        unnamed = any(rule.kind == MAGNITUDE and not rule.source for rule in self.rules)
+        self.needs_base = self.predictor == BASE or self.reads_base_codes or unnamed
+
+    def read_records(self, cursor: Cursor) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
+        """05-frame#chunk-records: checksums: stored, decoded, of base codes; coder and length of streams."""
+        escape, protected = bool(self.flags & FLAG_ESCAPE), bool(self.flags & FLAG_PROTECTED)
+        n_streams = self.code_streams + escape * self.dtype.size + protected * (1 + self.dtype.size)
+        chunks, sums = -(-self.units // CHUNK), 2 + self.reads_base_codes
+        # "The bytes that remain for them must be exactly what the number of chunks calls for."
+        need(cursor.left == chunks * (8 * sums + 5 * n_streams), "F10")
+        for _ in range(chunks):
+            stored, decoded, base_codes = (*cursor.many(sums, "Q"), 0)[:3]
+            streams = [(cursor.one(), cursor.one("I")) for _ in range(n_streams)]
+            for i, (coder, _length) in enumerate(streams):
+                need(coder <= SPARSE, "E1", f"coder {coder}")
+                need(coder != RANS_SHARED or (self.rules and i < self.code_streams), "E2")
+            yield stored, decoded, base_codes, streams
+
+
+def read_frame_header(frame: bytes, limit: int) -> Plan:
+    """05-frame#decoding, "The header"."""
+    length = unpack(4, frame[:4])[0] if len(frame) >= 12 else 0
+    need(12 <= length <= len(frame), "F1")
+    # "Check the header checksum before anything else of the header is believed."
+    need(xxh64(frame[: length - 8]) == unpack(8, frame[length - 8 : length])[0], "F2")
+    plan = Plan(Cursor(frame[4 : length - 8]), limit)
+    # "The length of the header and of all streams must be the length of the frame."
+    need(length + plan.offsets[-1] == len(frame), "F11")
+    return plan
+
+
+class Chunk(NamedTuple):
+    """What a chunk decodes to; `codes` if the frame has a map."""
+
+    dtype: Dtype
+    units: tuple[int, ...]
+    codes: bytes | None = None
+
+    def magnitudes(self) -> list[int]:
+        """03-transforms#classes: "(u >> (w - 9)) mod 256", or "If u has 8 bits, its low seven: u mod 128"."""
+        w = self.dtype.size * 8
+        return [u % 128 if w == 8 else (u >> (w - 9)) % 256 for u in self.units]
+
+
+class Decoding:
+    """05-frame#decoding: "A chunk of n units", number j of a frame; `named` are tensors of class rules."""
+
+    def __init__(self, plan: Plan, j: int, data: bytes, base: Chunk, named: dict[str, Chunk]) -> None:
+        self.plan, self.data, self.base, self.named = plan, data, base, named
+        self.where = range(j * CHUNK, min((j + 1) * CHUNK, plan.units))
+        self.n, self.cursor = len(self.where), Cursor(data)
+        self.stored, self.decoded, self.base_codes, streams = plan.records[j]
+        self.streams = iter(streams)
+
+    def run(self) -> Chunk:
+        """05-frame#decoding: "If a step fails while it is wrong, the bytes were damaged"."""
+        try:
+            return self.steps()
+        except Refusal as fault:
+            need(fault.kind == "unsupported" or xxh64(self.data) == self.stored, "F15")
+            raise
+
+    def steps(self) -> Chunk:
+        """05-frame#decoding, the five steps of a chunk."""
+        plan, size = self.plan, self.plan.dtype.size
+        if plan.reads_base_codes:  # "0 if the base has none"
+            right = 0 if self.base.codes is None else xxh64(self.base.codes)
+            need(self.base_codes == right, "T10")
+        self.classes = self.class_of_units()
+        codes = [self.next_stream(self.n, t) for t in plan.tables or [None] * plan.code_streams]
+        if plan.map:
+            units = tuple(self.values(plan.map, codes[0]))
+        else:
+            units = tuple(unplane(plan.mode, plan.dtype, join(codes), self.base.units))
+        need(xxh64(pack(size, units)) == self.decoded, "F13" if plan.needs_base else "F14")
+        return Chunk(plan.dtype, units, codes[0] if plan.map else None)
+
+    def next_stream(self, n: int, tables: list[Table] | None = None) -> bytes:
+        """05-frame#chunks: "The bytes of a chunk are its streams one after another"."""
+        coder, length = next(self.streams)
+        return Stream(self.cursor.take(length)).decode(coder, n, tables, self.classes)
+
+    def exact_values(self, n: int) -> Iterator[int]:
+        """05-frame#chunks: "one stream for each byte of a unit, least significant first"."""
+        return iter(join([self.next_stream(n) for _ in range(self.plan.dtype.size)]))
+
+    def class_of_units(self) -> list[int]:
+        """03-transforms#classes: "the mixed-radix number of the labels, the first rule most significant"."""
+        classes = [0] * self.n
+        for rule in self.plan.rules:
+            if rule.kind == MAGNITUDE:
+                labels = (self.named[rule.source] if rule.source else self.base).magnitudes()
+            elif rule.kind == BASE_CODE:  # "every label is 0"
+                labels = list(self.base.codes or bytes(self.n))
+                need(max(labels) < rule.radix, "T9")
+            else:  # "labels[i / row units]", "labels[i / block size]"
+                labels = [rule.labels[i // rule.size] for i in self.where]
+            classes = [k * rule.radix + label for k, label in zip(classes, labels, strict=True)]
+        return classes
+
+    def predictions(self) -> Iterable[int]:
+        """04-quantization#decoding: P of each unit, "an F32 pattern" (linear) or "a unit" (bits)."""
+        plan, name, linear = self.plan, self.plan.dtype.name, self.plan.domain == LINEAR
+        if plan.predictor == ZERO:
+            return [0] * self.n
+        if plan.predictor == BASE:
+            return (widen(u, name) if linear else u for u in self.base.units)
+        length = len(plan.column)  # "row[i / n], column[i mod n]"
+        products = (product(plan.row[i // length], plan.column[i % length]) for i in self.where)
+        return products if linear else (cast(p, name) for p in products)
+
+    def unit(self, p: int, entry: int) -> int:
+        """04-quantization#decoding: the unit of a prediction and an entry, "must be finite"."""
+        w, name = self.plan.dtype.size * 8, self.plan.dtype.name
+        if self.plan.domain == BITS:  # "unorder( (order(P) + T[r][c]) mod 2^w )"
+            unit = unorder((order(p, w) + entry) % 2**w, w)
+        else:  # "the sum must be finite too, before it is cast"
+            total = add(p, entry)
+            unit = cast(total, name) if finite(total, "F32") else EXPONENT[name]
+        need(finite(unit, name), "Q7")
+        return unit
+
+    def values(self, map_: Map, codes: bytes) -> Iterator[int]:
+        """04-quantization#decoding: look up, add, cast and replace."""
+        need(max(codes) < map_.codes, "Q6")
+        mask, escaped, protected = bytes(self.n), iter(()), iter(())
+        if map_.escape_code is not None:
+            escaped = self.exact_values(codes.count(map_.escape_code))
+        if self.plan.flags & FLAG_PROTECTED:
+            mask = self.next_stream(self.n)
+            need(max(mask) <= 1, "Q8")
+            protected = self.exact_values(mask.count(1))
+        for c, k, p, kept in zip(codes, self.classes, self.predictions(), mask, strict=True):
+            # "A unit that is escaped and protected takes one value of each, and the protected one counts."
+            exact = next(escaped) if c == map_.escape_code else 0 if c == map_.zero_code else None
+            exact = next(protected) if kept else exact
+            yield self.unit(p, map_.table[map_.row_of_class[k]][c]) if exact is None else exact

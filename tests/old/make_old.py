@@ -1,0 +1,84 @@
+"""Writes the files of the present format version into a folder of their own, unless it is there.
+
+python tests/old/make_old.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file as save_plain
+
+from ckptz import KMeans
+from ckptz.container.index import FORMAT_VERSION
+from ckptz.convert.compress import compress_files
+from ckptz.numpy import load_file, save_file
+
+FOLDER = Path(__file__).parent
+
+
+def weights(step: int) -> dict[str, np.ndarray]:
+    """A small model by a formula, so that no generator of random numbers matters."""
+    i = np.arange(64 * 64, dtype=np.float64).reshape(64, 64)
+    values = np.sin(i * 12.9898) * 0.02 + step * 1e-4 * np.cos(i)
+    return {
+        "up.weight": values.astype(np.float32),
+        "down.weight": values.T.astype(np.float16),
+        "count": np.array([step], np.int64),
+        "mask": (i[0] % 3 == 0),
+        "µ": np.float32(values[0, :3]),
+        "empty": np.zeros((0, 4), np.float32),
+    }
+
+
+def write(folder: Path) -> None:
+    """One small file for each thing that a file may be."""
+    lossy = KMeans(levels=8, prune=0.1, protect=0.01)
+    save_file(weights(0), folder / "lossless.ckptz", {"format": "np"})
+    save_file(weights(1), folder / "delta.ckptz", base=folder / "lossless.ckptz")
+    save_file(weights(0), folder / "maps.ckptz", config=lossy)
+    save_file(weights(1), folder / "maps-delta.ckptz", base=folder / "maps.ckptz", config=lossy)
+    with tempfile.TemporaryDirectory() as name:
+        nested = Path(name) / "nested.pt"
+        state = {"model": {"w": torch.arange(40.0).reshape(5, 8).T}, "step": 3, "rates": (0.5, None)}
+        torch.save(state, nested)
+        list(compress_files([nested], folder / "nested.ckptz"))
+        shards = Path(name) / "sharded"
+        shards.mkdir()
+        save_plain({"a": weights(0)["µ"]}, shards / "model-00001-of-00002.safetensors")
+        save_plain({"b": weights(0)["count"]}, shards / "model-00002-of-00002.safetensors")
+        places = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        list(compress_files([shards], folder / "sharded.ckptz"))
+
+
+def digests(folder: Path) -> dict[str, dict[str, str]]:
+    """SHA-256 of every tensor of every file."""
+    return {
+        path.name: {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in load_file(path).items()}
+        for path in sorted(folder.glob("*.ckptz"))
+    }
+
+
+def main() -> None:
+    """Write the folder of the present version, once."""
+    folder = FOLDER / FORMAT_VERSION
+    if folder.exists():
+        sys.exit(f"{folder} is there; files of a version are written once")
+    with tempfile.TemporaryDirectory() as name:
+        made = Path(name) / FORMAT_VERSION
+        made.mkdir()
+        write(made)
+        (made / "digests.json").write_text(json.dumps(digests(made), indent=1) + "\n")
+        shutil.copytree(made, folder, copy_function=shutil.copyfile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Messages of links, right and wrong, for spec/vectors/wire; written there by spec/make_vectors.py.
+
+A session is the messages of one link in their order, all by one policy. The last message of a wrong one
+must be refused, by the row of spec/08-wire.md that it names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckptz.bits.cursor import ByteWriter
+from ckptz.dtypes import dtype_of
+from ckptz.kernels import reference, wire_reference
+from ckptz.wire import LinkPolicy, TopK, Uniform
+from ckptz.wire.endpoint import Link
+from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader, header_checksum
+from ckptz.wire.state import Place
+
+Array = Any
+Change = Callable[[bytes], bytes]
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+SHAPE = (4, 1024)
+NAN = 0x7FC00123
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor on its way: what it is, and what is done to its bytes."""
+
+    place: Place = field(default_factory=lambda: Place(0))
+    direction: Direction = FORWARD
+    seed: int = 0
+    is_lost: bool = False
+    with_nan: bool = False
+    change: Change | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """Messages of one link, and the rows that they need or, the last of them, break."""
+
+    rules: str
+    policy: LinkPolicy
+    messages: Sequence[Message] = (Message(),)
+    dtype: str = "F32"
+    shape: tuple[int, ...] = SHAPE
+
+    def describe(self) -> dict[str, Any]:
+        """What both ends agreed on."""
+        return {
+            "policy": json.loads(self.policy.to_json()),
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "src": 0,
+            "dst": 1,
+        }
+
+    def made(self) -> list[tuple[Message, int, bytes, bytes]]:
+        """Every message that arrives: the plan's hash, its bytes, and those of the tensor they decode to."""
+        link = Link(0, 1, self.policy, kernels=wire_reference)
+        out = []
+        for message in self.messages:
+            units = values(self, message)
+            sent = link.send(message.direction, units, dtype_of(self.dtype), self.shape, message.place)
+            data = sent.message.tobytes()
+            data = message.change(data) if message.change else data
+            if not message.is_lost:
+                plan = header_of(sent.message.tobytes()).plan
+                out.append((message, plan, data, sent.received.tobytes()))
+        return out
+
+
+def values(session: Session, message: Message) -> Array:
+    """Units of a tensor by a formula that no library can change."""
+    i = np.arange(int(np.prod(session.shape)), dtype=np.int64)
+    if session.dtype not in ("F32", "BF16", "F16"):
+        return i.view(np.uint64)
+    numbers = ((i * 7919 + message.seed * 104729) % 2003 - 1001) / 512.0
+    patterns = (numbers**3).astype(np.float32).view(np.uint32)
+    if message.with_nan:
+        patterns[300] = NAN
+    return reference.from_f32(patterns, ("F32", "BF16", "F16").index(session.dtype))
+
+
+def signed(header: LinkHeader, payload: bytes) -> bytes:
+    """A message whose checksums and length are those of its payload."""
+    padded = payload.ljust(-(-len(payload) // 16) * 16, b"\0")
+    checksum = wire_reference.checksum(np.frombuffer(padded, np.uint8))
+    return dataclasses.replace(header, payload_bytes=len(padded), checksum=checksum).pack() + padded
+
+
+def header_of(data: bytes) -> LinkHeader:
+    return LinkHeader.parse(data[:HEADER_BYTES])
+
+
+def with_header(**fields: int) -> Change:
+    """Other fields in the header, under a right checksum."""
+    return lambda data: dataclasses.replace(header_of(data), **fields).pack() + data[HEADER_BYTES:]
+
+
+def with_bytes(at: int, new: bytes) -> Change:
+    """Other bytes, and the checksums as they were."""
+    return lambda data: data[:at] + new + data[at + len(new) :]
+
+
+def with_first_words(at: int, new: bytes) -> Change:
+    """Other bytes of the header, and its checksum made right."""
+
+    def change(data: bytes) -> bytes:
+        body = data[:at] + new + data[at + len(new) : 56]
+        return body + header_checksum(body).to_bytes(8, "little") + data[HEADER_BYTES:]
+
+    return change
+
+
+def with_payload(at: int, new: bytes, **fields: int) -> Change:
+    """Other bytes in the payload, under right checksums."""
+
+    def change(data: bytes) -> bytes:
+        payload = data[HEADER_BYTES:]
+        at_ = at % len(payload)
+        header = dataclasses.replace(header_of(data), **fields)
+        return signed(header, payload[:at_] + new + payload[at_ + len(new) :])
+
+    return change
+
+
+def with_codes(code: int) -> Change:
+    """A coded payload whose codes are all the same."""
+
+    def change(data: bytes) -> bytes:
+        ranges = data[HEADER_BYTES : HEADER_BYTES + 64]
+        out = ByteWriter()
+        out.u8(0)
+        out.u32(1)
+        out.u8(code)
+        return signed(dataclasses.replace(header_of(data), mode=1), ranges + out.getvalue())
+
+    return change
+
+
+U2, U4, CODED = Uniform(2), Uniform(4), Uniform(2, rans=True)
+TOP, RICE = TopK(0.05), TopK(0.01, 16, "rice")
+STEPS = tuple(Message(Place(step), seed=step) for step in range(4))
+EF21 = LinkPolicy(forward=U2, feedback="ef21", eval="raw")
+
+WIRE: dict[str, Session] = {
+    "raw": Session("W1 W2 W3 W4", LinkPolicy(), dtype="I64", shape=(3, 5)),
+    "raw-odd-bytes": Session("W5", LinkPolicy(), dtype="F16", shape=(5,)),
+    "uniform-2": Session("W1 W2 W3 W4 W5", LinkPolicy(forward=U2)),
+    "uniform-4-bf16": Session("W5", LinkPolicy(forward=U4), dtype="BF16"),
+    "uniform-3-f16": Session("W5", LinkPolicy(forward=Uniform(3)), dtype="F16"),
+    "uniform-coded": Session("W3 W5", LinkPolicy(forward=CODED)),
+    "uniform-not-finite": Session("W5", LinkPolicy(forward=U2), [Message(with_nan=True)]),
+    "uniform-stochastic": Session("W5", LinkPolicy(forward=U2, rounding="stochastic", seed=7)),
+    "topk-bitmap": Session("W5", LinkPolicy(forward=TOP)),
+    "topk-rice": Session("W3 W5", LinkPolicy(forward=RICE)),
+    "topk-reuse": Session(
+        "W6",
+        LinkPolicy(forward=TOP, backward=TOP, reuse=True),
+        [Message(), Message(direction=BACKWARD, seed=1)],
+    ),
+    "session-ef21": Session("W2", EF21, STEPS),
+    "session-two-slots": Session(
+        "W2", EF21, [Message(Place(step, microbatch), seed=step) for step in (0, 1) for microbatch in (0, 1)]
+    ),
+    "session-eval": Session(
+        "W2", LinkPolicy(forward=U2, eval="same"), [STEPS[0], Message(Place(0, is_eval=True)), STEPS[1]]
+    ),
+}
+
+
+def broken(policy: LinkPolicy, change: Change, **fields: Any) -> Session:
+    """One message that was changed."""
+    return Session("", policy, [Message(change=change, **fields)])
+
+
+def small(change: Change) -> Session:
+    """The same of a message that no codec touches."""
+    return Session("", LinkPolicy(), [Message(change=change)], "I64", (3, 5))
+
+
+LINK2, LINKC = LinkPolicy(forward=U2), LinkPolicy(forward=CODED)
+LINKT, LINKR = LinkPolicy(forward=TOP), LinkPolicy(forward=RICE)
+WIRE_REFUSED: Mapping[str, Sequence[Session]] = {
+    "W1": [
+        broken(LINK2, with_first_words(0, b"XX")),
+        broken(LINK2, with_first_words(2, b"\2")),
+        broken(LINK2, with_first_words(3, b"\5")),
+        broken(LINK2, with_first_words(7, b"\x40")),
+        broken(LINK2, with_bytes(56, b"\0")),
+        broken(LINK2, with_bytes(17, b"\1")),
+        broken(LINK2, lambda data: data[:63]),
+    ],
+    "W2": [
+        *(
+            broken(LINK2, with_header(**{name: value}))
+            for name, value in {
+                **{"codec": 0, "param": 4, "dtype": 11, "src": 1, "dst": 0, "tensor": 1, "step": 1},
+                **{"microbatch": 1, "state_seq": 1, "plan": 0, "n": 4095, "count": 15, "batch": 1},
+                "flags": 1,
+            }.items()
+        ),
+        Session("", EF21, [STEPS[0], STEPS[1], dataclasses.replace(STEPS[2], is_lost=True), STEPS[3]]),
+        Session("", EF21, [dataclasses.replace(STEPS[0], is_lost=True), STEPS[1]]),
+    ],
+    "W3": [
+        broken(LINK2, with_header(payload_bytes=1 << 31)),
+        broken(LINK2, with_header(payload_bytes=1104)),
+        broken(LINK2, with_header(payload_bytes=1087)),
+    ],
+    "W4": [broken(LINK2, with_bytes(64 + 200, b"\xff")), small(with_bytes(64, b"\xff"))],
+    "W5": [
+        small(with_header(mode=1)),
+        broken(LINK2, with_header(mode=1)),
+        broken(LINK2, with_payload(33, b"\x80")),
+        broken(LINK2, with_payload(32, b"\xc0\x7f")),
+        broken(LINK2, with_payload(0, b"\x80\x7f")),
+        broken(LINK2, with_payload(0, b"", flags=16)),
+        broken(LINKC, with_codes(4)),
+        broken(LINKC, with_payload(-1, b"\1")),
+        broken(LINKT, with_payload(0, b"\xff\xff\xff\xff")),
+        broken(LINKT, with_header(mode=1)),
+        broken(LINKR, with_header(mode=18)),
+        broken(LINKR, with_payload(0, b"\0\0")),
+        broken(LINKR, with_payload(16, b"\xff" * 8)),
+        broken(LINKR, with_payload(4, b"\1")),
+    ],
+    "W6": [
+        Session(
+            "",
+            LinkPolicy(forward=TOP, backward=TOP, reuse=True),
+            [Message(is_lost=True), Message(direction=BACKWARD, seed=1)],
+        )
+    ],
+}

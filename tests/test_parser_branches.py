@@ -1,0 +1,199 @@
+"""Branches of the parsers that no vector reaches: other callers, other threads, files that change."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from spec_files import File, Frame, open_bytes
+
+from ckptz.bits.checksum import xxh64
+from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.codec.frame import FrameHeader
+from ckptz.container import byte_source, reader
+from ckptz.container.byte_source import FileBytes, MemoryBytes
+from ckptz.container.caches import ChunkCache, HeaderCache
+from ckptz.container.envelope import build_header, read_envelope
+from ckptz.container.index import Index, pack_index
+from ckptz.container.reader import Container, FrameSource
+from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError
+
+UNITS = np.zeros(8, np.uint32)
+
+
+# --- bits ---------------------------------------------------------------------------------------
+
+
+def test_integers_are_little_endian_and_bounded() -> None:
+    out = ByteWriter()
+    out.u16(0x1234)
+    out.varint(300)
+    assert out.getvalue() == b"\x34\x12\xac\x02"
+    source = ByteReader(out.getvalue())
+    assert (source.u16("n"), source.left, bytes(source.peek())) == (0x1234, 2, b"\xac\x02")
+    with pytest.raises(CorruptionError, match="2 bytes follow"):
+        source.end("here")
+    with pytest.raises(TruncatedError, match="n: need -1 bytes"):
+        source.take(-1, "n")
+
+
+# --- frame --------------------------------------------------------------------------------------
+
+
+def test_a_header_of_another_length_than_it_says_is_corrupt() -> None:
+    content = Frame().header[:-8] + b"\0"
+    with pytest.raises(CorruptionError, match="length does not match"):
+        FrameHeader.parse(content + xxh64(content).to_bytes(8, "little"))
+    with pytest.raises(CorruptionError, match="of 11 bytes"):
+        FrameHeader.parse(bytes(11))
+
+
+# --- byte sources -------------------------------------------------------------------------------
+
+
+def test_a_read_beyond_the_end_is_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(10))
+    for source in (FileBytes(path), MemoryBytes(bytes(10))):
+        assert len(source.read(8, 2)) == 2
+        with pytest.raises(TruncatedError, match="ends at byte 10, 11 are announced"):
+            source.read(8, 3)
+        source.close()
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(10))
+    source = FileBytes(path)
+    os.truncate(path, 4)
+    with pytest.raises(TruncatedError, match="was cut at byte 4"):
+        source.read(0, 10)
+
+
+def test_a_disk_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(10))
+
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    source = FileBytes(path)
+    monkeypatch.setattr(byte_source.os, "preadv", fail)
+    with pytest.raises(OSError, match="f'"):
+        source.read(0, 10)
+
+
+def test_large_reads_are_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(range(10)))
+    monkeypatch.setattr(byte_source, "MAX_READ", 3)
+    assert FileBytes(path).read(0, 10).tolist() == list(range(10))
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        FileBytes(tmp_path / "pipe")
+
+
+# --- caches -------------------------------------------------------------------------------------
+
+
+def test_the_chunk_cache_holds_what_was_used_last_and_no_more_than_it_may() -> None:
+    cache = ChunkCache(3 * UNITS.nbytes)
+    for i in range(3):
+        cache.get(("w", i), lambda: UNITS.copy())
+    cache.get(("w", 0), lambda: pytest.fail("it is held"))
+    cache.get(("w", 3), lambda: UNITS.copy())
+    assert cache.n_bytes == 3 * UNITS.nbytes
+    again: list[int] = []
+    cache.get(("w", 1), lambda: again.append(1) or UNITS.copy())
+    assert again == [1]
+    cache.get(("big", 0), lambda: np.zeros(1000, np.uint8))
+    assert cache.n_bytes == 3 * UNITS.nbytes
+    cache.clear()
+    assert cache.n_bytes == 0
+
+
+def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
+    cache, started, release, calls = ChunkCache(), threading.Event(), threading.Event(), []
+
+    def slow() -> np.ndarray:
+        calls.append(1)
+        started.set()
+        release.wait(10)
+        return UNITS
+
+    threads = [threading.Thread(target=cache.get, args=(("w", 0), slow)) for _ in range(2)]
+    threads[0].start()
+    started.wait(10)
+    threads[1].start()
+    threads[1].join(0.1)  # time to come to the lock; without it the test holds too
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert calls == [1]
+
+
+def test_a_chunk_that_another_thread_kept_meanwhile_is_not_kept_twice() -> None:
+    cache = ChunkCache()
+
+    def decode() -> np.ndarray:
+        cache._keep(("w", 0), UNITS)
+        return UNITS
+
+    cache.get(("w", 0), decode)
+    assert cache.n_bytes == UNITS.nbytes
+
+
+def test_the_header_cache_keeps_one_header_whatever_it_weighs() -> None:
+    cache, header = HeaderCache(1), Frame().parse()
+
+    def parse() -> FrameHeader:
+        cache.get("a", lambda: header)  # another thread was first
+        return header
+
+    assert cache.get("a", parse) is header
+    assert cache.get("b", lambda: header) is header
+    again: list[int] = []
+    cache.get("b", lambda: pytest.fail("it is held"))
+    cache.get("a", lambda: again.append(1) or header)
+    assert again == [1]
+
+
+# --- container ----------------------------------------------------------------------------------
+
+
+def test_a_plain_file_is_no_container() -> None:
+    source = MemoryBytes(build_header([], None))
+    with pytest.raises(FormatError, match=r"not a \.ckptz file"):
+        Container(source, read_envelope(source))
+
+
+def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_INDEX_BYTES", 10)
+    with pytest.raises(CorruptionError, match="larger than 64 MiB"):
+        open_bytes(File().bytes())
+
+
+def test_a_shared_frame_is_a_source_like_others() -> None:
+    source = open_bytes(File().bytes()).tensors["w"]
+    assert isinstance(source, FrameSource)
+    shared = reader._Shared(source)
+    assert (shared.dtype, shared.shape) == (source.dtype, source.shape)
+    assert shared.units(0, 4).tobytes() == b"\1\2\3\4"
+
+
+def test_an_index_that_no_reader_accepts_is_not_written() -> None:
+    with pytest.raises(ConfigError, match="does not fit into one file"):
+        pack_index(Index("by hand", "", (), tree={"root": [0] * (1 << 22), "storages": []}))
+
+
+def test_the_bounds_of_chunks_are_those_of_the_header() -> None:
+    source = open_bytes(File().bytes()).tensors["w"]
+    assert isinstance(source, FrameSource)
+    assert list(source.chunk_bounds()) == [(0, 4)]
+    source.check_chunk(0)

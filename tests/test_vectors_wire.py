@@ -1,0 +1,107 @@
+"""The messages of spec/vectors/wire, received as the manifest says, cut and flipped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from spec_support import table
+from vector_support import FOLDER, sessions
+
+from ckptz.dtypes import dtype_of
+from ckptz.errors import WireError
+from ckptz.kernels import wire_reference
+from ckptz.wire import LinkPolicy
+from ckptz.wire.endpoint import Link
+from ckptz.wire.header import HEADER_BYTES, Direction
+from ckptz.wire.state import Place
+
+Row = dict[str, Any]
+GOOD = [row for row in sessions() if "needs" in row]
+BROKEN = [row for row in sessions() if "breaks" in row]
+MAX_BYTES = 4096
+
+
+def name_of(row: Row) -> str:
+    return str(row["name"])
+
+
+def link_of(row: Row) -> Link:
+    policy = LinkPolicy.from_json(json.dumps(row["policy"]))
+    return Link(row["src"], row["dst"], policy, kernels=wire_reference)
+
+
+def receive(link: Link, row: Row, message: Row, data: bytes) -> Any:
+    """The tensor of one message."""
+    direction = Direction[message["direction"].upper()]
+    place = Place(message["step"], message["microbatch"], is_eval=message["eval"])
+    array = np.frombuffer(data, np.uint8)
+    return link.receive(direction, array, dtype_of(row["dtype"]), tuple(row["shape"]), place)
+
+
+def bytes_of(message: Row) -> bytes:
+    data = Path(FOLDER / message["path"]).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == message["sha256"]
+    assert len(data) <= MAX_BYTES
+    return data
+
+
+@pytest.mark.parametrize("row", GOOD, ids=name_of)
+def test_a_session_decodes_to_what_the_manifest_says(row: Row) -> None:
+    link = link_of(row)
+    for message in row["messages"]:
+        units = receive(link, row, message, bytes_of(message))
+        assert hashlib.sha256(units.tobytes()).hexdigest() == message["tensor_sha256"]
+
+
+@pytest.mark.parametrize("row", BROKEN, ids=name_of)
+def test_the_last_message_of_a_broken_session_is_refused(row: Row) -> None:
+    link = link_of(row)
+    *before, last = row["messages"]
+    for message in before:
+        receive(link, row, message, bytes_of(message))
+    with pytest.raises(WireError):
+        receive(link, row, last, bytes_of(last))
+
+
+def test_every_rule_has_a_session_that_needs_it_and_one_that_breaks_it() -> None:
+    listed = {row["id"] for row in table("08-wire.md", "refusals", "id", "refuse", "when")}
+    assert listed == {rule for row in GOOD for rule in row["needs"]}
+    assert listed == {row["breaks"] for row in BROKEN}
+
+
+def changed(data: bytes, i: int) -> bytes:
+    """One bit flipped."""
+    return data[: i // 8] + bytes((data[i // 8] ^ 1 << i % 8,)) + data[i // 8 + 1 :]
+
+
+def single_messages() -> list[Row]:
+    return [row for row in GOOD if len(row["messages"]) == 1]
+
+
+def refuse(row: Row, data: bytes) -> None:
+    with pytest.raises(WireError):
+        receive(link_of(row), row, row["messages"][0], data)
+
+
+def test_prefixes_and_flipped_headers_are_refused() -> None:
+    for row in single_messages():
+        data = bytes_of(row["messages"][0])
+        for n in (*range(HEADER_BYTES + 1), *range(HEADER_BYTES, len(data), 97), len(data) - 1):
+            refuse(row, data[:n])
+        for i in range(8 * HEADER_BYTES):
+            refuse(row, changed(data, i))
+
+
+@pytest.mark.slow
+def test_every_prefix_and_every_flipped_bit_is_refused() -> None:
+    for row in single_messages():
+        data = bytes_of(row["messages"][0])
+        for n in range(len(data)):
+            refuse(row, data[:n])
+        for i in range(8 * len(data)):
+            refuse(row, changed(data, i))
