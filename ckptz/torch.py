@@ -333,7 +333,7 @@ class _DeviceSource:
 def _sources(tensors: Tensors) -> dict[str, UnitSource]:
     _check(tensors)
     check_tensor_names(tensors)
-    return {name: _source(name, tensor.detach()) for name, tensor in tensors.items()}
+    return {name: source_of(name, tensor.detach()) for name, tensor in tensors.items()}
 
 
 def _check(tensors: Tensors) -> None:
@@ -357,7 +357,8 @@ def _check(tensors: Tensors) -> None:
             )
 
 
-def _source(name: str, tensor: torch.Tensor) -> UnitSource:
+def source_of(name: str, tensor: torch.Tensor) -> UnitSource:
+    """The units of a dense, contiguous tensor without gradient, on any device; `name` is for messages."""
     if tensor.device.type == "meta":
         raise NotImplementedError(f"tensor {name!r} is on the meta device and has no values to save")
     code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))

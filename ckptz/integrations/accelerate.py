@@ -1,0 +1,107 @@
+"""Models in accelerate's `save_state` as `.ckptz` files.
+
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    register(accelerator)
+    accelerator.save_state("checkpoints/100")     # model.ckptz in place of model.safetensors
+    accelerator.load_state("checkpoints/100")
+
+These hooks see models only: optimizers, schedulers and random states are written by accelerate as ever.
+See docs/frameworks.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import accelerate
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from ckptz.errors import UnsupportedError
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, Draft, on_host, read_state
+from ckptz.integrations.versions import warn_untested
+from ckptz.store.resolve import SUFFIX
+
+TESTED: Final = ((1, 15), (1, 15))  # first and last accelerate that tests/test_accelerate.py ran with
+warn_untested("accelerate", accelerate.__version__, TESTED)
+
+__all__ = ["ChainOptions", "Registration", "register"]
+
+_OWN_WAYS: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Registration:
+    """The hooks of one accelerator."""
+
+    options: ChainOptions
+    _accelerator: Any
+    _chains: dict[int, Chain] = field(default_factory=dict)
+    _handles: list[_Handle] = field(default_factory=list)
+
+    def remove(self) -> None:
+        """Let accelerate save and load models itself again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def chain(self, i: int) -> Chain:
+        """The files of the i-th model."""
+        return self._chains.setdefault(i, Chain(self.options))
+
+    def save(self, models: Sequence[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
+        """Write the models and take them from what accelerate writes."""
+        del models
+        if self._accelerator.is_main_process:
+            for i, state in enumerate(weights):
+                draft = Draft.of_state(on_host(dict(state)))
+                self.chain(i).write(_path(output_dir, i), draft)
+        weights.clear()
+
+    def load(self, models: list[Any], input_dir: str) -> None:
+        """Read the models and take them from what accelerate reads; a folder from before is left to it."""
+        if not _path(input_dir, 0).is_file():
+            return
+        for i, model in enumerate(models):
+            path = _path(input_dir, i)
+            target = self._accelerator.unwrap_model(model, keep_torch_compile=False)
+            target.load_state_dict(read_state(path, self.options.jobs))
+            self.chain(i).go_on_from(path)
+        models.clear()
+
+
+def _path(folder: str, i: int) -> Path:
+    return Path(folder) / (f"model{SUFFIX}" if i == 0 else f"model_{i}{SUFFIX}")
+
+
+def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Registration:
+    """Let `save_state` and `load_state` keep models as `.ckptz` files, each against the one before.
+
+    Args:
+        accelerator: whose models.
+        options: how they are stored.
+
+    Returns:
+        Its `remove` undoes it.
+
+    Raises:
+        UnsupportedError: FSDP, DeepSpeed or Megatron, which have checkpoints of their own.
+    """
+    if accelerator.distributed_type in _OWN_WAYS:
+        raise UnsupportedError(
+            f"accelerate with {accelerator.distributed_type.value} has checkpoints of its own; save sharded "
+            "state with ckptz.integrations.dcp"
+        )
+    made = Registration(options, accelerator)
+    made._handles += [
+        accelerator.register_save_state_pre_hook(made.save),
+        accelerator.register_load_state_pre_hook(made.load),
+    ]
+    return made

@@ -1,0 +1,154 @@
+"""The index of a folder of shards: which tensor has which piece in which file, as JSON.
+
+    {"format": "ckptz.dcp", "version": 1,
+     "files": [{"name": "shard-00000-5e1f.ckptz", "rank": 0}, ...],
+     "tensors": {"layer.weight": {"dtype": "F32", "shape": [8, 4], "chunks": [
+         {"offset": [0, 0], "shape": [4, 4], "file": 0, "tensor": "layer.weight"}, ...]}},
+     "objects": {"step": {"file": 0, "tree": {...}}},
+     "paths": {"layer.weight": ["layer.weight"], ...}}
+
+Strict: what it says is checked before a file is opened by it. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from ckptz.container.index import Count, Shape
+from ckptz.container.publish import publish
+from ckptz.convert.sharding import is_file_name
+from ckptz.errors import CorruptionError, FormatError, UnsupportedError
+
+INDEX_FILE: Final = "ckptz-index.json"
+VERSION: Final = 1
+MAX_BYTES: Final = 1 << 30  # some five million pieces
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One stored part of a tensor: where it begins, its shape, and tensor `tensor` of file number `file`."""
+
+    offset: Shape
+    shape: Shape
+    file: Count
+    tensor: str
+
+
+class WholeTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor and its parts."""
+
+    dtype: str
+    shape: Shape
+    chunks: tuple[Piece, ...]
+
+
+class StoredObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is no tensor: a tree, whose tensors, if it has some, are in file number `file`."""
+
+    file: Count
+    tree: dict[str, Any]
+
+
+class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file, and the rank that wrote it."""
+
+    name: str
+    rank: Count
+
+
+class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything about a folder; `paths` as the planner of torch flattened a nested state."""
+
+    format: Literal["ckptz.dcp"]
+    version: Annotated[int, msgspec.Meta(ge=1)]
+    ranks: Annotated[int, msgspec.Meta(ge=1)]
+    files: tuple[ShardFile, ...]
+    tensors: dict[str, WholeTensor]
+    objects: dict[str, StoredObject]
+    paths: dict[str, tuple[str | int, ...]] | None
+
+    def layout(self) -> dict[int, set[tuple[Any, ...]]]:
+        """What each rank holds: (name, dtype, whole shape, offset, shape) of every piece."""
+        found: dict[int, set[tuple[Any, ...]]] = {rank: set() for rank in range(self.ranks)}
+        for name, tensor in self.tensors.items():
+            for piece in tensor.chunks:
+                rank = self.files[piece.file].rank
+                found.setdefault(rank, set()).add(
+                    (name, tensor.dtype, tensor.shape, piece.offset, piece.shape)
+                )
+        return found
+
+    def file_of(self, rank: int) -> str | None:
+        """Name of the file that a rank wrote."""
+        return next((file.name for file in self.files if file.rank == rank), None)
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What every version has."""
+
+    version: int
+
+
+def write_index(folder: Path, index: FolderIndex) -> None:
+    """Publish an index: from here on the folder is a checkpoint."""
+    with publish(folder / INDEX_FILE) as sink:
+        sink.write(msgspec.json.encode(index))
+
+
+def read_index(folder: Path) -> FolderIndex:
+    """Inverse of `write_index`.
+
+    Raises:
+        FileNotFoundError: there is none: no checkpoint, or one that was never finished.
+        CorruptionError: it contradicts itself.
+        UnsupportedError: a newer ckptz wrote it.
+    """
+    path = folder / INDEX_FILE
+    if path.stat().st_size > MAX_BYTES:
+        raise CorruptionError(f"{path}: larger than 1 GiB")
+    raw = path.read_bytes()
+    try:
+        version = msgspec.json.decode(raw, type=_Head).version
+        if version > VERSION:
+            raise UnsupportedError(f"{path}: version {version}; this ckptz reads {VERSION}, upgrade it")
+        index = msgspec.json.decode(raw, type=FolderIndex)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptionError(f"{path}: {error}") from None
+    problem = _problem(index)
+    if problem:
+        raise CorruptionError(f"{path}: {problem}")
+    return index
+
+
+def _problem(index: FolderIndex) -> str:
+    for file in index.files:
+        if not is_file_name(file.name):
+            return f"{file.name[:80]!r} is not a plain file name"
+    numbers = [piece.file for tensor in index.tensors.values() for piece in tensor.chunks]
+    if any(n >= len(index.files) for n in [*numbers, *(one.file for one in index.objects.values())]):
+        return "names a file that it does not list"
+    return next((p for n, t in index.tensors.items() if (p := _piece_problem(n, t))), "")
+
+
+def _piece_problem(name: str, tensor: WholeTensor) -> str:
+    for piece in tensor.chunks:
+        if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
+            return f"a part of tensor {name!r} has another number of dimensions"
+        ends = (offset + size for offset, size in zip(piece.offset, piece.shape, strict=True))
+        if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
+            return f"a part of tensor {name!r} lies outside of it"
+    return ""
+
+
+def shard_path(folder: Path, index: FolderIndex, number: int) -> Path:
+    """A file of the folder.
+
+    Raises:
+        FormatError: it is missing.
+    """
+    path = folder / index.files[number].name
+    if not path.is_file():
+        raise FormatError(f"{path}: is missing, and {INDEX_FILE} names it; copy the folder whole")
+    return path

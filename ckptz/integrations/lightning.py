@@ -1,0 +1,148 @@
+"""Lightning's checkpoints as `.ckptz` files.
+
+    trainer = Trainer(plugins=[CkptzIO()])
+    trainer = Trainer(plugins=[AsyncCheckpointIO(CkptzIO())])
+
+Files keep the names that Lightning gives them, `*.ckpt`, and `Trainer(...).fit(ckpt_path=...)` resumes
+from them. See docs/frameworks.md.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any, Final
+
+import lightning
+import torch
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
+
+from ckptz.config import LOSSLESS, Config
+from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.handle import PathLike
+from ckptz.integrations.linked import Chain, ChainOptions, Draft, on_host, read_state
+from ckptz.integrations.plain_types import on_device
+from ckptz.integrations.versions import warn_untested
+
+TESTED: Final = ((2, 6), (2, 6))  # first and last lightning that tests/test_lightning.py ran with
+warn_untested("lightning", lightning.__version__, TESTED)
+
+__all__ = ["CkptzIO", "RequireCheckpointIO"]
+
+# These call the plug-in like the others, around steps of their own.
+_CALL_THE_PLUGIN: Final = (XLAStrategy, SingleDeviceXLAStrategy)
+
+
+class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed by mypy
+    """Saves and loads Lightning's checkpoints, each stored against the one before.
+
+    The files that a checkpoint needs have second names in its folder, `base-*.ckptz`, and are deleted
+    with the last checkpoint that needs them: `save_top_k` and `save_last` work as ever. Without loss, all
+    of a checkpoint comes back bit for bit. One process writes to a folder.
+
+    Args:
+        config: what may be lost; nothing by default.
+        anchor_every: every so many saves a file needs no other; 1 to 64.
+        jobs: threads, all cores by default.
+
+    Raises:
+        ConfigError: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.integrations.lightning import CkptzIO
+        >>> io = CkptzIO()
+        >>> io.save_checkpoint({"state_dict": {"weight": torch.ones(2)}, "epoch": 1}, "last.ckpt")
+        >>> io.load_checkpoint("last.ckpt")
+        {'state_dict': {'weight': tensor([1., 1.])}, 'epoch': 1}
+    """
+
+    def __init__(self, *, config: Config = LOSSLESS, anchor_every: int = 16, jobs: int | None = None) -> None:
+        self._chain = Chain(ChainOptions(config=config, anchor_every=anchor_every, jobs=jobs))
+        self._torch = TorchCheckpointIO()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the checkpoint that was written last."""
+        return self._chain.notes
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint, which appears whole or not at all.
+
+        Args:
+            checkpoint: nested plain values and tensors.
+            path: the file, on a local or mounted file system.
+            storage_options: not used.
+
+        Raises:
+            TypeError: `storage_options` are given.
+            UnsupportedError: a value that cannot be kept without running code; the message says which.
+            WriteError: the disk is full or fails; what was there stays.
+        """
+        if storage_options is not None:
+            raise TypeError("CkptzIO takes no storage_options; leave them out of Trainer.save_checkpoint")
+        step = checkpoint.get("global_step")
+        draft = Draft.of_state(on_host(checkpoint), step=step if isinstance(step, int) else None)
+        self._chain.write(_local(path), draft)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """A checkpoint, every chunk of it held against its checksum.
+
+        Args:
+            path: the file; one that Lightning itself wrote earlier is read by Lightning.
+            map_location: a device for the tensors; by default, and for a function or a dict, the CPU.
+            weights_only: for files of Lightning itself; a `.ckptz` file never runs code.
+
+        Raises:
+            FileNotFoundError: no such file.
+            FormatError: it is damaged.
+            MissingBaseError: a file that it is stored against is missing.
+        """
+        place = _local(path)
+        if zipfile.is_zipfile(place):
+            loaded: dict[str, Any] = self._torch.load_checkpoint(
+                path, map_location=map_location, weights_only=weights_only
+            )
+            return loaded
+        checkpoint: dict[str, Any] = read_state(place, self._chain.options.jobs)
+        self._chain.go_on_from(place)
+        if map_location is None or isinstance(map_location, dict) or callable(map_location):
+            return checkpoint
+        moved: dict[str, Any] = on_device(checkpoint, torch.device(map_location))
+        return moved
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Delete a checkpoint; what others are stored against stays until they go."""
+        self._chain.remove(_local(path))
+
+
+def _local(path: PathLike) -> Path:
+    if "://" in str(path):
+        raise UnsupportedError(f"{path}: CkptzIO writes to local and mounted folders; sync them afterwards")
+    return Path(path)
+
+
+class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
+    """Stops a run whose strategy writes checkpoints of its own and passes the plug-in by.
+
+    Such are FSDP, ModelParallel and DeepSpeed: without this, their checkpoints are simply not compressed.
+
+    Example:
+        >>> from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
+        >>> trainer = Trainer(plugins=[CkptzIO()], callbacks=[RequireCheckpointIO()])  # doctest: +SKIP
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called by Lightning before anything runs."""
+        kind = type(trainer.strategy)
+        if kind.save_checkpoint is not Strategy.save_checkpoint and not issubclass(kind, _CALL_THE_PLUGIN):
+            raise ConfigError(
+                f"{kind.__name__} does not use CheckpointIO, so CkptzIO would never be called; save sharded "
+                "state with ckptz.integrations.dcp, or choose another strategy such as DDP"
+            )

@@ -1,0 +1,333 @@
+"""Files stored against one another that survive whoever deletes folders and files.
+
+    checkpoint-200/model.ckptz                  a delta
+    checkpoint-200/base-4f1c0a9b7d2e6853.ckptz  a second name of checkpoint-100/model.ckptz
+
+Every file that a delta needs gets a second name, a hard link, in the delta's own folder. So a folder is
+complete by itself, its bases take no room twice, and the file system frees them with the last folder
+that needs them: frameworks delete old checkpoints as they like. Where the file system has no hard links,
+or the base lies on another one, the file is stored as an anchor. Knows no framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ckptz.codec.guides import Guide
+from ckptz.codec.units import UnitSource
+from ckptz.config import LOSSLESS, Config, Lossless
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.contents import Contents
+from ckptz.container.envelope import read_envelope
+from ckptz.container.index import KEY_DIGEST, BaseRef
+from ckptz.container.publish import publish
+from ckptz.container.reader import Container
+from ckptz.container.writer import Written, write_container
+from ckptz.convert.guides import NO_FILES, guides_of
+from ckptz.convert.optimizer import Joined, known_roles
+from ckptz.convert.restore import decoded_chunks
+from ckptz.convert.spool import unflatten
+from ckptz.convert.storages import flatten
+from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, named
+from ckptz.hooks.snapshot import check_dense
+from ckptz.integrations.plain_types import from_plain, to_plain
+from ckptz.parallel import Workers
+from ckptz.reading import check_limit
+from ckptz.roles import Rule
+from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, open_checkpoint, open_file
+
+BASE_PREFIX: Final = "base-"  # begins the second names of bases
+N_DIGITS: Final = 16  # of the index's digest, in such a name
+N_REMEMBERED: Final = 8  # files of which one may become the next base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainOptions:
+    """How the files of a run are stored.
+
+    Attributes:
+        config: what may be lost; nothing by default.
+        anchor_every: every so many saves a file needs no other; 1 to 64. 1 stores no deltas.
+        jobs: threads, all cores by default.
+    """
+
+    config: Config = LOSSLESS
+    anchor_every: int = 16
+    jobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, Config):
+            raise ConfigError(f"config must be a configuration such as ckptz.LOSSLESS, got {self.config!r}")
+        if not 1 <= self.anchor_every <= MAX_DEPTH:
+            raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {self.anchor_every}")
+
+
+DEFAULTS: Final = ChainOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What shall go into one file.
+
+    Attributes:
+        tensors: by name.
+        tree: as in `Index.tree`; None if the names tell all.
+        metadata: text for whoever looks.
+        step: training step, if known.
+        guides: what planners may know of tensors; by default what the tensors themselves tell.
+        role_rules: what tensors are, where their names mislead.
+    """
+
+    tensors: Mapping[str, UnitSource]
+    tree: dict[str, Any] | None = None
+    metadata: Mapping[str, str] | None = None
+    step: int | None = None
+    guides: Mapping[str, Guide] | None = None
+    role_rules: tuple[Rule, ...] = ()
+
+    @classmethod
+    def of_state(cls, state: Any, step: int | None = None, role_rules: tuple[Rule, ...] = ()) -> Draft:
+        """A nested state of plain values and tensors on the CPU, whose memory is shared."""
+        flat = flatten(state)
+        tree = None if _says_nothing(state, flat.tensors) else flat.tree
+        return cls(tensors=flat.tensors, tree=tree, step=step, role_rules=role_rules)
+
+    def guided(self, guides: Mapping[str, Guide]) -> Draft:
+        """The same with what else is known of its tensors."""
+        return replace(self, guides=guides)
+
+    def contents(self, config: Config, base: Checkpoint | None, ref: BaseRef | None) -> Contents:
+        """The same for the writer."""
+        is_lossy = not isinstance(config, Lossless)
+        known = known_roles(self.tensors, self.tree, self.role_rules) if is_lossy else Joined()
+        contents = Contents(
+            metadata=self.metadata,
+            base=ref,
+            bases={} if base is None else base.tensors,
+            step=self.step,
+            tree=self.tree,
+            config=config,
+            role_rules=self.role_rules,
+            roles=known.roles,
+        )
+        if self.guides is not None:
+            return replace(contents, guides=self.guides)
+        # Nothing stays open: what guides here are tensors of the draft.
+        return replace(
+            contents, guides=guides_of(self.tensors, contents, NO_FILES, contextlib.ExitStack()).guides
+        )
+
+
+def _says_nothing(state: Any, tensors: Mapping[str, UnitSource]) -> bool:
+    """Whether a state is its named tensors and nothing else."""
+    return type(state) is dict and list(state) == list(tensors)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+class Chain:
+    """Writes the files of one run, each against the newest of those before it that is still there.
+
+    Threads may share it; files are written one at a time.
+
+    Args:
+        options: how.
+
+    Attributes:
+        notes: what the user should know of the file that was written last.
+    """
+
+    def __init__(self, options: ChainOptions = DEFAULTS) -> None:
+        self.options = options
+        self.notes: tuple[str, ...] = ()
+        self._saved: list[Path] = []  # oldest first
+        self._pinned: frozenset[str] = frozenset()  # bases of the file that is being written
+        self._writing, self._linking = threading.Lock(), threading.Lock()
+
+    def go_on_from(self, path: Path) -> None:
+        """Store the next file against this one."""
+        path = path.absolute()
+        self._saved = [*(saved for saved in self._saved if saved != path), path][-N_REMEMBERED:]
+
+    def write(self, path: Path, draft: Draft, *, is_anchor: bool = False) -> Written:
+        """Write a file, which appears whole or not at all.
+
+        Args:
+            path: where; its folder is made.
+            draft: what.
+            is_anchor: store it against nothing.
+
+        Raises:
+            WriteError: the disk is full or fails; what was there stays.
+        """
+        with self._writing:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                written = self._write(path, draft, is_anchor)
+            except OSError as error:
+                what = f"{path}: could not be saved: {error.strerror or error}"
+                raise WriteError(error.errno, what) from error
+            finally:
+                self._pinned = frozenset()
+            self.go_on_from(path)
+            return written
+
+    def _write(self, path: Path, draft: Draft, is_anchor: bool) -> Written:
+        notes: list[str] = []
+        try:
+            with contextlib.ExitStack() as held:
+                base = None if is_anchor else self._open_base(path, held)
+                if base is not None and (ref := self._link(base, path.parent, notes)) is not None:
+                    return self._publish(path, draft, base, ref)
+        except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
+            notes.append(f"stored as an anchor, because the base cannot be read: {error}")
+        finally:
+            self.notes = tuple(notes)
+        return self._publish(path, draft, None, None)
+
+    def _open_base(self, path: Path, held: contextlib.ExitStack) -> Checkpoint | None:
+        for candidate in reversed(self._saved):
+            if candidate == path.absolute():
+                continue  # is about to be replaced
+            with contextlib.suppress(FileNotFoundError):  # the framework deleted it
+                base = held.enter_context(contextlib.closing(open_checkpoint(candidate)))
+                return base if base.depth + 1 < self.options.anchor_every else None
+        return None
+
+    def _link(self, base: Checkpoint, folder: Path, notes: list[str]) -> BaseRef | None:
+        with self._linking:
+            names = link_chain(base, folder)
+            self._pinned = frozenset(names)
+        if not names:
+            notes.append(f"stored as an anchor, because {base.name} cannot be linked into {folder}")
+            return None
+        return BaseRef(content_id=base.content_id(), file=names[0], depth=base.depth + 1)
+
+    def _publish(self, path: Path, draft: Draft, base: Checkpoint | None, ref: BaseRef | None) -> Written:
+        contents = draft.contents(self.options.config, base, ref)
+        with publish(path) as sink, Workers(self.options.jobs) as workers:
+            return write_container(sink, draft.tensors, contents, workers)
+
+    def remove(self, path: Path) -> None:
+        """Delete a file, and those bases of its folder that no file there needs any more."""
+        with self._linking:
+            path.unlink(missing_ok=True)
+            drop_unneeded(path.parent, self._pinned)
+
+
+# --- the second names of bases ----------------------------------------------------------------------
+
+
+def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
+    """Give every file of an open chain a name in a folder.
+
+    Returns:
+        The names, nearest first; none if the file system does not do that.
+    """
+    containers = [file for file in base.files if isinstance(file, Container)]
+    refs = [file.index.base for file in containers]
+    names = [_own_name(Path(base.files[0].name)), *(ref.file for ref in refs if ref is not None)]
+    for file, name in zip(base.files, names, strict=True):
+        if not _link(Path(file.name), folder / name):
+            return ()
+    return tuple(names)
+
+
+def _own_name(path: Path) -> str:
+    """A name that only this very file has; others may have the same values, and other codes for them."""
+    with contextlib.closing(FileBytes(path)) as source:
+        digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST)
+    return f"{BASE_PREFIX}{(digest or secrets.token_hex(32))[:N_DIGITS]}{SUFFIX}"
+
+
+def _link(path: Path, name: Path) -> bool:
+    try:
+        os.link(path, name)
+    except FileExistsError:
+        return name.samefile(path) or name.name.startswith(BASE_PREFIX)
+    except OSError:
+        return False
+    return True
+
+
+def drop_unneeded(folder: Path, pinned: Collection[str] = ()) -> None:
+    """Delete the bases in a folder that none of its other files is stored against.
+
+    Args:
+        folder: where.
+        pinned: names of bases that stay.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        names = {entry.name for entry in os.scandir(folder) if entry.is_file()}
+        bases = {name for name in names if name.startswith(BASE_PREFIX) and name.endswith(SUFFIX)}
+        needed, waiting = set(pinned), [*(names - bases), *pinned] if bases else []
+        while waiting:
+            base = _base_of(folder / waiting.pop())
+            if base in bases and base not in needed:
+                needed.add(base)
+                waiting.append(base)
+        for name in bases - needed:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _base_of(path: Path) -> str | None:
+    """Name of the file that another is stored against; None too if it is no `.ckptz` file."""
+    try:
+        with contextlib.closing(open_file(FileBytes(path))) as file:
+            ref = file.index.base if isinstance(file, Container) else None
+            return None if ref is None else ref.file
+    except (CkptzError, OSError):
+        return None
+
+
+# --- nested states ----------------------------------------------------------------------------------
+
+
+def on_host(state: Any) -> Any:
+    """The same nested state with tensors on the CPU, as plain ones; what is there already is shared."""
+    copies: dict[object, torch.Tensor] = {}  # those that are one stay one
+
+    def tensor(value: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
+        check_dense(value, ".".join(path))
+        key: object = id(value)
+        if value.numel():
+            key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        if key not in copies:
+            copies[key] = value.detach().as_subclass(torch.Tensor).cpu()
+        return copies[key]
+
+    return to_plain(state, tensor)
+
+
+def read_state(path: Path, jobs: int | None = None) -> Any:
+    """The nested state of a file that a `Chain` wrote, every chunk held against its checksum.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: it is damaged.
+        MissingBaseError: a file that it is stored against is missing.
+        LimitError: it does not fit into memory.
+    """
+    with contextlib.closing(open_checkpoint(path)) as checkpoint, Workers(jobs) as workers:
+        if checkpoint.container is None:
+            raise FormatError(f"{path}: not a {SUFFIX} file")
+        n_bytes = sum(source.dtype.n_bytes(source.shape) for source in checkpoint.tensors.values())
+        check_limit(n_bytes, None, str(path))
+        tree = checkpoint.container.index.tree
+        try:
+            state = unflatten(
+                checkpoint.tensors, tree, None, lambda tensors: decoded_chunks(tensors, workers)
+            )
+            return from_plain(state)
+        except CkptzError as error:
+            raise error if str(path) in str(error) else named(error, str(path)) from None

@@ -1,0 +1,249 @@
+"""Checkpoints of a run on many ranks: each rank saves its shards beside training, any number restores.
+
+    checkpointer = ShardedCheckpointer("run", model, optimizer)     # on all ranks
+    step = checkpointer.restore_latest() or 0
+    ...
+    checkpointer.save(step)
+
+    run/step-00000100/      one folder for each step, complete by itself; see `ckptz.integrations.dcp`
+
+For models sharded by FSDP2 (`fully_shard`), tensor parallelism or anything else that makes DTensors, and
+for plain ones. All ranks call all methods, in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from ckptz.errors import CkptzError, ConfigError, WriteError, named
+from ckptz.handle import PathLike
+from ckptz.hooks.rng import random_state, set_random_state
+from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
+from ckptz.integrations.dcp_index import INDEX_FILE, read_index
+from ckptz.integrations.linked import DEFAULTS, ChainOptions
+from ckptz.integrations.merging import TIMEOUT, own_group
+
+__all__ = ["ShardedCheckpointer"]
+
+_FOLDER: Final = re.compile(r"step-(\d{8,})")
+
+
+class ShardedCheckpointer:
+    """Saves and restores a training run of many ranks.
+
+    A step is there when its index is: a rank that dies during a save leaves no half of one, and the steps
+    before it whole; the other ranks raise within `timeout`. Saves use a gloo group of their own, so that
+    training goes on with its collectives. Random states come back if as many ranks restore as saved.
+
+    Args:
+        directory: the run's folder, which all ranks share.
+        model: its parameters and buffers.
+        optimizer: one or several.
+        extra: by name, what else has `state_dict` and `load_state_dict`.
+        options: how steps are stored, each against the one before if the layout of shards is the same.
+        keep_last: so many steps stay.
+        background: write beside training.
+        timeout: after which a rank gives up on the others.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        directory: PathLike,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        options: ChainOptions = DEFAULTS,
+        keep_last: int = 3,
+        background: bool = True,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        if keep_last < 1:
+            raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+        self._folder, self._model, self._extra = Path(directory), model, dict(extra or {})
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self._options, self._keep_last, self._is_background = options, keep_last, background
+        self._group = own_group(timeout)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._saving: Future[Any] | None = None
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def save(self, step: int) -> None:
+        """Save the run as it is now; with `background`, training goes on when a copy is made.
+
+        Args:
+            step: after all that are in the folder.
+
+        Raises:
+            ConfigError: the step is not new, or ranks disagree on the model.
+            WriteError: this save, or with `background` the one before, failed on some rank; it is not there.
+        """
+        self.wait()
+        steps = self.steps()
+        if steps and step <= steps[-1]:
+            raise ConfigError(
+                f"{self._folder}: step {step} is not after {steps[-1]}, the newest that is there"
+            )
+        base = self._path(steps[-1]) if steps else None
+        path = self._path(step)
+        if self._rank == 0 and path.exists():  # of a save that was cut off
+            shutil.rmtree(path)
+        writer = CkptzStorageWriter(path, options=self._options, base=base, group=self._group)
+        if self._is_background:
+            saving = async_save(
+                self._state(), storage_writer=writer, process_group=self._group, no_dist=self._n_ranks == 1
+            )
+            self._saving = cast("Future[Any]", saving)
+            return
+        with _told(f"{path}: was not saved"):
+            save(self._state(), storage_writer=writer, process_group=self._group, no_dist=self._n_ranks == 1)
+        self._prune()
+
+    def wait(self) -> None:
+        """Wait until no save is under way.
+
+        Raises:
+            WriteError: it failed, on this rank or on another; the steps before it are whole.
+            ConfigError: ranks disagree on the model.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with _told(f"{self._folder}: a step was not saved"):
+                saving.result()
+            self._prune()
+
+    def _prune(self) -> None:
+        """Delete old steps, and what saves that failed left; files that others need have names there too."""
+        if self._rank == 0:
+            kept = set(self.steps()[-self._keep_last :])
+            for step, path in self._folders():
+                if step not in kept and step < max(kept):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizers)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "extra": {name: extra.state_dict() for name, extra in self._extra.items()},
+            # Ranks draw different numbers.
+            f"rng-{self._rank}-of-{self._n_ranks}": random_state(),
+        }
+
+    # --- restoring ------------------------------------------------------------------------------
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps that training can resume from, ascending."""
+        return tuple(step for step, path in self._folders() if (path / INDEX_FILE).is_file())
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        found = self._folder.glob("step-*")
+        matches = [(match, path) for path in found if (match := _FOLDER.fullmatch(path.name))]
+        return sorted((int(match[1]), path) for match, path in matches)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+    def restore_latest(self) -> int | None:
+        """Restore the newest step; None, and nothing changed, if there is none."""
+        self.wait()
+        steps = self.steps()
+        return self.restore(steps[-1]) if steps else None
+
+    def restore(self, step: int) -> int:
+        """Bring the run back to a step; as many ranks may do so as like.
+
+        Args:
+            step: one of `steps`.
+
+        Returns:
+            The step.
+
+        Raises:
+            ConfigError: there is no such step.
+            FormatError: a file is damaged.
+        """
+        self.wait()
+        if step not in self.steps():
+            raise ConfigError(f"{self._folder}: step {step} is not there; steps() lists those that are")
+        state = self._state()
+        numbers = f"rng-{self._rank}-of-{self._n_ranks}"
+        if read_index(self._path(step)).ranks != self._n_ranks:
+            del state[numbers]
+        with _told(f"{self._path(step)}: was not restored"):
+            load(
+                state,
+                storage_reader=CkptzStorageReader(self._path(step), jobs=self._options.jobs),
+                process_group=self._group,
+                no_dist=self._n_ranks == 1,
+            )
+        set_state_dict(
+            self._model,
+            self._optimizers,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        for name, extra in self._extra.items():
+            extra.load_state_dict(state["extra"][name])
+        if numbers in state:
+            set_random_state(state[numbers])
+        return step
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the save that is under way."""
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Errors by their cause, with the rank that had it; torch's own is no `Exception`, and says traces.
+
+    Raises:
+        CkptzError: what a rank of ckptz raised.
+        WriteError: anything else, as a rank that was lost.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, CkptzError) and not isinstance(cause, OSError):
+            raise named(cause, f"{what}: rank {rank}") from error
+        raise WriteError(errno.EIO, f"{what}: rank {rank}: {cause}") from error
+    except RuntimeError as error:  # of gloo
+        raise WriteError(errno.EIO, f"{what}: a rank was lost: {error}") from error

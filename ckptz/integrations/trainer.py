@@ -1,0 +1,223 @@
+"""Checkpoints of the Hugging Face Trainer as `.ckptz` files.
+
+    class MyTrainer(CkptzTrainerMixin, Trainer): ...
+
+    trainer = MyTrainer(model, args, ckptz=ChainOptions(anchor_every=8))
+    trainer.train(resume_from_checkpoint=True)
+
+A folder `checkpoint-N` holds model.ckptz, state.ckptz (optimizer, scheduler, scaler), rng-RANK.ckptz, their
+bases as hard links, and the JSON files that the Trainer writes itself; no pickle. Each folder is
+complete, so `save_total_limit` deletes what it likes. See docs/frameworks.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import transformers
+
+from ckptz.codec.extent import moments_energy
+from ckptz.codec.guides import Guide
+from ckptz.codec.units import UnitSource
+from ckptz.codec.values import KINDS
+from ckptz.config import Lossless
+from ckptz.errors import UnsupportedError
+from ckptz.hooks.rng import random_state, set_random_state
+from ckptz.hooks.state import check_optimizers_fit, load_optimizers, optimizer_state
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, Draft, on_host, read_state
+from ckptz.integrations.versions import warn_untested
+from ckptz.roles import Rule
+from ckptz.store.resolve import SUFFIX
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # what the mixin is mixed into brings it
+
+TESTED: Final = ((5, 23), (5, 23))  # first and last transformers that tests/test_trainer.py ran with
+warn_untested("transformers", transformers.__version__, TESTED)
+
+__all__ = ["ChainOptions", "CkptzTrainerMixin"]
+
+MODEL_NAME: Final = f"model{SUFFIX}"
+STATE_NAME: Final = f"state{SUFFIX}"
+_OVERRIDDEN: Final = (
+    *("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"),
+    *("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_load_scaler"),
+    *("_load_rng_state", "_issue_warnings_after_load"),
+)
+# What is neither a weight nor a moment stays exact whatever the configuration.
+_EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in ("groups", "scheduler", "scaler", "rng"))
+
+
+class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
+    """Put before `Trainer` among the bases of a class.
+
+    `save_model` that users call writes what it always writes; so does everything else beside checkpoints.
+
+    Args:
+        args: for the Trainer.
+        ckptz: how checkpoints are stored.
+        kwargs: for the Trainer.
+
+    Raises:
+        UnsupportedError: FSDP, DeepSpeed, XLA or an adapter, which have checkpoints of their own; or this
+            version of transformers lacks what the mixin overrides.
+    """
+
+    def __init__(self, *args: Any, ckptz: ChainOptions = DEFAULTS, **kwargs: Any) -> None:
+        parent = super()
+        if missing := [name for name in _OVERRIDDEN if not hasattr(parent, name)]:
+            raise UnsupportedError(
+                f"transformers {transformers.__version__}: its Trainer has no {missing[0]}, which "
+                f"CkptzTrainerMixin overrides; put the mixin before Trainer, or install {_title(TESTED[1])}"
+            )
+        super().__init__(*args, **kwargs)
+        _check_plain(self)
+        self._ckptz = ckptz
+        self._ckptz_chains = {name: Chain(ckptz) for name in (MODEL_NAME, STATE_NAME)}
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's; a checkpoint's weights become model.ckptz."""
+        if not _internal_call or output_dir is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        if not self.args.should_save:
+            return
+        folder, model = Path(output_dir), _unwrapped(self)
+        folder.mkdir(parents=True, exist_ok=True)
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        parts = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
+        for part in parts:
+            if part is not None and hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        draft = Draft.of_state(on_host(dict(model.state_dict())), step=self.state.global_step)
+        if not isinstance(self._ckptz.config, Lossless):
+            draft = draft.guided(_guides(draft.tensors, _training_draft(self).tensors))
+        self._ckptz_chains[MODEL_NAME].write(folder / MODEL_NAME, draft)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:
+            self._ckptz_chains[STATE_NAME].write(Path(output_dir) / STATE_NAME, _training_draft(self))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: it is in state.ckptz."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        draft = Draft.of_state(on_host({"rng": random_state()}), step=self.state.global_step)
+        Chain(ChainOptions(jobs=1)).write(_rng_path(self, output_dir), draft)
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        path = Path(resume_from_checkpoint) / MODEL_NAME
+        if not path.is_file():  # a checkpoint from before
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        _load_weights(self, path, self.model if model is None else model)
+        self._ckptz_chains[MODEL_NAME].go_on_from(path)
+
+    def _load_best_model(self) -> None:
+        path = Path(self.state.best_model_checkpoint) / MODEL_NAME
+        if path.is_file():
+            _load_weights(self, path, self.model)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        path = None if checkpoint is None else Path(checkpoint) / STATE_NAME
+        if path is None or not path.is_file():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        state = read_state(path, self._ckptz.jobs)
+        saved = {"state": state["optimizer"], "classes": state["classes"], "groups": state["groups"]}
+        model, optimizers = _unwrapped(self), [_bare(self.optimizer)]
+        check_optimizers_fit(model, optimizers, saved, str(path))
+        load_optimizers(model, optimizers, saved)
+        self.lr_scheduler.load_state_dict(state["scheduler"])
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is not None and state["scaler"] is not None:
+            scaler.load_state_dict(state["scaler"])
+        self._ckptz_chains[STATE_NAME].go_on_from(path)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / STATE_NAME).is_file():
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        path = None if checkpoint is None else _rng_path(self, checkpoint)
+        if path is None or not path.is_file():
+            super()._load_rng_state(checkpoint)
+            return
+        set_random_state(read_state(path, 1)["rng"])
+
+
+def _title(version: tuple[int, int]) -> str:
+    return f"transformers=={version[0]}.{version[1]}.*"
+
+
+def _check_plain(trainer: Any) -> None:
+    """Refuse what saves its state in ways of its own."""
+    ways = {
+        "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "XLA": trainer.args.device.type == "xla",
+        "an adapter": hasattr(trainer.model, "peft_config"),
+    }
+    for name, is_used in ways.items():
+        if is_used:
+            raise UnsupportedError(
+                f"CkptzTrainerMixin: {name} has checkpoints of its own; leave the mixin out, and save "
+                "sharded state with ckptz.integrations.dcp"
+            )
+
+
+def _unwrapped(trainer: Any) -> Any:
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that accelerate wraps."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _rng_path(trainer: Any, folder: str) -> Path:
+    return Path(folder) / f"rng-{trainer.args.process_index:05d}{SUFFIX}"
+
+
+def _training_draft(trainer: Any) -> Draft:
+    """Optimizer by parameter name, scheduler and scaler."""
+    found = optimizer_state(_unwrapped(trainer), [_bare(trainer.optimizer)])
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    state = {
+        "optimizer": found["state"],
+        "classes": found["classes"],
+        "groups": found["groups"],
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+    return Draft.of_state(on_host(state), step=trainer.state.global_step, role_rules=_EXACT)
+
+
+def _guides(weights: Mapping[str, UnitSource], state: Mapping[str, UnitSource]) -> dict[str, Guide]:
+    """Second moments, where Adam has one of each weight's shape."""
+    moments = {name: state.get(f"optimizer.{name}.exp_avg_sq") for name in weights}
+    found = {
+        name: moment
+        for name, moment in moments.items()
+        if moment is not None and moment.shape == weights[name].shape and moment.dtype.name in KINDS
+    }
+    energy = moments_energy((weights[n], m) for n, m in found.items() if weights[n].dtype.name in KINDS)
+    return {name: Guide(second_moment=moment, energy=energy) for name, moment in found.items()}
+
+
+def _load_weights(trainer: Any, path: Path, model: Any) -> None:
+    state = read_state(path, trainer._ckptz.jobs)
+    target = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+    trainer._issue_warnings_after_load(target.load_state_dict(state, strict=False))

@@ -1,0 +1,101 @@
+"""accelerate's save_state with models in `.ckptz` files."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+
+import accelerate
+from accelerate.utils import DistributedType, ProjectConfiguration
+
+from ckptz import safe_open
+from ckptz.errors import MissingBaseError, UnsupportedError
+from ckptz.integrations import accelerate as integration
+from ckptz.integrations.accelerate import ChainOptions, register
+from ckptz.integrations.versions import UntestedVersionWarning
+
+
+def prepared(folder: Path, n_models: int = 1, **project: Any) -> Any:
+    """An accelerator with models whose optimizers were stepped."""
+    torch.manual_seed(1)
+    config = ProjectConfiguration(project_dir=str(folder), **project)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=config)
+    models = [accelerator.prepare(torch.nn.Linear(40, 30)) for _ in range(n_models)]
+    optimizers = [accelerator.prepare(torch.optim.AdamW(model.parameters())) for model in models]
+    return accelerator, models, optimizers
+
+
+def train(accelerator: Any, models: list[Any], optimizers: list[Any]) -> None:
+    for model, optimizer in zip(models, optimizers, strict=True):
+        accelerator.backward(model(torch.ones(2, 40)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(models: list[Any]) -> list[torch.Tensor]:
+    return [tensor.clone() for model in models for tensor in model.state_dict().values()]
+
+
+def test_models_come_back_and_old_folders_may_go(tmp_path: Path) -> None:
+    accelerator, models, optimizers = prepared(tmp_path, 2, automatic_checkpoint_naming=True, total_limit=2)
+    register(accelerator, ChainOptions(anchor_every=4, jobs=1))
+    saved = []
+    for _ in range(6):
+        train(accelerator, models, optimizers)
+        accelerator.save_state()
+        saved.append(weights(models))
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in folders] == ["checkpoint_4", "checkpoint_5"]
+    for folder, wanted in zip(folders, saved[-2:], strict=True):
+        assert {"model.ckptz", "model_1.ckptz"} <= {path.name for path in folder.iterdir()}
+        assert not list(folder.glob("*.safetensors"))
+        train(accelerator, models, optimizers)
+        accelerator.load_state(str(folder))
+        assert all(map(torch.equal, weights(models), wanted))
+    assert list(folders[1].glob("base-*"))
+
+
+def test_what_accelerate_saved_alone_loads_and_hooks_can_go(tmp_path: Path) -> None:
+    accelerator, models, optimizers = prepared(tmp_path)
+    accelerator.save_state(str(tmp_path / "before"))
+    wanted = weights(models)
+    registration = register(accelerator)
+    train(accelerator, models, optimizers)
+    accelerator.load_state(str(tmp_path / "before"))
+    assert all(map(torch.equal, weights(models), wanted))
+    registration.remove()
+    accelerator.save_state(str(tmp_path / "after"))
+    assert (tmp_path / "after" / "model.safetensors").is_file()
+
+
+def test_a_missing_base_is_named(tmp_path: Path) -> None:
+    accelerator, models, optimizers = prepared(tmp_path)
+    register(accelerator, ChainOptions(jobs=1))
+    for name in ("one", "two"):
+        accelerator.save_state(str(tmp_path / name))
+        train(accelerator, models, optimizers)
+    for path in (tmp_path / "two").glob("base-*"):
+        path.unlink()
+    with pytest.raises(MissingBaseError, match="base-"):
+        accelerator.load_state(str(tmp_path / "two"))
+    with safe_open(tmp_path / "one" / "model.ckptz", "pt") as file:
+        assert file.keys() == ["bias", "weight"]
+
+
+def test_an_untested_version_says_so_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate, "__version__", "9.0.1")
+    with pytest.warns(UntestedVersionWarning, match=r"accelerate 9\.0\.1 is outside"):
+        importlib.reload(integration)
+
+
+def test_ways_with_checkpoints_of_their_own_are_refused() -> None:
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        with pytest.raises(UnsupportedError, match=kind.value):
+            register(SimpleNamespace(distributed_type=kind))  # type: ignore[arg-type]

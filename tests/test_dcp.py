@@ -1,0 +1,371 @@
+"""`torch.distributed.checkpoint` in one process: our folders, torch's own, and damage to both."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle  # what torch's own folders hold
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cli_support import ckptz
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+import ckptz as package
+from ckptz.config import KMeans
+from ckptz.container import reader as container_reader
+from ckptz.convert.inputs import open_input
+from ckptz.convert.pickled import read_pickled
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
+from ckptz.integrations.dcp_index import INDEX_FILE, read_index
+from ckptz.integrations.linked import read_state
+from ckptz.store.resolve import open_checkpoint
+
+OPTIONS = ChainOptions(jobs=1)
+
+
+def a_state(drift: float = 0.0) -> dict[str, Any]:
+    """A model with optimizer, and values of other types."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.LayerNorm(50))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 + drift)
+    model(torch.ones(2, 30)).square().sum().backward()
+    optimizer.step()
+    extra = {"step": 7, "name": "run", "numbers": [1, 2.5, None], "half": torch.ones(3, dtype=torch.bfloat16)}
+    nested = {"tuple": (torch.arange(3), "x"), "scalar": torch.tensor(4)}
+    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), **extra, "nested": nested}
+
+
+def emptied(value: Any) -> Any:
+    """The same structure with other values."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: emptied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [emptied(item) for item in value]
+    return None
+
+
+def same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, torch.Tensor):
+        return found.dtype == wanted.dtype and torch.equal(found, wanted)
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(same(found[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, list | tuple):
+        return type(found) is type(wanted) and len(found) == len(wanted) and all(map(same, found, wanted))
+    return bool(found == wanted)
+
+
+def save(state: dict[str, Any], folder: Path, **arguments: Any) -> None:
+    writer = CkptzStorageWriter(folder, **({"options": OPTIONS} | arguments))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=CkptzStorageReader(folder, jobs=1), no_dist=True)
+    return state
+
+
+# --- our folders ---------------------------------------------------------------------------------------
+
+
+def test_a_state_comes_back_and_nothing_is_pickled(tmp_path: Path) -> None:
+    save(a_state(), tmp_path / "one")
+    assert same(load(emptied(a_state()), tmp_path / "one"), a_state())
+    assert {path.suffix for path in (tmp_path / "one").iterdir()} == {".ckptz", ".json"}
+
+
+def test_a_chain_of_folders_each_complete(tmp_path: Path) -> None:
+    names = [f"step-{i}" for i in range(4)]
+    for i, name in enumerate(names):
+        base = tmp_path / names[i - 1] if i else None
+        save(a_state(i / 1000), tmp_path / name, base=base, options=ChainOptions(anchor_every=3, jobs=1))
+    depths = [open_checkpoint(next((tmp_path / name).glob("shard-*"))).depth for name in names]
+    assert depths == [0, 1, 2, 0]
+    for name in names[:2]:
+        shutil.rmtree(tmp_path / name)
+    assert same(load(emptied(a_state()), tmp_path / "step-2"), a_state(2 / 1000))
+
+
+def test_another_layout_is_an_anchor(tmp_path: Path) -> None:
+    save(a_state(), tmp_path / "one")
+    state = a_state()
+    state["model"]["0.weight"] = state["model"]["0.weight"][:20].clone()
+    save(state, tmp_path / "two", base=tmp_path / "one")
+    assert not list((tmp_path / "two").glob("base-*"))
+    save(state, tmp_path / "three", base=tmp_path / "none")
+    assert same(load(emptied(state), tmp_path / "three"), state)
+
+
+def test_a_folder_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "one"
+    save(a_state(), folder)
+
+    class Stopped(CkptzStorageWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            raise OSError(5, "Input/output error")
+
+    writer = Stopped(folder, options=OPTIONS)
+    with pytest.raises(CheckpointException, match="Input/output"):
+        dcp.save(a_state(1.0), storage_writer=writer, no_dist=True)
+    assert same(load(emptied(a_state()), folder), a_state()), "the old one until the new one is whole"
+    save(a_state(1.0), folder, base=folder)
+    assert same(load(emptied(a_state()), folder), a_state(1.0))
+    assert len(list(folder.glob("shard-*"))) == 1
+
+
+def test_reading_a_part_decodes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"big": torch.arange(5 << 20, dtype=torch.int32).view(-1, 1024)}, tmp_path / "one")
+    decoded = []
+    decode = container_reader.FrameSource.decode_chunk
+
+    def counted(self: Any, index: int, out: Any) -> Any:
+        decoded.append(index)
+        return decode(self, index, out)
+
+    monkeypatch.setattr(container_reader.FrameSource, "decode_chunk", counted)
+    reader = CkptzStorageReader(tmp_path / "one", jobs=1)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    tensor = torch.zeros(3, 1024, dtype=torch.int32)
+    index = next(iter(metadata.storage_data[1]))
+    sizes = [torch.Size(numbers) for numbers in ((0, 0), (2048, 0), (3, 1024))]
+
+    class Planner:
+        def resolve_tensor(self, _: Any) -> torch.Tensor:
+            return tensor
+
+        def commit_tensor(self, _: Any, __: Any) -> None: ...
+
+    item = ReadItem(LoadItemType.TENSOR, index, sizes[0], index, sizes[1], sizes[2])
+    reader.read_data(LoadPlan([item]), Planner())  # type: ignore[arg-type]
+    assert torch.equal(tensor.view(-1), torch.arange(2 << 20, (2 << 20) + 3072, dtype=torch.int32))
+    assert len(decoded) <= 1
+
+
+def test_kmeans_without_ranks(tmp_path: Path) -> None:
+    state = {"weight": torch.randn(80, 90), "bias": torch.randn(80)}
+    save(state, tmp_path / "one", options=ChainOptions(config=KMeans(levels=8), jobs=1))
+    package.torch.save_file(state, tmp_path / "whole.ckptz", config=KMeans(levels=8))
+    found = load({name: torch.zeros_like(t) for name, t in state.items()}, tmp_path / "one")
+    assert same(found, dict(package.torch.load_file(tmp_path / "whole.ckptz")))
+    assert not torch.equal(found["weight"], state["weight"])
+
+
+def test_a_planner_of_another_kind_hands_out_bytes(tmp_path: Path) -> None:
+    class Bytes(DefaultSavePlanner):
+        lookup_object = None  # type: ignore[assignment]
+
+        def resolve_data(self, item: Any) -> Any:
+            if item.tensor_data is not None:
+                return self.state_dict[item.index.fqn].detach()
+            data = io.BytesIO()
+            torch.save(self.state_dict[item.index.fqn], data)
+            data.seek(0)
+            return data
+
+    state = {"weight": torch.ones(3), "step": 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=CkptzStorageWriter(tmp_path / "one"), planner=Bytes(), no_dist=True)
+    assert same(load({"weight": torch.zeros(3), "step": 0}, tmp_path / "one"), state)
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match=r"'hook'.*cannot be kept"):
+        save({"hook": print}, tmp_path / "one")
+    assert not (tmp_path / "one" / INDEX_FILE).exists()
+
+
+def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
+    by_sensitivity = ChainOptions(config=KMeans(prune_by="sensitivity"))
+    with pytest.raises(ConfigError, match="magnitude"):
+        CkptzStorageWriter(tmp_path, options=by_sensitivity)
+    with pytest.raises(ConfigError, match="no folder"):
+        _ = CkptzStorageWriter().folder
+    with pytest.raises(ConfigError, match="no folder"):
+        CkptzStorageReader().read_metadata()
+    with pytest.raises(UnsupportedError, match="use_collectives"):
+        CkptzStorageWriter(tmp_path).set_up_storage_writer(True, use_collectives=False)
+    assert not CkptzStorageWriter.validate_checkpoint_id("s3://bucket/run")
+    assert not CkptzStorageReader.validate_checkpoint_id(tmp_path)
+
+
+def a_piece(offset: list[int], shape: list[int]) -> dict[str, Any]:
+    return {"offset": offset, "shape": shape, "file": 0, "tensor": "w"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 9}, "upgrade"),
+        ({"format": "other"}, "format"),
+        ({"unknown": 1}, "unknown"),
+        ({"files": [{"name": "../x.ckptz", "rank": 0}]}, "plain file name"),
+        ({"files": []}, "does not list"),
+        ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([1], [2])]}}}, "outside"),
+        ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([0, 0], [2])]}}}, "dimensions"),
+    ],
+)
+def test_a_forged_index_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    save({"w": torch.ones(3), "step": 1}, tmp_path)
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index | change))
+    with pytest.raises(CkptzError, match=words):
+        read_index(tmp_path)
+
+
+def test_damage_and_loss_are_noticed(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path)
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    index["tensors"]["w"]["chunks"][0]["shape"] = [2]
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(CheckpointException, match=INDEX_FILE):
+        load({"w": torch.zeros(3)}, tmp_path)
+    next(tmp_path.glob("shard-*")).unlink()
+    with pytest.raises(CheckpointException, match="is missing"):
+        load({"w": torch.zeros(3)}, tmp_path)
+    (tmp_path / INDEX_FILE).unlink()
+    with pytest.raises(CheckpointException, match="No such file"):
+        load({"w": torch.zeros(3)}, tmp_path)
+
+
+# --- torch's own folders -------------------------------------------------------------------------------
+
+
+def torch_folder(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def plain_state() -> dict[str, Any]:
+    state = a_state()
+    state["nested"].pop("tuple")  # torch flattens it no further, and pickles it
+    return state
+
+
+def as_torch_names(value: Any) -> Any:
+    """What such a folder says: all keys are text."""
+    if isinstance(value, dict):
+        return {str(key): as_torch_names(item) for key, item in value.items()}
+    return [as_torch_names(item) for item in value] if isinstance(value, list) else value
+
+
+def test_a_folder_of_torch_is_compressed_and_restored(tmp_path: Path) -> None:
+    source = torch_folder(tmp_path / "source", plain_state())
+    ckptz("compress", source, "-o", tmp_path / "packed.ckptz", "--jobs", 1)
+    assert same(read_state(tmp_path / "packed.ckptz"), as_torch_names(plain_state()))
+    ckptz("restore", tmp_path / "packed.ckptz", "--to", "dcp", "-o", tmp_path / "back")
+    back = emptied(plain_state())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(back, checkpoint_id=tmp_path / "back", no_dist=True)
+    assert same(back, plain_state())
+    ckptz("restore", tmp_path / "packed.ckptz", "--to", "pt", "-o", tmp_path / "back.pt")
+    assert same(torch.load(tmp_path / "back.pt", weights_only=True), as_torch_names(plain_state()))
+
+
+def test_a_delta_of_two_folders_of_torch(tmp_path: Path) -> None:
+    first = torch_folder(tmp_path / "first", plain_state())
+    later = plain_state()
+    later["model"]["0.weight"] += 1e-3
+    second = torch_folder(tmp_path / "second", later)
+    ckptz("compress", first, second, "--chain", "-o", tmp_path / "run", "--jobs", 1)
+    files = sorted((tmp_path / "run").rglob("*.ckptz"))
+    assert len(files) == 2
+
+
+def test_a_file_that_is_restored_to_where_something_is(tmp_path: Path) -> None:
+    package.torch.save_file({"w": torch.ones(3)}, tmp_path / "w.ckptz")
+    ckptz("restore", tmp_path / "w.ckptz", "--to", "dcp")
+    state = {"w": torch.zeros(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=tmp_path / "w.dcp", no_dist=True)
+    assert torch.equal(state["w"], torch.ones(3))
+    done = ckptz("restore", tmp_path / "w.ckptz", "--to", "dcp", fails=True)
+    assert done.exit_code == 2
+    assert "not an empty folder" in done.stderr
+
+
+class Evil:
+    """Would write a file if it were unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def test_no_code_runs_from_a_folder_of_torch(tmp_path: Path) -> None:
+    folder = torch_folder(tmp_path / "source", {"w": torch.ones(3)})
+    (folder / ".metadata").write_bytes(pickle.dumps({"x": Evil(tmp_path / "ran")}))
+    done = ckptz("compress", folder, "-o", tmp_path / "out.ckptz", fails=True)
+    assert done.exit_code == 3
+    assert "Metadata" in done.stderr
+    odd = torch_folder(tmp_path / "odd", {"w": torch.ones(3), "x": Evil(tmp_path / "kept")})
+    (tmp_path / "kept").unlink(missing_ok=True)
+    done = ckptz("compress", odd, "-o", tmp_path / "out.ckptz", fails=True)
+    assert done.exit_code == 4
+    assert "without running code" in done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_missing_shard_of_torch_is_named(tmp_path: Path) -> None:
+    folder = torch_folder(tmp_path / "source", {"w": torch.ones(3)})
+    next(folder.glob("*.distcp")).unlink()
+    with pytest.raises(FormatError, match=r"distcp: is missing"):
+        open_input(folder).tensors["w"].units(0, 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no pickle",
+        pickle.dumps(Evil(Path("x")))[:-1],
+        pickle.dumps({(1, 2): 3}),
+        pickle.dumps({1, 2}),
+        b"\x80\x04]h\x07.",
+        b"\x80\x04\x85.",
+        b"\x80\x04}}s.",
+    ],
+)
+def test_other_pickles_are_refused(data: bytes) -> None:
+    with pytest.raises(CorruptionError):
+        read_pickled(data)
+
+
+def test_every_prefix_and_flip_of_the_metadata_is_data_or_an_error(tmp_path: Path) -> None:
+    folder = torch_folder(tmp_path / "source", {"w": torch.ones(3), "step": 2})
+    raw = (folder / ".metadata").read_bytes()
+    for end in range(0, len(raw), 7):
+        with pytest.raises(CorruptionError):
+            read_pickled(raw[:end])
+    for at in range(0, len(raw), 5):
+        flipped = bytearray(raw)
+        flipped[at] ^= 0x11
+        try:
+            read_pickled(bytes(flipped))
+        except CorruptionError:
+            continue
