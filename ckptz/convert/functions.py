@@ -41,11 +41,11 @@ class NamedFunction:
         """
         return _load(self.text)
 
-    def __call__(self, state: dict[str, Any]) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """What the function returns; what it prints goes to stderr, as stdout is for the report."""
         function = self.load()
         with contextlib.redirect_stdout(sys.stderr):
-            return function(state)
+            return function(*args)
 
     @property
     def metric(self) -> str:

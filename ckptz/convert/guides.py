@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ckptz.codec.extent import moments_energy
 from ckptz.codec.guides import Guide
@@ -24,6 +24,7 @@ from ckptz.convert.guide_files import (
     RecordedInputs,
     SensitivityFile,
 )
+from ckptz.convert.guide_format import Shapes
 from ckptz.convert.inputs import open_input
 from ckptz.convert.optimizer import roles_beside
 from ckptz.errors import CalibrationError, ConfigError
@@ -31,6 +32,7 @@ from ckptz.quant.guides import InputMoments
 from ckptz.roles import Role, role_of
 
 UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
+Calibrated: TypeAlias = Path | RecordedCalibration  # saved, or in memory
 # A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
 INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 
@@ -46,7 +48,7 @@ class GuideFiles:
     """
 
     read_optimizer: Path | None = None
-    calibration: Path | RecordedCalibration | None = None
+    calibration: Calibrated | None = None
     sensitivity: Path | None = None
 
     def check(self, config: Config) -> None:
@@ -111,7 +113,7 @@ def guides_of(
         gradients = _read_gradients(files.sensitivity, weights, held, found.notes)
     inputs: dict[str, InputMoments] = {}
     if files.calibration is not None:
-        inputs = _read_inputs(files.calibration, weights, held, found.notes)
+        inputs = read_inputs(files.calibration, _shapes(weights), held, found.notes)
     elif isinstance(config, Grid):
         found.notes.append(UNCALIBRATED)
     energy = moments_energy([(source, moments[name]) for name, source in weights.items() if name in moments])
@@ -189,7 +191,7 @@ def _read_moments(
             f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; give "
             "the optimizer of this model, or name its tensors with --roles"
         )
-    without = [name for name in weights if name not in found]
+    without = [name for name, weight in weights.items() if name not in found and len(weight.shape) > 1]
     if without:
         notes.append(f"{path}: holds no second moment of {len(without)} weights, first {without[0]!r}")
     return found
@@ -209,26 +211,37 @@ def _read_gradients(
     return {name: file.file.region(one.names[0], ("F32",)) for name, one in matched.items()}
 
 
-def _read_inputs(
-    calibration: Path | RecordedCalibration,
-    weights: Mapping[str, UnitSource],
-    held: contextlib.ExitStack,
-    notes: list[str],
+def read_inputs(
+    calibration: Calibrated, shapes: Shapes, held: contextlib.ExitStack, notes: list[str]
 ) -> dict[str, InputMoments]:
-    """Second moments of the inputs of layers by the names of their weights."""
-    where, recorded = "calibration", calibration
-    if isinstance(recorded, Path):
-        where, recorded = str(recorded), held.enter_context(CalibrationFile.open(recorded))
-    matched, unmatched = recorded.match(_shapes(weights))
+    """Second moments of the inputs of layers by the names of their weights.
+
+    Args:
+        calibration: of this model.
+        shapes: of the weights.
+        held: keeps the file open that they are read from.
+        notes: are told what is missing.
+
+    Raises:
+        CalibrationError: it is of another model.
+    """
+    recorded: CalibrationFile | RecordedCalibration
+    if isinstance(calibration, Path):
+        where, recorded = str(calibration), held.enter_context(CalibrationFile.open(calibration))
+    else:
+        where, recorded = "calibration", calibration
+    matched, unmatched = recorded.match(shapes)
     n = len(recorded.weights)
     if not matched:
-        found = f", the first of them {unmatched[0]!r}" if unmatched else ""
-        raise CalibrationError(f"{where}: none of its {n} modules is in the checkpoint{found}; record this model")
+        found = f", not even {unmatched[0]!r}" if unmatched else ""
+        raise CalibrationError(
+            f"{where}: none of its {n} modules is in the checkpoint{found}; record this model"
+        )
     if unmatched:
         notes.append(
             f"{where}: {len(unmatched)} of its {n} modules are not in the checkpoint, first {unmatched[0]!r}"
         )
-    without = [n for n, s in weights.items() if n not in matched and len(s.shape) > 1]
+    without = [name for name, shape in shapes.items() if name not in matched and len(shape) > 1]
     if without:
         notes.append(f"{len(without)} weights are uncalibrated, first {without[0]!r}")
     return {name: _inputs_of(one) for name, one in matched.items()}

@@ -181,10 +181,9 @@ def known_roles(
         ordered |= {ref.name for ref in _refs(parse_tree(model_tree).root)}
     for state in states:
         _join(state, tensors, roles, inside, ordered, found)
-    ruled = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
-    _drop(found.roles, ruled)
-    _keep_strangers({**roles, **found.roles}, inside, tensors, found)
-    _drop(found.roles, ruled)
+    given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
+    found.roles = {name: role for name, role in found.roles.items() if name not in given}
+    _keep_strangers({**roles, **found.roles}, inside, given, tensors, found)
     return found
 
 
@@ -208,11 +207,6 @@ def roles_beside(
             return alone
     both = {**weights, **read.tensors}
     return known_roles(both, read.tree, rules, tuple(read.tensors), model_tree)
-
-
-def _drop(roles: dict[str, Role], names: Collection[str]) -> None:
-    for name in names:
-        roles.pop(name, None)
 
 
 def _optimizers(node: Any) -> Iterator[Mapping[Any, Any]]:
@@ -306,8 +300,9 @@ def _match(
         unlike = [e for e in entries if e.shape not in (None, shapes[labels[e.key]])]
         fault = f"{labels[unlike[0].key]!r} has another shape in the model" if unlike else ""
         return ({}, fault) if unlike else (labels, "")
-    if is_ordered and [entry.shape for entry in entries] == [weight.shape for weight in weights]:
-        pairs = zip(entries, weights, strict=True)
+    pairs = list(zip(entries, weights, strict=False))
+    is_whole = is_ordered and len(entries) == len(weights)
+    if is_whole and all(entry.shape in (None, weight.shape) for entry, weight in pairs):
         return {entry.key: weight.parameter for entry, weight in pairs}, ""
     return _match_by_shape(entries, weights, is_ordered=is_ordered)
 
@@ -317,7 +312,7 @@ def _match_by_shape(
 ) -> tuple[dict[Any, str], str]:
     parameters: dict[Any, str] = {}
     faults = []
-    for shape in dict.fromkeys(entry.shape for entry in entries):
+    for shape in dict.fromkeys(entry.shape for entry in entries if entry.tensors):
         own = [entry for entry in entries if entry.shape == shape]
         theirs = [weight for weight in weights if weight.shape == shape]
         is_one_group = len({entry.group for entry in own}) == 1
@@ -334,15 +329,27 @@ def _match_by_shape(
 
 
 def _keep_strangers(
-    roles: Mapping[str, Role], inside: Collection[str], tensors: Mapping[str, UnitSource], found: Joined
+    roles: Mapping[str, Role],
+    inside: Collection[str],
+    given: Collection[str],
+    tensors: Mapping[str, UnitSource],
+    found: Joined,
 ) -> None:
-    """What an optimizer holds under unknown words is no weight, and stays lossless."""
-    for name in inside:
-        if name in tensors and roles[name].role == "weight":
-            found.roles[name] = replace(roles[name], role="other")
+    """What an optimizer holds under unknown words, or for unknown weights, stays lossless.
+
+    Args:
+        roles: of all tensors.
+        inside: names of tensors that are optimizer state.
+        given: names of tensors whose role the user has given; they keep it.
+        tensors: of the checkpoint.
+        found: gets roles and notes.
+    """
+    free = {name: source for name, source in tensors.items() if name not in given}
+    unknown = [name for name in free if name in inside and roles[name].role == "weight"]
+    found.roles |= {name: replace(roles[name], role="other") for name in unknown}
     exact = [
         name
-        for name, source in tensors.items()
+        for name, source in free.items()
         if name in inside and roles[name].role in ("weight", "other") and _is_large(source)
     ]
     if exact:
@@ -350,9 +357,11 @@ def _keep_strangers(
             f"{len(exact)} tensors of optimizer state have no role that becomes lossy and stay lossless, "
             f"first {exact[0]!r}"
         )
-    weights = {r.parameter for name, r in roles.items() if r.role == "weight" and name not in inside}
-    alone = [name for name, r in roles.items() if r.role in MOMENT_ROLES and r.parameter not in weights]
-    if alone and weights:
+    weights = [name for name in tensors if roles[name].role == "weight" and name not in inside]
+    parameters = {roles[name].parameter for name in weights}
+    alone = [n for n in free if roles[n].role in MOMENT_ROLES and roles[n].parameter not in parameters]
+    # A checkpoint without a model has moments alone, whatever numbers stand beside them.
+    if alone and any(_is_large(tensors[name]) for name in weights):
         found.roles |= {name: replace(roles[name], role="other") for name in alone}
         found.notes.append(
             f"{len(alone)} moments belong to no weight of the checkpoint and stay lossless, "

@@ -1,0 +1,307 @@
+"""The search with one knob: where it measures, what it finds, and what a file says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_support import ckptz
+from safetensors.numpy import save_file as save_plain
+from safetensors.torch import load_file as load_plain
+from search_support import model
+
+from ckptz import Budget, Grid, KMeans
+from ckptz.config import Moments
+from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
+from ckptz.convert.searching import SearchOptions
+from ckptz.errors import ConfigError
+from ckptz.search.one_knob import (
+    CLOSE_LATER,
+    LARGEST,
+    MAX_FIRST,
+    MAX_LATER,
+    MAX_SECOND_STEP,
+    SMALLEST,
+    OneKnob,
+    grid_at,
+)
+from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
+from ckptz.torch import load_file
+
+TEMPLATE = Grid(moments=None)
+Used = Callable[[float], float]
+
+
+def n_bytes(step: float) -> int:
+    """A size that falls by a bit a weight when the step doubles."""
+    return round(1e6 * (10 - math.log2(step)))
+
+
+def searched(used: Used, *stages: Strategy, workers: int = 1) -> list[Outcome]:
+    """Run strategies where a multiplier uses a known share of the budget."""
+
+    def try_all(configs: Any, _: str) -> list[Outcome]:
+        return [Outcome(config, used(config.step), n_bytes(config.step)) for config in configs]
+
+    return list(run_stages(stages or (OneKnob(template=TEMPLATE),), try_all, workers))
+
+
+# --- the rule -----------------------------------------------------------------------------------
+
+
+def test_all_steps_grow_with_the_multiplier() -> None:
+    template = Grid(dead_zone=0.2, moments=Moments(second_step=3, first_step=0.5))
+    grids = [grid_at(template, multiplier) for multiplier in (0.5, 1, 2, 4)]
+    assert [grid.step for grid in grids] == [0.5, 1, 2, 4]
+    steps = [(g.moments.second_step, g.moments.first_step) for g in grids if g.moments]
+    assert steps == [(1.5, 0.25), (3, 0.5), (6, 1), (MAX_SECOND_STEP, 2)]
+    assert {grid.dead_zone for grid in grids} == {0.2}
+    assert grid_at(template, 1) == template
+    assert grid_at(TEMPLATE, 2).moments is None
+
+
+# --- where it measures --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [1.0, 1.6, 2.0, 3.0, 5.0])
+@pytest.mark.parametrize("best", [0.05, 0.3, 0.9, 1.7, 6.0, 30.0])
+def test_few_trials_end_near_the_largest_multiplier_that_keeps_the_budget(power: float, best: float) -> None:
+    found = searched(lambda step: (step / best) ** power)
+    winner = best_of(found)
+    assert winner is not None
+    assert isinstance(winner.config, Grid)
+    assert 0.87 * best <= winner.config.step <= best
+    assert len(found) <= MAX_FIRST
+    assert len({outcome.config for outcome in found}) == len(found)
+    if power == 2.0:
+        assert len(found) <= (3 if 0.25 <= best <= 4 else 5)
+
+
+def test_noise_costs_size_and_never_the_budget() -> None:
+    losses = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        best, power = float(np.exp(rng.uniform(-2, 2))), rng.uniform(1.3, 2.5)
+        found = searched(lambda s, b=best, p=power, r=rng: (s / b) ** p * (1 + 0.1 * r.standard_normal()))  # type: ignore[misc]
+        winner = best_of(found)
+        assert winner is not None
+        assert winner.used <= 1
+        assert len(found) <= MAX_FIRST
+        losses.append(math.log2(best / winner.config.step))  # type: ignore[union-attr]
+    assert np.mean(losses) < 0.12  # bits a weight
+    assert max(losses) < 0.4
+
+
+def test_what_never_breaks_the_budget_ends_at_the_largest_multiplier() -> None:
+    found = searched(lambda step: -0.1)
+    assert max(outcome.config.step for outcome in found) == LARGEST  # type: ignore[union-attr]
+    assert len(found) <= 5
+
+
+@pytest.mark.parametrize("used", [math.inf, 50.0])
+def test_what_always_breaks_the_budget_is_given_up(used: float) -> None:
+    found = searched(lambda step: used)
+    assert best_of(found) is None
+    assert min(outcome.config.step for outcome in found) == round(SMALLEST, 4)  # type: ignore[union-attr]
+    assert len(found) <= 5
+
+
+def test_a_cliff_is_found_from_both_sides() -> None:
+    found = searched(lambda step: 0.3 if step < 1.3 else math.inf)
+    winner = best_of(found)
+    assert winner is not None
+    assert 1.1 <= winner.config.step < 1.3  # type: ignore[union-attr]
+
+
+def test_a_failure_below_a_success_is_taken_for_noise() -> None:
+    history = [Outcome(grid_at(TEMPLATE, 1.0), 1.2, 9), Outcome(grid_at(TEMPLATE, 1.4), 0.6, 8)]
+    (proposed,) = OneKnob(template=TEMPLATE).propose(history, 1)
+    assert isinstance(proposed, Grid)
+    assert proposed.step > 1.4
+
+
+def later(start: float) -> tuple[OneKnob, OneKnob]:
+    """The strategies of a checkpoint with a parent."""
+    first = OneKnob(template=TEMPLATE, start=start, most=MAX_LATER, close=CLOSE_LATER)
+    return first, OneKnob(template=TEMPLATE, start=start)
+
+
+@pytest.mark.parametrize(("drift", "most"), [(1.0, 1), (1.1, 1), (0.9, 2), (0.7, 2), (1.6, 2), (0.4, 3)])
+def test_the_parents_multiplier_needs_one_to_three_trials(drift: float, most: int) -> None:
+    found = searched(lambda step: 0.95 * (step / drift / 1.5) ** 2, *later(1.5))
+    assert isinstance(found[0].config, Grid)
+    assert found[0].config.step == 1.5
+    assert len(found) <= most
+    assert best_of(found) is not None
+
+
+def test_where_the_parent_leads_nowhere_the_search_begins_anew() -> None:
+    found = searched(lambda step: (step / 0.02) ** 3, *later(8.0))
+    winner = best_of(found)
+    assert winner is not None
+    assert MAX_LATER < len(found) <= MAX_FIRST
+
+
+def test_side_by_side_trials_differ_and_save_rounds() -> None:
+    rounds: list[int] = []
+
+    def try_all(configs: Any, _: str) -> list[Outcome]:
+        rounds.append(len(configs))
+        assert len(set(configs)) == len(configs)
+        return [Outcome(config, (config.step / 2.2) ** 1.5, n_bytes(config.step)) for config in configs]
+
+    found = list(run_stages([OneKnob(template=TEMPLATE)], try_all, 3))
+    winner = best_of(found)
+    assert winner is not None
+    assert winner.config.step >= 0.87 * 2.2  # type: ignore[union-attr]
+    assert len(rounds) <= 2
+    assert sum(rounds) <= MAX_FIRST
+
+
+# --- files --------------------------------------------------------------------------------------
+
+EVALUATION = """
+from pathlib import Path
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+
+
+def loss(state):
+    exact = load_file(HERE / "exact.safetensors")
+    parts = [((state[n].double() - exact[n]) ** 2).sum() / (exact[n].double() ** 2).sum() for n in state]
+    return 2 + float(sum(parts) / len(parts))
+"""
+
+
+class Error:
+    """The relative square error of weights, as if it were a loss near 2."""
+
+    def __init__(self, path: Path) -> None:
+        self.exact = {n: t for n, t in load_plain(path).items() if not n.startswith("optimizer.")}
+        self.n_calls = 0
+
+    def __call__(self, state: dict[str, torch.Tensor]) -> float:
+        self.n_calls += 1
+        parts = [float(((t - self.exact[n]) ** 2).sum() / (t**2).sum()) for n, t in state.items()]
+        return 2 + sum(parts) / len(parts)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two checkpoints with second moments, and an evaluation of the first one's weights."""
+    save_plain(model(moments=True), tmp_path / "step-0.safetensors")
+    save_plain(model(1, moments=True), tmp_path / "step-1.safetensors")
+    save_plain(model(), tmp_path / "exact.safetensors")
+    (tmp_path / "evaluate.py").write_text(EVALUATION)
+    return tmp_path
+
+
+def search(source: Path, output: Path, drop: float = 0.005, **options: Any) -> CompressReport:
+    """Compress under one relative budget; options of the compression begin with an underscore."""
+    own = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
+    asked = SearchOptions(budgets=(Budget(Error(source), drop),), **options)
+    (report,) = compress_files([source], output, CompressOptions(jobs=1, search=asked, **own))
+    return report
+
+
+def test_a_first_checkpoint_and_one_after_it(folder: Path) -> None:
+    first = search(folder / "step-0.safetensors", folder / "0.ckptz")
+    second = search(folder / "step-1.safetensors", folder / "1.ckptz", _base=folder / "0.ckptz")
+    for report, most in ((first, MAX_FIRST), (second, MAX_LATER)):
+        assert report.search is not None
+        assert (report.search.method, report.search.strategy) == ("grid", "one-knob")
+        assert report.search.is_met
+        assert len(report.search.trials) <= most
+        assert report.search.quality[0].promise == "quality-drop"
+        assert report.search.quality[0].measured <= 2 * 1.005
+        assert all(trial.predicted_bytes is None for trial in report.search.trials)
+    assert first.search is not None
+    assert second.search is not None
+    assert first.search.config is not None
+    assert second.search.trials[0].config["step"] == first.search.config["step"]
+    assert second.stored_bytes < first.stored_bytes
+    ckptz("verify", folder / "1.ckptz")
+
+
+def test_moments_stay_exact_under_a_budget_that_does_not_notice_them(folder: Path) -> None:
+    source, output = folder / "step-0.safetensors", folder / "0.ckptz"
+    search(source, output, 0.05, max_evaluations=2)
+    exact, restored = load_plain(source), load_file(output)
+    moments = [name for name in exact if name.startswith("optimizer.")]
+    assert moments
+    assert all(torch.equal(exact[name], restored[name]) for name in moments)
+    assert any(not torch.equal(exact[name], restored[name]) for name in exact)
+
+
+def test_no_evaluation_replays_the_parent_and_promises_nothing(folder: Path) -> None:
+    first = search(folder / "step-0.safetensors", folder / "0.ckptz")
+    quality = Error(folder / "step-1.safetensors")
+    options = SearchOptions(budgets=(Budget(quality),), max_evaluations=0)
+    compress = CompressOptions(jobs=1, search=options, base=folder / "0.ckptz")
+    (report,) = compress_files([folder / "step-1.safetensors"], folder / "1.ckptz", compress)
+    assert quality.n_calls == 0
+    assert first.search is not None
+    assert report.search is not None
+    assert report.search.config == first.search.config
+    assert (report.search.strategy, report.search.is_met) == ("replay", None)
+    facts = ckptz("inspect", folder / "1.ckptz", "--json").json
+    assert facts["quality"] == []
+    assert {t["lossy"]["promise"] for t in facts["tensors"] if t["lossy"]} == {"none"}
+    assert any("nothing was measured" in note for note in report.notes)
+
+
+def test_no_evaluation_needs_a_parent(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no settings to replay"):
+        search(folder / "step-0.safetensors", folder / "0.ckptz", max_evaluations=0)
+    assert not (folder / "0.ckptz").exists()
+
+
+def test_auto_is_grid_and_its_plan_replays(folder: Path) -> None:
+    source, plan = folder / "exact.safetensors", folder / "plan.json"
+    budget = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "1%")
+    out = ("-o", folder / "a.ckptz")
+    (found,) = ckptz("compress", source, *out, *budget, "--save-plan", plan, "--json").json["files"]
+    assert found["search"]["method"] == "grid"
+    ckptz("compress", source, "-o", folder / "b.ckptz", "--plan", plan)
+    a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    (again,) = ckptz("compress", source, "-o", folder / "c.ckptz", "--plan", plan, *budget, "--json").json[
+        "files"
+    ]
+    assert len(again["search"]["trials"]) == 1
+    line = ckptz("compress", source, "-o", folder / "d.ckptz", *budget, "-v", "--plan", plan).stderr
+    assert f"tried step {found['search']['config']['step']:g}" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--method", "grid", "--grid-step", 2), "what a search looks for"),
+        (("--protect-as", "exact"), "belongs to --method kmeans"),
+        (("--method", "kmeans", "--dead-zone", 0.1), "belongs to --method grid"),
+        (("--strategy", "guided"), "strategy of grid"),
+        (("--method", "kmeans", "--strategy", "one-knob"), "strategy of kmeans"),
+        (("--max-evaluations", 0), "no settings to replay"),
+    ],
+)
+def test_options_of_another_method_exit_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
+    words = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "1%", *options)
+    run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "o.ckptz", *words, fails=True)
+    assert run.exit_code == 2
+    assert said in run.stderr
+
+
+def test_a_search_begins_at_settings_of_its_own_method(folder: Path) -> None:
+    options = SearchOptions(proxy_error=0.1)
+    with pytest.raises(ConfigError, match="cannot begin at settings of kmeans"):
+        dataclasses.replace(options, parent=KMeans())
+    report = search(folder / "step-0.safetensors", folder / "0.ckptz", parent=Grid(step=0.7))
+    assert report.search is not None
+    assert report.search.trials[0].config["step"] == 0.7

@@ -1,0 +1,435 @@
+"""Qualities beyond a loss: agreement of logits, resumed training, several budgets, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_support import ckptz
+from safetensors.torch import load_file as load_plain
+from safetensors.torch import save_file as save_plain
+
+from ckptz import Agreement, Budget, ResumeProbe
+from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
+from ckptz.convert.searching import SearchOptions
+from ckptz.errors import ConfigError
+from ckptz.search.agreement import CHUNK_ENTRIES, agreement_of
+from ckptz.search.budget import Reading, check_consistent
+from ckptz.search.measures import prepare
+from ckptz.search.resumption import DISTURBANCE
+from ckptz.torch import load_file
+
+State = dict[str, torch.Tensor]
+N_IN, N_OUT, N_ROWS = 64, 96, 128
+
+# A linear classifier with Adam's state, as users write such functions.
+FUNCTIONS = f"""
+import math
+import torch
+
+GENERATOR = torch.Generator().manual_seed(3)
+X = torch.randn({N_ROWS}, {N_IN}, generator=GENERATOR)
+Y = torch.randint({N_OUT}, ({N_ROWS},), generator=GENERATOR)
+
+
+def logits(state):
+    return X @ state["head.weight"].T
+
+
+def loss(state):
+    return float(torch.nn.functional.cross_entropy(logits(state), Y))
+
+
+def accuracy(state):
+    return {{"accuracy": float((logits(state).argmax(1) == Y).float().mean()) + 0.5}}
+
+
+def resume(state, n_steps):
+    weight = state["head.weight"].requires_grad_()
+    optimizer = torch.optim.Adam([weight], lr=1e-3)
+    names = ("exp_avg", "exp_avg_sq")
+    moments = {{name: state[f"optimizer.head.weight.{{name}}"] for name in names}}
+    optimizer.state[weight] = {{"step": torch.tensor(50.0), **moments}}
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(X @ weight.T, Y).backward()
+        optimizer.step()
+    return float(torch.nn.functional.cross_entropy(X @ weight.detach().T, Y))
+
+
+def breaks(state, n_steps):
+    raise RuntimeError("out of data")
+
+
+def diverges(state, n_steps):
+    return math.nan
+
+
+loss.data_digest = resume.data_digest = "sha256:cafe"
+"""
+
+
+@pytest.fixture(scope="module")
+def functions() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(FUNCTIONS, "functions.py", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path: Path, functions: dict[str, Any]) -> Path:
+    """The classifier after 50 steps, weights and moments in one file."""
+    weight = torch.zeros(N_OUT, N_IN, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=1e-2)
+    for _ in range(50):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(functions["X"] @ weight.T, functions["Y"]).backward()
+        optimizer.step()
+    moments = {f"optimizer.head.weight.{n}": optimizer.state[weight][n] for n in ("exp_avg", "exp_avg_sq")}
+    save_plain({"head.weight": weight.detach(), **moments}, tmp_path / "state.safetensors")
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return tmp_path
+
+
+def compress(folder: Path, *budgets: Budget, **options: Any) -> CompressReport:
+    """Search for the file of the fixture's state."""
+    asked = CompressOptions(jobs=1, search=SearchOptions(budgets=budgets, **options))
+    (report,) = compress_files([folder / "state.safetensors"], folder / "out.ckptz", asked)
+    return report
+
+
+class Exact:
+    """The exact state from memory, counting how often it is asked for."""
+
+    def __init__(self, state: State) -> None:
+        self.tensors, self.n_copies, self.n_disturbed = state, 0, 0
+
+    def state(self) -> State:
+        self.n_copies += 1
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def disturbed(self, share: float, seed: int) -> State:
+        assert share == DISTURBANCE
+        self.n_disturbed += 1
+        return {name: tensor * (1 + share) for name, tensor in self.tensors.items()}
+
+
+# --- agreement ----------------------------------------------------------------------------------
+
+
+def test_divergence_and_agreement_are_those_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    exact = (3 * rng.standard_normal((50, 7))).astype(np.float32)
+    found = (exact + rng.standard_normal(exact.shape)).astype(np.float32)
+    p, q = (torch.from_numpy(x).double().softmax(1) for x in (exact, found))
+    wanted = float((p * (p.log() - q.log())).sum(1).mean())
+    got = agreement_of(exact, found)
+    assert got["kl"] == pytest.approx(wanted, rel=1e-12)
+    assert got["top1"] == float((p.argmax(1) == q.argmax(1)).double().mean())
+
+
+def test_chunks_change_nothing() -> None:
+    rng = np.random.default_rng(1)
+    n_entries = CHUNK_ENTRIES // 3
+    exact, found = (rng.standard_normal((8, n_entries)).astype(np.float32) for _ in range(2))
+    rows = [agreement_of(exact[i : i + 1], found[i : i + 1]) for i in range(8)]
+    whole = agreement_of(exact, found)
+    for metric in ("kl", "top1"):
+        assert whole[metric] == pytest.approx(np.mean([row[metric] for row in rows]), rel=1e-12)
+
+
+def test_softmax_shares_do_not_overflow_or_lose_small_differences() -> None:
+    exact = np.array([[1e30, 0.0, -1e30], [1000.0, 999.0, 0.0]], np.float32)
+    assert agreement_of(exact, exact) == {"kl": 0.0, "top1": 1.0}
+    near = np.array([[0.0, 0.0]], np.float32)
+    far = np.array([[1e-4, 0.0]], np.float32)
+    assert agreement_of(near, far)["kl"] == pytest.approx(1e-8 / 8, rel=1e-3)
+
+
+def test_entries_that_the_exact_model_excludes_count_nothing_and_others_do() -> None:
+    exact = np.array([[0.0, 1.0, -np.inf]], np.float32)
+    same = np.array([[0.0, 1.0, -np.inf]], np.float32)
+    assert agreement_of(exact, same)["kl"] == 0.0
+    assert agreement_of(same[:, ::-1].copy(), exact)["kl"] == math.inf
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_keep_no_budget(value: float) -> None:
+    exact = np.zeros((2, 3), np.float32)
+    found = exact.copy()
+    found[1, 1] = value
+    assert all(math.isnan(number) for number in agreement_of(exact, found).values())
+
+
+@pytest.mark.parametrize(
+    ("logits", "said"),
+    [
+        (lambda state: None, "returned no logits"),
+        (lambda state: 0.5, "returned no logits"),
+        (lambda state: "high", "returned no logits"),
+        (lambda state: torch.zeros(0, 4), "returned no logits"),
+        (lambda state: torch.full((2, 4), math.nan), "exact tensors hold NaN"),
+    ],
+)
+def test_what_are_no_logits_is_refused(logits: Callable[[State], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        prepare(Agreement(logits), Exact({}))
+
+
+def test_exact_logits_are_asked_for_once_and_kept_apart_from_the_users_buffer() -> None:
+    buffer = torch.zeros(4, 5, dtype=torch.bfloat16)
+
+    def logits(state: State) -> torch.Tensor:
+        buffer.copy_(state["bias"].expand(4, 5))
+        return buffer.view(2, 2, 5)
+
+    exact = Exact({"bias": torch.arange(5.0)})
+    prepared = prepare(Agreement(logits), exact)
+    assert exact.n_copies == 1
+    assert prepared.exact == {"kl": 0.0, "top1": 1.0}
+    found = prepared.quality({"bias": -torch.arange(5.0)})
+    assert found["top1"] == 0.0
+    assert found["kl"] > 1
+
+
+def test_logits_of_other_inputs_are_refused() -> None:
+    sizes = iter((4, 5))
+    prepared = prepare(Agreement(lambda state: torch.zeros(next(sizes), 3)), Exact({}))
+    with pytest.raises(ConfigError, match="5 x 3 logits for a trial and 4 x 3"):
+        prepared.quality({})
+
+
+# --- the resume probe ---------------------------------------------------------------------------
+
+
+def test_a_probe_measures_its_noise_by_a_repeat_and_a_disturbance() -> None:
+    losses = iter((2.0, 2.002, 1.999))
+    exact = Exact({"w": torch.ones(3, 3)})
+    prepared = prepare(ResumeProbe(lambda state, n_steps: next(losses)), exact)
+    assert prepared.exact == 2.0
+    assert prepared.noise == pytest.approx(0.002)
+    assert (exact.n_copies, exact.n_disturbed) == (2, 1)
+
+
+def test_a_known_noise_floor_is_not_measured() -> None:
+    exact = Exact({})
+    probe = ResumeProbe(lambda state, n_steps: float(n_steps), n_steps=7, noise_floor=0.01)
+    prepared = prepare(probe, exact)
+    assert (prepared.exact, prepared.noise) == (7.0, 0.01)
+    assert (exact.n_copies, exact.n_disturbed) == (1, 0)
+
+
+def test_a_disturbance_that_diverges_is_infinite_noise() -> None:
+    losses = iter((2.0, 2.0, math.nan))
+    assert prepare(ResumeProbe(lambda state, n_steps: next(losses)), Exact({})).noise == math.inf
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"resume": None}, {"n_steps": 0}, {"noise_floor": -1.0}, {"noise_floor": math.nan}]
+)
+def test_a_probe_is_checked_when_it_is_made(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ResumeProbe(**{"resume": lambda state, n_steps: 1.0, **arguments})
+
+
+def test_a_probe_gets_the_whole_state_and_its_file_promises_a_resumed_gap(
+    folder: Path, functions: dict[str, Any]
+) -> None:
+    seen: list[set[str]] = []
+
+    def resume(state: State, n_steps: int) -> float:
+        seen.append(set(state))
+        return float(functions["resume"](state, n_steps))
+
+    report = compress(folder, Budget(ResumeProbe(resume, n_steps=5), 0.02))
+    exact = load_plain(folder / "state.safetensors")
+    assert all(names == set(exact) for names in seen)
+    assert report.search is not None
+    assert report.search.is_met
+    assert len(seen) == 3 + len(report.search.trials)
+    (record,) = report.search.quality
+    assert (record.promise, record.metric) == ("resume-gap", "resume")
+    restored = load_file(folder / "out.ckptz")
+    assert functions["resume"](dict(restored), 5) == record.measured <= record.exact * 1.02
+    assert not torch.equal(restored["optimizer.head.weight.exp_avg"], exact["optimizer.head.weight.exp_avg"])
+    facts = ckptz("inspect", folder / "out.ckptz", "--json").json
+    assert {tensor["lossy"]["promise"] for tensor in facts["tensors"]} == {"resume-gap"}
+
+
+@pytest.mark.parametrize(("losses", "met"), [((2.0, 2.0, 2.0002), True), ((2.0, 2.1, 2.0), False)])
+def test_noise_above_the_budget_is_said_and_not_taken_for_success(
+    folder: Path, losses: tuple[float, ...], met: bool
+) -> None:
+    left = iter(losses)
+    report = compress(folder, Budget(ResumeProbe(lambda state, n_steps: next(left, 2.0)), 0.002))
+    assert report.search is not None
+    assert report.search.is_met is met
+    assert report.search.noise[0] == pytest.approx(max(losses) - 2)
+    if not met:
+        assert report.search.trials == ()
+        assert report.n_lossy == 0
+        assert any("resume cannot be measured to its budget of 0.20%" in note for note in report.notes)
+        assert any("5.00% (the noise floor)" in note for note in report.notes)
+
+
+# --- several budgets ----------------------------------------------------------------------------
+
+
+def test_budgets_of_one_agreement_share_its_logits_and_the_tightest_decides(
+    folder: Path, functions: dict[str, Any]
+) -> None:
+    n_calls = [0]
+
+    def logits(state: State) -> Any:
+        n_calls[0] += 1
+        assert set(state) == {"head.weight"}
+        return functions["logits"](state)
+
+    agreement = Agreement(logits)
+    report = compress(
+        folder,
+        Budget(agreement, 1e-3, relative=False, metric="kl"),
+        Budget(agreement, 0.5, relative=False, metric="top1"),
+        Budget(functions["loss"], 0.5),
+    )
+    assert report.search is not None
+    assert n_calls[0] == 1 + len(report.search.trials)
+    kl, top1, loss = report.search.quality
+    assert (kl.metric, top1.metric, loss.metric) == ("kl", "top1", "loss")
+    assert (kl.exact, top1.exact, top1.lower_is_better) == (0.0, 1.0, False)
+    assert 0.5e-3 < kl.measured <= 1e-3
+    assert loss.data_digest == "sha256:cafe"
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"max_drop": 0.02}, "relative limits of 0.01 and 0.02"),
+        ({"lower_is_better": False}, "lower is better for one, higher for the other"),
+    ],
+)
+def test_budgets_that_contradict_each_other_are_named(
+    folder: Path, others: dict[str, Any], said: str
+) -> None:
+    def score(state: State) -> float:
+        return 2.0
+
+    with pytest.raises(ConfigError, match=said) as caught:
+        compress(folder, Budget(score, 0.01), Budget(score, **{"max_drop": 0.01, **others}))
+    assert "score" in str(caught.value)
+    assert not (folder / "out.ckptz").exists()
+
+
+def test_budgets_in_different_units_or_of_different_values_agree() -> None:
+    def both(state: State) -> dict[str, float]:
+        return {"loss": 1.0, "accuracy": 0.5}
+
+    loss, accuracy = Reading("loss", 1.0, True), Reading("accuracy", 0.5, False)
+    budgets = (
+        Budget(both, 0.01),
+        Budget(both, 0.02, relative=False),
+        Budget(both, 0.03, lower_is_better=False),
+    )
+    check_consistent(budgets, (loss, loss, accuracy))
+
+
+def test_a_named_metric_is_the_one_that_is_read() -> None:
+    def scores(state: State) -> dict[str, float]:
+        return {"loss": 2.0, "perplexity": 7.0, "f1": 0.5}
+
+    assert Budget(scores, metric="perplexity").read(scores({})) == Reading("perplexity", 7.0, True)
+    found = Budget(scores, metric="f1", lower_is_better=False).read(scores({}))
+    assert found == Reading("f1", 0.5, False)
+    with pytest.raises(ConfigError, match="without 'bleu'"):
+        Budget(scores, metric="bleu").read(scores({}))
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def run(folder: Path, *options: object, fails: bool = False) -> Any:
+    """Compress the fixture's state with options where {f} is its file of functions."""
+    given = [str(option).replace("{f}", str(folder / "functions.py")) for option in options]
+    return ckptz("compress", folder / "state.safetensors", "-o", folder / "out.ckptz", *given, fails=fails)
+
+
+def test_the_command_keeps_several_budgets(folder: Path) -> None:
+    evals = ("--eval", "{f}:logits", "--eval", "{f}:loss", "--eval", "resume={f}:resume")
+    texts = ("kl<=5e-3", "top1>=0.9", "loss<=5%", "resume <= 5%")
+    budgets = [word for text in texts for word in ("--budget", text)]
+    (report,) = run(folder, *evals, *budgets, "--resume-steps", 4, "--json").json["files"]
+    found = report["search"]["quality"]
+    assert [one["metric"] for one in found] == ["kl", "top1", "loss", "resume"]
+    assert [one["promise"] for one in found] == ["quality-drop"] * 3 + ["resume-gap"]
+    assert [one["is_relative"] for one in found] == [False, False, True, True]
+    assert [round(one["max_drop"], 6) for one in found] == [0.005, 0.1, 0.05, 0.05]
+    assert all(one["is_met"] for one in found)
+    assert "resume-gap" in ckptz("inspect", folder / "out.ckptz").stdout
+
+
+def test_a_probe_alone_takes_max_drop(folder: Path) -> None:
+    (report,) = run(folder, "--eval", "{f}:resume", "--max-drop", "5%", "--json").json["files"]
+    assert report["search"]["quality"][0]["promise"] == "resume-gap"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--eval", "{f}:logits"), "logits need --budget"),
+        (("--eval", "{f}:logits", "--budget", "kl"), "is no budget"),
+        (("--eval", "{f}:logits", "--budget", "kl<=1%"), "give nats"),
+        (("--eval", "{f}:logits", "--budget", "kl>=1"), "kl is better when lower"),
+        (("--eval", "{f}:logits", "--budget", "kl<=-1"), "the number is what kl may rise by"),
+        (("--eval", "{f}:logits", "--budget", "kl<=nan"), "not a finite number"),
+        (("--eval", "{f}:logits", "--budget", "top1>=1.2"), "cannot be met"),
+        (("--eval", "{f}:logits", "--budget", "top1<=0.9"), "top1 is better when higher"),
+        (("--eval", "{f}:loss", "--budget", "loss<=much"), "neither a share"),
+        (("--eval", "{f}:accuracy", "--budget", "accuracy>=1%"), "at most 0"),
+        (("--eval", "{f}:accuracy", "--budget", "loss<=1%"), "without 'loss'"),
+        (("--eval", "{f}:loss", "--budget", "kl<=1e-3"), "needs one --eval that returns logits"),
+        (("--eval", "{f}:loss", "--budget", "resume<=1%"), "returns resume, as in resume=file.py"),
+        (("--eval", "{f}:loss", "--eval", "{f}:logits", "--budget", "loss<=1%"), "no --budget is about it"),
+        (("--eval", "{f}:loss", "--eval", "{f}:accuracy"), "of several, each needs a --budget"),
+        (("--eval", "{f}:loss", "--budget", "loss<=1%", "--budget", "loss<=2%"), "contradict each other"),
+        (("--eval", "{f}:loss", "--budget", "loss<=1%", "--max-drop", "1%"), "contradicts --budget"),
+        (("--eval", "{f}:loss", "--resume-steps", 4), "belongs to an --eval of the kind resume"),
+        (("--budget", "loss<=1%"), "belongs to a search"),
+        (("--eval", "resume={f}:breaks", "--max-drop", "1%"), "raised RuntimeError: out of data"),
+        (("--eval", "resume={f}:diverges", "--max-drop", "1%"), "the resume of the exact tensors is nan"),
+    ],
+)
+def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
+    found = run(folder, *options, fails=True)
+    assert found.exit_code == 2
+    assert said in found.stderr.replace("\n", " ")
+    assert not (folder / "out.ckptz").exists()
+
+
+def test_a_budget_below_the_noise_exits_with_6_and_says_so(folder: Path) -> None:
+    noisy = (
+        "import itertools\nN = itertools.count()\ndef resume(state, n_steps):\n    return 2.0 + next(N) % 2\n"
+    )
+    (folder / "noisy.py").write_text(noisy)
+    found = run(folder, "--eval", f"{folder}/noisy.py:resume", "--max-drop", "1%", fails=True)
+    assert found.exit_code == 6
+    assert "the noise floor" in found.stderr
+    assert not load_plain(folder / "state.safetensors").keys() - load_file(folder / "out.ckptz").keys()
+    ckptz("verify", folder / "out.ckptz", "--against", folder / "state.safetensors")
+
+
+def test_a_probe_that_diverges_on_a_trial_does_not_keep_the_budget(folder: Path) -> None:
+    exact = load_plain(folder / "state.safetensors")["head.weight"]
+
+    def resume(state: State, n_steps: int) -> float:
+        error = float((state["head.weight"] - exact).std() / exact.std())
+        return math.nan if error > 0.05 else 2.0 + 0.01 * error
+
+    report = compress(folder, Budget(ResumeProbe(resume), 0.01))
+    assert report.search is not None
+    assert report.search.is_met
+    assert any(trial.values == (None,) and not trial.is_feasible for trial in report.search.trials)
