@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, BinaryIO, Final
 
 from ckptz.codec.units import UnitSource
@@ -12,6 +14,7 @@ from ckptz.config import Config
 from ckptz.container.contents import Contents
 from ckptz.container.publish import publish
 from ckptz.container.writer import check_names, write_container
+from ckptz.convert.guides import NO_FILES, guides_of
 from ckptz.errors import ConfigError, WriteError
 from ckptz.handle import PathLike, checked_path
 from ckptz.parallel import Workers
@@ -120,6 +123,9 @@ def _write(
         bases={} if base is None else base.tensors,
         config=config,
     )
+    # Nothing stays open: what guides here stands in the checkpoint itself.
+    guided = guides_of(tensors, contents, NO_FILES, contextlib.ExitStack())
+    contents = replace(contents, guides=guided.guides)
     ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
     with Workers(jobs) as workers:
         write_container(sink, dict(ordered), contents, workers)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, 
 
 from ckptz.container import publish
 from ckptz.convert.rebase import RebaseOptions, rebase_file
+from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.store.retention import KeepPolicy, prune_folder
-from ckptz.store.step_files import Listing
+from ckptz.store.step_files import Kind, Listing, StepFile
+from ckptz.store.steps import StepStore
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
@@ -88,62 +91,91 @@ def listing(folder: Path) -> Listing:
     return Listing.of(dict.fromkeys(names_in(folder), 1))
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, list[float]]:
-    """A folder with some steps, hidden ones among them, and the losses of the run that goes on."""
-    folder = tmp_path / "run"
-    saved_run(folder, N_SAVED, **OPTIONS)
+@dataclass(frozen=True)
+class Prepared:
+    """A folder with some steps, hidden ones among them, all of which resume.
+
+    Attributes:
+        folder: nothing in it is written to.
+        losses: of the run that goes on, the first one at index 1.
+        ahead: the run after its next step, which is to be saved.
+        rng: random numbers of that time.
+    """
+
+    folder: Path
+    losses: list[float]
+    ahead: Run
+    rng: dict[str, Any]
+
+    def is_as_it_was(self, file: Path) -> bool:
+        """Whether a file of a copy of the folder is the very file, whose content nobody has to look at."""
+        mine = self.folder / file.name
+        return mine.exists() and file.samefile(mine)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("faults") / "run"
+    ahead = Run()
+    with ahead.checkpointer(folder, background=False, **OPTIONS) as checkpointer:
+        for step in range(1, N_SAVED + 1):
+            ahead.step()
+            checkpointer.save(step)
+    ahead.step()
+    rng = random_state()
+    found = Prepared(folder, [0.0, *Run().losses(N_SAVED + 4)], ahead, rng)
     assert listing(folder).hidden
-    return folder, [0.0, *Run().losses(N_SAVED + 4)]
+    for step in listing(folder).full_steps:
+        assert loss_after(folder, step) == (step, found.losses[step + 1])
+    return found
 
 
-def check_whole(folder: Path, losses: list[float], at_least: int) -> int:
+def check_resumes(folder: Path, step: int, prepared: Prepared) -> None:
+    """A step resumes exactly: all files that it needs are as they were, or it is restored."""
+    sizes, store = listing(folder).sizes, StepStore(folder)
+    kinds: tuple[Kind, ...] = ("weights", "state")
+    needed = [member for kind in kinds for member in store.chain(StepFile(step, kind), sizes)]
+    assert sizes.keys() >= set(needed)
+    if not all(prepared.is_as_it_was(folder / member.name) for member in needed):
+        assert loss_after(folder, step) == (step, prepared.losses[step + 1])
+
+
+def check_whole(folder: Path, prepared: Prepared) -> int:
     """Every step that can be seen resumes exactly, and the next process goes on; the newest step.
 
     It saves, and leaves nothing behind that does not belong there.
     """
-    *older, newest = listing(folder).full_steps
-    assert newest >= at_least
-    for step in older:
-        assert loss_after(folder, step) == (step, losses[step + 1])
-    run = Run(seed=5)
-    with run.checkpointer(folder, background=False, **OPTIONS) as checkpointer:
-        assert checkpointer.restore_latest() == newest
-        assert run.step() == losses[newest + 1]
-        checkpointer.save(newest + 1)
+    steps = listing(folder).full_steps
+    for step in steps:
+        check_resumes(folder, step, prepared)
+    save_next(folder, prepared)
     found = listing(folder)
     assert not found.leftovers
     states = {file.step for file in set(found.sizes) - found.hidden if file.kind == "state"}
     assert states == set(found.weights_steps)
-    return newest
+    return steps[-1]
 
 
-def save_next(folder: Path) -> None:
-    run = Run(seed=3)
-    with run.checkpointer(folder, background=False, **OPTIONS) as checkpointer:
-        step = checkpointer.restore_latest()
-        assert step is not None
-        run.step()
-        checkpointer.save(step + 1)
+def save_next(folder: Path, prepared: Prepared) -> None:
+    set_random_state(prepared.rng)
+    with prepared.ahead.checkpointer(folder, background=False, **OPTIONS) as checkpointer:
+        checkpointer.save(checkpointer.steps()[-1] + 1)
 
 
-def test_a_save_aborted_anywhere_loses_only_itself(saved: tuple[Path, list[float]]) -> None:
-    folder, losses = saved
+def test_a_save_aborted_anywhere_loses_only_itself(prepared: Prepared) -> None:
     newest = set()
 
     def check(aborted: Path) -> None:
         steps = listing(aborted).full_steps
         assert steps[-2:] in ((N_SAVED - 1, N_SAVED), (N_SAVED, N_SAVED + 1))
-        newest.add(check_whole(aborted, losses, at_least=N_SAVED))
+        newest.add(check_whole(aborted, prepared))
 
-    n_places = abort_everywhere(folder, save_next, check)
+    n_places = abort_everywhere(prepared.folder, lambda path: save_next(path, prepared), check)
     assert newest == {N_SAVED, N_SAVED + 1}
     assert n_places > 20
 
 
-def test_a_prune_aborted_anywhere_leaves_whole_steps(saved: tuple[Path, list[float]]) -> None:
-    folder, losses = saved
-
+def test_a_prune_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> None:
     def check(aborted: Path) -> None:
         twice = aborted.with_name("again")
         shutil.copytree(aborted, twice, copy_function=os.link)
@@ -151,22 +183,26 @@ def test_a_prune_aborted_anywhere_leaves_whole_steps(saved: tuple[Path, list[flo
         assert listing(twice).full_steps == (N_SAVED,)
         assert not listing(twice).leftovers
         shutil.rmtree(twice)
-        assert check_whole(aborted, losses, at_least=N_SAVED) == N_SAVED
+        assert check_whole(aborted, prepared) == N_SAVED
 
-    assert abort_everywhere(folder, lambda path: prune_folder(path, KeepPolicy(last=1)), check) > 5
+    def work(folder: Path) -> None:
+        prune_folder(folder, KeepPolicy(last=1))
+
+    assert abort_everywhere(prepared.folder, work, check) > 5
 
 
-def test_a_rebase_aborted_anywhere_leaves_whole_steps(saved: tuple[Path, list[float]]) -> None:
-    folder, losses = saved
-    name = f"step-{N_SAVED:08d}.ckptz"
+def test_a_rebase_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> None:
+    name, rebased = f"step-{N_SAVED:08d}.ckptz", set()
 
     def check(aborted: Path) -> None:
-        assert check_whole(aborted, losses, at_least=N_SAVED) == N_SAVED
+        rebased.add(not prepared.is_as_it_was(aborted / name))
+        assert check_whole(aborted, prepared) == N_SAVED
 
-    n_places = abort_everywhere(
-        folder, lambda path: rebase_file(path / name, options=RebaseOptions(jobs=1)), check
-    )
-    assert n_places > 3
+    def work(folder: Path) -> None:
+        rebase_file(folder / name, options=RebaseOptions(jobs=1))
+
+    assert abort_everywhere(prepared.folder, work, check) > 3
+    assert rebased == {False, True}
 
 
 # --- SIGKILL ------------------------------------------------------------------------------------

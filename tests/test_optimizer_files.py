@@ -14,15 +14,13 @@ from safetensors.torch import save_file as save_plain
 from torch import Tensor, nn
 
 from ckptz.config import Grid
-from ckptz.container.index import MAPS_FEATURE
 from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
 from ckptz.convert.inputs import open_input
 from ckptz.convert.optimizer import Joined, known_roles
 from ckptz.convert.restore import restore_file
 from ckptz.errors import ConfigError
-from ckptz.store.resolve import open_checkpoint
+from ckptz.roles import Rule
 from ckptz.torch import load_file
-from ckptz.transform.classes import Magnitude
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
@@ -211,20 +209,82 @@ def test_names_in_the_groups_decide_first(tmp_path: Path) -> None:
     assert joined.roles["optimizer.state.0.exp_avg"].parameter == last
 
 
-def test_what_cannot_be_joined_is_said_and_kept_by_numbers(tmp_path: Path) -> None:
+def test_moments_that_cannot_be_joined_stay_lossless_and_are_named(tmp_path: Path) -> None:
     model, optimizer = written(tmp_path, model="model.safetensors")
     report = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid())
     assert any("'state." in note and "order of the model is not known" in note for note in report.notes)
-    checkpoint = open_checkpoint(tmp_path / "s.ckptz")
-    assert checkpoint.container is not None
-    assert MAPS_FEATURE in checkpoint.container.features
-    tensors = checkpoint.container.tensors
-    for name in ("state.0.exp_avg", "state.4.exp_avg"):
-        assert tensors[name].header.plan.rules == (Magnitude(f"{name}_sq"),)
-    checkpoint.close()
+    assert any("stay lossless, first 'state." in note for note in report.notes)
+    exact, restored = torch.load(optimizer)["state"], load_file(tmp_path / "s.ckptz")
+    is_exact = {
+        f"state.{key}.{word}": torch.equal(restored[f"state.{key}.{word}"], held[word])
+        for key, held in exact.items()
+        for word in ("exp_avg", "exp_avg_sq")
+    }
+    # Numbers 4 and 6 are matrices of one shape; the matrix of number 0 has a shape of its own.
+    assert is_exact["state.4.exp_avg"]
+    assert is_exact["state.6.exp_avg_sq"]
+    assert not is_exact["state.0.exp_avg"]
+    assert not is_exact["state.0.exp_avg_sq"]
 
 
-def test_an_optimizer_of_another_model_is_said(tmp_path: Path) -> None:
+def test_numbers_of_a_file_beside_a_torch_model_follow_its_order(tmp_path: Path) -> None:
+    model, optimizer = written(tmp_path)
+    joined = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid())
+    assert not any("no parameter's name" in note for note in joined.notes)
+    options = CompressOptions(read_optimizer=optimizer, config=Grid())
+    [read] = compress_files([model], tmp_path / "w.ckptz", options)
+    assert not any("second moment" in note for note in read.notes)
+    both, weights = load_file(tmp_path / "s.ckptz"), load_file(tmp_path / "w.ckptz")
+    for name in ("up.weight", "mid.weight", "out.weight"):
+        assert torch.equal(both[name], weights[name])
+
+
+def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path: Path) -> None:
+    net, optimizer = trained(adamw)
+    whole = saved_together(tmp_path, net, optimizer)
+    save_plain(net.state_dict(), tmp_path / "model.safetensors")
+    options = CompressOptions(read_optimizer=whole, config=Grid())
+    [report] = compress_files([tmp_path / "model.safetensors"], tmp_path / "w.ckptz", options)
+    [joined] = compress_files([whole], tmp_path / "s.ckptz", CompressOptions(config=Grid()))
+    assert not any("second moment" in note for note in (*report.notes, *joined.notes))
+    both, weights = load_file(tmp_path / "s.ckptz"), load_file(tmp_path / "w.ckptz")
+    assert torch.equal(both["model.mid.weight"], weights["mid.weight"])
+
+
+def test_weights_without_a_second_moment_in_the_file_that_is_read_are_named(tmp_path: Path) -> None:
+    model, optimizer = written(tmp_path, model="model.safetensors")
+    options = CompressOptions(read_optimizer=optimizer, config=Grid())
+    [report] = compress_files([model], tmp_path / "w.ckptz", options)
+    assert any("optimizer.pt: holds no second moment of" in note for note in report.notes)
+    (tmp_path / "twins").mkdir()
+    twins = {name: torch.randn(96, 96) for name in ("a", "b")}
+    save_plain(twins, tmp_path / "twins" / "model.safetensors")
+    state = {i: {"exp_avg_sq": torch.rand(96, 96)} for i in range(2)}
+    torch.save({"state": state, "param_groups": [{"params": [0, 1]}]}, tmp_path / "twins" / "optimizer.pt")
+    options = CompressOptions(read_optimizer=tmp_path / "twins" / "optimizer.pt", config=Grid())
+    with pytest.raises(ConfigError, match=r"'state\.0\.exp_avg_sq'.*order of the model is not known"):
+        list(compress_files([tmp_path / "twins" / "model.safetensors"], None, options))
+
+
+def test_moments_of_weights_that_are_not_there_stay_lossless(tmp_path: Path) -> None:
+    moment = torch.rand(96, 96)
+    save_plain(
+        {"model.a.weight": torch.randn(96, 96), "optimizer.b.weight.exp_avg_sq": moment},
+        tmp_path / "state.safetensors",
+    )
+    [report] = compress_files([tmp_path / "state.safetensors"], None, CompressOptions(config=Grid()))
+    said = "belong to no weight of the checkpoint and stay lossless, first 'optimizer.b.weight.exp_avg_sq'"
+    assert any(said in note for note in report.notes)
+    restored = load_file(tmp_path / "state.ckptz")
+    assert torch.equal(restored["optimizer.b.weight.exp_avg_sq"], moment)
+    rules = (Rule(name="optimizer.b.*", role="exp_avg_sq"),)
+    options = CompressOptions(config=Grid(), role_rules=rules, force=True)
+    [report] = compress_files([tmp_path / "state.safetensors"], None, options)
+    assert not any("stay lossless" in note for note in report.notes)
+    assert not torch.equal(load_file(tmp_path / "state.ckptz")["optimizer.b.weight.exp_avg_sq"], moment)
+
+
+def test_an_optimizer_of_another_model_is_said_and_stays_lossless(tmp_path: Path) -> None:
     model, _ = written(tmp_path)
     torch.manual_seed(0)
     other = nn.Linear(200, 300)
@@ -234,7 +294,9 @@ def test_an_optimizer_of_another_model_is_said(tmp_path: Path) -> None:
     torch.save(optimizer.state_dict(), tmp_path / "other.pt")
     report = compressed(model, tmp_path / "other.pt", tmp_path / "s.ckptz", config=Grid())
     assert any("of the model's parameters 0" in note for note in report.notes)
-    assert any("moments belong to no weight" in note and "state.0" in note for note in report.notes)
+    assert any("stay lossless, first 'state.0" in note for note in report.notes)
+    restored = load_file(tmp_path / "s.ckptz")
+    assert torch.equal(restored["state.0.exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
 def test_an_unknown_optimizer_stays_lossless(tmp_path: Path) -> None:

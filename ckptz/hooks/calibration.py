@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from ckptz.convert.guide_files import CalibrationFile
+from ckptz.convert.guide_files import WEIGHT_AXIS, CalibrationFile, RecordedCalibration, RecordedInputs
 from ckptz.convert.guide_format import CalibrationContent, InputRow, Kind, ModuleRow, guide_metadata
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.hooks.inputs import Gather, gather_of
 from ckptz.hooks.parameters import Named, fingerprint_of, named_parameters, save_tensors, unwrapped
 from ckptz.hooks.sums import Recorder, Sum, Sums, Users
+from ckptz.quant.guides import InputMoments
 
 MEMORY_CAP: Final = 2 << 30
 
@@ -198,6 +202,37 @@ class Calibration:
     def _ordered(self, users: Users) -> tuple[str, ...]:
         return tuple(name for name in self._layers if name in users)
 
+    def recorded(self) -> RecordedCalibration:
+        """What encoders want to know, in host memory: a copy, which later batches do not change.
+
+        Raises:
+            CalibrationError: nothing was recorded.
+        """
+        self._check_recorded("calibration")
+        copies = {users: _host_copy(one.total) for users, one in self._recorder.kept.by_users.items()}
+        weights = {id(layer.weight): layer.weight for layer in self._layers.values()}
+        found: dict[int, dict[Kind, list[_Copy]]] = {}
+        for layer in self._layers.values():
+            for users, one in self._recorder.kept.of(layer.name):
+                kinds = found.setdefault(id(layer.weight), {})
+                kinds.setdefault(layer.kind, []).append(_Copy(copies[users], one.n_samples))
+        return RecordedCalibration(
+            {
+                weights[key].names[0]: RecordedInputs(
+                    names=weights[key].names,
+                    shape=tuple(weights[key].parameter.shape),
+                    moments={kind: _input_moments(kind, parts) for kind, parts in kinds.items()},
+                )
+                for key, kinds in found.items()
+            }
+        )
+
+    def _check_recorded(self, where: str | os.PathLike[str]) -> None:
+        if not self._recorder.kept.by_users:
+            raise CalibrationError(
+                f"{where}: no input was recorded; call the model, not compiled, in `with calibration:`"
+            )
+
     # --- state --------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -206,10 +241,7 @@ class Calibration:
         Raises:
             CalibrationError: nothing was recorded.
         """
-        if not self._recorder.kept.by_users:
-            raise CalibrationError(
-                f"{path}: no input was recorded; call the model, not compiled, in `with calibration:`"
-            )
+        self._check_recorded(path)
         tensor_of = {
             users: "+".join(self._ordered(users))
             for layer in self._layers
@@ -261,3 +293,32 @@ class Calibration:
 def _mirrored(total: torch.Tensor) -> torch.Tensor:
     """A matrix with its upper triangle in both: matrix products are not symmetric to the last bit."""
     return total if total.ndim == 1 else total.triu() + total.triu(1).mT
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A sum in host memory."""
+
+    total: NDArray[Any]
+    n_samples: int
+
+
+def _input_moments(kind: Kind, parts: Sequence[_Copy]) -> InputMoments:
+    return InputMoments(
+        axis=WEIGHT_AXIS[kind],
+        n_samples=sum(part.n_samples for part in parts),
+        read=functools.partial(_total, kind, parts),
+    )
+
+
+def _host_copy(total: torch.Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = _mirrored(total).to("cpu", copy=True).numpy()
+    return array
+
+
+def _total(kind: Kind, parts: Sequence[_Copy]) -> NDArray[Any]:
+    """The sum of some sums, as `InputMoments.read` gives it."""
+    total: NDArray[Any] = parts[0].total.astype(np.float64 if kind == "embedding" else np.float32)
+    for part in parts[1:]:
+        np.add(total, part.total, out=total)
+    return total

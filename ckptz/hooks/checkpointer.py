@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ckptz.codec.coded import CodedSource
 from ckptz.config import LOSSLESS, Config, Lossless
+from ckptz.convert.searching import SearchReport
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, WriteError, named
 from ckptz.hooks.background import Background
 from ckptz.hooks.device import code_where_they_live
-from ckptz.hooks.files import MODEL, StepEncoder, StepReader
+from ckptz.hooks.files import MODEL, Method, StepEncoder, StepReader, StepState
+from ckptz.hooks.methods import BudgetSearch, CalibrationLike, calibrated, check_calibration, check_fits
 from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.hooks.snapshot import Snapshot
 from ckptz.hooks.state import (
@@ -35,6 +38,7 @@ from ckptz.hooks.state import (
     optimizer_state,
 )
 from ckptz.parallel import Workers, default_jobs
+from ckptz.search.budget import Budget
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
 from ckptz.store.step_files import ChainRule, StepFile
@@ -55,6 +59,7 @@ class SaveReport:
         stored_bytes: of its two files.
         tensor_bytes: of all tensors.
         notes: what the user should know.
+        search: how the budget was searched for, if there is one; its seconds are part of the stall.
     """
 
     step: int
@@ -64,6 +69,7 @@ class SaveReport:
     stored_bytes: int
     tensor_bytes: int
     notes: tuple[str, ...] = ()
+    search: SearchReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,10 @@ class _Taken:
 
     state: dict[str, Any]
     coded: dict[str, CodedSource]
+
+    def flat(self) -> StepState:
+        """As the tensors of two files, without copies."""
+        return StepState(self.state, self.coded)
 
 
 class Checkpointer:
@@ -86,8 +96,14 @@ class Checkpointer:
         model: its parameters and buffers are saved by name; wrappers are looked through.
         optimizer: one or several of the model's, or None.
         config: what may be lost; nothing by default.
-        budget: not available in this version.
-        calibration: not available in this version.
+        budget: what quality may be lost, one `Budget` or several. Each save then searches for the smallest
+            files that keep it, with the grid method or that of `config`, while training stands still. The
+            quality gets weights by the model's own names, decoded from a trial's file; for a `ResumeProbe`,
+            optimizer state too, as `optimizer.<name>.exp_avg`, and only then moments become lossy. Where
+            nothing keeps the budget, the step is stored without loss; see `SaveReport.search`.
+        calibration: inputs of the model's layers, which the rounding of grids follows: a `Calibration` with
+            what it has recorded by the time of each save, a callable that returns one, called at each save,
+            or a file that one was saved to.
         extra: by name, what else the run needs: anything with `state_dict` and `load_state_dict`
             (scheduler, scaler, data loader), a dict of plain values and tensors, a `torch.Generator`.
         every: `maybe_save` saves steps that are multiples of this.
@@ -98,7 +114,7 @@ class Checkpointer:
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: an argument is out of range, or they contradict each other.
 
     Example:
         >>> import torch
@@ -123,8 +139,8 @@ class Checkpointer:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         config: Config = LOSSLESS,
-        budget: object = None,
-        calibration: object = None,
+        budget: Budget | Sequence[Budget] | None = None,
+        calibration: CalibrationLike | None = None,
         extra: Mapping[str, Extra] | None = None,
         every: int | None = None,
         keep: KeepPolicy = KEEP_LAST,
@@ -132,7 +148,6 @@ class Checkpointer:
         background: bool = True,
         jobs: int | None = None,
     ) -> None:
-        _check_search(budget, calibration)
         if not isinstance(config, Config):
             raise ConfigError(f"config must be a configuration such as ckptz.LOSSLESS, got {config!r}")
         if not isinstance(keep, KeepPolicy):
@@ -143,10 +158,14 @@ class Checkpointer:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
+        self._search = None if budget is None else BudgetSearch(budget, config)
         self._config, self._keep = config, keep
+        self._calibration = calibration
+        check_calibration(calibration, config if self._search is None else self._search.template)
         self._every, self._is_background = every, background
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
-        self._rule = ChainRule(anchor_every, is_forked=isinstance(config, Lossless))
+        is_lossless = isinstance(config, Lossless) and budget is None
+        self._rule = ChainRule(anchor_every, is_forked=is_lossless)
         self._restore_jobs = jobs or default_jobs()
         self._jobs = jobs or (max(1, default_jobs() // BACKGROUND_SHARE) if background else default_jobs())
         self._store = StepStore(directory)
@@ -168,7 +187,10 @@ class Checkpointer:
             metric: by which `KeepPolicy.best` compares steps.
 
         Raises:
-            ConfigError: the step is not new, somebody else writes to the folder, or a tensor has no values.
+            ConfigError: the step is not new, somebody else writes to the folder, a tensor has no values, or
+                a budget's evaluation fails; the step is not saved.
+            CalibrationError: the calibration is of another model, or empty.
+            KeyboardInterrupt: during a search; if it had found something by then, that is saved.
             WriteError: the save before this one failed; this step is not saved, and may be tried again.
         """
         start = time.perf_counter()
@@ -178,7 +200,11 @@ class Checkpointer:
         if step == self._at:
             return
         self._store.check_new(step)
+        method = self._method()
         taken = self._taken()
+        search = None
+        if self._search is not None:
+            method, search = self._searched(self._search, taken, method, step)
         self._at = self._saving = step
         begun = SaveReport(
             step=step,
@@ -187,12 +213,16 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
+            notes=() if search is None else _search_notes(search),
+            search=search,
         )
-        self._writer.start(f"step {step}", functools.partial(self._write, taken, metric, begun))
+        self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
         if not self._is_background:
             report = self.wait()
             assert report is not None
             self._last = replace(report, stall_seconds=time.perf_counter() - start)
+        if search is not None and search.is_interrupted:
+            raise KeyboardInterrupt
 
     def maybe_save(self, step: int, *, metric: float | None = None) -> bool:
         """Save if the step is a multiple of `every`; see `save`.
@@ -225,11 +255,34 @@ class Checkpointer:
         self._last = report or self._last
         return self._last
 
+    def _method(self) -> Method:
+        """What may be lost, before a search; a calibration that does not fit is noticed here."""
+        found = calibrated(self._calibration)
+        if found is not None:
+            live = model_state(self.model).items()
+            shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
+            check_fits(found, shapes)
+        return Method(config=self._config, calibration=found)
+
+    def _searched(
+        self, search: BudgetSearch, taken: _Taken, method: Method, step: int
+    ) -> tuple[Method, SearchReport]:
+        """What a search finds; random numbers that evaluations draw are not the run's."""
+        self._snapshot.synchronize()
+        file, random = StepFile(step, "weights"), random_state()
+        try:
+            state = taken.flat()
+            return search.method(state, method.calibration, self._store, file, self._rule, self._restore_jobs)
+        except CkptzError as error:
+            raise named(error, f"{self._store.name}: step {step} was not saved") from error
+        finally:
+            set_random_state(random)
+
     def _taken(self) -> _Taken:
         """A copy of the state; of weights that are to be coded and live elsewhere, their codes."""
         state = self._state()
         coded: dict[str, CodedSource] = {}
-        if not isinstance(self._config, Lossless):
+        if self._search is None and not isinstance(self._config, Lossless):
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
@@ -252,32 +305,32 @@ class Checkpointer:
             return []
         return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
 
-    def _write(self, taken: _Taken, metric: float | None, begun: SaveReport) -> SaveReport:
+    def _write(self, taken: _Taken, method: Method, metric: float | None, begun: SaveReport) -> SaveReport:
         """Encode and write a snapshot; on the writer's thread."""
         start = time.perf_counter()
         self._snapshot.synchronize()
-        written = self._written(taken, metric, begun.step)
+        written = self._written(taken.flat(), method, metric, begun.step)
         pruned = prune(self._store, self._keep)
         return replace(
             begun,
             write_seconds=time.perf_counter() - start,
             stored_bytes=written.stored_bytes,
             tensor_bytes=written.tensor_bytes,
-            notes=(*written.notes, *pruned.notes),
+            notes=(*begun.notes, *written.notes, *pruned.notes),
         )
 
-    def _written(self, taken: _Taken, metric: float | None, step: int) -> WrittenStep:
+    def _written(self, state: StepState, method: Method, metric: float | None, step: int) -> WrittenStep:
         try:
-            return self._write_step(taken, metric, step, self._jobs)
+            return self._write_step(StepEncoder(state, step, metric, method, self._jobs), step)
         except RuntimeError:
             # At the end of the program no pool takes new work; this thread alone still can.
             if threading.main_thread().is_alive() or self._jobs == 1:
                 raise
-            return self._write_step(taken, metric, step, 1)
+            return self._write_step(StepEncoder(state, step, metric, method, 1), step)
 
-    def _write_step(self, taken: _Taken, metric: float | None, step: int, jobs: int) -> WrittenStep:
-        encoder = StepEncoder(taken.state, step, metric, self._config, jobs, taken.coded)
-        return self._store.write(step, encoder.weights, encoder.state, self._rule)
+    def _write_step(self, encoder: StepEncoder, step: int) -> WrittenStep:
+        written = self._store.write(step, encoder.weights, encoder.state, self._rule)
+        return replace(written, notes=(*written.notes, *encoder.notes))
 
     # --- restoring ------------------------------------------------------------------------------
 
@@ -415,10 +468,9 @@ def _rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
     return state
 
 
-def _check_search(budget: object, calibration: object) -> None:
-    for name, value in (("budget", budget), ("calibration", calibration)):
-        if value is not None:
-            raise ConfigError(f"{name} is not available in this version; give a fixed config instead")
+def _search_notes(search: SearchReport) -> tuple[str, ...]:
+    met = () if search.is_met else ("nothing that was tried keeps the budget, so nothing is lost",)
+    return (*search.unmeasurable, *met)
 
 
 def _about(error: Exception, what: str) -> Exception:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
 import torch
 
-from ckptz.codec.guides import Guide
 from ckptz.codec.units import CHUNK_UNITS, Units, UnitSource
-from ckptz.config import Config, Lossless
+from ckptz.config import LOSSLESS, Config, Grid
 from ckptz.container.contents import Contents
+from ckptz.container.index import QualityRecord
 from ckptz.container.reader import Container, FrameSource
 from ckptz.container.writer import Written, write_container
+from ckptz.convert.guides import Calibrated, Guided, GuideFiles, guides_of
 from ckptz.convert.leaves import DTypeName, Size, TensorRef
 from ckptz.convert.storages import flatten
 from ckptz.convert.tree import parse_tree
@@ -23,98 +25,193 @@ from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.frameworks.torch import TorchTensors, torch_dtype
 from ckptz.parallel import Workers
 from ckptz.reading import check_limit, read_tensors
-from ckptz.roles import Rule
+from ckptz.roles import Role, Rule, role_of
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.store.step_files import METRIC_KEY, POSITION_KEY, WEIGHTS_KEY
+from ckptz.store.step_files import METRIC_KEY, POSITION_KEY, WEIGHTS_KEY, Kind
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _HOST: Final = TorchTensors("cpu", False)
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum", "factor")
 
 # What is neither a weight nor a moment stays exact whatever the configuration.
 _EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in ("rng", "extra", "groups", "classes"))
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One of the two files, flat."""
+class Part:
+    """One of the two files, flat.
+
+    Attributes:
+        tensors: by name.
+        tree: how they are nested, where their names do not tell.
+    """
 
     tensors: Mapping[str, UnitSource]
     tree: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What may be lost.
+
+    Attributes:
+        config: for all of it.
+        calibration: inputs of layers, which the rounding of grids follows.
+        quality: budgets that were measured on tensors that were made with this very configuration.
+        bases: of the files that were measured, content ids of what they were stored against, None for an
+            anchor. Against anything else they would have other tensors, so nothing is lost then.
+    """
+
+    config: Config
+    calibration: Calibrated | None = None
+    quality: tuple[QualityRecord, ...] = ()
+    bases: Mapping[Kind, str | None] = field(default_factory=dict)
+
+    def against(self, kind: Kind, base: Checkpoint | None) -> Method:
+        """The method for a file that is stored against a base."""
+        if kind not in self.bases or self.bases[kind] == id_of(base):
+            return self
+        return Method(config=LOSSLESS)
+
+
+def id_of(base: Checkpoint | None) -> str | None:
+    """Content id of a base."""
+    return None if base is None else base.content_id()
+
+
+class StepState:
+    """A snapshot as the tensors of the two files.
+
+    Args:
+        state: nested; the weights under `MODEL`, what goes into the other file under other names.
+        coded: weights by name that are codes already, and so not in `state`.
+
+    Attributes:
+        weights: of the first file.
+        rest: of the second one.
+        roles: of weights and of optimizer state, by name. The state says what they are: names may mislead.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], coded: Mapping[str, UnitSource] = MappingProxyType({})
+    ) -> None:
+        uncoded = _part({MODEL: state[MODEL]})
+        more = {f"{MODEL}.{name}": source for name, source in coded.items()}
+        self._uncoded = uncoded.tensors
+        self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
+        self.rest = _part({name: value for name, value in state.items() if name != MODEL})
+        self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
+            _moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
+        )
+
+    @property
+    def optimizer(self) -> dict[str, UnitSource]:
+        """Tensors of optimizers."""
+        return {n: s for n, s in self.rest.tensors.items() if n.startswith(f"{OPTIMIZER}.")}
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Parameters that have moments."""
+        return frozenset(role.parameter for role in self.roles.values() if role.role in _MOMENTS)
+
+    def contents(self, config: Config) -> Contents:
+        """What is said of both files."""
+        return Contents(config=config, role_rules=_EXACT, roles=self.roles, trained=self.trained)
+
+    def guides(self, method: Method, held: contextlib.ExitStack) -> Guided:
+        """What planners may know of the weights: second moments, and inputs of layers.
+
+        Args:
+            method: what they are for.
+            held: keeps the files open that guides read from.
+        """
+        # What is coded already needs no guide.
+        tensors = {**self._uncoded, **self.optimizer}
+        files = GuideFiles(calibration=method.calibration)
+        return guides_of(tensors, self.contents(method.config), files, held)
+
+
+def _weight_roles(weights: Mapping[str, UnitSource]) -> Iterator[tuple[str, Role]]:
+    for name, source in weights.items():
+        if source.dtype.is_float:
+            layer_type = role_of(name, source.shape, is_float=True).layer_type
+            yield name, Role("weight", name.removeprefix(f"{MODEL}."), layer_type)
+
+
+def _moment_roles(
+    optimizer: Mapping[str, Any], tensors: Mapping[str, UnitSource]
+) -> Iterator[tuple[str, Role]]:
+    for parameter, state in optimizer.items():
+        for key in state:
+            name = f"{OPTIMIZER}.{parameter}.{key}"
+            if name in tensors:
+                source = tensors[name]
+                yield name, replace(role_of(name, source.shape, source.dtype.is_float), parameter=parameter)
 
 
 class StepEncoder:
     """Writes the files of one snapshot.
 
     Args:
-        state: nested; the weights under `MODEL`, what goes into the other file under other names.
+        state: what to write.
         step: the step.
         metric: by which the best steps are kept, or None.
-        config: what may be lost.
+        method: what may be lost.
         jobs: threads.
-        coded: weights by name that are codes already, and so not in `state`.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-        metric: float | None,
-        config: Config,
-        jobs: int,
-        coded: Mapping[str, UnitSource] = MappingProxyType({}),
-    ) -> None:
-        self._step, self._metric, self._config, self._jobs = step, metric, config, jobs
-        weights = _part({MODEL: state[MODEL]})
-        more = {f"{MODEL}.{name}": source for name, source in coded.items()}
-        self._weights = _Part({**weights.tensors, **more}, weights.tree)
-        self._state = _part({name: value for name, value in state.items() if name != MODEL})
+    def __init__(self, state: StepState, step: int, metric: float | None, method: Method, jobs: int) -> None:
+        self._state, self._step, self._metric, self._method, self._jobs = state, step, metric, method, jobs
+        self._notes: dict[Kind, list[str]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the files that are written."""
+        return [note for notes in self._notes.values() for note in notes]
 
     def weights(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
         """Write the weights; see `ckptz.store.steps.Encoder`."""
         metadata = {POSITION_KEY: str(position)}
         if self._metric is not None:
             metadata[METRIC_KEY] = repr(self._metric)
-        guides = {} if isinstance(self._config, Lossless) else self._guides()
-        return self._write(sink, self._weights, base, metadata, guides)
+        method = self._against("weights", base)
+        with contextlib.ExitStack() as held:
+            guided = self._state.guides(method, held)
+            contents = replace(self._contents(method, base, metadata), guides=guided.guides)
+            self._notes["weights"] += guided.notes
+            return self._write(sink, self._state.weights, replace(contents, quality=method.quality))
 
     def state(self, sink: BinaryIO, base: Checkpoint | None, position: int, weights_id: str) -> Written:
         """Write the rest; see `ckptz.store.steps.StateEncoder`."""
         metadata = {POSITION_KEY: str(position), WEIGHTS_KEY: weights_id}
-        return self._write(sink, self._state, base, metadata, {})
+        method = self._against("state", base)
+        contents = self._contents(method, base, metadata)
+        if isinstance(method.config, Grid) and method.config.moments is not None:
+            contents = replace(contents, quality=method.quality)
+        return self._write(sink, self._state.rest, contents)
 
-    def _guides(self) -> dict[str, Guide]:
-        """Second moments, where Adam has one of each weight's shape."""
-        found = {}
-        for name, source in self._weights.tensors.items():
-            parameter = name.removeprefix(f"{MODEL}.")
-            moment = self._state.tensors.get(f"{OPTIMIZER}.{parameter}.exp_avg_sq")
-            if moment is not None and tuple(moment.shape) == tuple(source.shape):
-                found[name] = Guide(second_moment=moment)
-        return found
+    def _against(self, kind: Kind, base: Checkpoint | None) -> Method:
+        method = self._method.against(kind, base)
+        is_other = method is not self._method
+        self._notes[kind] = [f"{kind}: stored without loss: its base is not the one of the search"] * is_other
+        return method
 
-    def _write(
-        self,
-        sink: BinaryIO,
-        part: _Part,
-        base: Checkpoint | None,
-        metadata: Mapping[str, str],
-        guides: Mapping[str, Guide],
-    ) -> Written:
-        contents = Contents(
+    def _contents(self, method: Method, base: Checkpoint | None, metadata: Mapping[str, str]) -> Contents:
+        return replace(
+            self._state.contents(method.config),
             metadata=metadata,
             base=None if base is None else base_ref(base),
-            bases={} if base is None else _remembering(base.tensors),
+            bases={} if base is None else remembering(base.tensors),
             step=self._step,
-            tree=part.tree,
-            config=self._config,
-            role_rules=_EXACT,
-            guides=guides,
         )
+
+    def _write(self, sink: BinaryIO, part: Part, contents: Contents) -> Written:
         with Workers(self._jobs) as workers:
-            return write_container(sink, part.tensors, contents, workers)
+            return write_container(sink, part.tensors, replace(contents, tree=part.tree), workers)
 
 
-def _remembering(bases: Mapping[str, UnitSource]) -> dict[str, UnitSource]:
+def remembering(bases: Mapping[str, UnitSource]) -> dict[str, UnitSource]:
+    """Tensors of a base that read through their file's cache of chunks."""
     return {name: _Base(base) if isinstance(base, FrameSource) else base for name, base in bases.items()}
 
 
@@ -146,9 +243,9 @@ class _Base:
         return self.frame.codes(begin, end)
 
 
-def _part(state: Mapping[str, Any]) -> _Part:
+def _part(state: Mapping[str, Any]) -> Part:
     flat = flatten(dict(state))
-    return _Part(flat.tensors, None if _says_nothing(state, flat.tensors) else flat.tree)
+    return Part(flat.tensors, None if _says_nothing(state, flat.tensors) else flat.tree)
 
 
 def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, UnitSource]) -> bool:

@@ -287,7 +287,7 @@ class StepStore:
     def _encode(
         self, kind: Kind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
     ) -> Written:
-        with self._base(kind, rule, notes) as (base, position):
+        with self.base(kind, rule, notes) as (base, position):
             if base is None:
                 return encode(sink, None, 0)
             try:
@@ -299,8 +299,14 @@ class StepStore:
         return encode(sink, None, 0)
 
     @contextlib.contextmanager
-    def _base(self, kind: Kind, rule: ChainRule, notes: list[str]) -> Iterator[tuple[Checkpoint | None, int]]:
-        """What the next file of a kind is stored against, None for an anchor, and its position."""
+    def base(self, kind: Kind, rule: ChainRule, notes: list[str]) -> Iterator[tuple[Checkpoint | None, int]]:
+        """What the next file of a kind is stored against, None for an anchor, and its position.
+
+        Args:
+            kind: of the file.
+            rule: what files are stored against.
+            notes: is told why, if it is an anchor because the base cannot be read.
+        """
         base, position = None, 0
         with contextlib.ExitStack() as held:
             try:

@@ -1,0 +1,443 @@
+"""A Checkpointer with a budget or a calibration: what is searched, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointer_support import names_in
+from torch import nn
+
+from ckptz import Budget, Checkpointer, Grid, KMeans, Lossless, ResumeProbe
+from ckptz.convert.inspect import inspect_file
+from ckptz.errors import CalibrationError, ConfigError
+from ckptz.hooks import Calibration
+from ckptz.hooks.checkpointer import SaveReport
+from ckptz.torch import load_file
+
+WIDTH = 80  # of matrices that are large enough to become lossy
+
+
+class Training:
+    """A regression with AdamW; tied weights, biases, and a buffer that no optimizer sees."""
+
+    def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width))
+        self.model[2].weight = self.model[1].weight
+        self.model.register_buffer("scale", torch.rand(8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.width = width
+
+    def step(self) -> float:
+        batch = torch.randn(16, self.width)
+        loss = (self.model(batch) - batch).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def trained(self, n_steps: int) -> Training:
+        for _ in range(n_steps):
+            self.step()
+        return self
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def moments(self, key: str) -> dict[str, torch.Tensor]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {names[p]: state[key].clone() for p, state in self.optimizer.state.items()}
+
+    def checkpointer(self, folder: Path, **options: Any) -> Checkpointer:
+        return Checkpointer(folder, self.model, self.optimizer, jobs=1, **options)
+
+    def calibration(self, n_batches: int = 2) -> Calibration:
+        calibration = Calibration(self.model)
+        with calibration:
+            for _ in range(n_batches):
+                self.model(correlated(32, self.width))
+        return calibration
+
+
+def correlated(n: int, width: int = WIDTH) -> torch.Tensor:
+    """Inputs in a few directions, always the same ones."""
+    mix = torch.randn(8, width, generator=torch.Generator().manual_seed(1))
+    return torch.randn(n, 8) @ mix
+
+
+def error_to(exact: dict[str, torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], float]:
+    """A quality: 1 and the mean relative error of the weights."""
+
+    def quality(state: dict[str, torch.Tensor]) -> float:
+        assert state.keys() == exact.keys()
+        apart = [((state[n] - t).norm() / t.norm()).item() for n, t in exact.items()]
+        return 1 + sum(apart) / len(apart)
+
+    return quality
+
+
+def report_of(checkpointer: Checkpointer) -> SaveReport:
+    report = checkpointer.wait()
+    assert report is not None
+    return report
+
+
+@contextlib.contextmanager
+def saved(folder: Path, run: Training, step: int = 1, **options: Any) -> Iterator[SaveReport]:
+    """One step, saved by a Checkpointer of its own."""
+    with run.checkpointer(folder, **options) as checkpointer:
+        checkpointer.save(step)
+        yield report_of(checkpointer)
+
+
+def lossy_records(path: Path) -> dict[str, Any]:
+    return {row.name: row.lossy for row in inspect_file(path).tensors if row.lossy is not None}
+
+
+# --- budgets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [Lossless(), KMeans()])
+def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: Any) -> None:
+    run = Training().trained(3)
+    exact, quality = run.state(), error_to(run.state())
+    with saved(tmp_path, run, budget=Budget(quality, 0.05), config=config) as report:
+        search = report.search
+    assert search is not None
+    assert search.is_met
+    assert search.method == ("kmeans" if isinstance(config, KMeans) else "grid")
+    index = inspect_file(tmp_path / "step-00000001.ckptz")
+    [record] = index.quality
+    assert (record.is_met, record.max_drop) == (True, 0.05)
+    assert {one.promise for one in lossy_records(tmp_path / "step-00000001.ckptz").values()} == {
+        "quality-drop"
+    }
+    assert not lossy_records(tmp_path / "step-00000001.state.ckptz")
+    other = Training(seed=1).trained(1)
+    with other.checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore_latest()
+    restored = other.state()
+    assert quality(restored) == record.measured
+    assert 0.005 < record.measured - 1 <= 0.05
+    assert restored["0.bias"].equal(exact["0.bias"])
+    loaded = load_file(tmp_path / "step-00000001.ckptz")
+    assert loaded["model.0.weight"].equal(restored["0.weight"])
+
+
+def test_later_saves_begin_where_the_one_before_ended(tmp_path: Path) -> None:
+    run = Training().trained(3)
+    exact: dict[str, torch.Tensor] = {}
+    budget = Budget(lambda state: error_to(exact)(state), 0.02)
+    reports = []
+    for resumed in (False, True):  # by what it remembers, and by what the file before records
+        with run.checkpointer(tmp_path, budget=budget) as checkpointer:
+            for step in (3, 4) if resumed else (1, 2):
+                exact.update(run.state())
+                checkpointer.save(step)
+                reports.append(report_of(checkpointer).search)
+                run.trained(1)
+    first, *later = reports
+    assert first is not None
+    assert len(first.trials) <= 8
+    for search in later:
+        assert search is not None
+        assert search.is_met
+        assert len(search.trials) <= 3
+    with Training().checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore_latest() == 4
+    assert inspect_file(tmp_path / "step-00000004.ckptz").depth == 3
+
+
+def test_a_budget_that_nothing_keeps_gives_lossless_files(tmp_path: Path) -> None:
+    run = Training().trained(2)
+    exact = run.state()
+    with saved(tmp_path, run, budget=Budget(error_to(exact), 0.0)) as report:
+        assert report.search is not None
+        assert report.search.is_met is False
+        assert report.search.config is None
+        assert any("nothing that was tried keeps the budget" in note for note in report.notes)
+    assert not lossy_records(tmp_path / "step-00000001.ckptz")
+    with Training(seed=1).trained(1).checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore_latest()
+        restored = checkpointer.model.state_dict()
+    assert all(tensor.equal(restored[name]) for name, tensor in exact.items())
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("n_good", [0, 2])  # the exact state is the first
+def test_a_raising_evaluation_ends_the_save_and_leaves_the_step_before(
+    tmp_path: Path, background: bool, n_good: int
+) -> None:
+    run = Training().trained(2)
+    calls: list[int] = []
+
+    def quality(state: dict[str, torch.Tensor]) -> float:
+        calls.append(1)
+        if len(calls) > n_good:
+            raise RuntimeError("no data")
+        return 1.0
+
+    with saved(tmp_path, run):
+        names = [name for name in names_in(tmp_path) if name.startswith("step-")]
+        before = {name: (tmp_path / name).read_bytes() for name in names}
+    run.trained(1)
+    budget = Budget(quality, 0.01)
+    with run.checkpointer(tmp_path, budget=budget, background=background) as checkpointer:
+        with pytest.raises(ConfigError, match=r"step 2 was not saved: .*no data"):
+            checkpointer.save(2)
+        assert checkpointer.steps() == (1,)
+        n_good = 1 << 30
+        checkpointer.save(2)  # may be tried again
+        assert checkpointer.wait() is not None
+        assert checkpointer.steps() == (1, 2)
+    found = {name: (tmp_path / name).read_bytes() for name in before}
+    assert found == before
+    assert not [name for name in names_in(tmp_path) if name.endswith("-tmp")]
+
+
+def test_an_evaluation_changes_nothing_in_the_run(tmp_path: Path) -> None:
+    def rude(state: dict[str, torch.Tensor]) -> float:
+        torch.manual_seed(7)
+        value = 1 + float(sum(tensor.abs().mean() for tensor in state.values()))
+        for tensor in state.values():
+            tensor.zero_()
+        return value
+
+    expected = Training()
+    losses = [expected.step() for _ in range(6)]
+    run = Training()
+    found = []
+    with run.checkpointer(tmp_path, budget=Budget(rude, 0.5)) as checkpointer:
+        for step in range(6):
+            found.append(run.step())
+            if step == 2:
+                checkpointer.save(step)
+    assert found == losses
+
+
+def test_ctrl_c_in_a_search_saves_the_best_so_far_and_goes_on_up(tmp_path: Path) -> None:
+    run = Training().trained(2)
+    calls: list[int] = []
+    exact = run.state()
+
+    def interrupted(state: dict[str, torch.Tensor]) -> float:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return error_to(exact)(state)
+
+    with run.checkpointer(tmp_path, budget=Budget(interrupted, 0.9)) as checkpointer:
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1)
+        assert report_of(checkpointer).search is not None
+        assert checkpointer.steps() == (1,)
+    assert lossy_records(tmp_path / "step-00000001.ckptz")
+
+
+def resumed_loss(state: dict[str, torch.Tensor], n_steps: int) -> float:
+    """Trains on from weights and moments by their names."""
+    run = Training()
+    weights = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer.")}
+    run.model.load_state_dict(weights)
+    for name, parameter in run.model.named_parameters():
+        moments = {key: state[f"optimizer.{name}.{key}"] for key in ("exp_avg", "exp_avg_sq", "step")}
+        run.optimizer.state[parameter] = moments
+    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(int(torch.randint(1 << 30, (), generator=generator)))
+    return sum(run.step() for _ in range(n_steps)) / n_steps
+
+
+def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp_path: Path) -> None:
+    run = Training().trained(20)
+    budget = Budget(ResumeProbe(resumed_loss, n_steps=3, noise_floor=0.0), 0.02)
+    with run.checkpointer(tmp_path, budget=budget) as checkpointer:
+        for step in (1, 2):  # an anchor and a delta
+            checkpointer.save(step)
+            search = report_of(checkpointer).search
+            assert search is not None
+            assert search.is_met
+            run.trained(1)
+    for step in (1, 2):
+        weights, state = (tmp_path / f"step-0000000{step}{kind}.ckptz" for kind in ("", ".state"))
+        methods = {name: one.method for name, one in lossy_records(weights).items()}
+        assert methods["model.0.weight"] == "grid"
+        assert methods["model.0.bias"] == "rounding"
+        assert "model.scale" not in methods
+        assert {one.promise for one in lossy_records(state).values()} == {"resume-gap"}
+        assert inspect_file(weights).quality == inspect_file(state).quality
+    other = Training(seed=1).trained(1)
+    with other.checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore_latest()
+    moments = {
+        f"optimizer.{name}.{key}": tensor
+        for key in ("exp_avg", "exp_avg_sq", "step")
+        for name, tensor in other.moments(key).items()
+    }
+    [record] = inspect_file(tmp_path / "step-00000002.ckptz").quality
+    assert resumed_loss({**other.state(), **moments}, 3) == record.measured
+
+
+def test_a_base_that_cannot_be_read_makes_an_anchor_that_keeps_the_budget(tmp_path: Path) -> None:
+    run = Training().trained(3)
+    exact: dict[str, torch.Tensor] = {}
+    budget = Budget(lambda state: error_to(exact)(state), 0.05)
+    with run.checkpointer(tmp_path, budget=budget) as checkpointer:
+        for step in (1, 2):
+            exact.update(run.state())
+            checkpointer.save(step)
+            report = report_of(checkpointer)
+            if step == 1:
+                base = tmp_path / "step-00000001.ckptz"
+                damaged = bytearray(base.read_bytes())
+                damaged[len(damaged) // 2] ^= 0xFF
+                base.unlink()
+                base.write_bytes(damaged)
+            run.trained(1)
+    index = inspect_file(tmp_path / "step-00000002.ckptz")
+    assert index.depth == 0
+    assert index.quality[0].is_met
+    assert any("the base cannot be read" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0.05}, "budget must be a ckptz.Budget"),
+        ({"budget": ()}, "budget must be a ckptz.Budget"),
+        ({"budget": Budget(lambda state: 1.0), "config": Lossless(sparse=True)}, "lossy method"),
+        ({"calibration": 3, "config": Grid()}, "calibration must be"),
+        ({"calibration": "inputs.safetensors"}, "guides the grid method only"),
+        ({"calibration": "inputs.safetensors", "config": KMeans()}, "guides the grid method only"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Training().checkpointer(tmp_path, **options)
+    assert not names_in(tmp_path)
+
+
+# --- grids and calibrations -----------------------------------------------------------------------
+
+
+def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
+    run = Training().trained(20)
+    with run.checkpointer(tmp_path, config=Grid()) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step)
+            exact, moments = run.state(), run.moments("exp_avg_sq")
+            expected = run.step()
+    other = Training(seed=1).trained(1)
+    with other.checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore_latest() == 4
+    restored = other.state()
+    assert 0 < (restored["0.weight"] - exact["0.weight"]).norm() < 0.3 * exact["0.weight"].norm()
+    apart = (restored["0.bias"] / exact["0.bias"] - 1).abs().max()
+    assert 0 < apart <= 2**-10
+    assert restored["scale"].equal(exact["scale"]), "what is not trained stays exact"
+    octaves = (other.moments("exp_avg_sq")["0.weight"] / moments["0.weight"]).log2().abs()
+    assert 0 < octaves.max() < 2.1
+    assert other.step() == pytest.approx(expected, rel=0.1)
+    files = inspect_file(tmp_path / "step-00000004.state.ckptz")
+    assert {row.lossy.method for row in files.tensors if row.lossy} >= {"second-moment", "first-moment"}
+
+
+def relative_output_error(run: Training, folder: Path) -> float:
+    """Of the first layer, on inputs such as those that were recorded."""
+    exact = run.state()["0.weight"]
+    restored = load_file(folder / "step-00000001.ckptz")["model.0.weight"]
+    return float(((restored - exact) @ correlated(256).T).norm())
+
+
+@pytest.mark.parametrize("kind", ["object", "callable", "file"])
+def test_a_calibration_guides_the_rounding_as_an_object_a_callable_and_a_file(
+    tmp_path: Path, kind: str
+) -> None:
+    run = Training().trained(3)
+    calibration = run.calibration()
+    calibration.save(tmp_path / "inputs.safetensors")
+    given = {"object": calibration, "callable": lambda: calibration, "file": tmp_path / "inputs.safetensors"}
+    plain, guided, from_file = (tmp_path / name for name in ("plain", "guided", "from_file"))
+    with saved(plain, run, config=Grid(step=4)) as report:
+        assert any("uncalibrated" in note for note in report.notes)
+    with saved(guided, run, config=Grid(step=4), calibration=given[kind]) as report:
+        assert not any("uncalibrated" in note for note in report.notes)
+    with saved(from_file, run, config=Grid(step=4), calibration=given["file"]):
+        pass
+    assert relative_output_error(run, guided) < 0.9 * relative_output_error(run, plain)
+    name = "step-00000001.ckptz"
+    assert (guided / name).read_bytes() == (from_file / name).read_bytes()
+
+
+def test_sums_are_those_of_the_time_of_the_save(tmp_path: Path) -> None:
+    run = Training().trained(3)
+    calibration = run.calibration()
+    recorded = calibration.recorded().weights["0.weight"].moments["linear"]
+    before = recorded.read()
+    with calibration:
+        run.model(torch.randn(4, WIDTH))
+    assert (recorded.read() == before).all()
+    assert recorded.n_samples == 64
+    assert torch.from_numpy(before).equal(torch.from_numpy(before).T)
+
+
+def test_a_weight_that_two_layers_share_has_the_sum_of_their_inputs() -> None:
+    run = Training()
+    calibration = run.calibration()
+    [shared] = [one for one in calibration.recorded().weights.values() if len(one.names) == 2]
+    total = calibration.moments("1") + calibration.moments("2")
+    assert torch.from_numpy(shared.moments["linear"].read()).allclose(total)
+
+
+def test_a_budget_and_a_calibration_go_together(tmp_path: Path) -> None:
+    run = Training().trained(3)
+    exact = run.state()
+    with saved(tmp_path, run, budget=Budget(error_to(exact), 0.05), calibration=run.calibration) as report:
+        assert report.search is not None
+        assert report.search.is_met
+    other = Training(seed=1).trained(1)
+    with other.checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore_latest()
+    [record] = inspect_file(tmp_path / "step-00000001.ckptz").quality
+    assert error_to(exact)(other.state()) == record.measured
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_calibration_of_another_model_is_an_error_that_names_the_tensor(
+    tmp_path: Path, background: bool
+) -> None:
+    run = Training()
+    with run.checkpointer(
+        tmp_path, config=Grid(), calibration=Training(width=40).calibration(), background=background
+    ) as checkpointer:
+        with pytest.raises(CalibrationError, match=r"'0\.weight'.*\[80, 80\].*\[40, 40\]"):
+            checkpointer.save(1)
+        assert checkpointer.steps() == ()
+    other = nn.ModuleDict({"head": nn.Linear(3, 3)})
+    foreign = Calibration(other)
+    with foreign:
+        other["head"](torch.randn(2, 3))
+    with (
+        run.checkpointer(tmp_path, config=Grid(), calibration=foreign) as checkpointer,
+        pytest.raises(CalibrationError, match=r"none of its 1 modules .*'head\.weight'"),
+    ):
+        checkpointer.save(1)
+
+
+def test_calibrations_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+    run = Training()
+    for given, error in (
+        (Calibration(run.model), CalibrationError),
+        (lambda: None, ConfigError),
+        (tmp_path / "missing", FileNotFoundError),
+    ):
+        with (
+            run.checkpointer(tmp_path, config=Grid(), calibration=given) as checkpointer,
+            pytest.raises(error),
+        ):
+            checkpointer.save(1)
+    assert not [name for name in names_in(tmp_path) if name.startswith("step-")]
