@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo_methods import METHODS, Method, restored_path, store, warm_up, zstd_for_scale
+from demo_methods import METHODS, Method, calibration_path, restored_path, store, warm_up, zstd_for_scale
 from demo_report import Report, Row, draw, print_table, problems, write_json
 from demo_training import BATCH, QUICK, Resumption, Settings, Trainer, resume, threads
 from rich.console import Console
@@ -119,6 +119,7 @@ def train(settings: Settings, data: Tensor, folder: Path, console: Console) -> R
         seconds = time.perf_counter() - begin
         path = folder / f"step-{trainer.step:04d}.safetensors"
         save_file(trainer.state(), path, metadata={"step": str(trainer.step)})
+        trainer.calibrate(calibration_path(path))
         files.append(path)
         steps.append(trainer.step)
         size = path.stat().st_size / 1e6

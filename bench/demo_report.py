@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from demo_methods import Storage
-from demo_training import Resumption
+from demo_methods import GRID, Storage
+from demo_training import N_CALIBRATION_BATCHES, Resumption
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -106,6 +106,8 @@ def print_table(report: Report, console: Console) -> None:
         f"{_ratio(report, zstd_bytes):.3f}x at {zstd_rate:.0f} MB/s\n"
         f"MB/s: of the original files, {os.cpu_count()} cores, reading, writing and, for a delta, its "
         f"chain included; the first use, with compilation if needed, took {report.first_use_seconds:.1f} s\n"
+        f"grid: weights and moments, step {GRID.step:g} of the reference; the inputs of the layers that its "
+        f"rounding reads are of {N_CALIBRATION_BATCHES} batches at each checkpoint, not counted in MB/s\n"
         f"loss: validation, nats per byte; resumed: mean over {len(report.exact.training)} further steps; "
         "change: against the exact resume; on other threads it is the noise floor",
         highlight=False,

@@ -12,10 +12,13 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, validation_loss
 from torch import Tensor
+
+from ckptz.hooks import Calibration
 
 State = Mapping[str, Tensor]
 
@@ -23,6 +26,7 @@ BATCH = 16
 DATA_SEED, MODEL_SEED = 1, 0
 PEAK_RATE, WARMUP_STEPS, DECAY_STEPS = 1e-3, 20, 400
 MOMENTS = ("exp_avg", "exp_avg_sq")
+CALIBRATION_SEED, N_CALIBRATION_BATCHES = 99, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,16 @@ class Trainer:
             moments = {moment: state[f"optimizer.{name}.{moment}"].clone() for moment in MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **moments}
         torch.set_rng_state(state["rng.torch"])
+
+    def calibrate(self, path: Path) -> None:
+        """Record the inputs of the layers over a few batches of training text, forward only."""
+        context = self.model.config.context
+        source = batches(self._data, batch=BATCH, context=context, seed=CALIBRATION_SEED)
+        calibration = Calibration(self.model)
+        with calibration:
+            for _ in range(N_CALIBRATION_BATCHES):
+                self.model(next(source)[:, :-1])
+        calibration.save(path)
 
 
 def learning_rate(step: int) -> float:

@@ -42,6 +42,7 @@ BLOCK = 256  # of the rival with 8-bit codes
 STEPS_OF_MOMENTS = (
     Moments(second_step=2, first_step=0.5),
     Moments(second_step=4, first_step=0.5),
+    Moments(second_step=4, first_step=0.7),
     Moments(second_step=4, first_step=1),
     Moments(second_step=6, first_step=1),
     Moments(second_step=8, first_step=2),

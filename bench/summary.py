@@ -64,14 +64,21 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
             _row(f"bf16 weights, {len(chosen)} steps of a {kind} run", "lossless deltas", *_mean(chosen))
             | {"beside it": _rivals(chosen)}
         )
-    for row in demo:
-        if str(row["method"]).startswith("ckptz kmeans"):
-            stored = f"1/{str(row['ratio, weights']).rstrip('x')}"
-            quality = f"{row['loss at once']} at once, {row['loss resumed']} resumed"
-            rows.append(
-                _row("fp32 weights of the demo's run, with its anchor", "k-means, 16 levels", stored, quality)
-                | {"beside it": ""}
-            )
+    shown = (
+        (
+            "ckptz kmeans",
+            "ratio, weights",
+            "fp32 weights of the demo's run, with its anchor",
+            "k-means, 16 levels",
+        ),
+        ("ckptz grid", "ratio", "fp32 weights and both moments of the demo's run", "calibrated grid"),
+    )
+    for prefix, column, what, method in shown:
+        for row in demo:
+            if str(row["method"]).startswith(prefix):
+                stored = f"1/{str(row[column]).rstrip('x')}"
+                quality = f"{row['loss at once']} at once, {row['loss resumed']} resumed"
+                rows.append(_row(what, method, stored, quality) | {"beside it": ""})
     return rows
 
 

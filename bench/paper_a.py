@@ -1,0 +1,147 @@
+"""The experiment of the dynamic quantization paper, at a size that two cores train.
+
+    python bench/paper_a.py [--only language|image] [--report]
+
+Paper: "Inshrinkerator: Compressing Deep Learning Training Checkpoints via Dynamic Quantization" (arXiv
+2306.11800). Two models, a byte-level GPT with AdamW and a residual network with SGD momentum, write 14
+checkpoints each. Only weights are compressed, with settings that are searched for under a budget at every
+checkpoint; optimizer state stays exact and is not counted. Training really restarts from what ten of the
+files restore to.
+
+Everything is kept in bench/.cache/paper_a, checkpoint by checkpoint: an interrupted bench goes on where it
+stopped. Writes results/paper_a_*.csv, paper_a.json, paper_a.png and the page paper_a.md. About an hour
+on two free cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from measure import BENCH, machine, save_facts
+from paper_a_chain import FAILURES, NEVER, Chain, noise_floor
+from paper_a_coders import file_bytes_by_way
+from paper_a_page import write_page, write_picture
+from paper_a_search import (
+    BUDGETS,
+    LAST_TIMING,
+    SEARCH_BUDGETS,
+    SNAPSHOT_BUDGETS,
+    KMeansSearch,
+    search_cost,
+    snapshots,
+    timings,
+)
+from paper_a_tables import TaskResults, write_tables
+from paper_a_tasks import TASKS, Task
+from paper_a_training import N_CHECKPOINTS, N_THREADS, Run, bench_seconds, folder_of, remembered
+from report import update_readme
+
+T = TypeVar("T")
+
+
+def restored_elsewhere(chain: Chain) -> list[dict[str, Any]]:
+    """Quality of every file of a chain, restored and evaluated by a new process."""
+
+    def measure() -> dict[str, Any]:
+        files = [str(chain.method.path(chain.folder, result["index"])) for result in chain.results()]
+        command = [sys.executable, str(BENCH / "paper_a_restored.py"), chain.task.name, *files]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        return {"files": [json.loads(line) for line in lines]}
+
+    return remembered(chain.folder / "restored.json", measure)["files"]
+
+
+def coded(chain: Chain) -> list[dict[str, int]]:
+    """Bytes of every file of a chain by each way of coding its codes."""
+
+    def measure() -> dict[str, Any]:
+        paths = [chain.method.path(chain.folder, result["index"]) for result in chain.results()]
+        return {"files": [file_bytes_by_way(path) for path in paths]}
+
+    return remembered(chain.folder / "coders.json", measure)["files"]
+
+
+def chain_results(chain: Chain) -> dict[str, Any]:
+    """Everything that is measured of one run."""
+    return {
+        "budget": chain.method.budget,
+        "n_restores": len(chain.failures),
+        "checkpoints": chain.results(),
+        "end": chain.end(),
+        "elsewhere": restored_elsewhere(chain),
+        "coders": coded(chain),
+    }
+
+
+def chains_of(task: Task) -> list[Chain]:
+    """The runs of a task; the last never restarts."""
+    budgets = BUDGETS[task.name]
+    never = Chain(task, KMeansSearch(budgets[0]), failures=NEVER, probes=False)
+    return [*(Chain(task, KMeansSearch(budget)) for budget in budgets), never]
+
+
+def task_results(task: Task, *, only_complete: bool) -> TaskResults:
+    """Everything that is measured of one task, from the cache where it is there.
+
+    Args:
+        task: which.
+        only_complete: leave out what the cache does not hold to the end.
+    """
+    run, folder = Run(task), folder_of(task)
+    run.train()
+    chains = [chain for chain in chains_of(task) if chain.is_complete or not only_complete]
+    missing = [
+        f"{100 * c.method.budget:g} % run with {len(c.failures)} restores"
+        for c in chains_of(task)
+        if c not in chains
+    ]
+
+    def optional(measure: Callable[[Task], T], last_file: str, what: str) -> T | None:
+        if (folder / last_file).exists() or not only_complete:
+            return measure(task)
+        missing.append(what)
+        return None
+
+    last_timing = f"{chains[0].folder.name}/{LAST_TIMING}"
+    last_snapshot = f"snapshots/result-{SNAPSHOT_BUDGETS[-1]:g}.json"
+    return TaskResults(
+        task=task,
+        exact=[run.facts(index) for index in range(N_CHECKPOINTS)],
+        chains=[chain_results(chain) for chain in chains],
+        noise_floor=optional(noise_floor, "noise-floor.json", "noise floor"),
+        snapshots=optional(snapshots, last_snapshot, "single snapshots") or [],
+        search=optional(search_cost, f"search/guided-{SEARCH_BUDGETS[-1]:g}.json", "cost of the search"),
+        timings=optional(lambda _: timings(chains[0]), last_timing, "CPU seconds") or [],
+        missing=missing,
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=sorted(TASKS), help="measure, but write no tables")
+    parser.add_argument("--report", action="store_true", help="leave out what the cache does not hold")
+    args = parser.parse_args()
+    torch.set_num_threads(N_THREADS)
+    tasks = [make() for name, make in TASKS.items() if args.only in (None, name)]
+    if args.report:
+        tasks = [task for task in tasks if any(chain.is_complete for chain in chains_of(task))]
+    results = [task_results(task, only_complete=args.report) for task in tasks]
+    if args.only:
+        return
+    write_tables(results)
+    write_picture(results)
+    seconds = round(sum(bench_seconds(result.task) for result in results))
+    save_facts("paper_a", machine(), "python bench/paper_a.py", seconds=seconds, failures=FAILURES)
+    write_page(results, seconds)
+    update_readme()
+
+
+if __name__ == "__main__":
+    main()
