@@ -54,12 +54,13 @@ search has seen. *Resumed* is the change of the mean validation loss {probes} st
 the exact state's; its noise floor is what disturbing the weights by 1 % of their spread does. *The end* is
 the last exact state of the run against that of the uninterrupted run.
 
-A budget is per checkpoint, and restarts add up: ratios at a loose budget and end quality must be read together.
-A likely reason, not tested apart: a weight that restarts from a centroid and moves by less than half a cell until
-the next checkpoint is rounded back to where it was, so that a restart also undoes progress; files right after a
-restart are small for the same reason. A first language run with 60 steps between checkpoints instead of 260 ended
-at 64.3x and +9.7 % (5 % budget) and 40.5x and +3.7 % (1 % budget): intervals were shorter than the recovery from
-a restart, so the run was made longer. Failures cut the run into equal parts. Numbers are of these small tasks."""
+A budget is per checkpoint, and restarts add up: ratios at a loose budget and end quality must be read
+together. A likely reason, not tested apart: a weight that restarts from a centroid and moves by less
+than half a cell until the next checkpoint is rounded back to where it was, so that a restart also
+undoes progress; files right after a restart are small for the same reason. A first language run with 60
+steps between checkpoints instead of 260 ended at 64.3x and +9.7 % (5 % budget) and 40.5x and +3.7 % (1
+% budget): intervals were shorter than the recovery from a restart, so the run was made longer. Failures
+cut the run into equal parts. Numbers are of these small tasks."""
 
 
 def _schedule(found: TaskResults) -> str:

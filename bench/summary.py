@@ -68,17 +68,23 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
         (
             "ckptz kmeans",
             "ratio, weights",
-            "fp32 weights of the demo's run, with its anchor",
+            "fp32 weights of",
             "k-means, 16 levels",
         ),
-        ("ckptz grid", "ratio", "fp32 weights and both moments of the demo's run", "calibrated grid"),
+        (
+            "ckptz grid",
+            "ratio, weights and both moments",
+            "fp32 weights and both moments of",
+            "calibrated grid",
+        ),
     )
     for prefix, column, what, method in shown:
         for row in demo:
             if str(row["method"]).startswith(prefix):
                 stored = f"1/{str(row[column]).rstrip('x')}"
                 quality = f"{row['loss at once']} at once, {row['loss resumed']} resumed"
-                rows.append(_row(what, method, stored, quality) | {"beside it": ""})
+                name = f"{what} the demo's run, with its anchor"
+                rows.append(_row(name, method, stored, quality) | {"beside it": ""})
     return rows
 
 
