@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ckptz import KMeans
+from ckptz import Grid, KMeans
 from ckptz.errors import WriteError
 from ckptz.integrations import dcp as integration
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
@@ -38,6 +38,7 @@ TIMEOUT = timedelta(seconds=120)
 SHORT = timedelta(seconds=30)
 KMEANS = ChainOptions(config=KMeans(levels=16), jobs=1)
 LOSSLESS = ChainOptions(jobs=1)
+GRID = ChainOptions(config=Grid(step=0.5, min_elements=1), jobs=1)
 SIZES = {"wide": (70, 96), "narrow": (96, 50), "odd": (7, 640), "small": (9, 5), "line": (333,)}
 
 
@@ -67,8 +68,8 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 
 
 def save_states(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Two steps of both methods; the second is a delta."""
-    for name, options in (("lossless", LOSSLESS), ("kmeans", KMEANS)):
+    """Two steps of each method; the second is a delta."""
+    for name, options in (("lossless", LOSSLESS), ("kmeans", KMEANS), ("grid", GRID)):
         for step in (0, 1):
             base = folder / f"{name}-{n_ranks}-0" if step else None
             writer = CkptzStorageWriter(
@@ -91,6 +92,17 @@ def load_states(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
                 full(state), torch.load(folder / f"{name}-{step}.pt")
             )
     return found
+
+
+def load_grids(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """What the other number of ranks saved on grids, which differ between shards."""
+    for step in (0, 1):
+        state = sharded({key: torch.zeros_like(tensor) for key, tensor in whole().items()}, n_ranks)
+        dcp.load(state, storage_reader=CkptzStorageReader(folder / f"grid-{6 - n_ranks}-{step}", jobs=1))
+        joined = full(state)
+        if rank == 0:
+            torch.save(joined, folder / f"grid-{6 - n_ranks}-{step}.pt")
+    return {}
 
 
 def a_model(n_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -287,6 +299,7 @@ Scenario = Callable[[Path, int, int], dict[str, Any]]
 PLAYS: dict[str, tuple[tuple[Scenario, int], ...]] = {
     "all": (
         *((save_states, 2), (save_states, 4), (load_states, 4), (load_states, 2)),
+        *((load_grids, 4), (load_grids, 2)),
         *((fsdp_saves, 2), (fsdp_resumes, 4), (disagreements, 2), (a_failing_rank, 2)),
         *((saves_beside_training, 2), (killed, 2)),
     ),

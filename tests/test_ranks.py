@@ -59,6 +59,22 @@ def test_another_number_of_ranks_restores_equal_tensors(said: Any, n_ranks: int)
     assert said[f"load_states {n_ranks}"] == [cases] * n_ranks
 
 
+@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("step", [0, 1])
+def test_grids_restore_alike_on_any_number_of_ranks(said: Any, folder: Path, n_ranks: int, step: int) -> None:
+    assert said[f"load_grids {6 - n_ranks}"] == [{}] * (6 - n_ranks)
+    found, exact = torch.load(folder / f"grid-{n_ranks}-{step}.pt"), whole(step)
+    alone: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SIZES.items()}
+    reader = CkptzStorageReader(
+        folder / f"grid-{n_ranks}-{step}", jobs=1
+    )  # holds every chunk to its checksum
+    dcp.load(alone, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(alone[name], tensor) for name, tensor in found.items())
+    for name in ("wide", "narrow", "odd"):
+        error = (found[name] - exact[name]).square().mean().sqrt() / exact[name].std()
+        assert 0 < error < 0.25
+
+
 def test_the_unsharded_kmeans_state_is_lossy_where_shards_alone_would_not_be(folder: Path) -> None:
     decoded, exact = torch.load(folder / "kmeans-0.pt"), whole()
     assert not torch.equal(decoded["odd"], exact["odd"])  # its shards have fewer elements than min_elements
