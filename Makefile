@@ -39,7 +39,7 @@ format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 30 minutes; see bench/README.md
+bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 40 minutes; see bench/README.md
 	$(BIN)/python bench/lossless.py
 	$(BIN)/python bench/entropy_coder.py
 	$(BIN)/python bench/memory.py
@@ -48,6 +48,9 @@ bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 30 mi
 	$(BIN)/python bench/load.py
 	$(BIN)/python bench/weight_sync.py
 	$(BIN)/python bench/link_speed.py
+	$(BIN)/python bench/rounding.py
+	$(BIN)/python bench/checkpointer.py
+	$(BIN)/python bench/hooks_overhead.py
 
 $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEEDS_3_11)'

@@ -116,35 +116,30 @@ def _of_folder(path: Path) -> Input:
 
 def _of_dcp(path: Path) -> Input:
     folder = open_dcp(path)
-    return Input(
-        name=str(path),
-        kind="dcp",
-        stem=stem_of(path),
-        tensors=folder.tensors,
-        metadata=None,
-        sharding=None,
-        tree=folder.tree,
-        carried=(),
-        left_out=(),
-        checkpoint=None,
-        close=lambda: None,  # nothing stays open
-    )
+    return _nested(path, "dcp", folder.tensors, folder.tree)
 
 
 def _of_torch_file(path: Path) -> Input:
     flat = read(path)
+    return _nested(path, "torch", flat.tensors, flat.tree)
+
+
+def _nested(
+    path: Path, kind: Literal["dcp", "torch"], tensors: Mapping[str, UnitSource], tree: object
+) -> Input:
+    """A tree of state; what it is read from goes with its last tensor, so nothing stays open."""
     return Input(
         name=str(path),
-        kind="torch",
+        kind=kind,
         stem=stem_of(path),
-        tensors=flat.tensors,
+        tensors=tensors,
         metadata=None,
         sharding=None,
-        tree=flat.tree,
+        tree=tree,
         carried=(),
         left_out=(),
         checkpoint=None,
-        close=lambda: None,  # the mapping goes with the last tensor
+        close=lambda: None,
     )
 
 
