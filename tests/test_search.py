@@ -161,6 +161,17 @@ def test_noise_and_wrong_predictions_seldom_cost_two_per_cent(noise: float, leas
     assert max(map(len, found)) <= QUARTER
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_where_quality_is_not_monotone_guided_descends_to_the_smallest_nearby(workers: int) -> None:
+    """Without protected values all level counts keep the budget, with them only the largest does."""
+    scene = landscape(0)
+    used = {c: 0.5 if Cube().point(c)[2] == 2 or Cube().point(c)[0] == 0 else 3.0 for c in scene.used}
+    valley = replace(scene, used=used)
+    found = valley.search(Guided(cubes=(Cube(),), predict=scene.predict), workers=workers)
+    assert valley.excess(found) <= 0.02
+    assert len(found) <= QUARTER
+
+
 def test_guided_searches_both_prune_metrics_at_once() -> None:
     for seed in range(4):
         scene = landscape(seed, cubes=BOTH)
