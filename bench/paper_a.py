@@ -1,6 +1,6 @@
 """The experiment of the dynamic quantization paper, at a size that two cores train.
 
-    python bench/paper_a.py [--only language|image] [--report]
+    python bench/paper_a.py [--report]
 
 Paper: "Inshrinkerator: Compressing Deep Learning Training Checkpoints via Dynamic Quantization" (arXiv
 2306.11800). Two models, a byte-level GPT with AdamW and a residual network with SGD momentum, write 14
@@ -9,8 +9,8 @@ checkpoint; optimizer state stays exact and is not counted. Training really rest
 files restore to.
 
 Everything is kept in bench/.cache/paper_a, checkpoint by checkpoint: an interrupted bench goes on where it
-stopped. Writes results/paper_a_*.csv, paper_a.json, paper_a.png and the page paper_a.md. About an hour
-on two free cores.
+stopped. Writes results/paper_a_*.csv, paper_a.json, paper_a.png and the page paper_a.md. Two processes of one
+thread each share the work: about an hour on two free cores.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
 
 import torch
 from measure import BENCH, machine, save_facts
@@ -41,6 +42,9 @@ from paper_a_tables import TaskResults, write_tables
 from paper_a_tasks import TASKS, Task
 from paper_a_training import N_CHECKPOINTS, N_THREADS, Run, bench_seconds, folder_of, remembered
 from report import update_readme
+
+N_PROCESSES: Final = 2
+TRAINING: Final = "training"
 
 T = TypeVar("T")
 
@@ -122,19 +126,58 @@ def task_results(task: Task, *, only_complete: bool) -> TaskResults:
     )
 
 
+# --- two processes ------------------------------------------------------------------------------
+
+
+def jobs_of(task: Task) -> Mapping[str, Callable[[], object]]:
+    """What can be measured side by side once the uninterrupted run is there, by name."""
+    chains = {chain.folder.name: chain for chain in chains_of(task)}
+    return {
+        "search": lambda: (search_cost(task), snapshots(task), noise_floor(task)),
+        **{name: lambda c=chain: chain_results(c) for name, chain in chains.items()},
+    }
+
+
+def measure_all() -> None:
+    """Fill the cache. Each job is a process; a task's jobs follow its training."""
+    with ThreadPoolExecutor(N_PROCESSES) as pool:
+        trained = {name: pool.submit(_run_job, name, TRAINING) for name in TASKS}
+        others = []
+        for name, training in reversed(trained.items()):  # the image model's is the shorter one
+            training.result()
+            others += [pool.submit(_run_job, name, job) for job in jobs_of(TASKS[name]())]
+        for other in others:
+            other.result()
+
+
+def _run_job(task: str, job: str) -> None:
+    subprocess.run([sys.executable, __file__, "--job", task, job], check=True)
+
+
+def run_job(task: Task, job: str) -> None:
+    """One job, in this process."""
+    if job == TRAINING:
+        Run(task).train()
+    else:
+        jobs_of(task)[job]()
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=sorted(TASKS), help="measure, but write no tables")
+    parser.add_argument("--job", nargs=2, metavar=("TASK", "NAME"), help=argparse.SUPPRESS)
     parser.add_argument("--report", action="store_true", help="leave out what the cache does not hold")
     args = parser.parse_args()
     torch.set_num_threads(N_THREADS)
-    tasks = [make() for name, make in TASKS.items() if args.only in (None, name)]
+    if args.job:
+        run_job(TASKS[args.job[0]](), args.job[1])
+        return
+    if not args.report:
+        measure_all()
+    tasks = [make() for make in TASKS.values()]
     if args.report:
         tasks = [task for task in tasks if any(chain.is_complete for chain in chains_of(task))]
     results = [task_results(task, only_complete=args.report) for task in tasks]
-    if args.only:
-        return
     write_tables(results)
     write_picture(results)
     seconds = round(sum(bench_seconds(result.task) for result in results))

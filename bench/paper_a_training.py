@@ -28,7 +28,7 @@ from ckptz.hooks import SensitivityTracker
 
 VERSION: Final = 1  # of the runs: a change makes cached checkpoints stale
 N_CHECKPOINTS: Final = 14
-N_THREADS: Final = 2
+N_THREADS: Final = 1  # of one process: two of them side by side do more than one with two threads
 PROBE_STEPS: Final = (10, 20, 30, 40)  # after a checkpoint, where the resumed loss is measured
 
 State = Mapping[str, Tensor]
