@@ -102,7 +102,7 @@ def write_page(results: Sequence[TaskResults], seconds: int) -> None:
     out += [line for found in results for line in _summary(found)]
     missing = [f"{found.task.name}: {', '.join(found.missing)}" for found in results if found.missing]
     out += [f"- Not measured: {'; '.join(missing)}."] if missing else []
-    out += ["", f"{seconds} s of wall time, training included, summed over the two processes side by side.", ""]
+    out += ["", f"{seconds} s of wall time, training included, summed over two processes side by side.", ""]
     out += ["![ratios, losses, coders, snapshots](paper_a.png)", ""]
     for name, title in TITLES.items():
         if rows := [row for found in results for row in TABLES[name](found)]:
