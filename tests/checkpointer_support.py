@@ -93,3 +93,27 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 KEEP_TWO = KeepPolicy(last=2)
+
+
+def linear(width: int = 4) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(tensor.equal(b[name]) for name, tensor in a.items())
+
+
+def one_step(model: nn.Module, optimizers: Any) -> float:
+    dtype = next(model.parameters()).dtype
+    loss = model(torch.randn(6, 4).to(dtype)).square().mean()
+    optimizers = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.item()

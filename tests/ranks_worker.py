@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptz import Grid, KMeans
 from ckptz.errors import WriteError
-from ckptz.integrations import dcp as integration
+from ckptz.integrations import dcp_write
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.sharded import ShardedCheckpointer
 
@@ -201,18 +201,18 @@ def a_failing_rank(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     state = sharded(whole(), n_ranks)
     writer = CkptzStorageWriter(folder / "failing", options=KMEANS, timeout=TIMEOUT)
     if rank == 1:
-        integration._Gathered = _Failing  # type: ignore[misc, assignment]
+        dcp_write.Gathered = _Failing  # type: ignore[misc, assignment]
     start = time.monotonic()
     try:
         dcp.save(state, storage_writer=writer)
     except CheckpointException as error:
         return {"error": str(error), "seconds": time.monotonic() - start}
     finally:
-        integration._Gathered = _Gathered  # type: ignore[misc]
+        dcp_write.Gathered = _Gathered  # type: ignore[misc]
     return {}
 
 
-_Gathered = integration._Gathered
+_Gathered = dcp_write.Gathered
 
 
 class _Failing(_Gathered):
@@ -257,7 +257,7 @@ def killed(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     )
     checkpointer.save(1)
     if rank == n_ranks - 1:
-        integration.write_index = integration.merged_guides = _die  # type: ignore[assignment]
+        dcp_write.write_index = dcp_write.merged_guides = _die  # type: ignore[assignment]
     start = time.monotonic()
     try:
         checkpointer.save(2)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from cli_support import ckptz, write_plain
 
+from ckptz.container.index import QualityRecord
 from ckptz.convert.progress import SILENT
 from ckptz.kernels.notice import NOTICE
 from ckptz_cli.progress import progress_bar
-from ckptz_cli.render import ratio, size
+from ckptz_cli.render import quality_text, ratio, size
 
 
 class Terminal(io.StringIO):
@@ -87,3 +88,29 @@ def test_an_empty_checkpoint_has_a_line_too(tmp_path: Path) -> None:
     ckptz("restore", tmp_path / "empty.ckptz", "--force")
     assert "0 tensors" in ckptz("verify", tmp_path / "empty.ckptz", "--against", path).stdout
     ckptz("inspect", tmp_path / "empty.ckptz", "--tensors")
+
+
+@pytest.mark.parametrize(
+    ("measured", "is_relative", "lower_is_better", "said"),
+    [
+        (2.01, True, True, "loss 2.01 against 2, 0.50% worse (1% worse is allowed)"),
+        (1.5, True, True, "loss 1.5 against 2, 25.00% better (1% worse is allowed)"),
+        (1.995, False, False, "loss 1.995 against 2, 0.005 worse (0.01 worse is allowed)"),
+        (2.0, False, False, "loss 2 against 2, 0 worse (0.01 worse is allowed)"),
+    ],
+)
+def test_a_measured_budget_says_which_way_it_went(
+    measured: float, is_relative: bool, lower_is_better: bool, said: str
+) -> None:
+    record = QualityRecord(
+        promise="quality-drop",
+        metric="loss",
+        max_drop=0.01,
+        is_relative=is_relative,
+        lower_is_better=lower_is_better,
+        exact=2.0,
+        measured=measured,
+        is_met=True,
+        date="2026-01-01",
+    )
+    assert quality_text(record) == said

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from ckptz.dtypes import DTYPES
+from ckptz_cli.main import main
 
 # --- round trips ----------------------------------------------------------------------------------
 
@@ -265,11 +266,15 @@ def test_a_plain_file_verifies_only_against_another(chain: Chain) -> None:
 # --- the program ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["compress", "restore", "inspect", "verify"])
+@pytest.mark.parametrize("verb", sorted(main.commands))
 def test_every_verb_explains_itself_with_examples(verb: str) -> None:
     text = ckptz(verb, "--help").stdout
     assert "Examples:" in text
     assert f"ckptz {verb} " in text
+
+
+def test_the_list_of_verbs_cuts_no_sentence() -> None:
+    assert "..." not in ckptz("--help").stdout.partition("Commands:")[2]
 
 
 def test_the_version_names_the_format_too() -> None:
@@ -284,11 +289,17 @@ def test_help_is_quick_and_loads_little() -> None:
     )
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = _children_seconds()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_children_seconds() - start)
     assert not set(done.stderr.split()) & {"torch", "numba", "numpy", "rich", "msgspec"}
     assert min(seconds) < 0.3
+
+
+def _children_seconds() -> float:
+    """Processor time of the processes that have ended: a busy machine does not add to it."""
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def test_nothing_temporary_is_left(chain: Chain) -> None:

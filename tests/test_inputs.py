@@ -89,6 +89,15 @@ def test_a_folder_without_tensors_says_what_it_lacks(tmp_path: Path) -> None:
         open_input(tmp_path)
 
 
+def test_a_folder_of_compressed_files_is_not_one_input(tmp_path: Path) -> None:
+    for name in ("step-2.ckptz", "step-1.ckptz", "config.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        ConfigError, match=r"a folder of \.ckptz files; name one of them, such as step-1\.ckptz"
+    ):
+        open_input(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"hello, world", b"GGUF" + bytes(90), b"\x89PNG\r\n\x1a\n{"])
 def test_other_files_are_refused_with_what_is_accepted(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(content)

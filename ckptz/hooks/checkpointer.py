@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
@@ -18,11 +17,12 @@ from torch.optim import Optimizer
 from ckptz.codec.coded import CodedSource
 from ckptz.config import LOSSLESS, Config, Lossless
 from ckptz.convert.searching import SearchReport
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, WriteError, named
+from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.hooks.background import Background
 from ckptz.hooks.device import code_where_they_live
 from ckptz.hooks.files import MODEL, Method, StepEncoder, StepReader, StepState
 from ckptz.hooks.methods import BudgetSearch, CalibrationLike, calibrated, check_calibration, check_fits
+from ckptz.hooks.restoring import check_there, model_of, opened_step, optimizers_of, rest_of
 from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.hooks.snapshot import Snapshot
 from ckptz.hooks.state import (
@@ -367,16 +367,14 @@ class Checkpointer:
             MissingBaseError: a file that others are stored against is missing.
         """
         self.wait()
-        self._check_there(step, weights_only)
-        with self._opened(step, weights_only) as (weights, state):
-            outline = weights.outline()
-            check_model_fits(self.model, _model_of(outline, weights), weights.name)
+        check_there(self._store, step, weights_only)
+        with opened_step(self._store, step, weights_only) as (weights, state):
+            check_model_fits(self.model, model_of(weights.outline(), weights), weights.name)
             self._check_state_fits(state)
-            model = _model_of(weights.load(self._restore_jobs), weights)
-            rest = None if state is None else _rest_of(state.load(self._restore_jobs), state)
+            model = model_of(weights.load(self._restore_jobs), weights)
+            rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
         if rest is not None:
-            saved = {"state": rest["optimizer"], "classes": rest["classes"], "groups": rest["groups"]}
-            load_optimizers(self.model, self._optimizers, saved)
+            load_optimizers(self.model, self._optimizers, optimizers_of(rest))
             load_extras(self.extra, rest["extra"])
         load_model(self.model, model)
         if rest is not None:
@@ -384,36 +382,11 @@ class Checkpointer:
             self._at = step
         return step
 
-    def _check_there(self, step: int, weights_only: bool) -> None:
-        there = self.weights_steps() if weights_only else self.steps()
-        if step in there:
-            return
-        if step in self.weights_steps():
-            raise ConfigError(
-                f"{self._store.name}: of step {step} only the weights are left; restore them with "
-                "weights_only=True"
-            )
-        newest = f"the newest is {there[-1]}" if there else "there is none"
-        raise ConfigError(f"{self._store.name}: step {step} is not there; {newest}, steps() lists all")
-
-    @contextlib.contextmanager
-    def _opened(self, step: int, weights_only: bool) -> Iterator[tuple[StepReader, StepReader | None]]:
-        with contextlib.ExitStack() as held:
-            weights = StepReader(held.enter_context(self._store.opened(StepFile(step, "weights"))))
-            if weights_only:
-                yield weights, None
-                return
-            state = StepReader(held.enter_context(self._store.opened(StepFile(step, "state"))))
-            if state.metadata.get("weights") != weights.content_id:
-                raise CorruptionError(f"{state.name}: belongs to other weights than {weights.name} holds")
-            yield weights, state
-
     def _check_state_fits(self, state: StepReader | None) -> None:
         if state is None:
             return
-        rest = _rest_of(state.outline(), state)
-        saved = {"state": rest["optimizer"], "classes": rest["classes"], "groups": rest["groups"]}
-        check_optimizers_fit(self.model, self._optimizers, saved, state.name)
+        rest = rest_of(state.outline(), state)
+        check_optimizers_fit(self.model, self._optimizers, optimizers_of(rest), state.name)
         check_extras_fit(self.extra, rest["extra"], state.name)
 
     # --- the folder -----------------------------------------------------------------------------
@@ -450,22 +423,6 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(str(loss))  # what ended training is not to be hidden
-
-
-_REST: Final = ("optimizer", "classes", "groups", "extra", "rng")
-
-
-def _model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
-    found = state.get(MODEL)
-    if not isinstance(found, dict):
-        raise CorruptionError(f"{reader.name}: holds no weights of a step")
-    return found
-
-
-def _rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
-    if missing := [name for name in _REST if name not in state]:
-        raise CorruptionError(f"{reader.name}: holds no {missing[0]!r}; it is no state of a step")
-    return state
 
 
 def _search_notes(search: SearchReport) -> tuple[str, ...]:

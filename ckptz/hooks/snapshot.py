@@ -132,9 +132,14 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
             f"tensor {name!r} is on the meta device, so it has no values: it is offloaded or was never "
             "initialised; load the whole model into memory before it is saved or restored"
         )
-    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as a DTensor is
+    if hasattr(tensor, "full_tensor"):
         raise ConfigError(
-            f"tensor {name!r} is a {type(tensor).__name__}; gather sharded state before it is saved"
+            f"tensor {name!r} is a {type(tensor).__name__}, of which each rank holds a part; save it with "
+            "ckptz.integrations.sharded.ShardedCheckpointer, or gather it first"
+        )
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise ConfigError(
+            f"tensor {name!r} is a {type(tensor).__name__}, made of other tensors; turn it into a plain one"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise ConfigError(f"tensor {name!r} is not dense ({tensor.layout}); make it so before it is saved")

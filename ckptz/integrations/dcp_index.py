@@ -20,7 +20,7 @@ import msgspec
 from ckptz.container.index import Count, Shape
 from ckptz.container.publish import publish
 from ckptz.convert.sharding import is_file_name
-from ckptz.errors import CorruptionError, FormatError, UnsupportedError
+from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
 
 INDEX_FILE: Final = "ckptz-index.json"
 VERSION: Final = 1
@@ -83,6 +83,17 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def file_of(self, rank: int) -> str | None:
         """Name of the file that a rank wrote."""
         return next((file.name for file in self.files if file.rank == rank), None)
+
+
+def chosen_folder(folder: Path | None, who: str, act: str) -> Path:
+    """The folder that a writer or a reader was given.
+
+    Raises:
+        ConfigError: it was given none; the message names `who` and what it was called for, `act`.
+    """
+    if folder is None:
+        raise ConfigError(f"{who} has no folder; give it a path, or the {act} a checkpoint_id")
+    return folder
 
 
 class _Head(msgspec.Struct, frozen=True):

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import (
-    PATH,
-    debug_option,
-    force_option,
-    jobs_option,
-    json_option,
-    search_path_option,
-)
+from ckptz_cli.options import PATH, writing_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -24,18 +17,14 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Bring a plain checkpoint up to date with a delta.")
 @click.argument("delta", type=PATH)
 @click.option(
     "--to", "base", type=PATH, required=True, metavar="FILE", help="The checkpoint that DELTA was made from."
 )
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="The .safetensors file to write.")
 @click.option("--in-place", is_flag=True, help="Replace FILE, at once, when the new one is complete.")
-@jobs_option
-@force_option
-@search_path_option
-@json_option
-@debug_option
+@writing_options
 @click.pass_obj
 def apply(
     session: Session,

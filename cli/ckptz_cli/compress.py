@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptz_cli.methods import method_options
-from ckptz_cli.options import (
-    PATH,
-    debug_option,
-    force_option,
-    jobs_option,
-    json_option,
-    only_one,
-    search_path_option,
-)
+from ckptz_cli.options import PATH, only_one, writing_options
 from ckptz_cli.search_options import choose, require_budgets, save_plan, search_options
 from ckptz_cli.search_view import view_of
 from ckptz_cli.session import Session
@@ -43,7 +35,7 @@ Where nothing keeps it, the file is written without loss and the exit code is 6.
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Compress checkpoints, by default without loss.")
 @click.argument("inputs", nargs=-1, required=True, type=PATH, metavar="INPUT...")
 @click.option(
     "-o", "--output", type=PATH, metavar="OUT", help="Output file; a folder if there are several inputs."
@@ -74,11 +66,7 @@ Where nothing keeps it, the file is written without loss and the exit code is 6.
 )
 @click.option("--calibration", type=PATH, metavar="FILE", help="grid: what ckptz.hooks.Calibration saved.")
 @click.option("--sensitivity", type=PATH, metavar="FILE", help="What ckptz.hooks.SensitivityTracker saved.")
-@jobs_option
-@force_option
-@search_path_option
-@json_option
-@debug_option
+@writing_options
 @click.pass_obj
 def compress(
     session: Session,
@@ -100,9 +88,8 @@ def compress(
 ) -> None:
     """Compress checkpoints, without loss unless a method is named.
 
-    INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or one of
-    torch.distributed.checkpoint. The
-    output is INPUT with the suffix .ckptz, or OUT.
+    INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
+    folder of torch.distributed.checkpoint. The output is INPUT with the suffix .ckptz, or OUT.
     """
     from ckptz.convert.compress import CompressOptions, compress_files
     from ckptz_cli.render import compressed_line, total_line

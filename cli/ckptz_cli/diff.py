@@ -24,7 +24,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Say what changed between two checkpoints.")
 @click.argument("first", metavar="A", type=PATH)
 @click.argument("second", metavar="B", type=PATH)
 @click.option("--top", type=click.IntRange(min=0), metavar="N", help="Show only the first N tensors.")

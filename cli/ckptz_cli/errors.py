@@ -21,6 +21,7 @@ _REMEDIES: Final = {
     errno.EACCES: "check the permissions",
     errno.EPERM: "check the permissions",
     errno.EROFS: "write elsewhere with -o",
+    errno.EISDIR: "name a file in it",
 }
 
 

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import (
-    PATH,
-    debug_option,
-    force_option,
-    jobs_option,
-    json_option,
-    search_path_option,
-)
+from ckptz_cli.options import PATH, writing_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -24,15 +17,11 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Write one delta for several.")
 @click.argument("between", metavar="A..B")
 @click.option("-o", "--output", type=PATH, required=True, metavar="OUT", help="The delta to write.")
 @click.option("--folder", type=PATH, default=Path(), metavar="DIR", help="Where steps are looked for.")
-@jobs_option
-@force_option
-@search_path_option
-@json_option
-@debug_option
+@writing_options
 @click.pass_obj
 def fold(
     session: Session,

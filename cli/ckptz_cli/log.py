@@ -17,7 +17,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Show the checkpoints of a folder and their bases.")
 @click.argument("folder", type=PATH, default=Path(), metavar="[DIR]")
 @search_path_option
 @json_option

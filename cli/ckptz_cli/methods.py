@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from ckptz_cli.options import together
 
 if TYPE_CHECKING:
     from ckptz.config import Config
@@ -40,57 +41,60 @@ def is_given(value: Any) -> bool:
     return value is not None and value != ()
 
 
-def method_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of all methods to a command; they arrive as one keyword each."""
-    for option in reversed(
-        (
-            click.option(
-                "--method",
-                type=click.Choice(METHODS),
-                help=f"lossless (the default), kmeans, grid, or auto, which is {AUTO}.",
-            ),
-            click.option(
-                "--levels", type=int, metavar="N", help="kmeans: values an element may take, 2 to 255; 16."
-            ),
-            click.option(
-                "--embedding-levels", type=int, metavar="N", help="kmeans: the same for embeddings; --levels."
-            ),
-            click.option(
-                "--prune", type=float, metavar="F", help="kmeans: share of smallest elements made zero; 0."
-            ),
-            click.option(
-                "--protect", type=float, metavar="F", help="kmeans: share of largest elements kept; 0.005."
-            ),
-            click.option(
-                "--protect-as", type=click.Choice(("exact", "bf16")), help="kmeans: how they are kept; exact."
-            ),
-            click.option(
-                "--prune-by",
-                type=click.Choice(("magnitude", "sensitivity")),
-                help="kmeans: what smallest means; magnitude.",
-            ),
-            click.option(
-                "--protect-by",
-                type=click.Choice(("magnitude", "sensitivity", "either")),
-                help="kmeans: what largest means; magnitude.",
-            ),
-            click.option(
-                "--layer-prune",
-                multiple=True,
-                callback=_layer_shares,
-                metavar="TYPE=F",
-                help="kmeans: another share to prune for a layer type, such as head=0; repeatable.",
-            ),
-            click.option(
-                "--grid-step", type=float, metavar="S", help="grid: multiple of the reference step; 1."
-            ),
-            click.option(
-                "--dead-zone", type=float, metavar="D", help="grid: share of a step added to zero's own."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+# The options of all methods; they arrive as one keyword each.
+method_options = together(
+    click.option(
+        "--method",
+        type=click.Choice(METHODS),
+        help=f"lossless (the default), kmeans, grid, or auto, which is {AUTO}.",
+    ),
+    click.option(
+        "--levels", type=int, metavar="N", help="kmeans: values an element may take, 2 to 255 (default 16)."
+    ),
+    click.option(
+        "--embedding-levels",
+        type=int,
+        metavar="N",
+        help="kmeans: the same for embeddings (default as --levels).",
+    ),
+    click.option(
+        "--prune", type=float, metavar="F", help="kmeans: share of smallest elements made zero (default 0)."
+    ),
+    click.option(
+        "--protect", type=float, metavar="F", help="kmeans: share of largest elements kept (default 0.005)."
+    ),
+    click.option(
+        "--protect-as",
+        type=click.Choice(("exact", "bf16")),
+        help="kmeans: how they are kept (default exact).",
+    ),
+    click.option(
+        "--prune-by",
+        type=click.Choice(("magnitude", "sensitivity")),
+        help="kmeans: what smallest means (default magnitude).",
+    ),
+    click.option(
+        "--protect-by",
+        type=click.Choice(("magnitude", "sensitivity", "either")),
+        help="kmeans: what largest means (default magnitude).",
+    ),
+    click.option(
+        "--layer-prune",
+        multiple=True,
+        callback=_layer_shares,
+        metavar="TYPE=F",
+        help="kmeans: another share to prune for a layer type, such as head=0; repeatable.",
+    ),
+    click.option(
+        "--grid-step", type=float, metavar="S", help="grid: multiple of the reference step (default 1)."
+    ),
+    click.option(
+        "--dead-zone",
+        type=float,
+        metavar="D",
+        help="grid: share of a step added to zero's own (default 0.1).",
+    ),
+)
 
 
 def config_of(method: str | None, **given: Any) -> Config:
@@ -104,11 +108,13 @@ def config_of(method: str | None, **given: Any) -> Config:
 
     wanted = {name: value for name, value in given.items() if is_given(value)}
     method = AUTO if method == "auto" else method
+    is_lossy = method not in (None, "lossless")
     for name in wanted:
         owner = "grid" if name in GRID_OPTIONS else "kmeans"
         if owner != method:
             option = name.replace("_", "-")
-            raise click.UsageError(f"--{option} belongs to --method {owner}, and without it nothing is lost")
+            instead = f"not to --method {method}" if is_lossy else "and without it nothing is lost"
+            raise click.UsageError(f"--{option} belongs to --method {owner}, {instead}")
     if method == "kmeans":
         return KMeans(**wanted)
     if method == "grid":

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator; the help lists them in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 class _Path(click.Path):
@@ -52,3 +66,6 @@ search_path_option = click.option(
     metavar="DIR",
     help="A folder to look for bases in, after the file's own; may be given several times.",
 )
+
+# What every verb has that writes a file, at the end of its help.
+writing_options = together(jobs_option, force_option, search_path_option, json_option, debug_option)

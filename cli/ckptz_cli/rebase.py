@@ -6,14 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import (
-    PATH,
-    debug_option,
-    force_option,
-    jobs_option,
-    json_option,
-    search_path_option,
-)
+from ckptz_cli.options import PATH, writing_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -24,14 +17,10 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Make a delta stand alone.")
 @click.argument("file", type=PATH)
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Write here instead of replacing FILE.")
-@jobs_option
-@force_option
-@search_path_option
-@json_option
-@debug_option
+@writing_options
 @click.pass_obj
 def rebase(
     session: Session,

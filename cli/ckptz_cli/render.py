@@ -66,11 +66,12 @@ def quality_text(record: QualityRecord) -> str:
         return f"no promise of quality, {printable(record.metric)} {kept}"
     change = record.measured - record.exact if record.lower_is_better else record.exact - record.measured
     if record.is_relative:
-        used, allowed = f"{change / abs(record.exact):+.2%}", f"{100 * record.max_drop:.4g}%"
+        used, allowed = f"{abs(change / record.exact):.2%}", f"{100 * record.max_drop:.4g}%"
     else:
-        used, allowed = f"{change:+.4g}", f"{record.max_drop:.4g}"
+        used, allowed = f"{abs(change):.4g}", f"{record.max_drop:.4g}"
+    verdict = f"{used} better" if change < 0 else f"{used} worse"
     values = f"{record.measured:.6g} against {record.exact:.6g}"
-    return f"{printable(record.metric)} {values}, {used} worse of {allowed} allowed"
+    return f"{printable(record.metric)} {values}, {verdict} ({allowed} worse is allowed)"
 
 
 def total_line(reports: Sequence[CompressReport]) -> str:

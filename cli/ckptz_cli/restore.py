@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptz_cli.options import (
-    PATH,
-    debug_option,
-    force_option,
-    jobs_option,
-    json_option,
-    search_path_option,
-)
+from ckptz_cli.options import PATH, writing_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -31,7 +24,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Write back what was compressed.")
 @click.argument("file", type=PATH)
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Where to write.")
 @click.option(
@@ -40,11 +33,7 @@ Examples:
     type=click.Choice(["safetensors", "pt", "dcp"]),
     help="What to write; by default what was compressed.",
 )
-@jobs_option
-@force_option
-@search_path_option
-@json_option
-@debug_option
+@writing_options
 @click.pass_obj
 def restore(
     session: Session,
@@ -55,9 +44,9 @@ def restore(
     force: bool,
     search_path: tuple[Path, ...],
 ) -> None:
-    """Write back what was compressed, bit for bit.
+    """Write back what was compressed; what was compressed without loss comes back bit for bit.
 
-    Every chunk is checked against the checksum of what the writer saw. A folder of shards comes back as
+    Every chunk is checked against the checksum of what the writer decoded. A folder of shards comes back as
     one, a torch file as a torch file.
     """
     from ckptz.convert.restore import RestoreOptions, restore_file

@@ -12,7 +12,7 @@ import click
 
 from ckptz_cli.budgets import amount_of, budgets_of
 from ckptz_cli.methods import AUTO, GRID_OPTIONS, config_of, is_given
-from ckptz_cli.options import PATH
+from ckptz_cli.options import PATH, together
 
 if TYPE_CHECKING:
     from ckptz.config import Config
@@ -37,73 +37,70 @@ def _drop(context: click.Context, option: click.Parameter, value: str | None) ->
     return number, is_relative
 
 
-def search_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options to a command; they arrive as one keyword each, named in `NAMES`."""
-    at_least_one = click.IntRange(min=1)
-    for option in reversed(
-        (
-            click.option(
-                "--eval",
-                multiple=True,
-                metavar="WHAT",
-                help="Search for the smallest file that keeps a budget: package.module:function or "
-                "file.py:function, called with the tensors by name, returns a loss or an accuracy. One that "
-                "is called logits returns those; one called resume trains on for some steps and returns a "
-                "loss; or logits=WHAT, resume=WHAT. Repeatable, with --budget.",
-            ),
-            click.option(
-                "--budget",
-                multiple=True,
-                metavar="B",
-                help="What to keep: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%'; "
-                "repeatable, all are kept.",
-            ),
-            click.option(
-                "--resume-steps",
-                type=at_least_one,
-                metavar="N",
-                help="Training steps of an --eval called resume; 20.",
-            ),
-            click.option(
-                "--max-drop",
-                callback=_drop,
-                metavar="D",
-                help="What --eval may lose: 1% of its value, or a difference such as 0.01; 0.5%.",
-            ),
-            click.option(
-                "--lower-is-better/--higher-is-better",
-                default=None,
-                help="What --eval's number means; lower, unless it is called accuracy.",
-            ),
-            click.option(
-                "--proxy-error",
-                type=click.FloatRange(min=0),
-                metavar="E",
-                help="Search without --eval: largest sensitivity-weighted relative RMS error.",
-            ),
-            click.option("--strategy", type=click.Choice(STRATEGIES), help="How to search; auto."),
-            click.option(
-                "--eval-workers", type=at_least_one, metavar="N", help="Evaluations side by side; 1."
-            ),
-            click.option(
-                "--max-evaluations",
-                type=click.IntRange(min=0),
-                metavar="N",
-                help="Keep the best after so many; 0 takes the base's settings and promises nothing.",
-            ),
-            click.option("--dry-run", is_flag=True, default=None, help="Search and report, write nothing."),
-            click.option(
-                "--plan",
-                type=PATH,
-                metavar="FILE",
-                help="Settings that --save-plan wrote: used as they are, or where a search begins.",
-            ),
-            click.option("--save-plan", type=PATH, metavar="FILE", help="Write the settings that were used."),
-            click.option("-v", "--verbose", is_flag=True, help="A line on stderr for each evaluation."),
-        )
-    ):
-        command = option(command)
-    return command
+# The options of searches; they arrive as one keyword each, named in `NAMES`.
+search_options = together(
+    click.option(
+        "--eval",
+        multiple=True,
+        metavar="WHAT",
+        help="Search for the smallest file that keeps a budget: package.module:function or "
+        "file.py:function, called with the tensors by name, returns a loss or an accuracy. One that "
+        "is called logits returns those; one called resume trains on for some steps and returns a "
+        "loss; or logits=WHAT, resume=WHAT. Repeatable, with --budget.",
+    ),
+    click.option(
+        "--budget",
+        multiple=True,
+        metavar="B",
+        help="What to keep: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%'; "
+        "repeatable, all are kept.",
+    ),
+    click.option(
+        "--resume-steps",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Training steps of an --eval called resume (default 20).",
+    ),
+    click.option(
+        "--max-drop",
+        callback=_drop,
+        metavar="D",
+        help="What --eval may lose: 1% of its value, or a difference such as 0.01 (default 0.5%).",
+    ),
+    click.option(
+        "--lower-is-better/--higher-is-better",
+        default=None,
+        help="What --eval's number means (default lower, unless it is called accuracy).",
+    ),
+    click.option(
+        "--proxy-error",
+        type=click.FloatRange(min=0),
+        metavar="E",
+        help="Search without --eval: largest sensitivity-weighted relative RMS error.",
+    ),
+    click.option("--strategy", type=click.Choice(STRATEGIES), help="How to search (default auto)."),
+    click.option(
+        "--eval-workers",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Evaluations side by side (default 1).",
+    ),
+    click.option(
+        "--max-evaluations",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Keep the best after so many; 0 takes the base's settings and promises nothing.",
+    ),
+    click.option("--dry-run", is_flag=True, default=None, help="Search and report, write nothing."),
+    click.option(
+        "--plan",
+        type=PATH,
+        metavar="FILE",
+        help="Settings that --save-plan wrote: used as they are, or where a search begins.",
+    ),
+    click.option("--save-plan", type=PATH, metavar="FILE", help="Write the settings that were used."),
+    click.option("-v", "--verbose", is_flag=True, help="A line on stderr for each evaluation."),
+)
 
 
 def is_search(given: Mapping[str, Any]) -> bool:

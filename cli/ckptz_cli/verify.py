@@ -18,7 +18,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=EPILOG, short_help="Check every stored byte and decoded value.")
 @click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE|DIR...")
 @click.option("--against", type=PATH, metavar="ORIGINAL", help="Compare with this checkpoint.")
 @jobs_option

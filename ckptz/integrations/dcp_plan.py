@@ -1,0 +1,191 @@
+"""What each rank holds of a state that `torch.distributed.checkpoint` saves, and what ranks tell each other.
+
+A plan of torch lists the pieces of tensors and the objects that one rank writes. The coordinator reads
+all plans and gives every rank its `Orders`; each rank makes one `Draft` of its pieces and says of each
+item where it is `Stored`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ckptz.codec.guides import Guide
+from ckptz.codec.units import UnitSource
+from ckptz.convert.storages import flatten
+from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
+from ckptz.frameworks import DTYPE_CODES
+from ckptz.integrations.linked import Draft, on_host
+from ckptz.roles import Rule
+from ckptz.torch import source_of
+
+SHARDS_KEY: Final = "ckptz.shards"  # in a file's metadata: offset and whole shape of each tensor
+RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved
+
+# (name, dtype, whole shape, offset, shape) of a part of a tensor
+Held: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the coordinator tells every rank.
+
+    Attributes:
+        token: of this save, in the names of its files.
+        n_ranks: that take part.
+        split: names of tensors that are split over ranks and may become lossy, in the order of collectives.
+        kinds: their dtypes.
+        exact: names of tensors that are too small to become lossy, whole.
+        is_anchor: store nothing against the base.
+    """
+
+    token: str
+    n_ranks: int
+    split: tuple[str, ...]
+    kinds: dict[str, str]
+    exact: frozenset[str]
+    is_anchor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where one item of a plan went; `tree` for what is no tensor."""
+
+    rank: int
+    file: str
+    tensor: str = ""
+    offset: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    tree: dict[str, Any] | None = None
+
+
+def _pieces(plan: SavePlan) -> Iterator[Held]:
+    """The parts of tensors in a plan."""
+    for item in plan.items:
+        if (data := item.tensor_data) is not None:
+            chunk = data.chunk
+            code = code_of(data.properties.dtype, item.index.fqn)
+            yield item.index.fqn, code, tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def code_of(dtype: torch.dtype, name: str) -> str:
+    """The type of a tensor as files name it.
+
+    Raises:
+        UnsupportedError: it cannot be stored in parts.
+    """
+    code = DTYPE_CODES.get(str(dtype).removeprefix("torch."))
+    if code is None or code == "F4":
+        raise UnsupportedError(f"tensor {name!r} has {dtype}, which cannot be sharded; convert it")
+    return code
+
+
+def layout_of(plans: Sequence[SavePlan]) -> dict[int, set[Held]]:
+    """What each rank holds."""
+    return {rank: set(_pieces(plan)) for rank, plan in enumerate(plans)}
+
+
+def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, whole shape) by name.
+
+    Raises:
+        ConfigError: ranks disagree.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for rank, plan in enumerate(plans):
+        for name, code, whole, _, _ in _pieces(plan):
+            if found.setdefault(name, (code, whole)) != (code, whole):
+                first, shape = found[name]
+                raise ConfigError(
+                    f"tensor {name!r} is {code} {list(whole)} on rank {rank}, and {first} {list(shape)} on a "
+                    "rank before it; all ranks must save the same model"
+                )
+    return found
+
+
+class Gathered:
+    """What a rank has to write.
+
+    Attributes:
+        tensors: sources by name in the file.
+        pieces: the same by the name of the whole tensor.
+    """
+
+    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        self.tensors: dict[str, UnitSource] = {}
+        self.pieces: dict[str, list[UnitSource]] = {}
+        self._records: dict[str, dict[str, Any]] = {}
+        self._keys: dict[MetadataIndex, str] = {}
+        self._trees: dict[str, dict[str, Any]] = {}
+        n_pieces = Counter(item.index.fqn for item in items)
+        for item in items:
+            if item.type == WriteItemType.BYTE_IO:
+                self._add_object(item, planner)
+            else:
+                self._add_piece(item, planner, n_pieces[item.index.fqn])
+
+    def _add_piece(self, item: WriteItem, planner: SavePlanner, n_pieces: int) -> None:
+        name, data = item.index.fqn, item.tensor_data
+        assert data is not None
+        offset = list(data.chunk.offsets)
+        key = name if n_pieces == 1 else f"{name}@{','.join(map(str, offset))}"
+        tensor = planner.resolve_data(item)
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedError(f"tensor {name!r}: the planner gave a {type(tensor).__name__}")
+        self.tensors[key] = source_of(name, tensor.detach().contiguous())
+        self.pieces.setdefault(name, []).append(self.tensors[key])
+        self._records[key] = {"tensor": name, "offset": offset, "shape": list(data.size)}
+        self._keys[item.index] = key
+
+    def _add_object(self, item: WriteItem, planner: SavePlanner) -> None:
+        name = item.index.fqn
+        try:
+            flat = flatten({name: on_host(object_of(item, planner))})
+        except CkptzError as error:
+            raise named(error, f"object {name!r}") from None
+        self.tensors |= flat.tensors
+        self._trees[name] = flat.tree
+
+    def draft(self, orders: Orders, guides: Mapping[str, Guide]) -> Draft:
+        """What goes into the file."""
+        exact = (key for key, record in self._records.items() if record["tensor"] in orders.exact)
+        rules = tuple(Rule(_literal(key), role="other") for key in exact)
+        texts = {SHARDS_KEY: json.dumps(self._records), RANKS_KEY: str(orders.n_ranks)}
+        draft = Draft(tensors=self.tensors, metadata=texts, role_rules=rules)
+        keyed = {k: guides[r["tensor"]] for k, r in self._records.items() if r["tensor"] in guides}
+        return draft.guided(keyed) if orders.split else draft
+
+    def result(self, item: WriteItem, rank: int, file: str) -> WriteResult:
+        """Where an item went."""
+        name = item.index.fqn
+        if item.type == WriteItemType.BYTE_IO:
+            return WriteResult(item.index, 0, Stored(rank, file, tree=self._trees[name]))
+        assert item.tensor_data is not None
+        chunk, key = item.tensor_data.chunk, self._keys[item.index]
+        stored = Stored(rank, file, key, tuple(chunk.offsets), tuple(chunk.sizes))
+        source = self.tensors[key]
+        return WriteResult(item.index, source.dtype.n_bytes(source.shape), stored)
+
+
+def _literal(name: str) -> str:
+    """A glob that means a name and nothing else."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def object_of(item: WriteItem, planner: SavePlanner) -> Any:
+    """What is no tensor; planners of torch hand it out as such, others as the bytes of `torch.save`."""
+    look_up = getattr(planner, "lookup_object", None)
+    if look_up is not None:
+        return look_up(item.index)
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return torch.load(data, map_location="cpu", weights_only=True)

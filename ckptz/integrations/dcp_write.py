@@ -1,0 +1,233 @@
+"""Writes folders of `torch.distributed.checkpoint`: one `.ckptz` file per rank, and the index last."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckptz.codec.values import KINDS
+from ckptz.config import KMeans
+from ckptz.errors import CkptzError, ConfigError, UnsupportedError
+from ckptz.handle import PathLike
+from ckptz.integrations.dcp_index import (
+    VERSION,
+    FolderIndex,
+    Piece,
+    ShardFile,
+    StoredObject,
+    WholeTensor,
+    chosen_folder,
+    read_index,
+    write_index,
+)
+from ckptz.integrations.dcp_plan import Gathered, Held, Orders, code_of, layout_of, whole_tensors
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, drop_unneeded
+from ckptz.integrations.merging import TIMEOUT, merged_guides, own_group
+from ckptz.store.resolve import SUFFIX
+
+SHARD_PREFIX: Final = "shard-"
+
+
+class CkptzStorageWriter(StorageWriter):
+    """Writes a checkpoint of `torch.distributed.checkpoint`.
+
+    With `KMeans` the sketches of split tensors are summed over the ranks, so that all shards get one map and
+    restore to what the whole tensor would. That takes a gloo group, which the constructor makes unless it
+    is given one: construct on all ranks at the same point. A failing rank fails the save on all.
+
+    Args:
+        path: the folder; `checkpoint_id` of a save goes before it.
+        options: how it is stored.
+        base: folder of an earlier checkpoint to store the shards against. Where the layout of shards
+            has changed since, they stand alone.
+        group: gloo group for the sketches; used by nothing else at the same time.
+        timeout: of the group that the constructor makes.
+
+    Raises:
+        ConfigError: `KMeans` by sensitivity, which is not known of whole tensors.
+    """
+
+    def __init__(
+        self,
+        path: PathLike | None = None,
+        *,
+        options: ChainOptions = DEFAULTS,
+        base: PathLike | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        super().__init__()
+        self._options, self._folder = options, None if path is None else Path(path)
+        self._base = None if base is None else Path(base)
+        self._rank, self._group = 0, group
+        if isinstance(options.config, KMeans):
+            if {options.config.prune_by, options.config.protect_by} != {"magnitude"}:
+                raise ConfigError("shards are ranked by magnitude; leave prune_by and protect_by out")
+            self._group = group or own_group(timeout)
+
+    # --- StorageWriter --------------------------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders of this machine, or mounted ones."""
+        return "://" not in str(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save begins."""
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written.
+
+        Raises:
+            ConfigError: nobody said so.
+        """
+        return chosen_folder(self._folder, "CkptzStorageWriter", "save")
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What goes into the metadata of torch."""
+        return StorageMeta(checkpoint_id=self._folder)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called on all ranks, first."""
+        self._rank = kwargs.get("rank") or 0
+        if not kwargs.get("use_collectives", True):
+            raise UnsupportedError(
+                "CkptzStorageWriter writes one index for all ranks; leave out use_collectives"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Called on all ranks."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Called on the coordinator: what all ranks have to know of one another.
+
+        Raises:
+            ConfigError: ranks disagree on the dtype or the shape of a tensor.
+        """
+        layout = layout_of(plans)
+        whole = whole_tensors(plans)
+        config = self._options.config
+        split: list[str] = []
+        if isinstance(config, KMeans):
+            n_pieces = Counter(piece[0] for pieces in layout.values() for piece in pieces)
+            split = sorted(n for n, (code, _) in whole.items() if n_pieces[n] > 1 and code in KINDS)
+        exact = [
+            n for n, (_, shape) in whole.items() if math.prod(shape) < getattr(config, "min_elements", 0)
+        ]
+        orders = Orders(
+            token=secrets.token_hex(4),
+            n_ranks=len(plans),
+            split=tuple(split),
+            kinds={name: whole[name][0] for name in split},
+            exact=frozenset(exact),
+            is_anchor=not self._fits_base(layout),
+        )
+        return [replace(plan, storage_data=orders) for plan in plans]
+
+    def _fits_base(self, layout: Mapping[int, set[Held]]) -> bool:
+        """Whether every rank holds the same pieces of the same tensors as in the base."""
+        if self._base is None:
+            return False
+        try:
+            return read_index(self._base).layout() == layout
+        except (CkptzError, OSError):  # whatever it is, the new checkpoint does not need it
+            return False
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Called on all ranks: write this rank's file."""
+        orders: Orders = plan.storage_data
+        file = f"{SHARD_PREFIX}{self._rank:05d}-{orders.token}{SUFFIX}"
+        try:
+            gathered = Gathered(plan.items, planner)
+        except Exception:
+            merged_guides(
+                orders.split, {}, orders.kinds, self._group
+            )  # the others must not wait for this rank
+            raise
+        guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
+        if gathered.tensors:
+            self._chain(orders).write(self.folder / file, gathered.draft(orders, guides))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([gathered.result(item, self._rank, file) for item in plan.items])
+        return done
+
+    def _chain(self, orders: Orders) -> Chain:
+        options = self._options
+        if isinstance(options.config, KMeans):
+            # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
+            options = replace(options, config=replace(options.config, min_elements=1))
+        chain = Chain(options)
+        if self._base is not None and not orders.is_anchor:
+            name = read_index(self._base).file_of(self._rank)
+            if name is not None:
+                chain.go_on_from(self._base / name)
+        return chain
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called on the coordinator, last: the folder becomes a checkpoint."""
+        index = _index_of(metadata, results)
+        write_index(self.folder, index)
+        listed = {file.name for file in index.files}
+        for path in self.folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):  # of a checkpoint that was in the folder
+            if path.name not in listed:
+                path.unlink(missing_ok=True)
+        drop_unneeded(self.folder)
+
+
+def _index_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> FolderIndex:
+    stored = [(result.index.fqn, result.storage_data) for rank in results for result in rank]
+    files = sorted({(one.rank, one.file) for _, one in stored})
+    numbers = {file: number for number, (_, file) in enumerate(files)}
+    pieces: dict[str, list[Piece]] = {}
+    objects = {}
+    for name, one in stored:
+        if one.tree is not None:
+            objects[name] = StoredObject(numbers[one.file], one.tree)
+        else:
+            pieces.setdefault(name, []).append(Piece(one.offset, one.shape, numbers[one.file], one.tensor))
+    tensors = {}
+    for name, found in metadata.state_dict_metadata.items():
+        if isinstance(found, TensorStorageMetadata):
+            code = code_of(found.properties.dtype, name)
+            tensors[name] = WholeTensor(code, tuple(found.size), tuple(pieces.get(name, ())))
+    return FolderIndex(
+        format="ckptz.dcp",
+        version=VERSION,
+        ranks=len(results),
+        files=tuple(ShardFile(file, rank) for rank, file in files),
+        tensors=tensors,
+        objects=objects,
+        paths=_paths_of(metadata.planner_data),
+    )
+
+
+def _paths_of(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
+    """How the planner flattened the state, if it says so as torch's own does."""
+    if not isinstance(planner_data, Mapping):
+        return None
+    paths = {}
+    for name, path in planner_data.items():
+        if not isinstance(path, tuple) or not all(isinstance(part, str | int) for part in path):
+            raise UnsupportedError(
+                f"{name!r}: the planner's data are not those of torch's own; use its planner"
+            )
+        paths[name] = path
+    return paths

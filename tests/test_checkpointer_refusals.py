@@ -1,0 +1,244 @@
+"""What the Checkpointer refuses: arguments, other models, and damaged steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointer_support import Run, linear, names_in, one_step, same, saved_run, state_of
+from hooks_support import process_group
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
+
+from ckptz import Checkpointer
+from ckptz.errors import ChecksumError, ConfigError, CorruptionError, UnsupportedError
+from ckptz.hooks.snapshot import Snapshot
+
+# --- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_step_is_saved_once_and_after_those_that_are_there(tmp_path: Path) -> None:
+    run = Run()
+    with run.checkpointer(tmp_path, every=2) as checkpointer:
+        assert [checkpointer.maybe_save(step) for step in range(1, 5)] == [False, True, False, True]
+        checkpointer.save(4)
+        with pytest.raises(ConfigError, match="step 3 is not after 4"):
+            checkpointer.save(3)
+        with pytest.raises(ConfigError, match="from 0 to below"):
+            checkpointer.save(-1)
+        checkpointer.restore(2)
+        with pytest.raises(ConfigError, match="discard_after"):
+            checkpointer.save(3)
+        checkpointer.discard_after(2)
+        checkpointer.save(3)
+        assert checkpointer.steps() == () or checkpointer.wait() is not None
+        assert checkpointer.steps() == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every must be at least 1"),
+        ({"anchor_every": 0}, "anchor_every must be 1..64"),
+        ({"anchor_every": 65}, "anchor_every must be 1..64"),
+        ({"config": "lossless"}, "config must be a configuration"),
+        ({"keep": 5}, "keep must be a KeepPolicy"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Checkpointer(tmp_path, linear(), **options)
+    assert not names_in(tmp_path)
+
+
+def test_maybe_save_needs_to_know_when(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="every=N"):
+        Checkpointer(tmp_path, linear()).maybe_save(1)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        Checkpointer(tmp_path, linear()).save(1)
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(OSError, match="run"):
+        Checkpointer(tmp_path / "run", linear()).save(1)
+
+
+def test_a_model_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1)
+    other = Run(width=7)
+    before, seen = state_of(other), dict(other.position)
+    with other.checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ConfigError, match=r"'0.weight' is float32 \[12, 12\], and float32 \[7, 7\]"):
+            checkpointer.restore_latest()
+        with pytest.raises(ConfigError, match="step 9 is not there; the newest is 1"):
+            checkpointer.restore(9)
+    assert same(state_of(other), before)
+    assert other.position == seen
+
+
+@pytest.mark.parametrize(("saved", "live"), [(2, 3), (3, 2)])
+def test_parameters_added_or_removed_are_named(tmp_path: Path, saved: int, live: int) -> None:
+    models = {n: nn.Sequential(*(linear() for _ in range(n))) for n in (2, 3)}
+    with Checkpointer(tmp_path, models[saved]) as checkpointer:
+        checkpointer.save(1)
+    with pytest.raises(ConfigError, match=r"'2.weight' and 1 more"):
+        Checkpointer(tmp_path, models[live]).restore_latest()
+
+
+def test_parameters_that_come_and_go_between_saves_stand_alone(tmp_path: Path) -> None:
+    model = nn.Sequential(linear(), linear())
+    with Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.save(1)
+        model.append(linear())
+        checkpointer.save(2)
+        del model[0]
+        checkpointer.save(3)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        nn.init.zeros_(model[0].weight)
+        checkpointer.restore(3)
+    assert same(dict(model.state_dict()), before)
+
+
+def test_another_optimizer_between_saves_is_saved_and_not_restored_into_the_first(tmp_path: Path) -> None:
+    model = linear()
+    first, second = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), momentum=0.9)
+    with Checkpointer(tmp_path, model, first) as checkpointer:
+        one_step(model, first)
+        checkpointer.save(1)
+        checkpointer.optimizer = second
+        one_step(model, second)
+        checkpointer.save(2)
+        expected = [one_step(model, second) for _ in range(2)]
+        checkpointer.restore(2)
+        assert [one_step(model, second) for _ in range(2)] == expected
+        with pytest.raises(ConfigError, match=r"was saved with AdamW, now there is SGD.*weights_only=True"):
+            checkpointer.restore(1)
+        checkpointer.restore(1, weights_only=True)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(linear().parameters())
+    with pytest.raises(ConfigError, match="parameters that are not the model's"):
+        Checkpointer(tmp_path, linear(), optimizer).save(1)
+
+
+def test_an_optimizer_of_fewer_parameters_is_refused(tmp_path: Path) -> None:
+    model = linear()
+    with Checkpointer(tmp_path, model, torch.optim.AdamW(model.parameters())) as checkpointer:
+        checkpointer.save(1)
+    with pytest.raises(ConfigError, match="'bias' is not in the optimizer"):
+        Checkpointer(tmp_path, model, torch.optim.AdamW([model.weight])).restore(1)
+
+
+def test_other_extras_are_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, linear(), extra={"position": {}}) as checkpointer:
+        checkpointer.save(1)
+    with pytest.raises(ConfigError, match="extra 'position' was saved, and is not given now"):
+        Checkpointer(tmp_path, linear()).restore(1)
+    with pytest.raises(ConfigError, match="extra 'file' is a PosixPath"):
+        Checkpointer(tmp_path, linear(), extra={"file": Path()}).save(2)  # type: ignore[dict-item]
+
+
+def test_values_that_need_code_are_named(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {"position": {"where": Path()}}
+    checkpointer = Checkpointer(tmp_path, linear(), extra=extra)
+    checkpointer.save(1)
+    with pytest.raises(UnsupportedError, match=r"step 1 was not saved: 'extra\.position\.where'"):
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("where", ["save", "restore"])
+def test_tensors_without_values_are_named(tmp_path: Path, where: str) -> None:
+    with Checkpointer(tmp_path, linear()) as checkpointer:
+        checkpointer.save(1)
+    with torch.device("meta"):
+        offloaded = Checkpointer(tmp_path, linear())
+    with pytest.raises(ConfigError, match=r"'(model\.)?weight' is on the meta device"):
+        getattr(offloaded, where)(2 if where == "save" else 1)
+
+
+@pytest.mark.parametrize("where", ["save", "restore"])
+def test_sharded_models_are_sent_to_the_checkpointer_that_knows_them(tmp_path: Path, where: str) -> None:
+    model = linear()
+    with Checkpointer(tmp_path / "run", model, torch.optim.AdamW(model.parameters())) as checkpointer:
+        checkpointer.save(1)
+    with process_group(tmp_path):
+        sharded = distribute_module(linear(), init_device_mesh("cpu", (1,)))
+        checkpointer = Checkpointer(tmp_path / "run", sharded, torch.optim.AdamW(sharded.parameters()))
+        with pytest.raises(ConfigError, match=r"weight' is a DTensor.*ckptz\.integrations\.sharded"):
+            getattr(checkpointer, where)(2 if where == "save" else 1)
+
+
+def test_tensors_made_of_others_are_named() -> None:
+    made = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(ConfigError, match=r"'extra\.rows' is a NestedTensor"):
+        Snapshot().take({"extra": {"rows": made}})
+
+
+def test_sparse_tensors_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"'extra\.mask' is not dense"):
+        Snapshot().take({"extra": {"mask": torch.eye(3).to_sparse()}})
+
+
+# --- damage ----------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_step_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    saved_run(tmp_path, 2, anchor_every=1)
+    path = tmp_path / "step-00000002.state.ckptz"
+    flip(path, path.stat().st_size // 2)
+    run = Run(seed=6)
+    before, seen = state_of(run), dict(run.position)
+    with run.checkpointer(tmp_path) as checkpointer:
+        with pytest.raises((ChecksumError, CorruptionError), match=r"step-00000002\.state\.ckptz"):
+            checkpointer.restore_latest()
+        assert same(state_of(run), before)
+        assert run.position == seen
+        assert checkpointer.restore(1) == 1
+
+
+def test_a_save_against_a_damaged_base_is_an_anchor(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1)
+    path = tmp_path / "step-00000001.ckptz"
+    frames_begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    flip(path, frames_begin + 100)
+    run = Run()
+    with run.checkpointer(tmp_path, background=False) as checkpointer:
+        run.step()
+        checkpointer.save(2)
+        report = checkpointer.wait()
+        assert report is not None
+        assert "weights: stored as an anchor, because the base cannot be read" in " ".join(report.notes)
+        before = state_of(run)
+        run.step()
+        checkpointer.restore(2)
+    assert same(state_of(run), before)
+
+
+def test_weights_and_state_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    saved_run(tmp_path / "a", 1)
+    run = Run(seed=3)
+    with run.checkpointer(tmp_path / "b") as checkpointer:
+        checkpointer.save(1)
+    os.replace(tmp_path / "b" / "step-00000001.state.ckptz", tmp_path / "a" / "step-00000001.state.ckptz")
+    with (
+        run.checkpointer(tmp_path / "a") as checkpointer,
+        pytest.raises(CorruptionError, match="other weights"),
+    ):
+        checkpointer.restore_latest()
