@@ -6,13 +6,41 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptz.codec.choices import Choice
 from ckptz.codec.guides import Guide
 from ckptz.codec.units import UnitSource
 from ckptz.config import LOSSLESS, Config
 from ckptz.container.index import BaseRef, QualityRecord, Sharding
+from ckptz.container.reader import FrameSource
 from ckptz.roles import Role, Rule
 
 Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A file of the same tensors, bases and guides that was written before, by another configuration.
+
+    Attributes:
+        tensors: its frames by name, open while the next file is written.
+        choices: what its configuration meant for each tensor.
+        notes: what its writer noted on them.
+    """
+
+    tensors: Mapping[str, FrameSource]
+    choices: Mapping[str, Choice]
+    notes: Mapping[str, str]
+
+    def settled(self, choices: Mapping[str, Choice]) -> dict[str, FrameSource]:
+        """The frames that come out the same under other choices: a frame follows from what is chosen for
+        its tensor, and for the tensor that its classes depend on.
+        """
+        same = {name for name, choice in choices.items() if self.choices[name] == choice}
+        return {
+            name: self.tensors[name]
+            for name in same
+            if (companion := choices[name].companion) is None or companion in same
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +61,7 @@ class Contents:
         trained: parameters whose moments stand in another file, so that their one-dimensional weights are
             as exact as they would be beside them.
         quality: budgets that were measured on the very tensors of this file.
+        earlier: a file to copy from what would be encoded to the same bytes.
     """
 
     metadata: Mapping[str, str] | None = None
@@ -47,3 +76,4 @@ class Contents:
     guides: Mapping[str, Guide] = field(default_factory=dict)
     trained: Collection[str] = ()
     quality: Sequence[QualityRecord] = ()
+    earlier: Earlier | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
+
+import msgspec
 
 from ckptz.codec.choices import Choice
 from ckptz.codec.encode import Deviation, EncodedChunk, encode_chunk
@@ -22,6 +24,7 @@ from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
 from ckptz.container.companions import Held, PlanBook, Restored
 from ckptz.container.contents import Contents, Progress
 from ckptz.container.index import LossyRecord, TensorEntry
+from ckptz.container.reader import FrameSource
 from ckptz.parallel import Workers
 
 
@@ -86,8 +89,9 @@ class _Planning:
         return companions_of({wanted: Held(restored) if is_short else restored})
 
 
-def _jobs(planning: _Planning, workers: Workers) -> Iterator[_Job]:
-    for name, source in planning.tensors.items():
+def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Job]:
+    for name in names:
+        source = planning.tensors[name]
         n_units = source.dtype.n_units(source.shape)
         base, plan, companions = planning.base(name), None, companions_of({})
         if n_units > CHUNK_UNITS:
@@ -108,40 +112,29 @@ def _encode(job: _Job) -> tuple[Plan, EncodedChunk]:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFrame:
-    """A frame that was written."""
+    """A frame that was written: its row of the index, whether it needs the base, and a note on its plan."""
 
-    name: str
-    choice: Choice
-    header: FrameHeader
-    offset: int
-    n_bytes: int
-    deviation: Deviation | None
+    entry: TensorEntry
+    is_delta: bool
+    note: str
 
-    def entry(self) -> TensorEntry:
-        """Its row of the index."""
-        header = self.header
-        lossy = None if self.deviation is None else self._lossy(self.deviation)
-        checksum = f"{header.checksum:016x}"
-        return TensorEntry(
-            self.name, header.dtype.name, header.shape, self.offset, self.n_bytes, checksum, lossy
-        )
 
-    def _lossy(self, deviation: Deviation) -> LossyRecord:
-        method = self.choice.method
-        assert method is not None
-        return LossyRecord(
-            method=method.name,
-            role=self.choice.role.role,
-            layer_type=self.choice.role.layer_type,
-            settings=method.settings(),
-            n_pruned=_n_pruned(self.header.plan, deviation) if method.prunes else 0,
-            n_protected=_n_protected(self.header.plan, deviation),
-            # Doubles round the difference of two floats that are far apart; the bound must not be.
-            max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
-            rms_error=_brief(math.sqrt(deviation.error / self.header.n_units)),
-            rms=_brief(math.sqrt(deviation.power / self.header.n_units)),
-            promise="none",
-        )
+def _lossy_record(choice: Choice, header: FrameHeader, deviation: Deviation) -> LossyRecord:
+    method = choice.method
+    assert method is not None
+    return LossyRecord(
+        method=method.name,
+        role=choice.role.role,
+        layer_type=choice.role.layer_type,
+        settings=method.settings(),
+        n_pruned=_n_pruned(header.plan, deviation) if method.prunes else 0,
+        n_protected=_n_protected(header.plan, deviation),
+        # Doubles round the difference of two floats that are far apart; the bound must not be.
+        max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
+        rms_error=_brief(math.sqrt(deviation.error / header.n_units)),
+        rms=_brief(math.sqrt(deviation.power / header.n_units)),
+        promise="none",
+    )
 
 
 def _brief(value: float) -> float:
@@ -175,13 +168,28 @@ def write_frames(
 ) -> Iterator[WrittenFrame]:
     """Stream all frames; yields each when it is written."""
     offset = 0
-    encoded = workers.map(_encode, _jobs(_Planning(tensors, choices, contents), workers))
+    earlier = contents.earlier
+    settled = earlier.settled(choices) if earlier is not None else {}
+    fresh = [name for name in tensors if name not in settled]
+    encoded = workers.map(_encode, _jobs(_Planning(tensors, choices, contents), fresh, workers))
     for name, source in tensors.items():
-        frame = _write_frame(
-            sink, data_offset, _Position(name, choices[name], offset), source, encoded, progress
-        )
+        if earlier is not None and name in settled:
+            frame = _copy_frame(sink, offset, settled[name], earlier.notes.get(name, ""))
+            if progress:
+                progress(source.dtype.n_bytes(source.shape))
+        else:
+            at = _Position(name, choices[name], offset)
+            frame = _write_frame(sink, data_offset, at, source, encoded, progress)
         yield frame
-        offset += frame.n_bytes
+        offset += frame.entry.n_bytes
+
+
+def _copy_frame(sink: BinaryIO, offset: int, source: FrameSource, note: str) -> WrittenFrame:
+    """Write a frame that stands in an earlier file already; the sink is where it goes."""
+    for piece in source.stored_pieces():
+        sink.write(piece.data)
+    entry = msgspec.structs.replace(source.entry, offset=offset)
+    return WrittenFrame(entry, source.header.plan.needs_base, note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,4 +233,8 @@ def _write_frame(
     sink.write(packed)
     sink.seek(start + n_bytes)
     deviation = functools.reduce(operator.add, deviations) if deviations else None
-    return WrittenFrame(at.name, at.choice, header, at.offset, n_bytes, deviation)
+    lossy = None if deviation is None else _lossy_record(at.choice, header, deviation)
+    entry = TensorEntry(
+        at.name, source.dtype.name, shape, at.offset, n_bytes, f"{header.checksum:016x}", lossy
+    )
+    return WrittenFrame(entry, plan.needs_base, plan.note)

@@ -122,12 +122,11 @@ class _Writing:
 
     def level(self, tensors: Mapping[str, UnitSource]) -> tuple[TensorEntry, ...]:
         """Write all tensors of one checkpoint, which are frames all of them or none; their entries."""
-        plain = {name: source for name, source in tensors.items() if not isinstance(source, FrameSource)}
-        encoded = self._encoded(plain)
-        return tuple(
-            self._copied(name, source) if isinstance(source, FrameSource) else next(encoded)
-            for name, source in tensors.items()
-        )
+        frames = {name: source for name, source in tensors.items() if isinstance(source, FrameSource)}
+        if frames:
+            assert len(frames) == len(tensors)
+            return tuple(self._copied(name, frame) for name, frame in frames.items())
+        return tuple(self._encoded(tensors))
 
     def _copied(self, name: str, source: FrameSource) -> TensorEntry:
         entry = TensorEntry(
@@ -150,9 +149,8 @@ class _Writing:
             self._sink, self._reserved + start, tensors, choices, Contents(), self._workers, self._progress
         )
         for frame in frames:
-            entry = frame.entry()
-            self._offset += entry.n_bytes
-            yield msgspec.structs.replace(entry, offset=start + entry.offset)
+            self._offset += frame.entry.n_bytes
+            yield msgspec.structs.replace(frame.entry, offset=start + frame.entry.offset)
 
     def finish(self, index: Index, features: Sequence[str]) -> int:
         """Write the index and the header; the size of the file."""

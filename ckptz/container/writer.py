@@ -93,12 +93,9 @@ def write_container(
     raw = sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
     reserved = reserved_header_bytes(list(tensors), raw, features)
     sink.seek(reserved)
-    # Frames are let go one by one: their plans hold tables, and a file may have very many tensors.
-    entries, n_deltas, notes = [], 0, []
-    for frame in write_frames(sink, reserved, tensors, choices, contents, workers, progress):
-        entries.append(frame.entry())
-        n_deltas += frame.header.plan.needs_base
-        notes += [(frame.name, frame.header.plan.note)] if frame.header.plan.note else []
+    frames = list(write_frames(sink, reserved, tensors, choices, contents, workers, progress))
+    entries = [frame.entry for frame in frames]
+    n_deltas = sum(frame.is_delta for frame in frames)
     if contents.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
         contents = replace(contents, base=None)
@@ -118,7 +115,7 @@ def write_container(
         content_id=index.content_id,
         n_deltas=n_deltas,
         n_lossy=sum(entry.lossy is not None for entry in entries),
-        notes=tuple(notes),
+        notes=tuple((frame.entry.name, frame.note) for frame in frames if frame.note),
     )
 
 

@@ -84,7 +84,9 @@ def find_step(text: str, folder: Path) -> Path:
         return Path(text)
     found = sorted((_depth, path) for step, _depth, path in _steps_in(folder) if step == int(text))
     if not found:
-        raise ConfigError(f"{folder}: no .ckptz file here records step {text}; name a file, or a --folder")
+        raise ConfigError(
+            f"{folder}: no .ckptz file here records step {text}; name the file itself, or another --folder"
+        )
     return found[0][1]
 
 

@@ -116,6 +116,8 @@ def _find_layout(folder: Path) -> _Layout:
             return _read_index(folder, indexes[0])
         if files:
             return _Layout(tuple(files))
+    if packed := [name for name in names if name.endswith(SUFFIX)]:
+        raise ConfigError(f"{folder}: a folder of {SUFFIX} files; name one of them, such as {packed[0]}")
     raise ConfigError(
         f"{folder}: no tensors in this folder: no *{PLAIN_SUFFIX}, no *model*{TORCH_SUFFIX}, no index of "
         "such; name the files themselves, or the folder that they are in"

@@ -27,7 +27,7 @@ from ckptz.search.space import Cube
 from ckptz.search.trials import Predict, Strategy
 
 if TYPE_CHECKING:
-    from ckptz.convert.searching import SearchOptions
+    from ckptz.convert.search_options import SearchOptions
 
 REFERENCE: Final = Grid()  # what a search is for, unless a template says otherwise
 StrategyName = Literal["auto", "one-knob", "guided", "neighbourhood", "exhaustive"]

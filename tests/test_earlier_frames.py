@@ -1,0 +1,131 @@
+"""Frames copied from an earlier file: the bytes are those of encoding, and what may differ is encoded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import save_file
+from search_support import model
+
+from ckptz import LOSSLESS, Grid, KMeans
+from ckptz.codec.choices import choose_all
+from ckptz.codec.units import UnitSource
+from ckptz.config import Config
+from ckptz.container import frame_writer
+from ckptz.container.byte_source import MemoryBytes
+from ckptz.container.contents import Contents, Earlier
+from ckptz.container.index import BaseRef
+from ckptz.container.reader import Container
+from ckptz.container.writer import Written, roles_of, write_container
+from ckptz.convert.compress import CompressOptions, compress_files
+from ckptz.convert.searching import SearchOptions
+from ckptz.parallel import Workers
+from ckptz.torch import source_of
+
+Tensors = Mapping[str, UnitSource]
+
+
+def training_state(drift: float = 0.0) -> dict[str, UnitSource]:
+    """Weights, Adam's moments, of which one cannot be lossy, and integers."""
+    generator = torch.Generator().manual_seed(7)
+    state: dict[str, torch.Tensor] = {"ids": torch.arange(600)}
+    for name, shape in {"up.weight": (96, 80), "down.weight": (80, 96), "up.bias": (96,)}.items():
+        weight = torch.randn(shape, generator=generator)
+        state[name] = weight + drift * weight.roll(1)
+        state[f"optimizer.{name}.exp_avg"] = 1e-3 * torch.randn(shape, generator=generator)
+        state[f"optimizer.{name}.exp_avg_sq"] = 1e-6 * torch.randn(shape, generator=generator).square()
+    state["optimizer.down.weight.exp_avg_sq"][3, 4] = float("nan")
+    return {name: source_of(name, tensor) for name, tensor in state.items()}
+
+
+def written(tensors: Tensors, contents: Contents) -> tuple[bytes, Written]:
+    sink = io.BytesIO()
+    with Workers(2) as workers:
+        report = write_container(sink, tensors, contents, workers)
+    return sink.getvalue(), report
+
+
+def earlier_of(tensors: Tensors, contents: Contents) -> Earlier:
+    data, report = written(tensors, contents)
+    choices = choose_all(contents.config, tensors, roles_of(tensors, contents))
+    return Earlier(Container(MemoryBytes(data)).tensors, choices, dict(report.notes))
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "n_copied"),
+    [
+        (LOSSLESS, LOSSLESS, 10),
+        (KMeans(levels=16), KMeans(levels=8), 8),
+        (KMeans(levels=16), LOSSLESS, 8),
+        (Grid(step=1.0), Grid(step=2.0), 8),
+        (Grid(step=1.0), Grid(step=1.0), 10),
+        (LOSSLESS, Grid(step=1.0), 1),
+    ],
+)
+def test_copying_gives_the_bytes_and_the_report_of_encoding(
+    monkeypatch: pytest.MonkeyPatch, first: Config, second: Config, n_copied: int, has_base: bool
+) -> None:
+    tensors, bases = training_state(), training_state(drift=1e-3) if has_base else {}
+    ref = BaseRef(content_id="0" * 64, file="base.ckptz", depth=1) if has_base else None
+    plain = Contents(config=second, base=ref, bases=bases)
+    expected, report = written(tensors, plain)
+    earlier = earlier_of(tensors, Contents(config=first, base=ref, bases=bases))
+    encoded = []
+    real = frame_writer.encode_chunk
+
+    def encode_chunk(source: UnitSource, *args: object) -> object:
+        encoded.append(source)
+        return real(source, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(frame_writer, "encode_chunk", encode_chunk)
+    found, again = written(tensors, Contents(config=second, base=ref, bases=bases, earlier=earlier))
+    assert found == expected
+    assert again == report
+    assert len(tensors) - len(encoded) == n_copied
+    assert bool(report.n_deltas) == has_base
+
+
+def test_a_moment_is_copied_only_with_the_one_that_its_classes_depend_on() -> None:
+    tensors = training_state()
+    choices = choose_all(Grid(), tensors, roles_of(tensors, Contents()))
+    earlier = earlier_of(tensors, Contents(config=Grid()))
+    first, second = (f"optimizer.up.weight.exp_avg{end}" for end in ("", "_sq"))
+    assert {first, second} <= earlier.settled(choices).keys()
+    changed = choices | {second: choices["ids"]}
+    assert not {first, second} & earlier.settled(changed).keys()
+
+
+def test_progress_counts_what_is_copied_as_well() -> None:
+    tensors = training_state()
+    earlier = earlier_of(tensors, Contents())
+    done: list[int] = []
+    with Workers(1) as workers:
+        write_container(io.BytesIO(), tensors, Contents(earlier=earlier), workers, done.append)
+    assert sum(done) == sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
+
+
+def test_a_search_encodes_once_what_no_setting_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(model(moments=True), tmp_path / "step.safetensors")
+    n_encoded = 0
+    real = frame_writer.encode_chunk
+
+    def encode_chunk(*args: object) -> object:
+        nonlocal n_encoded
+        n_encoded += 1
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(frame_writer, "encode_chunk", encode_chunk)
+    asked = SearchOptions(proxy_error=0.05, max_evaluations=3)
+    options = CompressOptions(jobs=1, search=asked)
+    (report,) = compress_files([tmp_path / "step.safetensors"], tmp_path / "out.ckptz", options)
+    assert report.search is not None
+    n_more = len(report.search.trials) - 1
+    assert n_more >= 1
+    assert n_encoded == report.n_tensors + n_more * report.n_lossy
