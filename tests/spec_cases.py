@@ -7,6 +7,7 @@ spec/vectors/invalid, written by spec/make_vectors.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,14 @@ from spec_files import (
     Frame,
     Input,
     Raw,
+    embedded,
     plan,
     varint,
+    vectors,
 )
 
 from ckptz.bits.checksum import xxh64
+from ckptz.codec.units import CHUNK_UNITS
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def coded(coder: int, data: bytes, n: int = 4, decoded: bytes | None = None) -> 
 
 
 def sparse(gaps: bytes, values: bytes, n: int = 4, coder: int = STORED, behind: bytes = b"") -> Frame:
-    parts = b"".join(varint(len(p)) + bytes((coder,)) + varint(len(p)) + p for p in (gaps, values))
+    parts = b"".join(varint(len(p)) + embedded(p, coder) for p in (gaps, values))
     return coded(SPARSE, b"\0" + parts + behind, n)
 
 
@@ -79,11 +83,11 @@ def frequencies(*packed: int) -> Frame:
 
 
 def row_rule(radix: int, labels: bytes, coder: int = STORED) -> bytes:
-    return b"\2" + varint(radix) + bytes((coder,)) + varint(len(labels)) + labels
+    return b"\2" + varint(radix) + embedded(labels, coder)
 
 
 def block_rule(radix: int, size: int, labels: bytes) -> bytes:
-    return b"\3" + varint(radix) + varint(size) + bytes((STORED,)) + varint(len(labels)) + labels
+    return b"\3" + varint(radix) + varint(size) + embedded(labels)
 
 
 def magnitude_rule(name: bytes = b"") -> bytes:
@@ -157,6 +161,18 @@ def quantized(
 def escaped(value: bytes) -> tuple[tuple[int, bytes], ...]:
     """Streams of four equal values."""
     return tuple((CONSTANT, value[j : j + 1]) for j in range(4))
+
+
+def constant_vector(element: bytes, coder: int = CONSTANT) -> bytes:
+    """An outer vector of any length, by planes of coder `constant`."""
+    return b"".join(embedded(element[j : j + 1], coder) for j in range(4))
+
+
+def outer_frame(shape: tuple[int, ...], outer: bytes) -> Frame:
+    """F32, of chunks that are not there."""
+    units = math.prod(shape)
+    made = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=b"\0\1\1" + ONE + outer)
+    return Frame(made, [(CONSTANT, b"\0")], b"", "F32", shape, n_chunks=-(-units // CHUNK_UNITS))
 
 
 def expanded(scale: float, level: float, offset: float) -> Frame:
@@ -234,12 +250,21 @@ INTEGERS: dict[str, list[Input]] = {
 }
 
 ENTROPY: dict[str, list[Input]] = {
-    "E1": [coded(coder, b"\0") for coder in (6, 224)],
+    "E1": [
+        *(coded(coder, b"\0") for coder in (6, 224)),
+        quantized(predictor=2, outer=constant_vector(ONE, 6) + vectors(ONE)),
+    ],
     "E2": [
         coded(SHARED, LANE),
         quantized(flags=4, streams=((SHARED, LANE), *EMPTY * 4)),
+        classed(row_rule(2, LANE, SHARED), n_classes=2),
+        quantized(predictor=2, outer=embedded(LANE, SHARED) + constant_vector(ONE)[3:] + vectors(ONE)),
     ],
-    "E3": [coded(STORED, bytes(5)), coded(CONSTANT, b"\0\0")],
+    "E3": [
+        coded(STORED, bytes(5)),
+        coded(CONSTANT, b"\0\0"),
+        quantized(predictor=2, outer=vectors(ONE * 5, ONE)),
+    ],
     "E4": [
         quantized(ONE * 2, flags=2, streams=((CONSTANT, b"\0"),) * 4),
         coded(SPARSE, b"\0" + (varint(0) + b"\0\1\7") * 2),
@@ -368,7 +393,11 @@ QUANTIZATION: dict[str, list[Input]] = {
         ),
     ],
     "Q8": [quantized(flags=4, streams=((STORED, b"\0\2\0\0"), *((STORED, b"\0"),) * 4))],
-    "Q9": [quantized(predictor=2, outer=ONE * 3 + INFINITY + ONE)],
+    "Q9": [quantized(predictor=2, outer=vectors(ONE * 3 + INFINITY, ONE))],
+    "Q10": [
+        outer_frame((0, (1 << 24) + 1), vectors(b"") + constant_vector(ONE)),
+        outer_frame((1 << 24, 1), constant_vector(ONE) * 2),
+    ],
 }
 
 FRAME: dict[str, list[Input]] = {
@@ -378,8 +407,8 @@ FRAME: dict[str, list[Input]] = {
         short_frame(3),
         short_frame(11),
     ],
-    "F2": [reheaded(Frame().header[:-1] + b"\0"), reheaded(Frame().header[:4] + b"\1")],
-    "F3": [Frame(plan(version=1))],
+    "F2": [reheaded(Frame().header[:-1] + b"\0"), reheaded(Frame().header[:4] + b"\2")],
+    "F3": [*(Frame(plan(version=v)) for v in (0, 2, 255))],
     "F4": [
         *(Frame(plan(dtype_id=i)) for i in (0, 23, 255)),
         Frame(plan(domain=3)),
@@ -396,7 +425,7 @@ FRAME: dict[str, list[Input]] = {
     "F9": [
         Frame(plan(mode=2)),
         Frame(plan(predictor=1)),
-        Frame(plan(predictor=2, rest=bytes(4 * 5))),
+        Frame(plan(predictor=2, rest=vectors(bytes(16), bytes(4)))),
     ],
     "F10": [Frame(n_chunks=0), Frame(n_chunks=2), Frame(behind_records=b"\0")],
     "F11": [File({"w": Frame(behind=b"\0")})],

@@ -118,8 +118,19 @@ CONTAINER: dict[str, list[Input]] = {
         Raw(plain_file({"a": PLAIN_ROW, "b": {**PLAIN_ROW, "data_offsets": [2, 3]}}, b"abc")),
     ],
     "C6": [File(region={"dtype": "U9"}), File(entry={"dtype": "Q7"})],
-    "C7": [File(metadata={"ckptz.version": v}) for v in ("0.2", "1.0", "", ABSENT)],
-    "C8": [File(features=names) for names in ("lossless,warp", "", "lossless,", "lossless, delta")],
+    "C7": [
+        *(File(metadata={"ckptz.version": v}) for v in ("0.1", "2.0", "10.0", "", ABSENT)),
+        *(File(metadata={"ckptz.version": v}) for v in ("1", "1.", "1.0.0", "01.0", "1.00")),
+        File(metadata={"ckptz.version": "2.0", "ckptz.more": "1"}),
+    ],
+    "C8": [
+        *(File(features=names) for names in ("lossless,warp", "", "lossless,", "lossless, delta")),
+        # what comes with a feature is not looked at by who does not know the feature
+        File(features="lossless,warp", metadata={"ckptz.more": "1"}),
+        File(features="lossless,warp", index={"warp": 1}),
+        File({"w": Frame(plan(version=2))}, features="lossless,warp"),
+        File(features="lossless,x-mine"),
+    ],
     "C9": [
         File(metadata={"ckptz.more": "1"}),
         File(metadata={"ckptz.required_features": ABSENT}),
@@ -152,7 +163,7 @@ CONTAINER: dict[str, list[Input]] = {
         File(entry={"lossy": {"method": "kmeans"}}),
         File(entry={"checksum": "0123456789ABCDEF"}),
         File(entry={"checksum": "0"}),
-        File(entry={"lossy": {**LOSSY, "promise": "best effort"}}),
+        File(entry={"lossy": {**LOSSY, "promise": 1}}),
         File(entry={"lossy": {**LOSSY, "rms": -1.0}}),
         File(index={"tree": []}),
         File(index={"quality": None}),

@@ -41,7 +41,7 @@ def varint(value: int) -> bytes:
 
 def plan(
     *,
-    version: int = 0,
+    version: int = 1,
     dtype: str = "U8",
     dtype_id: int | None = None,
     domain: int = 0,
@@ -59,6 +59,16 @@ def plan(
     modes = bytes((mode,)) if domain == 0 else b""
     fixed += flags.to_bytes(4, "little")
     return fixed + bytes((len(shape),)) + sizes + modes + bytes((len(rules),)) + b"".join(rules) + rest
+
+
+def embedded(codes: bytes, coder: int = CoderId.STORED) -> bytes:
+    """See spec/02-entropy.md#embedded-streams; `codes` are the bytes of the stream."""
+    return bytes((coder,)) + varint(len(codes)) + codes
+
+
+def vectors(*each: bytes) -> bytes:
+    """Outer vectors, F32, as stored planes."""
+    return b"".join(embedded(vector[j::4]) for vector in each for j in range(4))
 
 
 class Input(Protocol):
@@ -207,7 +217,7 @@ class File:
         packed = self.packed_index()
         metadata = {
             "ckptz.format": "ckptz",
-            "ckptz.version": "0.1",
+            "ckptz.version": "1.0",
             "ckptz.required_features": self.features,
             "ckptz.index_sha256": hashlib.sha256(packed).hexdigest(),
             **self.metadata,

@@ -48,10 +48,12 @@ from spec_files import (
     File,
     Files,
     Frame,
+    embedded,
     header_text,
     plain_file,
     plan,
     varint,
+    vectors,
 )
 from spec_support import table
 
@@ -168,7 +170,7 @@ def shared(rule: bytes, labels: Sequence[int], codes: Sequence[int], by_class: S
 def parts(common: int, gaps: tuple[int, int, bytes], values: tuple[int, int, bytes]) -> bytes:
     """A sparse stream; each part has a count, a coder and a stream."""
     return bytes((common,)) + b"".join(
-        varint(count) + bytes((coder,)) + varint(len(data)) + data for count, coder, data in (gaps, values)
+        varint(count) + embedded(data, coder) for count, coder, data in (gaps, values)
     )
 
 
@@ -372,6 +374,22 @@ def expanded(decoded: bytes, scale: float, level: float, offset: float, **fields
     return mapped(decoded, [0], entries, n_codes=1, kind=1, **fields)
 
 
+def outer_by_all_coders() -> Frame:
+    """The rows 0x3f010000, 0x3f000000, 0x3f024000, 0x3f030000, times 1 and -2."""
+    rows = (
+        (ZSTD, SIZED),
+        (SPARSE, parts(0, (1, STORED, b"\2"), (1, STORED, b"\x40"))),
+        (OWN, frequency_table(EVEN) + rans([1, 0, 2, 3], [EVEN] * 4)),
+        (CONSTANT, b"\x3f"),
+    )
+    column = vectors(f32s(0x3F800000, 0xC0000000))
+    rest = b"\0\1\1" + f32s(0) + b"".join(embedded(data, coder) for coder, data in rows) + column
+    products = f32s(0x3F010000, 0xBF810000, 0x3F000000, 0xBF800000)
+    products += f32s(0x3F024000, 0xBF824000, 0x3F030000, 0xBF830000)
+    made = plan(dtype="F32", domain=1, predictor=2, shape=(4, 2), rest=rest)
+    return Frame(made, [(CONSTANT, b"\0")], products, "F32", (4, 2))
+
+
 MAPS: dict[str, Valid] = {
     "map-linear-f32": one(
         "Q1 Q2 Q3 Q6 C20",
@@ -463,9 +481,10 @@ MAPS: dict[str, Valid] = {
             f32s(0),
             n_codes=1,
             predictor=2,
-            behind=f32s(0x3FC00000, 0xBF800000) + f32s(0x40000000),
+            behind=vectors(f32s(0x3FC00000, 0xBF800000), f32s(0x40000000)),
         ),
     ),
+    "map-outer-by-all-coders": one("E1 E2 E3 Q9 Q10", outer_by_all_coders()),
     "map-outer-of-a-scalar": one(
         "Q9",
         Frame(
@@ -474,7 +493,7 @@ MAPS: dict[str, Valid] = {
                 domain=2,
                 predictor=2,
                 shape=(),
-                rest=b"\0\1\1" + f32s(1) + f32s(0x3FC00000) + f32s(0x40000000),
+                rest=b"\0\1\1" + f32s(1) + vectors(f32s(0x3FC00000), f32s(0x40000000)),
             ),
             [(CONSTANT, b"\0")],
             f32s(0x40400001),
@@ -485,7 +504,9 @@ MAPS: dict[str, Valid] = {
     "map-outer-of-nothing": one(
         "Q9",
         Frame(
-            plan(dtype="F32", domain=1, predictor=2, shape=(0, 2), rest=b"\0\1\1" + ONE + ONE * 2),
+            plan(
+                dtype="F32", domain=1, predictor=2, shape=(0, 2), rest=b"\0\1\1" + ONE + vectors(b"", ONE * 2)
+            ),
             (),
             b"",
             "F32",
@@ -507,7 +528,7 @@ MAPS: dict[str, Valid] = {
         ),
     ),
     "float-product-underflow": one(
-        "Q9", mapped(f32s(2), [0], f32s(0), n_codes=1, predictor=2, behind=f32s(3) + f32s(0x3F000000))
+        "Q9", mapped(f32s(2), [0], f32s(0), n_codes=1, predictor=2, behind=vectors(f32s(3), f32s(0x3F000000)))
     ),
     "float-cast-bf16": one("Q1 Q7", cast_frame("BF16")),
     "float-cast-f16": one("Q1 Q7", cast_frame("F16")),
@@ -558,7 +579,9 @@ FILES: dict[str, Valid] = {
     "file-deflated-index": file("C11 C12", packed=b"\1" + packed_text()),
     "file-spaces-behind-the-header": file("C1 C2 C3", text=header_text(File().bytes()) + b" " * 5),
     "file-features-that-nothing-uses": file("C7 C8 C9", features="delta,inline,lossless,maps"),
-    "file-optional-sections": file("C5 C10 C14", optional={"a": b"anything", "b": b""}),
+    "file-of-a-later-minor-version": file("C7", metadata={"ckptz.version": "1.10"}),
+    "file-other-promise": file("C13", entry={"lossy": {**LOSSY, "promise": "best effort"}}),
+    "file-optional-sections": file("C5 C10 C14", optional={"a": b"anything", "x-b": b""}),
     "file-escaped-json": file("C3 C4", index={"writer": "\U0001f9ca\n\0"}),
     "plain-file": Plain(
         "C4 C5 C17",

@@ -148,6 +148,8 @@ def with_codes(code: int) -> Change:
 U2, U4, CODED = Uniform(2), Uniform(4), Uniform(2, rans=True)
 TOP, RICE = TopK(0.05), TopK(0.01, 16, "rice")
 STEPS = tuple(Message(Place(step), seed=step) for step in range(4))
+NAN_NEXT = Message(Place(1), seed=1, with_nan=True)
+TOP21 = LinkPolicy(forward=TopK(0.05, 16), feedback="ef21", eval="raw")
 EF21 = LinkPolicy(forward=U2, feedback="ef21", eval="raw")
 
 WIRE: dict[str, Session] = {
@@ -158,6 +160,9 @@ WIRE: dict[str, Session] = {
     "uniform-3-f16": Session("W5", LinkPolicy(forward=Uniform(3)), dtype="F16"),
     "uniform-coded": Session("W3 W5", LinkPolicy(forward=CODED)),
     "uniform-not-finite": Session("W5", LinkPolicy(forward=U2), [Message(with_nan=True)]),
+    "uniform-not-finite-f16": Session("W5", LinkPolicy(forward=U2), [Message(with_nan=True)], dtype="F16"),
+    "topk-not-finite-bf16": Session("W5", TOP21, [STEPS[0], NAN_NEXT, STEPS[2]], dtype="BF16"),
+    "topk-not-finite-f16": Session("W5", TOP21, [STEPS[0], NAN_NEXT, STEPS[2]], dtype="F16"),
     "uniform-stochastic": Session("W5", LinkPolicy(forward=U2, rounding="stochastic", seed=7)),
     "topk-bitmap": Session("W5", LinkPolicy(forward=TOP)),
     "topk-rice": Session("W3 W5", LinkPolicy(forward=RICE)),

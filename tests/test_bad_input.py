@@ -236,7 +236,7 @@ def test_every_flipped_bit_of_a_plain_base_is_noticed(tmp_path: Path) -> None:
     ("old", "new"),
     [
         (b'"ckptz.required_features":"lossless"', b'"ckptz.required_features":"sideways"'),
-        (b'"ckptz.version":"0.1"', b'"ckptz.version":"9.1"'),
+        (b'"ckptz.version":"1.0"', b'"ckptz.version":"9.1"'),
     ],
 )
 def test_what_a_newer_ckptz_wrote_is_unsupported(old: bytes, new: bytes, chain: Chain) -> None:

@@ -164,7 +164,7 @@ def test_restore_says_that_checksums_match(chain: Chain) -> None:
 
 def test_inspect_describes_a_delta(chain: Chain) -> None:
     report = ckptz("inspect", chain.delta, "--json").json
-    assert (report["format_version"], report["depth"]) == ("0.1", 1)
+    assert (report["format_version"], report["depth"]) == ("1.0", 1)
     assert report["writer"].startswith("ckptz ")
     assert report["metadata"] == {"step": "2"}
     assert report["broken"] is None

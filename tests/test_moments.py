@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
+from ckptz.codec.frame_plan import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.plan_second import plan_second
 from ckptz.codec.units import CHUNK_UNITS, ArraySource
@@ -131,6 +133,27 @@ def test_the_prediction_is_the_smallest_one(tmp_path: Path) -> None:
     stored(tmp_path, tensors, second_step=2)
     assert plan_of(tmp_path, SECOND).predictor is Predictor.OUTER
     assert plan_of(tmp_path, "optimizer.noise.exp_avg_sq").predictor is Predictor.ZERO
+
+
+def test_the_vectors_of_a_prediction_take_few_bytes(tmp_path: Path) -> None:
+    stored(tmp_path, state((512, 384)))
+    plan = plan_of(tmp_path, SECOND)
+    assert plan.outer is not None
+    packed, without = (
+        pack_plan(dtype_of("F32"), (512, 384), p)
+        for p in (plan, replace(plan, predictor=Predictor.ZERO, outer=None))
+    )
+    assert outer_bytes(plan.outer) == len(packed) - len(without)
+    # About four of five bits of the exponent vary here, and two of the mantissa are kept.
+    assert outer_bytes(plan.outer) < 0.35 * 4 * (512 + 384)
+
+
+def test_vectors_over_the_limit_are_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = state((96, 80))[SECOND]
+    source = ArraySource(dtype_of("F32"), second.shape, second.reshape(-1).view(np.uint32))
+    for limit, predictor in ((96 + 80, Predictor.OUTER), (96 + 79, Predictor.ZERO)):
+        monkeypatch.setattr("ckptz.codec.plan_second.MAX_OUTER", limit)
+        assert plan_second(source, None, SecondMoment(1.0)).predictor is predictor
 
 
 def compressed(folder: Path, tensors: dict[str, Array], name: str, base: str | None = None) -> CompressReport:

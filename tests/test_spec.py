@@ -91,6 +91,7 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
         "varint bytes": cursor.MAX_VARINT_BYTES,
         "map rows": quant_map.MAX_ROWS,
         "map codes": quant_map.MAX_CODES,
+        "elements of both outer vectors of a frame": frame_plan.MAX_OUTER,
         "chain depth": resolve.MAX_DEPTH,
         "file name bytes": sharding.MAX_NAME_BYTES,
         "file path parts": sharding.MAX_DEPTH,

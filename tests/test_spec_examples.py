@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from spec_files import embedded
 from spec_support import SPEC, hex_bytes, numbers, table
 
 from ckptz.bits.checksum import xxh64
@@ -125,9 +126,7 @@ def test_sparse_examples() -> None:
         out.u8(common)
         for part in (gaps, values):
             out.varint(len(part))
-            out.u8(CoderId.STORED)
-            out.varint(len(part))
-            out.raw(part)
+            out.raw(embedded(part))
         codes = np.empty(n, np.uint8)
         decode_stream(CoderId.SPARSE, memoryview(out.getvalue()), codes)
         assert codes.tolist() == _codes_of_text(row["decodes to"])
@@ -272,9 +271,11 @@ def test_cast_examples(dtype: str, backend: Callable[[], Any]) -> None:
 
 def _cast_of_the_page(p: int, dtype: str) -> int:
     """The two casts as the page writes them out."""
+    s, m = p >> 16 & 0x8000, p & 0x7FFFFFFF
+    if m > 0x7F800000:
+        return p >> 16 | 0x40 if dtype == "BF16" else s | 0x7E00
     if dtype == "BF16":
         return (p + 0x7FFF + (p >> 16 & 1)) >> 16
-    s, m = p >> 16 & 0x8000, p & 0x7FFFFFFF
     if m >= 0x477FF000:
         return s | 0x7C00
     if m <= 0x33000000:
@@ -288,10 +289,10 @@ def _cast_of_the_page(p: int, dtype: str) -> int:
 
 def test_the_casts_of_the_page_are_those_of_the_kernels() -> None:
     patterns = np.random.default_rng(1).integers(0, 1 << 32, 20_000, np.uint32)
-    patterns = patterns[(patterns & 0x7F800000) != 0x7F800000]
     near = np.arange(0x32FFFF00, 0x33000100, dtype=np.uint32)
+    endless = np.arange(0x7F7FFFF0, 0x7F800010, dtype=np.uint32)
     for dtype in ("BF16", "F16"):
-        for some in (patterns, near):
+        for some in (patterns, near, endless, ~endless):
             expected = reference.from_f32(some, KINDS[dtype]).tolist()
             assert [_cast_of_the_page(int(p), dtype) for p in some] == expected
 

@@ -77,7 +77,7 @@ def test_the_fields_of_the_file_are_those_of_the_pages() -> None:
         if "field" in row
     }
     shown = {
-        row["field"].split(": ", 1)[-1] if row["field"].startswith("stream ") else row["field"]
+        re.sub(r"^(stream \d+|class indices): ", "", row["field"])
         for section in page("examples.md").values()
         for lines in section.tables
         for row in lines

@@ -9,10 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spec_cases import ENTROPY, FRAME, INTEGERS, QUANTIZATION, TRANSFORMS, lenient
+from spec_cases import (
+    ENTROPY,
+    FRAME,
+    INTEGERS,
+    ONE,
+    QUANTIZATION,
+    TRANSFORMS,
+    constant_vector,
+    lenient,
+    outer_frame,
+)
 from spec_cases_files import CHAIN, CONTAINER
 from spec_cases_tree import TREE
-from spec_files import File, Input, Raw, plain_file, read_files
+from spec_files import File, Input, Raw, plain_file, read_files, vectors
 from spec_support import page, refusals, table
 from vector_support import ERROR_OF_KIND, INVALID
 
@@ -45,6 +55,13 @@ def test_the_longest_header_is_read(tmp_path: Path) -> None:
     assert read_files(Raw(data).files(), tmp_path) == {}
     with pytest.raises(ERROR_OF_KIND["corrupt"]):
         read_files(Raw((len(text) + 1).to_bytes(8, "little") + text + b" ").files(), tmp_path)
+
+
+def test_the_longest_outer_vectors_are_read() -> None:
+    plan = outer_frame((0, 1 << 24), vectors(b"") + constant_vector(ONE)).parse().plan
+    assert plan.outer is not None
+    assert (len(plan.outer.rows), len(plan.outer.columns)) == (0, 1 << 24)
+    assert (plan.outer.columns == 0x3F800000).all()
 
 
 def test_what_the_inputs_are_made_from_is_accepted(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
 from ckptz.codec.units import UNIT_TYPES, n_rows_of
 from ckptz.dtypes import DType, dtype_of_id
 from ckptz.entropy.frequency import parse_tables, write_tables
-from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
+from ckptz.entropy.streams import read_embedded, write_embedded
 from ckptz.errors import CorruptionError, UnsupportedError
 from ckptz.kernels import reference
 from ckptz.quant.quant_map import (
@@ -45,9 +45,11 @@ from ckptz.transform.classes import (
 )
 from ckptz.transform.planes import BASE_MODES, PlaneMode
 
-FRAME_VERSION: Final = 0  # 0 until format 1.0; spec/versions.md
+FRAME_VERSION: Final = 1  # spec/versions.md
 MAX_DIMS: Final = 64
 MAX_ELEMENTS: Final = 1 << 48
+MAX_OUTER: Final = 1 << 24  # elements of both outer vectors together
+OUTER_BYTES: Final = 4  # planes of an outer vector
 VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # the linear and bits domains exist for these
 
 FLAG_ZERO, FLAG_ESCAPE, FLAG_PROTECTED = 1, 2, 4
@@ -93,14 +95,15 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
         write_tables(out, stream.frequencies)
         stream.table_map.write(out)
     if plan.outer is not None:
-        for vector in (plan.outer.rows, plan.outer.columns):
-            out.raw(vector.astype("<u4").tobytes())
+        _write_outer(out, plan.outer)
     return out.getvalue()
 
 
 def outer_bytes(outer: Outer) -> int:
-    """What the vectors of the outer predictor take."""
-    return 4 * (len(outer.rows) + len(outer.columns))
+    """What the vectors of the outer predictor take in a plan."""
+    out = ByteWriter()
+    _write_outer(out, outer)
+    return len(out)
 
 
 def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
@@ -178,10 +181,7 @@ def _write_rule(out: ByteWriter, rule: ClassRule) -> None:
         out.varint(rule.radix)
         if isinstance(rule, Block):
             out.varint(rule.size)
-        coder, data = encode_stream(rule.indices) if len(rule.indices) else (CoderId.STORED, b"")
-        out.u8(coder)
-        out.varint(len(data))
-        out.raw(data)
+        write_embedded(out, rule.indices)
 
 
 def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tuple[ClassRule, ...]:
@@ -219,13 +219,9 @@ def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> Cla
 
 
 def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:
-    coder = source.u8("class indices: coder")
-    data = source.take(source.varint("class indices: length"), "class indices")
-    # A constant stream of one byte may stand for any number of labels.
     if n > MAX_INDICES:
         raise CorruptionError(f"{n} class indices, at most {MAX_INDICES} are allowed")
-    indices = np.empty(n, np.uint8)
-    decode_stream(coder, data, indices)
+    indices = read_embedded(source, n, "class indices")
     if n and int(indices.max()) >= radix:
         raise CorruptionError(f"class index {int(indices.max())} is beyond radix {radix}")
     return indices
@@ -314,13 +310,29 @@ def _parse_tables(source: ByteReader, n_classes: int, n_streams: int) -> tuple[S
     return tuple(tables)
 
 
+# --- outer vectors ------------------------------------------------------------------------------
+
+
+def _write_outer(out: ByteWriter, outer: Outer) -> None:
+    for vector in (outer.rows, outer.columns):
+        planes = vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES)
+        for plane in planes.T:
+            write_embedded(out, np.ascontiguousarray(plane))
+
+
 def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> Outer:
-    n_rows = shape[0] if shape else 1
-    n_columns = math.prod(shape[1:])
-    rows, columns = (
-        np.frombuffer(source.take(4 * n, "outer vector"), "<u4").copy() for n in (n_rows, n_columns)
-    )
-    for vector in (rows, columns):
-        if not reference.all_finite(vector, reference.F32):
-            raise CorruptionError("an outer vector holds an infinity or NaN")
-    return Outer(rows, columns)
+    n_rows, n_columns = math.prod(shape[:1]), math.prod(shape[1:])
+    n = n_rows + n_columns
+    if n > MAX_OUTER:
+        raise CorruptionError(f"outer vectors of {n} elements, at most {MAX_OUTER} are allowed")
+    return Outer(_parse_vector(source, n_rows), _parse_vector(source, n_columns))
+
+
+def _parse_vector(source: ByteReader, n: int) -> NDArray[np.uint32]:
+    planes = np.empty((n, OUTER_BYTES), np.uint8)
+    for j in range(OUTER_BYTES):
+        planes[:, j] = read_embedded(source, n, "outer vector")
+    vector = planes.reshape(-1).view("<u4").astype(np.uint32)
+    if not reference.all_finite(vector, reference.F32):
+        raise CorruptionError("an outer vector holds an infinity or NaN")
+    return vector

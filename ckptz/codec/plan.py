@@ -42,7 +42,7 @@ class StreamTables:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """Two vectors of F32 patterns, whose products predict a matrix."""
+    """Two vectors of finite F32 patterns, whose products predict a matrix."""
 
     rows: NDArray[np.uint32]
     columns: NDArray[np.uint32]

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.frame_plan import outer_bytes
+from ckptz.codec.frame_plan import MAX_OUTER, outer_bytes
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor
 from ckptz.codec.plan_rounded import exact_with_note, sketch_of
 from ckptz.codec.planner import MapFunction, plan_lossless, stream_tables
@@ -155,7 +155,7 @@ def _predictions(source: UnitSource, base: UnitSource | None, run: MapFunction) 
     if base is not None:
         yield Prediction(kind, Predictor.BASE, base=base)
     shape = _matrix(tuple(source.shape))
-    if min(shape) > 1:
+    if min(shape) > 1 and sum(shape) <= MAX_OUTER:
         sums = functools.reduce(
             operator.add, run(lambda b: _log_sums(source, b, shape), chunk_bounds(shape[0] * shape[1]))
         )
@@ -214,10 +214,7 @@ class _Sample:
         indices = ladder.indices(distances)
         scale = self.source.dtype.n_units(self.source.shape) / len(self.units)
         bits = entropy_of(indices) * scale
-        side_bits = 0.0
-        if prediction.outer is not None:
-            outer = prediction.outer
-            side_bits = 8 * outer_bytes(outer)
+        side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
         classed = self._classed_bits(indices, is_live) * scale
         bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
         if self.base_codes is not None and classed < bits * BASE_BIAS * bias:

@@ -29,6 +29,11 @@ class ByteSource(Protocol):
     def close(self) -> None: ...
 
 
+def _check_end(source: ByteSource, end: int) -> None:
+    if end > source.size:
+        raise TruncatedError(f"{source.name}: ends at byte {source.size}, {end} are announced")
+
+
 class FileBytes:
     """A file read by position: threads share it, and replacing the file leaves it whole.
 
@@ -47,8 +52,7 @@ class FileBytes:
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
         """See `ByteSource.read`."""
-        if offset + n_bytes > self.size:
-            raise TruncatedError(f"{self.name}: ends at byte {self.size}, {offset + n_bytes} are announced")
+        _check_end(self, offset + n_bytes)
         out = np.empty(n_bytes, np.uint8)
         view, done = out.data, 0
         while done < n_bytes:
@@ -76,8 +80,7 @@ class MemoryBytes:
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
         """See `ByteSource.read`."""
-        if offset + n_bytes > self.size:
-            raise TruncatedError(f"{self.name}: ends at byte {self.size}, {offset + n_bytes} are announced")
+        _check_end(self, offset + n_bytes)
         return self._data[offset : offset + n_bytes].copy()
 
     def close(self) -> None:

@@ -167,4 +167,5 @@ def build_header(
         rows[r.name] = {"dtype": r.dtype.name, "shape": list(r.shape), "data_offsets": [r.begin, r.end]}
     text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     padded = -(-len(text) // ALIGNMENT) * ALIGNMENT if n_bytes is None else n_bytes - LENGTH_BYTES
+    assert len(text) <= padded, "the header does not fit into the room that was left for it"
     return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded, b" ")

@@ -6,6 +6,7 @@ Strict JSON, plain or deflated; no number in it affects how a frame decodes.
 from __future__ import annotations
 
 import hashlib
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
@@ -17,7 +18,8 @@ from ckptz.container.envelope import strict_json
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 
 FORMAT_NAME: Final = "ckptz"
-FORMAT_VERSION: Final = "0.1"
+FORMAT_VERSION: Final = "1.0"
+READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not the minor version
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
 OPTIONAL_PREFIX: Final = "__ckptz__.optional."  # sections that a reader may skip
@@ -60,7 +62,7 @@ class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     max_abs_error: Amount
     rms_error: Amount
     rms: Amount
-    promise: Promise
+    promise: str
 
 
 class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -71,7 +73,7 @@ class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     original and for the decoded tensors.
     """
 
-    promise: Promise
+    promise: str
     metric: str
     max_drop: Amount
     is_relative: bool
@@ -262,12 +264,14 @@ def features_of(metadata: Mapping[str, str]) -> set[str]:
 def check_version(metadata: dict[str, str]) -> None:
     """Refuse formats and features that this reader does not know, by name."""
     version = metadata.get(KEY_VERSION, "")
-    if version != FORMAT_VERSION:
-        raise UnsupportedError(f"format version {version!r}; this ckptz reads {FORMAT_VERSION}")
+    if not READABLE.fullmatch(version):
+        raise UnsupportedError(f"format version {version!r} is not known to this ckptz, which reads 1.x")
+    # Features first: a key that is not known may have come with one of them.
+    unknown = sorted(features_of(metadata) - KNOWN_FEATURES)
+    if unknown and KEY_FEATURES in metadata:
+        raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")
     if set(metadata) != {KEY_FORMAT, KEY_VERSION, KEY_FEATURES, KEY_DIGEST}:
         raise CorruptionError("header: __metadata__ lacks a key of ckptz, or has others")
-    if unknown := sorted(features_of(metadata) - KNOWN_FEATURES):
-        raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")
     listed = metadata[KEY_FEATURES].split(",")
     if "lossless" not in listed or listed != sorted(set(listed)):
         raise CorruptionError("header: the required features lack 'lossless', are unsorted or name one twice")

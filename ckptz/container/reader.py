@@ -6,7 +6,6 @@ Implements spec/06-container.md#reading. Memory is only allocated for a tensor s
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -21,29 +20,11 @@ from ckptz.codec.sparse import Changes, read_changes
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, UnitSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
+from ckptz.container.checked_index import read_index
 from ckptz.container.envelope import Envelope, read_envelope
-from ckptz.container.index import (
-    DELTA_FEATURE,
-    INDEX_NAME,
-    INLINE_FEATURE,
-    KEY_DIGEST,
-    MAPS_FEATURE,
-    MAX_INDEX_BYTES,
-    OPTIONAL_PREFIX,
-    RESERVED_PREFIX,
-    BaseRef,
-    Index,
-    InlineBase,
-    TensorEntry,
-    check_version,
-    content_id,
-    features_of,
-    is_ckptz,
-    parse_index,
-)
+from ckptz.container.index import MAPS_FEATURE, BaseRef, InlineBase, TensorEntry
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import (
-    ChecksumError,
     CkptzError,
     CorruptionError,
     FormatError,
@@ -167,6 +148,11 @@ class FrameSource:
             for name in self.companion_names:
                 self._companion(name)
 
+    def _bounds(self, index: int) -> tuple[int, int]:
+        """(begin, end) in units of chunk `index`."""
+        begin = index * CHUNK_UNITS
+        return begin, min(begin + CHUNK_UNITS, self.header.n_units)
+
     def payload(self, index: int) -> NDArray[np.uint8]:
         """Stored bytes of a chunk."""
         header = self.header
@@ -185,10 +171,9 @@ class FrameSource:
 
     def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
         """Decode chunk `index` into `out`, checked; returns its codes, if a quantization map made them."""
-        begin = index * CHUNK_UNITS
         payload = self.payload(index)
         with self._container.naming(self.entry.name):
-            return decode_chunk(self.header, index, payload, self._sources(begin, begin + len(out)), out)
+            return decode_chunk(self.header, index, payload, self._sources(*self._bounds(index)), out)
 
     def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
         """Units and codes of begin..end, which are one chunk, from one decoding."""
@@ -214,10 +199,10 @@ class FrameSource:
         """Where chunk `index` differs from its base; None if it does not say so, but must be decoded."""
         payload = self.payload(index)
         record = self.header.chunks[index]
-        n_units = min(CHUNK_UNITS, self.header.n_units - index * CHUNK_UNITS)
+        begin, end = self._bounds(index)
         with self._container.naming(self.entry.name):
             try:
-                return read_changes(self.header, record, payload, n_units)
+                return read_changes(self.header, record, payload, end - begin)
             except (FormatError, UnsupportedError) as error:
                 check_stored(record, index, payload)
                 raise type(error)(f"chunk {index}: {error}") from None
@@ -233,11 +218,8 @@ class FrameSource:
         return self._container.cache.get((self.entry.name, index), lambda: self._fresh_chunk(index))
 
     def _fresh_chunk(self, index: int) -> Units:
-        begin = index * CHUNK_UNITS
-        n_units = min(CHUNK_UNITS, self.header.n_units - begin)
-        units = np.empty(n_units, UNIT_TYPES[self.dtype.unit_bytes])
-        self.decode_chunk(index, units)
-        return units
+        begin, end = self._bounds(index)
+        return self.units_and_codes(begin, end)[0]
 
     def units(self, begin: int, end: int) -> Units:
         """See `UnitSource.units`; decodes only the chunks that it touches."""
@@ -362,7 +344,7 @@ class Container:
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         try:
-            self.index = self._read_index(envelope)
+            self.index, self.features = read_index(envelope, self.read)
         except CkptzError as error:
             raise named(error, self.name) from None
         self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
@@ -379,42 +361,6 @@ class Container:
     def outer_base(self) -> BaseRef | None:
         """The base that stands in another file."""
         return self.index.base
-
-    def _read_index(self, envelope: Envelope) -> Index:
-        if not is_ckptz(envelope.metadata):
-            raise FormatError("not a .ckptz file")
-        assert envelope.metadata is not None
-        check_version(envelope.metadata)
-        self.features = features_of(envelope.metadata)
-        if not envelope.regions or envelope.regions[-1].name != INDEX_NAME:
-            raise CorruptionError(f"the last tensor is not {INDEX_NAME}")
-        region = envelope.regions[-1]
-        if region.end - region.begin > MAX_INDEX_BYTES + 1:
-            raise CorruptionError("index: larger than 64 MiB")
-        packed = self.read(region.begin, region.end - region.begin).tobytes()
-        if hashlib.sha256(packed).hexdigest() != envelope.metadata.get(KEY_DIGEST):
-            raise ChecksumError("the index was changed after it was written")
-        index = parse_index(packed)
-        self._check_agreement(envelope, index)
-        return index
-
-    def _check_agreement(self, envelope: Envelope, index: Index) -> None:
-        if any(r.dtype.name != "U8" or r.shape != (r.end - r.begin,) for r in envelope.regions):
-            raise CorruptionError("header: a frame or the index is not one row of U8")
-        regions = [(r.name, r.begin, r.end) for r in envelope.regions[:-1]]
-        while regions and regions[-1][0].startswith(OPTIONAL_PREFIX):
-            regions.pop()
-        if regions != [(name, e.offset, e.offset + e.n_bytes) for name, e in index.placed()]:
-            raise CorruptionError("header and index disagree on names or offsets")
-        for _, entry in index.placed():
-            if entry.name.startswith(RESERVED_PREFIX):
-                raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
-            dtype_of(entry.dtype).n_bytes(entry.shape)
-            _checksum(entry)
-        _check_bases(index, self.features)
-        found = content_id((e.name, e.dtype, e.shape, _checksum(e)) for e in index.tensors)
-        if found != index.content_id:
-            raise CorruptionError("the content id does not match the tensors' checksums")
 
     def naming(self, tensor: str) -> _Naming:
         """A context that names this file and `tensor` in errors."""
@@ -434,26 +380,6 @@ class Container:
         for level in self.levels:
             level.cache.clear()
         self._source.close()
-
-
-def _check_bases(index: Index, features: set[str]) -> None:
-    if index.base is not None and DELTA_FEATURE not in features:
-        raise CorruptionError("the index names a base, and the feature 'delta' is not required")
-    if index.inline is None:
-        return
-    if INLINE_FEATURE not in features:
-        raise CorruptionError("the index has inline bases, and the feature 'inline' is not required")
-    if index.base is not None:
-        raise CorruptionError("the index has both a base and inline ones")
-    for base in index.inline:
-        if len({entry.name for entry in base.tensors}) != len(base.tensors):
-            raise CorruptionError("an inline base has two tensors of one name")
-
-
-def _checksum(entry: TensorEntry) -> int:
-    if len(entry.checksum) != 16 or set(entry.checksum) - set("0123456789abcdef"):
-        raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
-    return int(entry.checksum, 16)
 
 
 def check_empty(source: UnitSource) -> None:

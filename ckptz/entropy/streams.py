@@ -145,11 +145,8 @@ def encode_sparse(gaps: Bytes, values: Bytes, common: int) -> bytes:
     out = ByteWriter()
     out.u8(common)
     for part in (gaps, values):
-        coder, stream = encode_stream(part, nested=True) if len(part) else (CoderId.STORED, b"")
         out.varint(len(part))
-        out.u8(coder)
-        out.varint(len(stream))
-        out.raw(stream)
+        write_embedded(out, part, nested=True)
     return out.getvalue()
 
 
@@ -161,13 +158,9 @@ def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
     parts = []
     for what, limit in zip(("sparse gaps", "sparse values"), most, strict=True):
         n_symbols = source.varint(f"{what}: count")
-        coder = source.u8(f"{what}: coder")
-        if n_symbols > limit or coder == CoderId.SPARSE:
-            raise CorruptionError(f"{what}: {n_symbols} symbols by coder {coder} in a stream of {n}")
-        part = np.empty(n_symbols, np.uint8)
-        stream = source.take(source.varint(f"{what}: length"), what)
-        decode_stream(coder, stream, part)
-        parts.append(part)
+        if n_symbols > limit:
+            raise CorruptionError(f"{what}: {n_symbols} symbols in a stream of {n}")
+        parts.append(read_embedded(source, n_symbols, what, nested=True))
     source.end("sparse stream")
     return common, parts[0], parts[1]
 
@@ -264,6 +257,38 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
     if decode is None:
         raise UnsupportedError(f"coder {coder} is not known to this ckptz; upgrade it")
     decode(ByteReader(stream), out)
+
+
+def write_embedded(out: ByteWriter, symbols: Bytes, *, nested: bool = False) -> None:
+    """A stream with its coder and length before it: spec/02-entropy.md#embedded-streams."""
+    coder, stream = encode_stream(symbols, nested=nested) if len(symbols) else (CoderId.STORED, b"")
+    out.u8(coder)
+    out.varint(len(stream))
+    out.raw(stream)
+
+
+def read_embedded(source: ByteReader, n: int, what: str, *, nested: bool = False) -> Bytes:
+    """Inverse of `write_embedded`.
+
+    Args:
+        source: at the coder.
+        n: number of codes, which the caller bounds: a constant stream of one byte stands for any number.
+        what: the field, for errors.
+        nested: inside a sparse stream, where sparse may not nest.
+
+    Returns:
+        Codes [n].
+
+    Raises:
+        FormatError: the bytes are not a stream of n codes.
+    """
+    coder = source.u8(f"{what}: coder")
+    if nested and coder == CoderId.SPARSE:
+        raise CorruptionError(f"{what}: a sparse stream in a sparse stream")
+    stream = source.take(source.varint(f"{what}: length"), what)
+    symbols = np.empty(n, np.uint8)
+    decode_stream(coder, stream, symbols)
+    return symbols
 
 
 def _decode_constant(source: ByteReader, out: Bytes) -> None:

@@ -6,7 +6,7 @@ follow the pages, and what stands in "double quotes" behind `page#anchor:` is a 
 part of one. Made for clarity, not for speed, with the standard library only; coder zstd needs the package
 `zstandard`.
 
-    python ckptz_decode.py FILE... [--base FILE]... [-o OUT.safetensors] [--json] [--limit BYTES]
+    python ckptz_decode.py FILE... [-o OUT.safetensors] [--limit BYTES]
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import json
 import math
-import mmap
 import os
 import re
 import sys
@@ -36,7 +35,6 @@ from ckptz_frame import (
     Refusal,
     need,
     pack,
-    read_frame_header,
     unpack,
     xxh64,
 )
@@ -76,7 +74,6 @@ LEAVES: dict[str, Callable[[Any], Any]] = {
     "number": lambda x: type(x) in (int, float),
     "amount": lambda x: type(x) in (int, float) and x >= 0,
     "xxh64": lambda x: type(x) is str and re.fullmatch("[0-9a-f]{16}", x),
-    "promise": lambda x: x in ("none", "max-abs", "max-rel", "rmse", "quality-drop", "resume-gap"),
     "object": lambda x: type(x) is dict,
     "texts": lambda x: type(x) is dict and all(type(y) is str for y in x.values()),
     "settings": lambda x: type(x) is dict and all(type(y) in (int, float, bool, str) for y in x.values()),
@@ -89,8 +86,8 @@ OBJECTS = {  # the fields of the pages; with `?` they may be missing or null, wi
     "lossy?:lossy",
     "inline": "content_id:string file:string tensors:[entry]",
     "lossy": "method:string role:string layer_type:string settings:settings n_pruned:integer "
-    "n_protected:integer max_abs_error:amount rms_error:amount rms:amount promise:promise",
-    "quality": "promise:promise metric:string max_drop:amount is_relative:boolean lower_is_better:boolean "
+    "n_protected:integer max_abs_error:amount rms_error:amount rms:amount promise:string",
+    "quality": "promise:string metric:string max_drop:amount is_relative:boolean lower_is_better:boolean "
     "exact:number measured:number is_met:boolean date:string data_digest?:string",
     "sharding": "shards:[shard] index_file?:string index_text?:string carried!:[string]",
     "shard": "file:string tensors:[string] metadata?:texts",
@@ -117,7 +114,8 @@ def fits(x: Any, kind: str) -> bool:
 
 def check_version(metadata: dict[str, str]) -> list[str]:
     """06-container#reading: "Compare the version, then the features"; gives the features."""
-    need(metadata.get("ckptz.version") == "0.1", "C7", f"version {metadata.get('ckptz.version')!r}")
+    version = metadata.get("ckptz.version", "")
+    need(re.fullmatch(r"1\.(0|[1-9][0-9]*)", version), "C7", f"version {version!r}")
     keys = {"ckptz.format", "ckptz.version", "ckptz.required_features", "ckptz.index_sha256"}
     features = metadata.get("ckptz.required_features", "lossless").split(",")
     for feature in features:
@@ -146,9 +144,8 @@ class File:
 
     def __init__(self, path: Path, shelf: Shelf) -> None:
         self.path, self.shelf, self.base, self.depth = path, shelf, None, 0
-        with open(path, "rb") as file:
-            need(os.fstat(file.fileno()).st_size >= 8, "C1")
-            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.data = path.read_bytes()
+        need(len(self.data) >= 8, "C1")
         length = unpack(8, self.data[:8])[0]
         need(length <= 100_000_000, "C2")
         need(8 + length <= len(self.data), "C1")
@@ -205,7 +202,10 @@ class File:
         need(self.content_id == index["content_id"], "C16")
         if self.base is not None:
             need("delta" in self.features, "C18")
-            check_base(self.base)
+            need(1 <= self.base["depth"] <= 64, "H1")
+            # "1 to 255 bytes of UTF-8, not `.` or `..`, and without `/`, characters below 0x20 and 0x7f"
+            good = re.fullmatch(r"(?!\.\.?$)[^/\x00-\x1f\x7f]+", self.base["file"])
+            need(good and len(self.base["file"].encode()) <= 255, "H2")
         self.depth = self.base["depth"] if self.base else len(inline or [])
 
     def match(self, regions: list[Tensor]) -> None:
@@ -271,7 +271,7 @@ class Tensor:
     @functools.cached_property
     def plan(self) -> Plan:
         """06-container#reading: "compare dtype, shape, length and checksum of the tensor with its entry"."""
-        plan = read_frame_header(self.read(0, self.end - self.begin), self.file.shelf.limit)
+        plan = Plan(self.read(0, self.end - self.begin), self.file.shelf.limit)
         need((plan.dtype, plan.shape) == (self.dtype, self.shape), "C15")
         need(plan.map is None or "maps" in self.file.features, "C20")
         need(checksum_of(decoded for _, decoded, *_ in plan.records) == self.checksum, "C15")
@@ -311,8 +311,7 @@ class Tensor:
             return Chunk(self.dtype, unpack(self.dtype.size, data))
         base = self.base.chunk(j, done) if self.base else Chunk(self.dtype, ())
         named = {other.name: other.chunk(j, done) for other in self.named()}
-        at = self.end - self.begin - self.plan.offsets[-1]
-        data = self.read(at + self.plan.offsets[j], at + self.plan.offsets[j + 1])
+        data = self.read(*self.plan.offsets[j : j + 2])
         return Decoding(self.plan, j, data, base, named).run()
 
     def chunks(self) -> Iterator[bytes]:
@@ -330,28 +329,19 @@ def checksum_of(chunks: Iterable[int]) -> int:
     return xxh64(pack(8, chunks))
 
 
-def check_base(base: dict[str, Any]) -> None:
-    """07-chain#base-reference."""
-    need(1 <= base["depth"] <= 64, "H1")
-    # "1 to 255 bytes of UTF-8, not `.` or `..`, and without `/`, characters below 0x20 and 0x7f"
-    good = re.fullmatch(r"[^/\x00-\x1f\x7f]+", base["file"]) and base["file"] not in (".", "..")
-    need(good and len(base["file"].encode()) <= 255, "H2")
-
-
 class Shelf:
-    """The files that are open, each once, and where bases are looked for."""
+    """The files that are open, each once, and how much may be decoded of each tensor."""
 
-    def __init__(self, given: list[Path], limit: int) -> None:
-        self.given, self.limit = given, limit
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.open = functools.cache(lambda path: File(path, self))
         self.base_of = functools.cache(self.find_base)
 
     def find_base(self, delta: File) -> File:
         """07-chain#resolution: "a checkpoint with the content id that its reference gives"."""
         folder, reference = delta.path.parent, delta.base
-        hinted = [folder / reference["file"], *self.given]
         others = (path for suffix in ("ckptz", "safetensors") for path in sorted(folder.glob(f"*.{suffix}")))
-        for path in filter(Path.is_file, itertools.chain(hinted, others)):
+        for path in filter(Path.is_file, itertools.chain([folder / reference["file"]], others)):
             with contextlib.suppress(Refusal, OSError):
                 found = self.open(path)
                 same = found.content_id == reference["content_id"]
@@ -394,24 +384,20 @@ def decode(path: Path, shelf: Shelf, out: str) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """The command line: 0 if all is decoded, 1 if a file is refused, 2 for wrong use."""
+    """The command line: prints a line of JSON for each file; 0 if all are decoded, 1 if one is refused."""
     parser = argparse.ArgumentParser(description="Decode .ckptz files.")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--base", type=Path, action="append", default=[], help="a file that may be a base")
-    parser.add_argument("-o", "--out", help="the safetensors file to write, of one FILE")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each FILE")
+    parser.add_argument("-o", "--out", default=os.devnull, help="the safetensors file to write, of one FILE")
     parser.add_argument("--limit", type=int, default=2**30, help="most bytes to decode of one file (2^30)")
     given = parser.parse_args()
     status = 0
     for path in given.files:
-        line: dict[str, Any] = {"file": str(path)}
         try:
-            line["tensors"] = decode(path, Shelf(given.base, given.limit), given.out or os.devnull)
+            line = {"file": str(path), "tensors": decode(path, Shelf(given.limit), given.out)}
         except Refusal as refusal:
-            status, line["refused"] = 1, {"kind": refusal.kind, "rule": refusal.rule}
-            print(f"{path}: {refusal}".encode("unicode_escape").decode(), file=sys.stderr)
-        if given.json:
-            print(json.dumps(line))
+            status, refused = 1, {"kind": refusal.kind, "rule": refusal.rule, "about": refusal.about}
+            line = {"file": str(path), "refused": refused}
+        print(json.dumps(line))
     return status
 
 

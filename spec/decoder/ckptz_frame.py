@@ -30,9 +30,9 @@ class Refusal(Exception):
     """00-conventions#words: "give an error instead of a result"; `rule` is a row of a table of refusals."""
 
     def __init__(self, rule: str, about: str = "") -> None:
-        self.rule = rule
+        self.rule, self.about = rule, about
         self.kind = next((kind for kind, rules in KINDS.items() if rule in rules.split()), "corrupt")
-        super().__init__(f"{self.kind} ({rule})" + (f": {about}" if about else ""))
+        super().__init__(rule, about)
 
 
 def need(condition: object, rule: str, about: str = "") -> None:
@@ -145,11 +145,10 @@ class Cursor:
         for _ in range(count):
             one = bits.find("1", at)  # "count z zero bits up to the first one bit; with m = k + z"
             m = order + one - at
-            low = bits[one + 1 : one + 1 + m]
-            need(one >= 0 and m <= 16 and len(low) == m, "I5")
-            values.append(2**m + int(low[::-1] or "0", 2) - 2**order)  # "v = 2^m + x - 2^k"
-            need(values[-1] <= 65535, "I5")
             at = one + 1 + m
+            need(one >= 0 and m <= 16 and at <= len(bits), "I5")
+            values.append(2**m + int(bits[one + 1 : at][::-1] or "0", 2) - 2**order)  # "v = 2^m + x - 2^k"
+            need(values[-1] <= 65535, "I5")
         end = -(-at // 8)  # "after the last one the rest of the byte is zero bits"
         need("1" not in bits[at : 8 * end], "I6")
         self.at += end
@@ -163,32 +162,32 @@ P4, P5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 
 def rotl(x: int, n: int) -> int:
     """01-integers#xxh64: "rotates 64 bits to the left"."""
-    return (x << n | x >> (64 - n)) & M64
+    return ((x & M64) << n | (x & M64) >> (64 - n)) & M64
 
 
 def xxh_round(a: int, x: int) -> int:
     """01-integers#xxh64: "round(a, x) = rotl(a + x * P2, 31) * P1"."""
-    return rotl((a + x * P2) & M64, 31) * P1 & M64
+    return rotl(a + x * P2, 31) * P1 & M64
 
 
 def xxh64(data: bytes) -> int:
     """01-integers#xxh64, by its four steps."""
-    whole, h = len(data) // 32 * 32, P5
+    whole, h, rest = len(data) // 32 * 32, P5, Cursor(data)
     if whole:
-        v = [(P1 + P2) & M64, P2, 0, -P1 & M64]
-        for x in struct.iter_unpack("<4Q", memoryview(data)[:whole]):
+        v = [P1 + P2, P2, 0, -P1]
+        for x in struct.iter_unpack("<4Q", rest.take(whole)):
             v = list(map(xxh_round, v, x))
-        h = sum(map(rotl, v, (1, 7, 12, 18))) & M64
+        h = sum(map(rotl, v, (1, 7, 12, 18)))
         for lane in v:
             h = ((h ^ xxh_round(0, lane)) * P1 + P4) & M64
-    h = (h + len(data)) & M64
-    rest = Cursor(data[whole:])
+    h += len(data)
     while rest.left >= 8:
-        h = (rotl(h ^ xxh_round(0, rest.one("Q")), 27) * P1 + P4) & M64
+        h = rotl(h ^ xxh_round(0, rest.one("Q")), 27) * P1 + P4
     if rest.left >= 4:
-        h = (rotl(h ^ (rest.one("I") * P1 & M64), 23) * P2 + P3) & M64
+        h = rotl(h ^ rest.one("I") * P1, 23) * P2 + P3
     while rest.left:
-        h = rotl(h ^ (rest.one() * P5 & M64), 11) * P1 & M64
+        h = rotl(h ^ rest.one() * P5, 11) * P1
+    h &= M64
     h = (h ^ h >> 33) * P2 & M64
     h = (h ^ h >> 29) * P3 & M64
     return h ^ h >> 32
@@ -222,14 +221,6 @@ def read_runs(cursor: Cursor, classes: int, bound: int) -> list[int]:
     return numbers
 
 
-def read_tables(cursor: Cursor, classes: int) -> list[Table]:
-    """02-entropy#tables: "tables that all chunks share"; here the one of each class."""
-    count = cursor.one()
-    need(1 <= count <= 64, "E7")
-    tables = [Table(cursor) for _ in range(count)]
-    return [tables[number] for number in read_runs(cursor, classes, count)]
-
-
 class Stream(Cursor):
     """02-entropy#streams: "A stream is n codes in some bytes."."""
 
@@ -238,7 +229,8 @@ class Stream(Cursor):
         need(coder <= SPARSE, "E1", f"coder {coder}")
         if n == 0:  # "A stream of no codes is `stored` and has no bytes."
             need(coder == STORED and not self.left, "E4")
-            return b""
+        need(coder != RANS_SHARED or tables is not None, "E2")
+        codes = b""
         if coder == CONSTANT:  # "one u8: every code has this value"
             codes = self.take(1) * n
         elif coder == STORED:  # "the n codes"
@@ -250,7 +242,6 @@ class Stream(Cursor):
         elif coder == SPARSE:
             codes = self.sparse(n)
         else:
-            need(tables is not None, "E2")
             codes = self.rans_shared(tables or [], classes)
         need(self.left == 0, "E3")  # "The bytes must be used up exactly."
         return codes
@@ -273,26 +264,24 @@ class Stream(Cursor):
         need(len(codes) == n, "E5")
         return bytes(codes)
 
-    def sparse_part(self, most: int) -> bytes:
-        """02-entropy#sparse: count, coder, length and stream of the gaps, or of the values."""
-        count, coder = self.varint(), self.one()
-        need(count <= most and coder not in (RANS_SHARED, SPARSE), "E13")
-        return Stream(self.take(self.varint())).decode(coder, count)
-
     def sparse(self, n: int) -> bytes:
         """02-entropy#sparse: "a *gap* is the number of common codes before a value"."""
-        codes = bytearray(self.take(1)) * n
-        gaps = self.sparse_part(n + n // 255 + 1)  # "at most n + n / 255 + 1"
-        values = self.sparse_part(n)  # "number of values, at most n"
+        codes, parts = bytearray(self.take(1)) * n, []
+        for most in (n + n // 255 + 1, n):  # "at most n + n / 255 + 1", then "number of values, at most n"
+            count = self.varint()
+            need(count <= most, "E13")
+            parts.append(embedded(self, count, nested=True))
+        need(self.left == 0, "I7")
+        gaps, values = parts
         # "There are as many gap codes below 255 as there are values, the last gap code is below 255"
         need(len(gaps) - gaps.count(255) == len(values) and gaps[-1:] != b"\xff", "E14")
-        at, value = -1, iter(values)
+        at, value = 0, iter(values)
         for gap in gaps:
-            at += gap + (gap < 255)
-            need(at < n or gap == 255, "E14")
+            at += gap
             if gap < 255:
+                need(at < n, "E14")
                 codes[at] = next(value)
-        need(self.left == 0, "I7")
+                at += 1
         return bytes(codes)
 
     def rans(self, tables: Iterable[Table], n: int) -> bytes:
@@ -322,10 +311,15 @@ class Stream(Cursor):
     def rans_shared(self, tables: list[Table], classes: list[int]) -> bytes:
         """02-entropy#lanes: "sorted by their" class, "and codes of the same class stay in the order"."""
         order = sorted(range(len(classes)), key=classes.__getitem__)  # Python's sort is stable
-        codes = bytearray(len(classes))
-        for i, code in zip(order, self.rans((tables[classes[i]] for i in order), len(order)), strict=True):
-            codes[i] = code
-        return bytes(codes)
+        codes = self.rans((tables[classes[i]] for i in order), len(order))
+        return bytes(code for _, code in sorted(zip(order, codes, strict=True)))
+
+
+def embedded(cursor: Cursor, n: int, nested: bool = False) -> bytes:
+    """02-entropy#embedded-streams: "A stream that stands in another structure", of n codes."""
+    coder = cursor.one()
+    need(not nested or coder not in (RANS_SHARED, SPARSE), "E13")
+    return Stream(cursor.take(cursor.varint())).decode(coder, n)
 
 
 # --- 03-transforms --------------------------------------------------------------------------------------
@@ -339,11 +333,6 @@ def order(u: int, w: int) -> int:
 def unorder(o: int, w: int) -> int:
     """03-transforms#order: "unorder(o) = top bit of o is 1 ? o - 2^(w-1) : ~o"."""
     return o - 2 ** (w - 1) if o >> (w - 1) else o ^ (2**w - 1)
-
-
-def unzigzag(z: int, w: int) -> int:
-    """01-integers#zigzag: "unzigzag(z) = (z >> 1) ^ (lowest bit of z ? 2^w - 1 : 0)"."""
-    return z >> 1 ^ (2**w - 1 if z & 1 else 0)
 
 
 def join(streams: list[bytes]) -> tuple[int, ...]:
@@ -363,9 +352,11 @@ def unplane(mode: int, dtype: Dtype, zs: tuple[int, ...], base: tuple[int, ...])
         return [(z >> 1 | z << (w - 1)) % 2**w for z in zs]
     if mode == XOR:
         return [z ^ b for z, b in zip(zs, base, strict=True)]
+    # 01-integers#zigzag: "unzigzag(z) = (z >> 1) ^ (lowest bit of z ? 2^w - 1 : 0)"
+    pairs = zip((z >> 1 ^ (2**w - 1 if z & 1 else 0) for z in zs), base, strict=True)
     if dtype.is_float:  # "unorder((order(b) + unzigzag(z)) mod 2^w)"
-        return [unorder((order(b, w) + unzigzag(z, w)) % 2**w, w) for z, b in zip(zs, base, strict=True)]
-    return [(b + unzigzag(z, w)) % 2**w for z, b in zip(zs, base, strict=True)]
+        return [unorder((order(b, w) + d) % 2**w, w) for d, b in pairs]
+    return [(b + d) % 2**w for d, b in pairs]
 
 
 # --- 04-quantization ------------------------------------------------------------------------------------
@@ -378,58 +369,33 @@ def finite(pattern: int, name: str) -> bool:
     return pattern & EXPONENT[name] != EXPONENT[name]
 
 
-def to_double(pattern: int) -> float:
-    """The value of an F32 pattern, exactly, subnormal ones too."""
-    return float(struct.unpack("<f", struct.pack("<I", pattern))[0])
+def number(pattern: int, letter: str = "f") -> float:
+    """The value of an F32 pattern (f) or F16 pattern (e), exactly, subnormal ones too."""
+    return float(struct.unpack(f"<{letter}", pattern.to_bytes(struct.calcsize(letter), "little"))[0])
 
 
-def to_f32(value: float) -> int:
-    """The F32 pattern of a binary64, to nearest, ties to even, as `struct` does it but for overflow."""
+def nearest(value: float, letter: str = "f") -> int:
+    """The pattern of the F32 or F16 number nearest to a binary64, ties to even, or infinity."""
     try:
-        return unpack(4, struct.pack("<f", value))[0]
+        data = struct.pack(f"<{letter}", value)
     except OverflowError:
-        return 0x7F800000 if value > 0 else 0xFF800000
+        data = struct.pack(f"<{letter}", math.copysign(math.inf, value))
+    return int.from_bytes(data, "little")
 
 
 def widen(u: int, name: str) -> int:
     """04-quantization#widening: "BF16 to F32: u << 16. F16 to F32: the F32 pattern of the same value"."""
-    if name == "F16":
-        return to_f32(struct.unpack("<e", struct.pack("<H", u))[0])
-    return u << 16 if name == "BF16" else u
-
-
-def add(a: int, b: int) -> int:
-    """04-quantization#arithmetic: "the sum may be made in binary64 and rounded once more"."""
-    return to_f32(to_double(a) + to_double(b))
-
-
-def product(a: int, b: int) -> int:
-    """04-quantization#product: "It is exact in binary64 before it is rounded."."""
-    return to_f32(to_double(a) * to_double(b))
-
-
-def affine(scale: float, level: float, offset: float) -> int:
-    """04-quantization#entries: "three roundings, each to nearest, ties to even", two of them by Python."""
-    return to_f32(scale * level + offset)
+    return u << 16 if name == "BF16" else nearest(number(u, "e")) if name == "F16" else u
 
 
 def cast(p: int, name: str) -> int:
-    """04-quantization#cast: "F32 to the dtype of the tensor, from the pattern p by integers"."""
+    """04-quantization#cast: "F32 to the dtype of the tensor"."""
     if name == "F32":
         return p
-    if name == "BF16":  # "(p + 0x7fff + ((p >> 16) & 1)) >> 16"
-        return (p + 0x7FFF + (p >> 16 & 1)) >> 16
-    s, m = p >> 16 & 0x8000, p & 0x7FFFFFFF
-    if m >= 0x477FF000:  # "s | 0x7c00, infinity"
-        return s | 0x7C00
-    if m <= 0x33000000:  # "s, zero"
-        return s
-    e, f = m >> 23, m & 0x7FFFFF | 0x800000
-    t = 13 if e >= 113 else 126 - e
-    q, rest = f >> t, f % 2**t
-    if rest > 2 ** (t - 1) or (rest == 2 ** (t - 1) and q % 2):
-        q += 1
-    return s | q + ((e - 113 << 10) if e >= 113 else 0)
+    if p & 0x7FFFFFFF > 0x7F800000:  # "A NaN becomes (p >> 16) | 0x40 in BF16 and s | 0x7e00 in F16."
+        return p >> 16 | 0x40 if name == "BF16" else p >> 16 & 0x8000 | 0x7E00
+    # "(p + 0x7fff + ((p >> 16) & 1)) >> 16"; the steps for F16 are a rounding to nearest, ties to even
+    return (p + 0x7FFF + (p >> 16 & 1)) >> 16 if name == "BF16" else nearest(number(p), "e")
 
 
 class Map:
@@ -461,51 +427,60 @@ class Map:
             return [[(scale[r] * x + offset[r]) % top for x in level] for r in range(rows)]
         for x in (*scale, *level, *offset):  # "must be finite, and each must be zero or normal in binary64"
             need(x == 0 or (math.isfinite(x) and abs(x) >= sys.float_info.min), "Q5")
-        return [[affine(scale[r], x, offset[r]) for x in level] for r in range(rows)]
+        # "three roundings, each to nearest, ties to even", two of them by Python
+        return [[nearest(scale[r] * x + offset[r]) for x in level] for r in range(rows)]
 
 
 # --- 05-frame -------------------------------------------------------------------------------------------
 
 
 class Rule:
-    """05-frame#class-rules, field by field."""
+    """05-frame#class-rules, field by field; `size` is how many units share a stored label."""
 
     def __init__(self, cursor: Cursor, plan: Plan) -> None:
-        self.kind, self.radix, self.source, self.labels = cursor.one(), 256, "", b""
+        self.kind, self.source, self.radix, self.size, self.labels = cursor.one(), "", 256, 0, b""
         need(MAGNITUDE <= self.kind <= BASE_CODE, "T1", f"class rule {self.kind}")
         if self.kind == MAGNITUDE:  # "name of the tensor, or empty for the base"
             self.source = cursor.text()
-            return
-        self.radix = cursor.varint()
-        need(1 <= self.radix <= 256, "T3")
-        if self.kind != BASE_CODE:
-            self.read_labels(cursor, plan)
-
-    def read_labels(self, cursor: Cursor, plan: Plan) -> None:
-        """05-frame#class-rules: "There are as many labels as the first dimension is large for `row`"."""
-        if self.kind == ROW:
-            count = math.prod(plan.shape[:1])
-            need(not plan.units or plan.units % count == 0, "T4")
-            self.size = plan.units // count if plan.units else 1
         else:
+            self.radix = cursor.varint()
+            need(1 <= self.radix <= 256, "T3")
+        if self.kind == ROW:  # "as many labels as the first dimension is large"
+            rows = math.prod(plan.shape[:1]) or 1
+            need(plan.units % rows == 0, "T4")
+            self.size = plan.units // rows or 1
+        if self.kind == BLOCK:
             self.size = cursor.varint()
             need(1 <= self.size <= 2**48, "T5")
+        if self.size:
             count = -(-plan.units // self.size)  # "units / block size, rounded up"
-        count = count if plan.units else 0  # "A tensor without units has no labels."
-        total = count + sum(len(other.labels) for other in plan.rules)
-        need(total <= 2**24, "T6")
-        coder = cursor.one()
-        self.labels = Stream(cursor.take(cursor.varint())).decode(coder, count)
-        need(max(self.labels, default=0) < self.radix, "T3")
+            need(count + sum(len(other.labels) for other in plan.rules) <= 2**24, "T6")
+            self.labels = embedded(cursor, count)
+            need(max(self.labels, default=0) < self.radix, "T3")
 
 
 class Plan:
-    """05-frame#plan, field by field, and the chunk records behind it."""
+    """05-frame#decoding, "The header": the plan, field by field, and the chunk records behind it."""
 
-    def __init__(self, cursor: Cursor, limit: int) -> None:
+    def __init__(self, frame: bytes, limit: int) -> None:
+        length = unpack(4, frame[:4])[0] if len(frame) >= 12 else 0
+        need(12 <= length <= len(frame), "F1")
+        # "Check the header checksum before anything else of the header is believed."
+        need(xxh64(frame[: length - 8]) == unpack(8, frame[length - 8 : length])[0], "F2")
+        cursor = Cursor(frame[4 : length - 8])
+        self.read_plan(cursor, limit)
+        self.read_rules_and_map(cursor)
+        self.records = list(self.read_records(cursor))
+        lengths = (sum(n for _, n in streams) for *_, streams in self.records)
+        self.offsets = list(itertools.accumulate(lengths, initial=length))  # of the chunks
+        # "The length of the header and of all streams must be the length of the frame."
+        need(self.offsets[-1] == len(frame), "F11")
+
+    def read_plan(self, cursor: Cursor, limit: int) -> None:
+        """05-frame#plan, up to the plane mode."""
         version, dtype, self.domain, self.predictor = cursor.many(4, "B")
         self.flags, dimensions = cursor.one("I"), cursor.one()
-        need(version == 0, "F3", f"frame version {version}")
+        need(version == 1, "F3", f"frame version {version}")
         need(dtype in DTYPE_OF_ID and self.domain <= BITS and self.predictor <= OUTER, "F4")
         need(self.flags < 8, "F5", f"frame flags {self.flags:#x}")
         need(self.flags == 0 or self.domain != PLANES, "F6")
@@ -521,30 +496,35 @@ class Plan:
         # "The predictor is `base` if and only if the plane mode is `xor` or `difference`"
         right = BASE if self.mode in (XOR, DIFFERENCE) else ZERO
         need(self.domain != PLANES or self.predictor == right, "F9")
-        self.rules: list[Rule] = []
-        self.read_rules_and_map(cursor)
-        self.records = list(self.read_records(cursor))
-        lengths = (sum(n for _, n in streams) for *_, streams in self.records)
-        self.offsets = [0, *itertools.accumulate(lengths)]  # of the chunks, from the end of the header
 
     def read_rules_and_map(self, cursor: Cursor) -> None:
         """05-frame#plan, from the class rules on."""
-        count = cursor.one()
-        need(count <= 3, "T2")
-        for _ in range(count):
+        self.rules: list[Rule] = []
+        for _ in range(cursor.one()):
+            need(len(self.rules) < 3, "T2")
             self.rules.append(Rule(cursor, self))
         self.classes = math.prod(rule.radix for rule in self.rules)
         need(self.classes <= 4096, "T2")
         self.map = Map(cursor, self) if self.domain != PLANES else None
         # #chunks: "one code stream for each byte of a unit", or "the code stream"
         self.code_streams = 1 if self.map else self.dtype.size
-        self.tables = [read_tables(cursor, self.classes) for _ in range(self.code_streams) if self.rules]
-        sizes = (math.prod(self.shape[:1]), math.prod(self.shape[1:])) if self.predictor == OUTER else (0, 0)
-        self.row, self.column = (cursor.many(n, "I") for n in sizes)
-        need(all(finite(x, "F32") for x in self.row + self.column), "Q9")
+        self.tables = [self.read_tables(cursor) for _ in range(self.code_streams) if self.rules]
+        # #outer-vectors: "a missing dimension counts as 1", "Together they have at most 2^24 elements."
+        sizes = (math.prod(self.shape[:1]), math.prod(self.shape[1:])) if self.predictor == OUTER else ()
+        need(sum(sizes) <= 2**24, "Q10")
+        # "the lowest byte of all elements, then the next, and the highest last"
+        self.vectors = [join([embedded(cursor, n) for _ in range(4)]) for n in sizes]
+        need(all(finite(x, "F32") for vector in self.vectors for x in vector), "Q9")
         self.reads_base_codes = any(rule.kind == BASE_CODE for rule in self.rules)
         unnamed = any(rule.kind == MAGNITUDE and not rule.source for rule in self.rules)
         self.needs_base = self.predictor == BASE or self.reads_base_codes or unnamed
+
+    def read_tables(self, cursor: Cursor) -> list[Table]:
+        """02-entropy#tables: "tables that all chunks share"; here the one of each class."""
+        count = cursor.one()
+        need(1 <= count <= 64, "E7")
+        tables = [Table(cursor) for _ in range(count)]
+        return [tables[number] for number in read_runs(cursor, self.classes, count)]
 
     def read_records(self, cursor: Cursor) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
         """05-frame#chunk-records: checksums: stored, decoded, of base codes; coder and length of streams."""
@@ -562,18 +542,6 @@ class Plan:
             yield stored, decoded, base_codes, streams
 
 
-def read_frame_header(frame: bytes, limit: int) -> Plan:
-    """05-frame#decoding, "The header"."""
-    length = unpack(4, frame[:4])[0] if len(frame) >= 12 else 0
-    need(12 <= length <= len(frame), "F1")
-    # "Check the header checksum before anything else of the header is believed."
-    need(xxh64(frame[: length - 8]) == unpack(8, frame[length - 8 : length])[0], "F2")
-    plan = Plan(Cursor(frame[4 : length - 8]), limit)
-    # "The length of the header and of all streams must be the length of the frame."
-    need(length + plan.offsets[-1] == len(frame), "F11")
-    return plan
-
-
 class Chunk(NamedTuple):
     """What a chunk decodes to; `codes` if the frame has a map."""
 
@@ -581,21 +549,16 @@ class Chunk(NamedTuple):
     units: tuple[int, ...]
     codes: bytes | None = None
 
-    def magnitudes(self) -> list[int]:
-        """03-transforms#classes: "(u >> (w - 9)) mod 256", or "If u has 8 bits, its low seven: u mod 128"."""
-        w = self.dtype.size * 8
-        return [u % 128 if w == 8 else (u >> (w - 9)) % 256 for u in self.units]
 
-
-class Decoding:
+class Decoding(Cursor):
     """05-frame#decoding: "A chunk of n units", number j of a frame; `named` are tensors of class rules."""
 
     def __init__(self, plan: Plan, j: int, data: bytes, base: Chunk, named: dict[str, Chunk]) -> None:
-        self.plan, self.data, self.base, self.named = plan, data, base, named
+        super().__init__(data)
+        self.plan, self.base, self.named = plan, base, named
         self.where = range(j * CHUNK, min((j + 1) * CHUNK, plan.units))
-        self.n, self.cursor = len(self.where), Cursor(data)
-        self.stored, self.decoded, self.base_codes, streams = plan.records[j]
-        self.streams = iter(streams)
+        self.n, record = len(self.where), plan.records[j]
+        self.stored, self.decoded, self.base_codes, self.streams = *record[:3], iter(record[3])
 
     def run(self) -> Chunk:
         """05-frame#decoding: "If a step fails while it is wrong, the bytes were damaged"."""
@@ -607,23 +570,22 @@ class Decoding:
 
     def steps(self) -> Chunk:
         """05-frame#decoding, the five steps of a chunk."""
-        plan, size = self.plan, self.plan.dtype.size
+        plan, size, base = self.plan, self.plan.dtype.size, self.base
         if plan.reads_base_codes:  # "0 if the base has none"
-            right = 0 if self.base.codes is None else xxh64(self.base.codes)
-            need(self.base_codes == right, "T10")
+            need(self.base_codes == (0 if base.codes is None else xxh64(base.codes)), "T10")
         self.classes = self.class_of_units()
         codes = [self.next_stream(self.n, t) for t in plan.tables or [None] * plan.code_streams]
         if plan.map:
             units = tuple(self.values(plan.map, codes[0]))
         else:
-            units = tuple(unplane(plan.mode, plan.dtype, join(codes), self.base.units))
+            units = tuple(unplane(plan.mode, plan.dtype, join(codes), base.units))
         need(xxh64(pack(size, units)) == self.decoded, "F13" if plan.needs_base else "F14")
         return Chunk(plan.dtype, units, codes[0] if plan.map else None)
 
     def next_stream(self, n: int, tables: list[Table] | None = None) -> bytes:
         """05-frame#chunks: "The bytes of a chunk are its streams one after another"."""
         coder, length = next(self.streams)
-        return Stream(self.cursor.take(length)).decode(coder, n, tables, self.classes)
+        return Stream(self.take(length)).decode(coder, n, tables, self.classes)
 
     def exact_values(self, n: int) -> Iterator[int]:
         """05-frame#chunks: "one stream for each byte of a unit, least significant first"."""
@@ -633,8 +595,10 @@ class Decoding:
         """03-transforms#classes: "the mixed-radix number of the labels, the first rule most significant"."""
         classes = [0] * self.n
         for rule in self.plan.rules:
-            if rule.kind == MAGNITUDE:
-                labels = (self.named[rule.source] if rule.source else self.base).magnitudes()
+            if rule.kind == MAGNITUDE:  # "(u >> (w - 9)) mod 256"; "If u has 8 bits, its low seven"
+                other = self.named[rule.source] if rule.source else self.base
+                w = other.dtype.size * 8
+                labels = [(u >> (w - 9)) % 256 if w > 8 else u % 128 for u in other.units]
             elif rule.kind == BASE_CODE:  # "every label is 0"
                 labels = list(self.base.codes or bytes(self.n))
                 need(max(labels) < rule.radix, "T9")
@@ -650,8 +614,9 @@ class Decoding:
             return [0] * self.n
         if plan.predictor == BASE:
             return (widen(u, name) if linear else u for u in self.base.units)
-        length = len(plan.column)  # "row[i / n], column[i mod n]"
-        products = (product(plan.row[i // length], plan.column[i % length]) for i in self.where)
+        row, column = plan.vectors
+        n = len(column)  # "row[i / n], column[i mod n]"; "It is exact in binary64 before it is rounded."
+        products = (nearest(number(row[i // n]) * number(column[i % n])) for i in self.where)
         return products if linear else (cast(p, name) for p in products)
 
     def unit(self, p: int, entry: int) -> int:
@@ -659,8 +624,8 @@ class Decoding:
         w, name = self.plan.dtype.size * 8, self.plan.dtype.name
         if self.plan.domain == BITS:  # "unorder( (order(P) + T[r][c]) mod 2^w )"
             unit = unorder((order(p, w) + entry) % 2**w, w)
-        else:  # "the sum must be finite too, before it is cast"
-            total = add(p, entry)
+        else:  # "the sum may be made in binary64 and rounded once more"; it "must be finite too"
+            total = nearest(number(p) + number(entry))
             unit = cast(total, name) if finite(total, "F32") else EXPONENT[name]
         need(finite(unit, name), "Q7")
         return unit

@@ -25,13 +25,12 @@ from ckptz_frame import (
     Cursor,
     Refusal,
     Stream,
-    add,
     cast,
     finite,
+    nearest,
     need,
+    number,
     pack,
-    to_double,
-    to_f32,
     unpack,
     widen,
 )
@@ -39,6 +38,10 @@ from ckptz_frame import (
 RAW, UNIFORM, TOPK = range(3)  # 08-wire#codecs
 BACKWARD, REUSE, DELTA, NOT_FINITE, EVAL = 1, 2, 4, 16, 32  # 08-wire#flags
 LARGEST = {"F32": 0x7F7FFFFF, "BF16": 0x7F7F0000, "F16": 0x477FE000}  # finite values, as F32 patterns
+
+
+HEADER = """magic H version B length B codec B param B dtype B flags B src H dst H tensor H mode H step I
+microbatch I state_seq I plan I n I count I payload_bytes I batch I checksum Q header_checksum Q"""
 
 
 def padded(n: int) -> int:
@@ -51,6 +54,12 @@ def mix(x: int) -> int:
     x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & M64
     x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & M64
     return x ^ x >> 33
+
+
+def held(value: float, name: str) -> int:
+    """08-wire#uniform: "held within the largest finite value" and its negative, "rounded to F32"."""
+    largest = number(LARGEST[name])
+    return nearest(max(-largest, min(value, largest)))
 
 
 def checksum(data: bytes) -> int:
@@ -130,12 +139,10 @@ def uniform(plan: Plan, payload: Payload, mode: int, flag: bool) -> list[int]:
         codes = list(Stream(payload.take(length)).decode(coder, n))
         need(payload.left < 16 and not any(payload.take(payload.left)), "W5")
     need(max(codes) < 1 << bits, "W5")  # "codes of 2^b or more"
-    largest, out = to_double(LARGEST[plan.dtype.name]), []
-    for i, c in enumerate(codes):
-        offset, scale = (widen(x[i // block], "BF16") for x in (offsets, scales))
-        # "offset + scale * c, product and sum in IEEE double, held within the largest finite value"
-        value = to_double(offset) + to_double(scale) * c
-        out.append(to_f32(max(-largest, min(value, largest))) if finite(scale, "F32") else 0x7FC00000)
+    out = []
+    for i, c in enumerate(codes):  # "offset + scale * c, product and sum in IEEE double"
+        offset, scale = (number(widen(x[i // block], "BF16")) for x in (offsets, scales))
+        out.append(held(offset + scale * c, plan.dtype.name) if math.isfinite(scale) else 0x7FC00000)
     return out
 
 
@@ -181,11 +188,8 @@ class Receiver:
     def header(self, plan: Plan, due: dict[str, Any], data: bytes) -> dict[str, int]:
         """08-wire#header."""
         need(len(data) >= 64, "W1")
-        names = (
-            "magic version length codec param dtype flags src dst tensor mode step microbatch state_seq plan"
-        )
-        names += " n count payload_bytes batch checksum header_checksum"
-        got = dict(zip(names.split(), struct.unpack("<HBBBBBBHHHHIIIIIIIIQQ", data[:64]), strict=True))
+        names, letters = HEADER.split()[::2], HEADER.split()[1::2]
+        got = dict(zip(names, struct.unpack("<" + "".join(letters), data[:64]), strict=True))
         need((got["magic"], got["version"], got["length"]) == (0x5A57, 1, 4) and got["flags"] < 64, "W1")
         need(checksum(data[:56]) == got["header_checksum"], "W1")
         flags = BACKWARD * (due["direction"] == "backward") | REUSE * plan.reuse | DELTA * plan.has_state
@@ -212,14 +216,11 @@ class Receiver:
             patterns = self.topk(plan, due, payload, mode, flag)
         need(payload.left == 0, "W5")
         if plan.adds:  # "a = a + C(x - a)"; "A message with flag 4" "leaves all state as it is"
-            patterns = list(map(add, self.state.get(slot, [0] * plan.n), patterns))
+            before = self.state.get(slot, [0] * plan.n)
+            patterns = [nearest(number(a) + number(p)) for a, p in zip(before, patterns, strict=True)]
             if not flag:
                 self.state[slot] = patterns
-        largest = to_double(LARGEST[name])
-        held = (
-            to_f32(max(-largest, min(to_double(p), largest))) if finite(p, "F32") else p for p in patterns
-        )
-        return [cast(p, name) for p in held]
+        return [cast(held(number(p), name) if finite(p, "F32") else p, name) for p in patterns]
 
     def topk(self, plan: Plan, due: dict[str, Any], payload: Payload, mode: int, flag: bool) -> list[int]:
         """08-wire#topk: "All other elements are +0"."""

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file as save_plain
 
-from ckptz import KMeans
+from ckptz import Grid, KMeans
+from ckptz.config import Moments
 from ckptz.container.index import FORMAT_VERSION
 from ckptz.convert.compress import compress_files
+from ckptz.convert.rebase import rebase_file
 from ckptz.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parent
@@ -38,6 +40,18 @@ def weights(step: int) -> dict[str, np.ndarray]:
     }
 
 
+def training(step: int) -> dict[str, np.ndarray]:
+    """A weight with its moments, the second ones near an outer product."""
+    i = np.arange(64 * 64, dtype=np.float64).reshape(64, 64)
+    second = np.exp2(np.sin(i // 64) * 6 - 30 + np.cos(i % 64) * 3 + np.sin(i * 78.233 + step * 0.1) * 0.7)
+    found = {
+        "up.weight": np.sin(i * 12.9898) * 0.02 + step * 1e-4 * np.cos(i),
+        "up.weight.exp_avg": np.sin(i * 37.719 + step * 0.1) * np.sqrt(second),
+        "up.weight.exp_avg_sq": second,
+    }
+    return {name: values.astype(np.float32) for name, values in found.items()}
+
+
 def write(folder: Path) -> None:
     """One small file for each thing that a file may be."""
     lossy = KMeans(levels=8, prune=0.1, protect=0.01)
@@ -45,6 +59,10 @@ def write(folder: Path) -> None:
     save_file(weights(1), folder / "delta.ckptz", base=folder / "lossless.ckptz")
     save_file(weights(0), folder / "maps.ckptz", config=lossy)
     save_file(weights(1), folder / "maps-delta.ckptz", base=folder / "maps.ckptz", config=lossy)
+    state = Grid(moments=Moments(second_step=1.0))
+    save_file(training(0), folder / "moments.ckptz", config=state)
+    save_file(training(1), folder / "moments-delta.ckptz", base=folder / "moments.ckptz", config=state)
+    rebase_file(folder / "maps-delta.ckptz", folder / "inline.ckptz")
     with tempfile.TemporaryDirectory() as name:
         nested = Path(name) / "nested.pt"
         state = {"model": {"w": torch.arange(40.0).reshape(5, 8).T}, "step": 3, "rates": (0.5, None)}
