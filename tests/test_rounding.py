@@ -20,7 +20,14 @@ from ckptz.dtypes import dtype_of
 from ckptz.hooks import Calibration
 from ckptz.quant.grid import ESCAPE, UniformGrid
 from ckptz.quant.guides import InputMoments
-from ckptz.quant.rounding import BLOCK_COLUMNS, ColumnGrid, feedback, round_compensated
+from ckptz.quant.rounding import (
+    BLOCK_COLUMNS,
+    ColumnGrid,
+    Feedback,
+    Targets,
+    feedback,
+    round_compensated,
+)
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
 
@@ -193,6 +200,34 @@ def test_the_same_input_gives_the_same_codes() -> None:
     np.testing.assert_array_equal(first, round_compensated(columns.copy(), moments.copy(), grid))
 
 
+def test_the_cost_of_a_column_is_what_its_error_alone_adds() -> None:
+    # An error of the last column in the order cannot be made up for; D of the first ones is what is left
+    # of their moments behind the others.
+    moments = inputs(30, 200)
+    found = Feedback.of(moments)
+    upper = found.upper.astype(np.float64)
+    scale = np.diagonal(moments).astype(np.float64).mean()
+    costs = found.costs[found.order].astype(np.float64) * scale
+    damped = moments[np.ix_(found.order, found.order)] + 0.01 * scale * np.eye(30)
+    np.testing.assert_allclose(upper @ np.diag(costs) @ upper.T, damped, rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_targets_of_parts_add_up() -> None:
+    # With uncorrelated inputs the targets are the values themselves.
+    columns, grid = weights(12, 200), uniform(0.5, 200)
+    feedback_of = Feedback.of(np.diag(np.arange(1, 13)).astype(np.float32))
+    found = Targets.none(1)
+    for part in (columns[:, :120], columns[:, 120:]):
+        found.add(feedback_of, part, uniform(0.5, part.shape[1]))
+    codes = feedback_of.round(columns, grid)
+    np.testing.assert_array_equal(found.counts[0], np.bincount(codes.reshape(-1), minlength=256))
+    for code in (0, 1, 2, 5):
+        is_here = codes == code
+        weighed = is_here * feedback_of.costs[:, None]
+        np.testing.assert_allclose(found.weights[0, code], weighed.sum(), rtol=1e-5)
+        np.testing.assert_allclose(found.sums[0, code], (weighed * np.abs(columns)).sum(), rtol=1e-5)
+
+
 # --- calibrated files ---------------------------------------------------------------------------
 
 
@@ -261,6 +296,26 @@ def test_calibrated_rounding_loses_less_at_the_same_size(
         ckptz("verify", out, "--against", source)
     assert errors[1] < 0.75 * errors[0]
     assert bits[1] < 1.1 * bits[0]
+
+
+def test_levels_are_centroids_of_what_is_rounded_to_them() -> None:
+    # The errors pushed on make targets larger than values: levels at the means of the values would shrink
+    # what is restored. Any common factor of the levels but about 1 loses more, by e H e^T after rounding.
+    weight, moments = np.ascontiguousarray(weights(200, 300).T), inputs(200, 300)
+    source = ArraySource.from_buffer(dtype_of("F32"), weight.shape, weight.tobytes())
+    guide = Guide(inputs=InputMoments(axis=1, n_samples=300, read=lambda: moments))
+    plan = plan_grid(source, None, UniformGrid(4.0), guide)
+    assert plan.quant_map is not None
+    values = plan.quant_map.table.expand().view(np.float32)
+
+    def lost(factor: float) -> float:
+        levels = np.ascontiguousarray(values * np.float32(factor))
+        most = (levels.shape[1] - 1) // 2
+        grid = ColumnGrid(np.full((1, 300), 1.6, np.float32), np.zeros((1, 300), np.uint8), levels, 0.1, most)
+        codes = round_compensated(weight.T.copy(), moments, grid)
+        return loss(weight.T, codes, grid, moments)
+
+    assert lost(1.0) < min(lost(0.85), lost(1.2))
 
 
 def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:

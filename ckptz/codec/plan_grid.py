@@ -26,16 +26,18 @@ from ckptz.codec.units import CHUNK_UNITS, Units, UnitSource, chunk_bounds, n_ro
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.kernels import planning
 from ckptz.quant.grid import (
+    MAX_MAGNITUDE,
     Levels,
     RowSteps,
     UniformGrid,
+    bare_levels,
     fit_levels,
     grid_codes,
     largest_magnitude,
     row_steps,
 )
 from ckptz.quant.quant_map import QuantizationMap
-from ckptz.quant.rounding import ColumnGrid, round_compensated
+from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
 from ckptz.transform.classes import (
     MAX_CLASSES,
     MAX_INDICES,
@@ -51,6 +53,10 @@ from ckptz.transform.classes import (
 # step gives the same size at less loss.
 DEAD_ZONE: Final = 0.1
 MIN_ROW_UNITS: Final = 32  # shorter rows would pay more for their labels than these save
+SAMPLE_OUTPUTS: Final = 128  # of a layer, that levels are fitted to
+N_FITS: Final = 2  # a third changes bits by less than 1 %
+
+Outputs = NDArray[np.intp]
 
 
 def plan_grid(
@@ -78,7 +84,9 @@ def plan_grid(
     most, levels = grid.fit(counted)
     moments = None if guide.inputs is None else guide.inputs.read()
     if guide.inputs is not None and moments is not None and moments.ndim > 1:
-        grid = replace(grid, rounded=_rounded(grid, guide.inputs.axis, moments, most, levels))
+        layer = _Layer.of(grid, guide.inputs.axis, moments)
+        most, levels = layer.fit()
+        grid = replace(grid, rounded=layer.rounded(most, levels))
         counted = functools.reduce(operator.add, run(grid.count, bounds))
     return _plan_of(grid, counted, most, levels)
 
@@ -206,33 +214,68 @@ class GridQuantizer:
         del begin, end, units
 
 
-def _rounded(grid: _Grid, axis: int, moments: NDArray[Any], most: int, levels: Levels) -> NDArray[np.uint8]:
-    """Codes of a whole tensor, each column's errors compensated by columns that come after it.
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A weight whose columns are rounded one after another; holds it in float32 up to three times.
 
-    Holds the tensor in float32 three times.
-
-    Args:
+    Attributes:
         grid: of the tensor.
-        axis: of the tensor that the moments belong to, see `InputMoments`.
-        moments: of inputs [n, n], or by group [n_groups, n, n].
-        most: largest magnitude that has codes.
-        levels: what codes stand for.
+        residual: what is rounded [rows, units of a row].
+        is_transposed: whether the first dimension of the weight is that of its inputs.
+        feedbacks: of the inputs of each group.
     """
-    rows, labels = grid.rows, grid.rows.labels
-    residual = grid.whole_residual()
-    labels = np.broadcast_to(labels, len(residual)) if rows.n_classes == 1 else labels
-    steps = rows.steps.astype(np.float32)[labels]
-    columns = ColumnGrid(steps[:, None], labels[:, None], levels.expand(), grid.dead_zone, most)
-    if axis == 0:
-        return round_compensated(residual, moments, columns).reshape(-1)
-    codes = np.empty(residual.shape, np.uint8)
-    groups = moments.reshape(-1, *moments.shape[-2:])
-    size = len(residual) // len(groups)
-    for i, group in enumerate(groups):
-        part = slice(i * size, (i + 1) * size)
-        of_part = replace(columns, steps=steps[None, part], labels=labels[None, part])
-        codes[part] = round_compensated(np.ascontiguousarray(residual[part].T), group, of_part).T
-    return codes.reshape(-1)
+
+    grid: _Grid
+    residual: NDArray[np.float32]
+    is_transposed: bool
+    feedbacks: tuple[Feedback, ...]
+
+    @classmethod
+    def of(cls, grid: _Grid, axis: int, moments: NDArray[Any]) -> _Layer:
+        """With the moments of inputs [n, n], or by group [n_groups, n, n]; for `axis` see `InputMoments`."""
+        groups = moments.reshape(-1, *moments.shape[-2:])
+        return cls(grid, grid.whole_residual(), axis == 0, tuple(map(Feedback.of, groups)))
+
+    def fit(self) -> tuple[int, Levels]:
+        """The largest magnitude that has codes, and what codes stand for, from a sample of the outputs.
+
+        What takes a code is a value with the errors of columns before it. Centroids of these lie further
+        out than those of the values alone, which would shrink what is restored: see bench/levers.py.
+        """
+        rows = self.grid.rows
+        most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)
+        for _ in range(N_FITS):
+            found, n_units = Targets.none(rows.n_classes), 0
+            for feedback, columns, part in self._parts(SAMPLE_OUTPUTS):
+                found.add(feedback, columns, self._columns(part, most, levels))
+                n_units += columns.size
+            most = largest_magnitude(found.counts.sum(axis=0) * (self.residual.size / n_units))
+            levels = fit_levels(rows.steps, found.weights, found.sums, most)
+        return most, levels
+
+    def rounded(self, most: int, levels: Levels) -> NDArray[np.uint8]:
+        """Codes of the whole tensor."""
+        codes = np.empty(self.residual.shape, np.uint8)
+        by_output = codes.T if self.is_transposed else codes
+        for feedback, columns, part in self._parts():
+            by_output[part] = feedback.round(columns, self._columns(part, most, levels)).T
+        return codes.reshape(-1)
+
+    def _parts(self, most: int | None = None) -> Iterator[tuple[Feedback, NDArray[np.float32], Outputs]]:
+        """Columns [n, n_outputs] of each group, and of which outputs: all, or at most so many."""
+        by_output = self.residual.T if self.is_transposed else self.residual
+        size = len(by_output) // len(self.feedbacks)
+        for i, feedback in enumerate(self.feedbacks):
+            n = min(size, most or size)
+            part = i * size + np.arange(n) * size // n
+            yield feedback, np.ascontiguousarray(by_output[part].T), part
+
+    def _columns(self, part: Outputs, most: int, levels: Levels) -> ColumnGrid:
+        rows = self.grid.rows
+        labels = np.broadcast_to(rows.labels, len(self.residual))
+        labels = labels[:, None] if self.is_transposed else labels[None, part]
+        steps = rows.steps.astype(np.float32)[labels]
+        return ColumnGrid(steps, labels, levels.expand(), self.grid.dead_zone, most)
 
 
 def _plan_of(grid: _Grid, counted: _Counted, most: int, levels: Levels) -> Plan:

@@ -118,7 +118,7 @@ def grid_codes(scaled: Floats, dead_zone: float, most: int = MAX_MAGNITUDE) -> C
     return codes.astype(np.uint8)
 
 
-def largest_magnitude(counts: Counts) -> int:
+def largest_magnitude(counts: Counts | Reals) -> int:
     """The magnitude above which values are cheaper to store beside their codes than to have levels.
 
     Args:
@@ -153,12 +153,17 @@ class Levels:
         return values
 
 
-def fit_levels(steps: Reals, counts: Counts, sums: Reals, most: int) -> Levels:
+def bare_levels(steps: Reals) -> Levels:
+    """Multiples of the steps [n_classes], for all codes that there can be."""
+    return Levels(steps, _signed(np.arange(1.0, MAX_MAGNITUDE + 1)))
+
+
+def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> Levels:
     """Centroids of the values of each code, as products of a scale for each class and a level for each code.
 
     Args:
         steps: of each class [n_classes].
-        counts: occurrences [n_classes, 256] of each code.
+        counts: occurrences [n_classes, 256] of each code, or their weights.
         sums: of the magnitudes of the values [n_classes, 256].
         most: largest magnitude that has codes.
     """
@@ -168,8 +173,12 @@ def fit_levels(steps: Reals, counts: Counts, sums: Reals, most: int) -> Levels:
     for _ in range(N_FITS):
         levels = _ratio(scales @ total, scales**2 @ n, levels)
         scales = _ratio(total @ levels, n @ levels**2, scales)
-    signed = np.stack([levels, -levels], axis=1).reshape(-1)
-    return Levels(steps * scales, np.concatenate([[0.0], signed]))
+    return Levels(steps * scales, _signed(levels))
+
+
+def _signed(levels: Reals) -> Reals:
+    """Levels by code, from those by magnitude."""
+    return np.concatenate([[0.0], np.stack([levels, -levels], axis=1).reshape(-1)])
 
 
 def _ratio(numerator: Reals, denominator: Reals, otherwise: Reals) -> Reals:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ckptz.quant.grid import ESCAPE, Codes, Floats, grid_codes
 
 Matrix = NDArray[Any]
+Reals = NDArray[np.float64]
 
 BLOCK_COLUMNS: Final = 128
 # Share of the mean diagonal that is added to it. A tenth of it gives 5 % less e H e^T for 2 % more bits, five
@@ -56,31 +57,106 @@ class ColumnGrid:
         restored = self.values[self.labels[at], np.where(is_escaped, 0, codes)]
         return codes, np.where(is_escaped, exact, restored)
 
+    def recording(self, targets: Floats) -> RecordingGrid:
+        """The same grid, which writes what it rounds to `targets` [n, n_rows]."""
+        return RecordingGrid(self.steps, self.labels, self.values, self.dead_zone, self.most, targets=targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingGrid(ColumnGrid):
+    """A grid that keeps what it is asked to round.
+
+    Attributes:
+        targets: what is written to, float32 [n, n_rows].
+    """
+
+    targets: Floats
+
+    def round(self, column: int, target: Floats, exact: Floats) -> tuple[Codes, Floats]:
+        """See `ColumnGrid.round`."""
+        self.targets[column] = target
+        return ColumnGrid.round(self, column, target, exact)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What was rounded, by class and code, float64 [n_classes, 256]; parts of a tensor add up in place.
+
+    Attributes:
+        counts: occurrences.
+        weights: the same, each as much as an error in its column costs.
+        sums: of magnitudes, with these weights.
+    """
+
+    counts: Reals
+    weights: Reals
+    sums: Reals
+
+    @classmethod
+    def none(cls, n_classes: int) -> Targets:
+        """Nothing so far."""
+        return cls(*(np.zeros((n_classes, 256)) for _ in range(3)))
+
+    def add(self, feedback: Feedback, columns: Floats, grid: ColumnGrid) -> None:
+        """What rounding columns [n, n_rows] comes across."""
+        targets = np.empty_like(columns)
+        codes = feedback.round(columns, grid.recording(targets))
+        cells = (grid.labels.astype(np.intp) * 256 + codes).reshape(-1)
+        costs = np.broadcast_to(feedback.costs[:, None], columns.shape).reshape(-1)
+        parts = (None, costs, costs * np.abs(targets).reshape(-1))
+        for total, part in zip((self.counts, self.weights, self.sums), parts, strict=True):
+            total += np.bincount(cells, part, total.size).reshape(total.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """How errors of a layer's columns are pushed on, by the factors of H.
+
+    Attributes:
+        order: of the columns. Those with large inputs go first, while most of the others can still make up
+            for them: on the layers of the demo that takes a third off e H e^T, at the same entropy.
+        upper: U of the columns in this order, float32 [n, n].
+        costs: D, what an error that is left in a column costs, columns as they are, float32 [n].
+    """
+
+    order: NDArray[np.intp]
+    upper: Floats
+    costs: Floats
+
+    @classmethod
+    def of(cls, moments: Matrix) -> Feedback:
+        """Of the second moments of n inputs, symmetric and finite [n, n]."""
+        order = np.argsort(-np.diagonal(moments), kind="stable")
+        upper, in_order = _factors(moments[np.ix_(order, order)], DAMPING)
+        costs = np.empty(len(order), np.float32)
+        costs[order] = in_order
+        return cls(order, upper, costs)
+
+    def round(self, columns: Floats, grid: ColumnGrid) -> Codes:
+        """Codes of the columns of a weight, float32 [n, n_rows]."""
+        order, upper = self.order, self.upper
+        codes = np.empty(columns.shape, np.uint8)
+        errors = columns[order]
+        for begin in range(0, len(order), BLOCK_COLUMNS):
+            end = min(begin + BLOCK_COLUMNS, len(order))
+            pushed = upper[:begin, begin:end].T @ errors[:begin]
+            for j in range(begin, end):
+                exact = errors[j].copy()
+                target = exact + pushed[j - begin] + upper[begin:j, j] @ errors[begin:j]
+                codes[order[j]], restored = grid.round(int(order[j]), target, exact)
+                errors[j] = exact - restored
+        return codes
+
 
 def round_compensated(columns: Floats, moments: Matrix, grid: ColumnGrid) -> Codes:
     """Codes of the columns of a weight, [n, n_rows].
-
-    Columns with large inputs go first, while most of the others can still make up for them: on the layers
-    of the demo that order takes a third off e H e^T, at the same entropy.
 
     Args:
         columns: float32 [n, n_rows].
         moments: second moments of the n inputs, symmetric and finite [n, n].
         grid: what they are rounded to.
     """
-    order = np.argsort(-np.diagonal(moments), kind="stable")
-    upper = feedback(moments[np.ix_(order, order)])
-    codes = np.empty(columns.shape, np.uint8)
-    errors = columns[order]
-    for begin in range(0, len(order), BLOCK_COLUMNS):
-        end = min(begin + BLOCK_COLUMNS, len(order))
-        pushed = upper[:begin, begin:end].T @ errors[:begin]
-        for j in range(begin, end):
-            exact = errors[j].copy()
-            target = exact + pushed[j - begin] + upper[begin:j, j] @ errors[begin:j]
-            codes[order[j]], restored = grid.round(int(order[j]), target, exact)
-            errors[j] = exact - restored
-    return codes
+    return Feedback.of(moments).round(columns, grid)
 
 
 def feedback(moments: Matrix, damping: float = DAMPING) -> Floats:
@@ -95,6 +171,11 @@ def feedback(moments: Matrix, damping: float = DAMPING) -> Floats:
         moments: symmetric and finite [n, n].
         damping: share of the mean diagonal of live inputs that is added to the diagonal.
     """
+    return _factors(moments, damping)[0]
+
+
+def _factors(moments: Matrix, damping: float) -> tuple[Floats, Floats]:
+    """U and, but for a common factor, D."""
     diagonal = np.diagonal(moments).astype(np.float64)
     scale = float(diagonal[diagonal > 0].mean()) if (diagonal > 0).any() else 0.0
     while scale and damping <= MAX_DAMPING:
@@ -102,9 +183,10 @@ def feedback(moments: Matrix, damping: float = DAMPING) -> Floats:
             factor = _cholesky((moments / scale).astype(kind)[::-1, ::-1], damping)
             if factor is not None:
                 upper = factor[::-1, ::-1]
-                return np.ascontiguousarray(upper / np.diagonal(upper), np.float32)
+                roots = np.diagonal(upper)
+                return np.ascontiguousarray(upper / roots, np.float32), np.square(roots, dtype=np.float32)
         damping *= 10
-    return np.eye(len(moments), dtype=np.float32)
+    return np.eye(len(moments), dtype=np.float32), np.ones(len(moments), np.float32)
 
 
 def _cholesky(matrix: Matrix, damping: float) -> Matrix | None:
