@@ -181,10 +181,17 @@ def test_inspect_describes_a_delta(chain: Chain) -> None:
     assert sum(t["tensor_bytes"] for t in report["tensors"]) == report["tensor_bytes"]
 
 
+def test_inspect_names_the_version_of_the_file() -> None:
+    vector = (
+        Path(__file__).parent.parent / "spec" / "vectors" / "valid" / "file-of-a-later-minor-version.ckptz"
+    )
+    assert ckptz("inspect", vector, "--json").json["format_version"] == "1.10"
+
+
 def test_inspect_shows_tables(chain: Chain) -> None:
     short = ckptz("inspect", chain.delta).stdout
     assert "layer.weight" not in short
-    for word in ("content id", "delta", "step-1.ckptz", "difference", "0.1, written by ckptz"):
+    for word in ("content id", "delta", "step-1.ckptz", "difference", "1.0, written by ckptz"):
         assert word in short
     long = ckptz("inspect", chain.delta, "--tensors").stdout
     assert long.startswith(short.rstrip("\n"))
@@ -279,7 +286,7 @@ def test_the_list_of_verbs_cuts_no_sentence() -> None:
 
 def test_the_version_names_the_format_too() -> None:
     assert ckptz("--version").stdout.startswith("ckptz 0.")
-    assert "(format 0.1)" in ckptz("--version").stdout
+    assert "(format 1.0)" in ckptz("--version").stdout
 
 
 def test_help_is_quick_and_loads_little() -> None:

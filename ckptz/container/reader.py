@@ -22,7 +22,7 @@ from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.checked_index import read_index
 from ckptz.container.envelope import Envelope, read_envelope
-from ckptz.container.index import MAPS_FEATURE, BaseRef, InlineBase, TensorEntry
+from ckptz.container.index import KEY_VERSION, MAPS_FEATURE, BaseRef, InlineBase, TensorEntry
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import (
     CkptzError,
@@ -330,6 +330,8 @@ class Container:
     Attributes:
         name: for messages.
         index: the parsed index.
+        features: what the file requires of a reader.
+        version: of the format, as the file names it.
         bases: base tensors by name; of a delta set by whoever resolves the chain.
         inline: the bases that the file carries within, nearest first.
         tensors: sources by name, in stored order.
@@ -347,6 +349,7 @@ class Container:
             self.index, self.features = read_index(envelope, self.read)
         except CkptzError as error:
             raise named(error, self.name) from None
+        self.version = (envelope.metadata or {})[KEY_VERSION]
         self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
         self.inline = _inline_frames(self, self.index.inline or ())
         if self.inline:

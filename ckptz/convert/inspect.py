@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.index import FORMAT_VERSION, LossyRecord, QualityRecord
+from ckptz.container.index import LossyRecord, QualityRecord
 from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
@@ -156,7 +156,7 @@ def _report(container: Container, checkpoint: Checkpoint | None, broken: str | N
     n_bytes = sum(tensor.tensor_bytes for tensor in tensors)
     return InspectReport(
         file=container.name,
-        format_version=FORMAT_VERSION,
+        format_version=container.version,
         writer=index.writer,
         content_id=index.content_id,
         depth=index.depth,
