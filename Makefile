@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow lint types check format bench
+.PHONY: help demo test test-slow coverage lint types check format bench
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -25,6 +25,14 @@ test: $(DEV) ## the test suite
 
 test-slow: $(DEV) ## the exhaustive sweeps
 	$(BIN)/python -m pytest -m slow
+
+# Tests that give the parsers every kind of bytes; compiled kernels are not counted.
+PARSER_TESTS := $(addprefix tests/test_,parser_branches.py container_files.py earlier_frames.py publish.py \
+	spec_refusals.py sync_sparse.py vectors.py)
+
+coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
+	$(BIN)/python -m coverage run -m pytest $(PARSER_TESTS)
+	$(BIN)/python -m coverage report
 
 lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from frame_support import RULE_SETS, Case, build_case, cases, expected_labels, expected_units, round_trip
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptz.codec import decode as decode_module
@@ -40,6 +40,8 @@ from ckptz.transform import classes as classes_module
 from ckptz.transform.planes import PlaneMode
 
 DTYPE_ROWS = sorted(DTYPES.values(), key=lambda row: row.id)
+# Cases are made with compiled kernels, and the first one may wait for their compilation.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SHAPES = ((), (0,), (1,), (3,), (0, 5), (2, 3, 4), (1, 1, 1), (257,), (64, 130))
 
 
@@ -61,7 +63,7 @@ def flushed_subnormals() -> Iterator[None]:
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(PATIENT, max_examples=150)
 def test_any_map_decodes_by_the_rule(case: Case) -> None:
     np.testing.assert_array_equal(round_trip(case), expected_units(case))
 
@@ -89,7 +91,7 @@ def test_frames_decode_alike_where_subnormals_are_flushed(
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@settings(PATIENT, max_examples=40)
 def test_codes_are_read_without_values(case: Case) -> None:
     header, chunks = case.encode()
     codes = case.decode_codes(header, [chunk.payload for chunk in chunks])
@@ -123,7 +125,7 @@ def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
 
 
 @given(cases(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(PATIENT, max_examples=80)
 def test_a_flipped_bit_is_refused_or_harmless(case: Case, data: st.DataObject) -> None:
     header, chunks = case.encode()
     frame = bytearray(header.pack() + b"".join(chunk.payload for chunk in chunks))

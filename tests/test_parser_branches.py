@@ -13,7 +13,7 @@ from spec_files import File, Frame, open_bytes
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.codec.frame import FrameHeader
-from ckptz.container import byte_source, reader
+from ckptz.container import byte_source, checked_index, reader
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.envelope import build_header, read_envelope
@@ -174,7 +174,7 @@ def test_a_plain_file_is_no_container() -> None:
 
 
 def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MAX_INDEX_BYTES", 10)
+    monkeypatch.setattr(checked_index, "MAX_INDEX_BYTES", 10)
     with pytest.raises(CorruptionError, match="larger than 64 MiB"):
         open_bytes(File().bytes())
 

@@ -14,6 +14,7 @@ from conftest import Chain
 
 from ckptz.container.publish import publish, publish_together, sync_folder
 from ckptz.errors import ConfigError
+from ckptz.torch import load_file, save_file
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,22 @@ def test_the_temporary_file_is_no_wider_open(tmp_path: Path) -> None:
     (tmp_path / "a").touch(0o600)
     with publish(tmp_path / "b", [tmp_path / "a"]):
         assert [mode_of(path) for path in temporaries(tmp_path)] == [0o600]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o027, 0o077], ids=oct)
+def test_whatever_is_written_has_the_mode_that_opening_a_new_file_gives(mask: int, tmp_path: Path) -> None:
+    os.umask(mask)  # the fixture puts the old one back
+    source, packed = tmp_path / "m.safetensors", tmp_path / "m.ckptz"
+    write_plain(source, a_state(n=200))
+    ckptz("compress", source)
+    ckptz("compress", source, "-o", tmp_path / "delta.ckptz", "--base", packed)
+    ckptz("restore", packed, "-o", tmp_path / "back.safetensors")
+    ckptz("export", packed, "-o", tmp_path / "alone.ckptz")
+    save_file(load_file(packed), tmp_path / "saved.ckptz", base=packed)
+    (tmp_path / "new").open("w").close()
+    found = {path.name: mode_of(path) for path in tmp_path.iterdir()}
+    assert set(found) >= {"m.ckptz", "delta.ckptz", "back.safetensors", "alone.ckptz", "saved.ckptz", "new"}
+    assert set(found.values()) == {0o666 & ~mask}
 
 
 def test_conversions_pass_on_the_mode_of_their_input(tmp_path: Path) -> None:

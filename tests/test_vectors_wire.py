@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,34 +75,30 @@ def test_every_rule_has_a_session_that_needs_it_and_one_that_breaks_it() -> None
     assert listed == {row["breaks"] for row in BROKEN}
 
 
-def changed(data: bytes, i: int) -> bytes:
-    """One bit flipped."""
-    return data[: i // 8] + bytes((data[i // 8] ^ 1 << i % 8,)) + data[i // 8 + 1 :]
+# --- cut and flipped ----------------------------------------------------------------------------
 
 
-def single_messages() -> list[Row]:
-    return [row for row in GOOD if len(row["messages"]) == 1]
+def damaged(data: bytes, n_flipped: int) -> Iterator[bytes]:
+    """Every strict prefix, and the message with each bit of its first bytes flipped."""
+    yield from (data[:n] for n in range(len(data)))
+    changed = bytearray(data)
+    for bit in range(8 * n_flipped):
+        changed[bit // 8] ^= 1 << bit % 8
+        yield bytes(changed)
+        changed[bit // 8] ^= 1 << bit % 8
 
 
-def refuse(row: Row, data: bytes) -> None:
-    with pytest.raises(WireError):
-        receive(link_of(row), row, row["messages"][0], data)
-
-
-def test_prefixes_and_flipped_headers_are_refused() -> None:
-    for row in single_messages():
-        data = bytes_of(row["messages"][0])
-        for n in (*range(HEADER_BYTES + 1), *range(HEADER_BYTES, len(data), 97), len(data) - 1):
-            refuse(row, data[:n])
-        for i in range(8 * HEADER_BYTES):
-            refuse(row, changed(data, i))
-
-
-@pytest.mark.slow
-def test_every_prefix_and_every_flipped_bit_is_refused() -> None:
-    for row in single_messages():
-        data = bytes_of(row["messages"][0])
-        for n in range(len(data)):
-            refuse(row, data[:n])
-        for i in range(8 * len(data)):
-            refuse(row, changed(data, i))
+@pytest.mark.parametrize(
+    "n_most", [HEADER_BYTES, pytest.param(MAX_BYTES, marks=pytest.mark.slow)], ids=["header", "all"]
+)
+@pytest.mark.parametrize("row", GOOD, ids=name_of)
+def test_prefixes_and_flipped_bits_are_refused_and_the_link_goes_on(row: Row, n_most: int) -> None:
+    """The end that received nothing but damage takes the right message as if it were the first to come."""
+    link = link_of(row)
+    for message in row["messages"]:
+        data = bytes_of(message)
+        for wrong in damaged(data, min(n_most, len(data))):
+            with pytest.raises(WireError):
+                receive(link, row, message, wrong)
+        units = receive(link, row, message, data)
+        assert hashlib.sha256(units.tobytes()).hexdigest() == message["tensor_sha256"]
