@@ -3,7 +3,7 @@
     python bench/summary.py [--demo demo-output]
 
 Copies the demo's numbers and picture into results/, writes results/readme.csv from them and from the tables
-of lossless.py, and rewrites the marked tables of README.md and bench/README.md.
+of lossless.py and training_state.py, and rewrites the marked tables of README.md and bench/README.md.
 """
 
 from __future__ import annotations
@@ -85,7 +85,18 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
                 quality = f"{row['loss at once']} at once, {row['loss resumed']} resumed"
                 name = f"{what} the demo's run, with its anchor"
                 rows.append(_row(name, method, stored, quality) | {"beside it": ""})
-    return rows
+    return [*rows, _run_row()]
+
+
+RUN = "grid 0.5, octaves 6, roots 1"
+
+
+def _run_row() -> dict[str, object]:
+    """Whole states of the run of training_state.py."""
+    row = next(row for row in rows_of("training_state_whole") if row["method"] == RUN)
+    quality = f"{row['loss at once, %']} % at once, worst of five resumed {row['worst gap, %']} %"
+    name = "fp32 weights and both moments of 14 checkpoints, with their anchor"
+    return _row(name, "calibrated grid", f"1/{row['ratio']}", quality) | {"beside it": ""}
 
 
 def _row(what: str, method: str, stored: str, loss: str) -> dict[str, object]:
