@@ -187,7 +187,7 @@ def write_picture(results: Results) -> None:
                 x = one.kl if line else 100 * one.mean_gap
                 axis.plot([x], [one.ratio], "x", label=one.way.name)
             axis.set(xlabel=label, ylabel="fp32 over stored bytes", yscale="log", title=title)
-            axis.set_xscale("symlog", linthresh=1e-3) if line else None
+            axis.set_xscale("log" if line else "linear")
             axis.legend(fontsize=8)
     figure.savefig(RESULTS / "training_state.png", dpi=90)
 

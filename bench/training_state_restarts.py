@@ -15,11 +15,11 @@ from measure import CACHE
 from paper_a_chain import FAILURES, Chain, Snapshot, disturbed
 from paper_a_tasks import HELD_OUT, SEARCH, Task
 from paper_a_training import N_CHECKPOINTS, State, Trainer, remembered
-from training_state_settings import kmeans_weights, whole
+from training_state_settings import grid_weights, kmeans_weights, whole
 from training_state_study import Study, calibrate
 from training_state_ways import FileWay, Given, Stored, cpu_seconds, file_of, plain_weights
 
-WAYS = (whole(0.5, 6, 1), whole(0.15, 4, 0.5), kmeans_weights(16))
+WAYS = (whole(0.5, 6, 1), whole(0.15, 4, 0.5), grid_weights(0.15), kmeans_weights(16))
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ CHAINS: Final = (
     *(Case(grid_weights(step)) for step in (0.25, 0.4, 0.5, 1.0)),
     *(Case(kmeans_weights(levels)) for levels in (32, 16)),
     *(Case(grid_weights(step), probes=False) for step in (2.0, 4.0, 6.0)),
-    *(Case(NNCodecWay(qp), probes=False) for qp in (-34, -30, -26)),
+    *(Case(NNCodecWay(qp), probes=False) for qp in (-34, -30, -26, -24, -22)),
     Case(RivalWay(LCCheckpoint(), WEIGHTS), probes=False),
     Case(LOSSLESS_WEIGHTS, probes=False),
 )
