@@ -248,7 +248,8 @@ def kill_at_random(folder: Path, n_kills: int) -> None:
         assert newest >= int.from_bytes(done[:8], "little")
         for step in found.full_steps:
             assert loss_after(folder, step)[1] == losses[step + 1]
-        assert len(found.sizes) <= 2 * (2 + 3 - 1) + 4, "files of killed saves are left behind"
+        # Two kept steps and their bases; a chain of three that was to be removed; one in the making.
+        assert len(found.sizes) <= 2 * (2 + 2 + 3 + 1), "files of killed saves are left behind"
     assert n_unfinished > n_kills // 10, "too few were killed while they wrote"
 
 
