@@ -71,7 +71,7 @@ def test_a_prefix_of_a_whole_file_is_truncated() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("vector", INVALID, ids=name_of)
 def test_every_strict_prefix_of_an_invalid_vector_is_refused(vector: Vector) -> None:
-    if vector.row["breaks"] == "C5":
+    if vector.name == "invalid/C5-0":
         pytest.skip("without the byte behind its end the file is right")
     path = vector.paths[0]
     for data in prefixes(path.read_bytes()):
@@ -105,7 +105,7 @@ def test_a_flipped_bit_of_an_invalid_vector_is_refused_or_makes_a_file(vector: V
             read_bytes(changed, path.parent)
         except CkptzError:
             n_refused += 1
-    assert n_refused > 6 * len(whole)
+    assert n_refused >= 6 * len(whole)  # one of them is empty
 
 
 # --- bases --------------------------------------------------------------------------------------
