@@ -218,7 +218,8 @@ def test_every_cut_and_every_flipped_bit_is_noticed(name: str, tmp_path: Path) -
     path: Path = getattr(small_chain(tmp_path), name)
     whole = path.read_bytes()
     assert check_damage(path, cut(whole, range(len(whole)))) == 0
-    assert check_damage(path, flipped(whole, range(8 * len(whole)))) == 0
+    # But for the minor version, which may be any: 1.0 becomes 1.1, 1.2, 1.4 or 1.8.
+    assert check_damage(path, flipped(whole, range(8 * len(whole)))) == 4
 
 
 @pytest.mark.slow
