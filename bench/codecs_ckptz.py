@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from sources import Tensors, concatenated
 
 from ckptz.codec.decode import decode_chunk
-from ckptz.codec.encode import encode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.planner import plan_lossless
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import chunk_bounds
 from ckptz.container.byte_source import MemoryBytes
@@ -27,6 +25,8 @@ from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.container.writer import write_container
+from ckptz.encoding.chunk import encode_chunk
+from ckptz.methods.lossless import plan_lossless
 from ckptz.parallel import Workers
 
 Units = NDArray[Any]

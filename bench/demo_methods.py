@@ -13,10 +13,14 @@ from demo_training import is_same_state
 from safetensors.torch import load_file
 
 import ckptz.torch
-from ckptz.config import LOSSLESS, Config, Grid, KMeans, Moments
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.inspect import inspect_file
-from ckptz.convert.restore import restore_file
+from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz.commands.inspect import inspect_file
+from ckptz.commands.restore import restore_file
+from ckptz.methods.grid import Grid
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
+from ckptz.methods.state import Moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,7 @@ class Storage:
     n_bit_equal: int
 
 
-def chain_of(config: Config) -> Callable[[Sequence[Path], Path], list[Path]]:
+def chain_of(config: Method) -> Callable[[Sequence[Path], Path], list[Path]]:
     """A chain: the first checkpoint stands alone, each further one is a delta to the one before it."""
 
     def compress(plain: Sequence[Path], folder: Path) -> list[Path]:

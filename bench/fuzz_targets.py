@@ -23,11 +23,11 @@ from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import strict_json
 from ckptz.container.index import parse_index
-from ckptz.convert.tree import parse_tree
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError
 from ckptz.kernels import wire_reference
 from ckptz.store.resolve import open_source
+from ckptz.tree.skeleton import parse_tree
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader
 from ckptz.wire.policy import LinkPolicy

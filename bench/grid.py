@@ -32,9 +32,11 @@ from tiny_gpt import read_corpus
 from torch import Tensor
 
 import ckptz.torch
-from ckptz.config import Config, Grid, KMeans
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.inspect import inspect_file
+from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz.commands.inspect import inspect_file
+from ckptz.methods.grid import Grid
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.method import Method
 
 VERSION: Final = 1  # of what is measured: a change makes cached rows stale
 N_THREADS: Final = 1
@@ -59,7 +61,7 @@ class Case:
     """
 
     name: str
-    config: Config
+    config: Method
     is_chain: bool = False
     is_guided: bool = True
     is_calibrated: bool = False

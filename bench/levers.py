@@ -31,9 +31,9 @@ from paper_a_tasks import Task, language
 from paper_a_training import N_CHECKPOINTS, Run, Trainer, probe_on
 from report import update_readme
 
-from ckptz.config import Grid
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.inspect import inspect_file
+from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz.commands.inspect import inspect_file
+from ckptz.methods.grid import Grid
 
 ENOUGH: Final = 5.0  # per cent of size that a lever must save
 DEFAULT: Final = Way(1.0, 1.0)

@@ -17,10 +17,10 @@ from levers_chain import History, Stored
 from levers_states import Checkpoint, Codes, Floats, source_of
 from numpy.typing import NDArray
 
-from ckptz.codec.encode import restored_units
-from ckptz.codec.plan_first import plan_first
-from ckptz.codec.plan_second import plan_second
 from ckptz.codec.sources import ChunkSources, companions_of
+from ckptz.encoding.chunk import restored_units
+from ckptz.methods.first_moment import plan_first
+from ckptz.methods.second_moment import plan_second
 from ckptz.quant.moments import FirstMoment, SecondMoment
 
 Reals = NDArray[np.float64]

@@ -17,15 +17,15 @@ import numpy as np
 from levers_states import Checkpoint, Codes, Floats, source_of
 from numpy.typing import NDArray
 
-from ckptz.codec.encode import encode_chunk, restored_units
 from ckptz.codec.frame import header_bytes
 from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.guides import Guide
 from ckptz.codec.plan import Plan
-from ckptz.codec.plan_grid import plan_grid
 from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import ArraySource, UnitSource
+from ckptz.codec.units import ArraySource, TensorSource
 from ckptz.dtypes import DType
+from ckptz.encoding.chunk import encode_chunk, restored_units
+from ckptz.encoding.guide import Guide
+from ckptz.methods.grid import plan_grid
 from ckptz.quant.grid import UniformGrid
 from ckptz.transform.classes import Row
 
@@ -72,7 +72,7 @@ class Stored:
         return self.flat.view(np.float32).reshape(self.shape)
 
     def units(self, begin: int, end: int) -> NDArray[np.uint32]:
-        """See `UnitSource.units`."""
+        """See `TensorSource.units`."""
         return self.flat[begin:end]
 
     def codes(self, begin: int, end: int) -> Codes:
@@ -83,7 +83,7 @@ class Stored:
 History = Sequence[Stored]  # of one tensor, the anchor first
 # What a delta is made from, of one tensor by name; it may fit itself to the exact values.
 Predict = Callable[[History, Checkpoint, str], Floats]
-Revise = Callable[[ArraySource, UnitSource | None, Plan, Guide], Plan]
+Revise = Callable[[ArraySource, TensorSource | None, Plan, Guide], Plan]
 
 
 def last_restored(history: History, point: Checkpoint, name: str) -> Floats:
@@ -128,7 +128,7 @@ def stored(point: Checkpoint, name: str, history: History, way: Way) -> Stored:
     return coded(source, base, plan, way.n_parameters * 8 if history else 0)
 
 
-def coded(source: ArraySource, base: UnitSource | None, plan: Plan, extra_bytes: int = 0) -> Stored:
+def coded(source: ArraySource, base: TensorSource | None, plan: Plan, extra_bytes: int = 0) -> Stored:
     """The tensor of a plan, really encoded."""
     assert plan.quantizer is not None
     n_units = len(source.flat)

@@ -20,13 +20,13 @@ from levers_chain import Revise
 from levers_states import Codes, Floats
 from numpy.typing import NDArray
 
-from ckptz.codec.guides import Guide
 from ckptz.codec.plan import Plan, Predictor, StreamTables
-from ckptz.codec.planner import stream_tables
+from ckptz.codec.quant_map import LinearTable, QuantizationMap
 from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import ArraySource, UnitSource
+from ckptz.codec.units import ArraySource, TensorSource
+from ckptz.encoding.guide import Guide
+from ckptz.methods.lossless import stream_tables
 from ckptz.quant.grid import ESCAPE, grid_codes
-from ckptz.quant.quant_map import LinearTable, QuantizationMap
 from ckptz.quant.rounding import ColumnGrid, round_compensated
 from ckptz.transform.classes import ClassCounts, labels_of
 
@@ -84,7 +84,7 @@ class FixedCodes:
         del begin, end, units
 
 
-def by_values(source: ArraySource, base: UnitSource | None, plan: Plan, guide: Guide) -> Plan:
+def by_values(source: ArraySource, base: TensorSource | None, plan: Plan, guide: Guide) -> Plan:
     """Levels at the centroids of the values without the errors pushed on them, as they were before."""
     moments = _matrix_of(guide)
     return plan if moments is None else _Layer.of(source, base, plan, moments).by_values()
@@ -106,7 +106,7 @@ def weighed(rate: float, has_gain: bool = False) -> Revise:
         has_gain: whether levels make up for what shrinking takes from the movement.
     """
 
-    def revise(source: ArraySource, base: UnitSource | None, plan: Plan, guide: Guide) -> Plan:
+    def revise(source: ArraySource, base: TensorSource | None, plan: Plan, guide: Guide) -> Plan:
         moments = _matrix_of(guide)
         return plan if moments is None else _Layer.of(source, base, plan, moments).weighed(rate, has_gain)
 
@@ -138,7 +138,7 @@ class _Layer:
     first: Codes
 
     @classmethod
-    def of(cls, source: ArraySource, base: UnitSource | None, plan: Plan, moments: NDArray[Any]) -> _Layer:
+    def of(cls, source: ArraySource, base: TensorSource | None, plan: Plan, moments: NDArray[Any]) -> _Layer:
         n_units, n_rows = len(source.flat), source.shape[0]
         residual = source.flat.view(np.float32)
         if plan.predictor is Predictor.BASE:

@@ -17,13 +17,13 @@ from paper_a_tasks import Task
 from paper_a_training import Run, Trainer, publish, remembered
 from safetensors.numpy import load_file
 
-from ckptz.codec.guides import Guide
 from ckptz.codec.units import ArraySource
-from ckptz.config import Grid
 from ckptz.container.contents import Contents
-from ckptz.convert.guides import GuideFiles, guides_of
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.guide import Guide
+from ckptz.guidance.guides import GuideFiles, guides_of
 from ckptz.hooks import Calibration
+from ckptz.methods.grid import Grid
 
 FOLDER: Final = CACHE / "levers"
 N_FILES: Final = 4

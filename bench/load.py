@@ -31,11 +31,11 @@ from transformers.utils import logging
 
 import ckptz
 import ckptz.torch
-from ckptz.config import Config
-from ckptz.convert.compress import CompressOptions, compress_files
+from ckptz.commands.compress import CompressOptions, compress_files
 from ckptz.integrations.transformers import disable, enable, from_pretrained
+from ckptz.methods.method import Method
 
-CONFIGS: Final[Mapping[str, Config]] = {
+CONFIGS: Final[Mapping[str, Method]] = {
     "lossless": ckptz.LOSSLESS,
     "16 levels": ckptz.KMeans(levels=16),
     "16 levels, none protected": ckptz.KMeans(levels=16, protect=0.0),

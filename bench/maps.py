@@ -25,13 +25,10 @@ from report import update_readme
 from sources import STEPS, run_pairs
 
 from ckptz.codec.decode import decode_chunk
-from ckptz.codec.encode import EncodedChunk, encode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Plan
-from ckptz.codec.plan_kmeans import plan_kmeans
 from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import ArraySource, UnitSource, chunk_bounds
-from ckptz.config import KMeans
+from ckptz.codec.units import ArraySource, TensorSource, chunk_bounds
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
@@ -39,9 +36,11 @@ from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container, FrameSource
 from ckptz.container.writer import write_container
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.chunk import EncodedChunk, encode_chunk
 from ckptz.entropy.frequency import normalise, pack_table
 from ckptz.entropy.streams import Segments, encode_rans
 from ckptz.kernels import planning, reference
+from ckptz.methods.kmeans import KMeans, plan_kmeans
 from ckptz.parallel import Workers
 from ckptz.quant.kmeans import fit_centroids, sample_weights, weighted_error
 from ckptz.quant.partitions import Partitions
@@ -175,12 +174,12 @@ def plain_rans_bytes(codes: NDArray[np.uint8]) -> int:
     return len(pack_table(table)) + len(encode_rans(codes, Segments(ends, zero, table[None]), len(codes) / 2))
 
 
-def checkpoint(path: Path) -> dict[str, UnitSource]:
+def checkpoint(path: Path) -> dict[str, TensorSource]:
     """Weights of a plain file."""
     return dict(PlainFile(FileBytes(path)).tensors)
 
 
-def compressed(tensors: Mapping[str, UnitSource], base: Container | None, config: KMeans) -> Container:
+def compressed(tensors: Mapping[str, TensorSource], base: Container | None, config: KMeans) -> Container:
     """A `.ckptz` file in memory, open."""
     ref = None if base is None else BaseRef(base.index.content_id, "base.ckptz", base.index.depth + 1)
     bases = {} if base is None else base.tensors

@@ -28,10 +28,11 @@ from safetensors.torch import load_file, save_file
 from tiny_gpt import read_corpus
 from torch import Tensor
 
-from ckptz.config import Grid, Moments
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.restore import RestoreOptions, restore_file
+from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz.commands.restore import RestoreOptions, restore_file
 from ckptz.kernels import reference
+from ckptz.methods.grid import Grid
+from ckptz.methods.state import Moments
 from ckptz.quant.moments import LogSums, best_ladder, entropy_of, ladder_step
 
 State = Mapping[str, Tensor]

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptz import Budget
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.searching import SearchOptions, SearchReport
+from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
 from ckptz.search.space import TEMPLATE
+from ckptz.search_run.run import SearchOptions, SearchReport
 from ckptz.torch import load_file
 
 BUDGETS: Final = {"language": (0.05, 0.01, 0.005), "image": (0.05, 0.01)}  # of the runs, relative

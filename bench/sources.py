@@ -18,7 +18,7 @@ import numpy as np
 from measure import CACHE
 from numpy.typing import NDArray
 
-from ckptz.codec.units import ArraySource, UnitSource
+from ckptz.codec.units import ArraySource, TensorSource
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.plain import PlainFile
 from ckptz.dtypes import dtype_of
@@ -48,7 +48,7 @@ def model_path() -> Path:
     return Path(str(root / "model" / "model.safetensors"))
 
 
-def _whole(source: UnitSource) -> Units:
+def _whole(source: TensorSource) -> Units:
     return source.units(0, source.dtype.n_units(source.shape))
 
 

@@ -20,9 +20,9 @@ from training_state_study import Study, logits_of
 from training_state_ways import WEIGHTS, WHOLE, Given
 
 from ckptz import Agreement, Budget, ResumeProbe
-from ckptz.config import Grid
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.searching import SearchOptions
+from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz.methods.grid import Grid
+from ckptz.search_run.run import SearchOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ from typing import Final
 from rivals import ExCP, Int8Blocks, LCCheckpoint
 from training_state_ways import WEIGHTS, WHOLE, FileWay, NNCodecWay, RivalWay, Way
 
-from ckptz.config import LOSSLESS, Grid, KMeans, Moments
+from ckptz.methods.grid import Grid
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.state import Moments
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, from_numpy
 
 import ckptz.torch
-from ckptz.config import Config, Lossless
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.inspect import inspect_file
+from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz.commands.inspect import inspect_file
+from ckptz.methods.lossless import Lossless
+from ckptz.methods.method import Method
 
 T = TypeVar("T")
 WEIGHTS, WHOLE = "weights", "whole"  # scopes
@@ -120,10 +121,10 @@ class FileWay:
     """
 
     name: str
-    config: Config
+    config: Method
     scope: str = WEIGHTS
     is_chain: bool = True
-    anchor: Config | None = None
+    anchor: Method | None = None
     is_calibrated: bool = True
 
     @contextlib.contextmanager

@@ -34,8 +34,9 @@ from tiny_gpt import read_corpus
 from torch import Tensor
 
 import ckptz.torch
-from ckptz.config import Grid, Moments
-from ckptz.convert.compress import CompressOptions, compress_files
+from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz.methods.grid import Grid
+from ckptz.methods.state import Moments
 
 N_THREADS: Final = 1  # of torch: a resumption must be repeatable to the bit, whatever else runs
 N_FILES: Final = 5  # one anchor and four deltas

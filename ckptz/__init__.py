@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptz._version import __version__
 
 if TYPE_CHECKING:
-    from ckptz.config import LOSSLESS, Grid, KMeans, Lossless
+    from ckptz.api.safe_open import safe_open
     from ckptz.errors import CkptzError
-    from ckptz.handle import safe_open
-    from ckptz.hooks.checkpointer import Checkpointer
+    from ckptz.methods.grid import Grid
+    from ckptz.methods.kmeans import KMeans
+    from ckptz.methods.lossless import LOSSLESS, Lossless
     from ckptz.search.agreement import Agreement
     from ckptz.search.budget import Budget
     from ckptz.search.resumption import ResumeProbe
     from ckptz.store.retention import KeepPolicy, KeepRules
+    from ckptz.training.checkpointer import Checkpointer
 
 __all__ = [
     "LOSSLESS",
@@ -40,16 +42,16 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "LOSSLESS": "ckptz.config",
+    "LOSSLESS": "ckptz.methods.lossless",
     "Agreement": "ckptz.search.agreement",
     "Budget": "ckptz.search.budget",
     "ResumeProbe": "ckptz.search.resumption",
-    "Grid": "ckptz.config",
-    "KMeans": "ckptz.config",
-    "Lossless": "ckptz.config",
+    "Grid": "ckptz.methods.grid",
+    "KMeans": "ckptz.methods.kmeans",
+    "Lossless": "ckptz.methods.lossless",
     "CkptzError": "ckptz.errors",
-    "safe_open": "ckptz.handle",
-    "Checkpointer": "ckptz.hooks.checkpointer",
+    "safe_open": "ckptz.api.safe_open",
+    "Checkpointer": "ckptz.training.checkpointer",
     "KeepPolicy": "ckptz.store.retention",
     "KeepRules": "ckptz.store.retention",
 }

@@ -19,9 +19,9 @@ from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import exact_plan
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.container.index import Index, TensorEntry, content_id, envelope_metadata, pack_index
-from ckptz.convert.inputs import Input, open_input
 from ckptz.dtypes import DTYPES
 from ckptz.entropy.streams import CoderId
+from ckptz.formats.inputs import Input, open_input
 from ckptz.kernels.notice import NOTICE
 from ckptz_cli.main import main
 

@@ -9,17 +9,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ckptz.codec.decode import decode_chunk, decode_codes
-from ckptz.codec.encode import EncodedChunk, encode_chunk
 from ckptz.codec.frame import FrameHeader, header_bytes
 from ckptz.codec.frame_plan import pack_plan
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
+from ckptz.codec.quant_map import AnyTable, ExplicitTable, IntegerTable, LinearTable, QuantizationMap
 from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import ArraySource, UnitSource, chunk_bounds
+from ckptz.codec.units import ArraySource, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType, dtype_of
+from ckptz.encoding.chunk import EncodedChunk, encode_chunk
 from ckptz.entropy.frequency import normalise
 from ckptz.kernels import reference
-from ckptz.quant.quant_map import AnyTable, ExplicitTable, IntegerTable, LinearTable, QuantizationMap
 from ckptz.transform.classes import (
     BaseCode,
     Block,
@@ -74,8 +74,8 @@ class Case:
 
     source: ArraySource
     plan: Plan
-    base: UnitSource | None
-    companion: UnitSource
+    base: TensorSource | None
+    companion: TensorSource
 
     def sources(self, begin: int, end: int) -> ChunkSources:
         return ChunkSources(begin, end, self.base, lambda name: self.companion)
@@ -278,7 +278,7 @@ def build_case(
         sizes = shape[0], n // shape[0]
         outer = Outer(*(reference.round_f64(rng.standard_normal(size) * 1e-2) for size in sizes))
     has_codes = rng.random() < 0.7
-    base: UnitSource = ArraySource(dtype, shape, base_units)
+    base: TensorSource = ArraySource(dtype, shape, base_units)
     if has_codes:
         base = CodedSource(dtype, shape, base_units, rng.integers(0, 5, n).astype(np.uint8))
     companion = ArraySource(dtype, shape, _units(rng, kind, n))

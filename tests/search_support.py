@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.config import KMeans
+from ckptz.methods.kmeans import KMeans
 from ckptz.search.space import EMBEDDING_LEVELS, LEVELS, PROTECT, PRUNE, Cube
 from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
 

@@ -17,7 +17,7 @@ from ckptz.bits.cursor import ByteWriter
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import UNIT_TYPES, UnitSource
+from ckptz.codec.units import UNIT_TYPES, TensorSource
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import content_id
 from ckptz.container.reader import check_empty
@@ -151,7 +151,7 @@ class Frame:
         """A file with this frame only."""
         return File({"w": self}, features="lossless,maps").files()
 
-    def decode(self, base: UnitSource | None = None) -> bytes:
+    def decode(self, base: TensorSource | None = None) -> bytes:
         """The units of the one chunk, as the reader decodes them."""
         header = self.parse()
         out = np.empty(header.n_units, UNIT_TYPES[header.dtype.unit_bytes])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptz.config import Lossless
+from ckptz.methods.lossless import Lossless
 from ckptz.sync import Publisher
 from ckptz.torch import save_file
 

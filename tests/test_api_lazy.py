@@ -15,7 +15,8 @@ import pytest
 import torch
 from api_support import CKPTZ, make, outcome, same
 
-from ckptz import CkptzError, reading
+from ckptz import CkptzError
+from ckptz.api import read as reading
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.caches import CACHE_BYTES, ChunkCache

@@ -11,9 +11,9 @@ import pytest
 from cli_support import a_state, ckptz, content_of, forge, write_plain
 from conftest import Chain
 
+from ckptz.commands.compress import CompressOptions, compress_files
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.plain import content_id_of
-from ckptz.convert.compress import CompressOptions, compress_files
 from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
 from ckptz.store import resolve
 

@@ -21,8 +21,8 @@ from calibration_support import (
 )
 from torch import nn
 
-from ckptz.convert.guide_files import CalibrationFile
 from ckptz.errors import ConfigError
+from ckptz.guidance.files import CalibrationFile
 from ckptz.hooks import Calibration
 
 # --- sharing ---------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import pytest
 from cli_support import a_state, ckptz, content_of, forge, regions_of, write_plain
 from conftest import Chain
 
+from ckptz.commands.log import LogReport, log_folder
 from ckptz.container.index import QualityRecord
 from ckptz.container.plain import RegionSource
 from ckptz.container.reader import FrameSource
-from ckptz.convert.chain_log import LogReport, log_folder
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.store.resolve import open_checkpoint
 from ckptz_cli.main import main

@@ -17,8 +17,8 @@ from torch import nn
 
 from ckptz import Checkpointer, KeepPolicy, KMeans
 from ckptz.container.publish import TEMPORARY_SUFFIX
-from ckptz.hooks.snapshot import Snapshot
 from ckptz.torch import load_file
+from ckptz.training.snapshot import Snapshot
 
 ROOT = Path(__file__).parent.parent
 

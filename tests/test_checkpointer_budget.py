@@ -13,11 +13,11 @@ from checkpointer_support import names_in
 from torch import nn
 
 from ckptz import Budget, Checkpointer, Grid, KMeans, Lossless, ResumeProbe
-from ckptz.convert.inspect import inspect_file
+from ckptz.commands.inspect import inspect_file
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.hooks import Calibration
-from ckptz.hooks.checkpointer import SaveReport
 from ckptz.torch import load_file
+from ckptz.training.checkpointer import SaveReport
 
 WIDTH = 80  # of matrices that are large enough to become lossy
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 
+from ckptz.commands.rebase import RebaseOptions, rebase_file
 from ckptz.container import publish
-from ckptz.convert.rebase import RebaseOptions, rebase_file
-from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.store.retention import KeepPolicy, prune_folder
 from ckptz.store.step_files import Kind, Listing, StepFile
 from ckptz.store.steps import StepStore
+from ckptz.training.rng import random_state, set_random_state
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 

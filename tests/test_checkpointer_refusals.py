@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_module
 
 from ckptz import Checkpointer
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, UnsupportedError
-from ckptz.hooks.snapshot import Snapshot
+from ckptz.training.snapshot import Snapshot
 
 # --- what is refused -------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ import pytest
 from cli_support import ckptz, write_plain
 
 from ckptz.container.index import QualityRecord
-from ckptz.convert.progress import SILENT
 from ckptz.kernels.notice import NOTICE
+from ckptz.progress import SILENT
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.render import quality_text, ratio, size
 

@@ -16,8 +16,8 @@ from cli_support import a_state, ckptz, content_of, temporaries, write_plain
 from conftest import Chain
 
 from ckptz.codec.frame import FrameHeader
+from ckptz.commands.inspect import inspect_file
 from ckptz.container.caches import HeaderCache
-from ckptz.convert.inspect import inspect_file
 
 
 def shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:

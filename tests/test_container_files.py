@@ -16,12 +16,10 @@ from vector_support import VALID
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.sparse import MAX_SPARSE_SHARE
-from ckptz.codec.units import CHUNK_UNITS, ArraySource, UnitSource
-from ckptz.config import Grid, KMeans, Lossless
+from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.container import writer
 from ckptz.container.amend import amend_quality
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.companions import MAX_PLANS
 from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.inline_writer import NeededBase, write_inline
@@ -29,11 +27,15 @@ from ckptz.container.plain import PlainFile, content_id_of, plain_regions, write
 from ckptz.container.reader import Container, FrameSource
 from ckptz.container.writer import Written, write_container
 from ckptz.dtypes import DType, dtype_of
+from ckptz.encoding.companions import MAX_PLANS
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
+from ckptz.methods.grid import Grid
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
 
 Array = np.ndarray[Any, Any]
-Sources = Mapping[str, UnitSource]
+Sources = Mapping[str, TensorSource]
 BASE = BaseRef("0" * 64, "base.ckptz", 1)
 SPARSELY = Lossless(sparse=True)
 
@@ -62,7 +64,7 @@ def opened(data: bytes, bases: Sources | None = None) -> Container:
     return container
 
 
-def units_of(source: UnitSource) -> Array:
+def units_of(source: TensorSource) -> Array:
     return source.units(0, source.dtype.n_units(source.shape))
 
 
@@ -249,7 +251,7 @@ OLD, NEW = weights(6400, (64, 100)), weights(6400, (64, 100)) + weights(6400, (6
 @pytest.mark.parametrize(
     "wrap", [lambda frame: frame, Codes, lambda _: of(OLD)], ids=["frame", "apart", "plain"]
 )
-def test_a_lossy_delta_comes_back_within_its_record(wrap: Callable[[FrameSource], UnitSource]) -> None:
+def test_a_lossy_delta_comes_back_within_its_record(wrap: Callable[[FrameSource], TensorSource]) -> None:
     bases = {"w": wrap(opened(write({"w": of(OLD)}, config=LOSSY)[0]).tensors["w"])}
     data, written = write({"w": of(NEW)}, bases, config=LOSSY)
     container = opened(data, bases)

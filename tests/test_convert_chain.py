@@ -8,11 +8,11 @@ import pytest
 from cli_support import a_state, ckptz, content_of, hf_folder, write_plain
 from conftest import Chain
 
-from ckptz.convert.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
-from ckptz.convert.inspect import inspect_file
-from ckptz.convert.restore import restore_file
-from ckptz.convert.targets import places_for, stem_of
+from ckptz.commands.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
+from ckptz.commands.inspect import inspect_file
+from ckptz.commands.restore import restore_file
 from ckptz.errors import ConfigError, MissingBaseError
+from ckptz.formats.targets import places_for, stem_of
 
 # --- bases and chains -----------------------------------------------------------------------------
 

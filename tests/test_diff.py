@@ -14,9 +14,9 @@ from cli_support import Row, a_state, bf16, ckptz, hf_folder, write_plain
 from conftest import Chain
 
 from ckptz.codec.units import CHUNK_UNITS
+from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz.commands.diff import DiffOptions, DiffReport, TensorDiff, diff_files
 from ckptz.container import reader
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.diff import DiffOptions, DiffReport, TensorDiff, diff_files
 from ckptz_cli.diff import DIFFERENT
 from ckptz_cli.errors import DAMAGED, INTERNAL, INTERRUPTED, IO, MISSING, USAGE
 

@@ -8,28 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckptz.methods.choices import choose_all
 from safetensors.numpy import save_file
 from search_support import model
 
 from ckptz import LOSSLESS, Grid, KMeans
-from ckptz.codec.choices import choose_all
-from ckptz.codec.units import UnitSource
-from ckptz.config import Config
+from ckptz.codec.units import TensorSource
+from ckptz.commands.compress import CompressOptions, compress_files
 from ckptz.container import frame_writer
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.contents import Contents, Earlier
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written, roles_of, write_container
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.searching import SearchOptions
+from ckptz.methods.method import Method
 from ckptz.parallel import Workers
+from ckptz.search_run.run import SearchOptions
 from ckptz.torch import source_of
 
-Tensors = Mapping[str, UnitSource]
+Tensors = Mapping[str, TensorSource]
 
 
-def training_state(drift: float = 0.0) -> dict[str, UnitSource]:
+def training_state(drift: float = 0.0) -> dict[str, TensorSource]:
     """Weights, Adam's moments, of which one cannot be lossy, and integers."""
     generator = torch.Generator().manual_seed(7)
     state: dict[str, torch.Tensor] = {"ids": torch.arange(600)}
@@ -68,7 +68,7 @@ def earlier_of(tensors: Tensors, contents: Contents) -> Earlier:
     ],
 )
 def test_copying_gives_the_bytes_and_the_report_of_encoding(
-    monkeypatch: pytest.MonkeyPatch, first: Config, second: Config, n_copied: int, has_base: bool
+    monkeypatch: pytest.MonkeyPatch, first: Method, second: Method, n_copied: int, has_base: bool
 ) -> None:
     tensors, bases = training_state(), training_state(drift=1e-3) if has_base else {}
     ref = BaseRef(content_id="0" * 64, file="base.ckptz", depth=1) if has_base else None
@@ -78,7 +78,7 @@ def test_copying_gives_the_bytes_and_the_report_of_encoding(
     encoded = []
     real = frame_writer.encode_chunk
 
-    def encode_chunk(source: UnitSource, *args: object) -> object:
+    def encode_chunk(source: TensorSource, *args: object) -> object:
         encoded.append(source)
         return real(source, *args)  # type: ignore[arg-type]
 

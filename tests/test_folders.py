@@ -15,16 +15,16 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from ckptz.codec.units import UnitSource
+from ckptz.codec.units import TensorSource
 from ckptz.container.contents import Contents
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import publish
 from ckptz.container.writer import write_container
-from ckptz.convert.inputs import Input, open_input
-from ckptz.convert.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
-from ckptz.convert.spool import read_chunks
 from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError
+from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
 from ckptz.parallel import Workers
+from ckptz.tree.unflatten import read_chunks
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -360,7 +360,7 @@ def test_a_restore_that_fails_leaves_the_whole_old_folder(
         (output / shard.file).write_text("old")
     (output / INDEX).write_text("old")
 
-    def failing(tensors: Mapping[str, UnitSource]) -> Iterator[NDArray[Any]]:
+    def failing(tensors: Mapping[str, TensorSource]) -> Iterator[NDArray[Any]]:
         if "c" in tensors:
             raise CorruptionError("the second shard is damaged")
         return read_chunks(tensors)

@@ -26,10 +26,10 @@ from conftest import Chain
 
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import CHECKSUM_BYTES
+from ckptz.commands.inspect import inspect_file
+from ckptz.commands.restore import RestoreOptions, restore_file
+from ckptz.commands.verify import VerifyOptions, verify_file
 from ckptz.container.index import envelope_metadata
-from ckptz.convert.inspect import inspect_file
-from ckptz.convert.restore import RestoreOptions, restore_file
-from ckptz.convert.verify import VerifyOptions, verify_file
 from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
 from ckptz.errors import CkptzError, FormatError, LimitError, UnsupportedError
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from ckptz.codec import decode as decode_module
 from ckptz.codec import frame as frame_module
 from ckptz.codec import values as values_module
-from ckptz.codec.encode import encode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain, Plan, Predictor, exact_plan, planes_plan
-from ckptz.codec.planner import plan_lossless
+from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
 from ckptz.codec.sources import ChunkSources, codes_of
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, chunk_bounds
 from ckptz.dtypes import DTYPES, DType, dtype_of
+from ckptz.encoding.chunk import encode_chunk
 from ckptz.entropy import frequency as frequency_module
 from ckptz.entropy import streams as streams_module
 from ckptz.entropy.streams import CoderId
@@ -35,7 +35,7 @@ from ckptz.errors import (
     UnsupportedError,
 )
 from ckptz.kernels import reference
-from ckptz.quant.quant_map import ExplicitTable, QuantizationMap
+from ckptz.methods.lossless import plan_lossless
 from ckptz.transform import classes as classes_module
 from ckptz.transform.planes import PlaneMode
 

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import safe_open
-from ckptz.config import Grid
 from ckptz.errors import FormatError
+from ckptz.methods.grid import Grid
 from ckptz.numpy import load_file, save_file
 from ckptz.quant.grid import (
     ESCAPE,

@@ -16,8 +16,8 @@ from hooks_support import process_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptz.convert.guide_files import CalibrationFile
 from ckptz.errors import CalibrationError, ConfigError
+from ckptz.guidance.files import CalibrationFile
 from ckptz.hooks import Calibration
 from ckptz.hooks import inputs as inputs_module
 

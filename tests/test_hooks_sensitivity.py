@@ -19,9 +19,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ckptz.convert.guide_files import SensitivityFile
-from ckptz.convert.guide_format import KEY_CONTENT, KEY_VERSION
 from ckptz.errors import CalibrationError, ConfigError, UnsupportedError
+from ckptz.guidance.files import SensitivityFile
+from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION
 from ckptz.hooks import SensitivityTracker
 
 

@@ -20,10 +20,10 @@ from ckptz.container.contents import Contents
 from ckptz.container.plain import PlainFile, plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.container.writer import write_container
-from ckptz.convert.inputs import open_input
-from ckptz.convert.spool import read_chunks
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.formats.inputs import open_input
 from ckptz.parallel import Workers
+from ckptz.tree.unflatten import read_chunks
 
 WEIGHTS = np.arange(12, dtype="f4").reshape(3, 4)
 
@@ -129,7 +129,7 @@ def test_duplicate_names_are_corrupt(tmp_path: Path) -> None:
 def test_opening_other_kinds_needs_no_torch(plain: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from ckptz.convert.inputs import open_input\n"
+        "from pathlib import Path; from ckptz.formats.inputs import open_input\n"
         f"open_input(Path({str(plain)!r})); open_input(Path({str(plain.parent)!r}))\n"
         f"path = Path({str(plain.parent)!r}) / 'x.pt'; path.write_bytes(b'PK')\n"
         "try: open_input(path)\n"

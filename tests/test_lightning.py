@@ -30,8 +30,8 @@ from lightning.pytorch.strategies import (
 )
 
 import ckptz
+from ckptz.commands.restore import restore_file
 from ckptz.container.reader import Container
-from ckptz.convert.restore import restore_file
 from ckptz.errors import (
     ChecksumError,
     ConfigError,

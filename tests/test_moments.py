@@ -17,13 +17,14 @@ from safetensors.numpy import save_file as save_plain
 
 from ckptz.codec.frame_plan import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
-from ckptz.codec.plan_second import plan_second
 from ckptz.codec.units import CHUNK_UNITS, ArraySource
-from ckptz.config import Grid, Moments
-from ckptz.container.companions import MAX_PLANS, Held, PlanBook
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
+from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.companions import MAX_PLANS, Held, PlanBook
 from ckptz.kernels import reference
+from ckptz.methods.grid import Grid
+from ckptz.methods.second_moment import plan_second
+from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
 from ckptz.quant.moments import (
     MAX_LEVELS,
@@ -152,7 +153,7 @@ def test_vectors_over_the_limit_are_not_proposed(monkeypatch: pytest.MonkeyPatch
     second = state((96, 80))[SECOND]
     source = ArraySource(dtype_of("F32"), second.shape, second.reshape(-1).view(np.uint32))
     for limit, predictor in ((96 + 80, Predictor.OUTER), (96 + 79, Predictor.ZERO)):
-        monkeypatch.setattr("ckptz.codec.plan_second.MAX_OUTER", limit)
+        monkeypatch.setattr("ckptz.methods.second_moment.MAX_OUTER", limit)
         assert plan_second(source, None, SecondMoment(1.0)).predictor is predictor
 
 

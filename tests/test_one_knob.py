@@ -17,10 +17,9 @@ from safetensors.torch import load_file as load_plain
 from search_support import model
 
 from ckptz import Budget, Grid, KMeans
-from ckptz.config import Moments
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.searching import SearchOptions
+from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
 from ckptz.errors import ConfigError
+from ckptz.methods.state import Moments
 from ckptz.search.one_knob import (
     CLOSE_LATER,
     LARGEST,
@@ -32,6 +31,7 @@ from ckptz.search.one_knob import (
     grid_at,
 )
 from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
+from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
 
 TEMPLATE = Grid(moments=None)

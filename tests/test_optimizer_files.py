@@ -13,12 +13,12 @@ from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 from torch import Tensor, nn
 
-from ckptz.config import Grid
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.inputs import open_input
-from ckptz.convert.optimizer import Joined, known_roles
-from ckptz.convert.restore import restore_file
+from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
+from ckptz.commands.restore import restore_file
 from ckptz.errors import ConfigError
+from ckptz.formats.inputs import open_input
+from ckptz.guidance.owners import Joined, known_roles
+from ckptz.methods.grid import Grid
 from ckptz.roles import Rule
 from ckptz.torch import load_file
 

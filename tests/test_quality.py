@@ -15,13 +15,13 @@ from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 
 from ckptz import Agreement, Budget, ResumeProbe
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.searching import SearchOptions
+from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
 from ckptz.errors import ConfigError
 from ckptz.search.agreement import CHUNK_ENTRIES, agreement_of
 from ckptz.search.budget import Reading, check_consistent
 from ckptz.search.measures import prepare
 from ckptz.search.resumption import DISTURBANCE
+from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
 
 State = dict[str, torch.Tensor]

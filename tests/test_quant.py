@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptz.methods.choices import Choice, choose
+from ckptz.methods.plan_tensor import plan_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptz.codec.choices import Choice, choose
-from ckptz.codec.plan_tensor import plan_tensor
 from ckptz.codec.units import ArraySource
-from ckptz.config import LOSSLESS, KMeans
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError
 from ckptz.kernels import reference
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.lossless import LOSSLESS
 from ckptz.quant.kmeans import error_bound, fit_centroids, sample_weights, weighted_error
 from ckptz.quant.partitions import Partitions, fit_partitions
 from ckptz.quant.sketch import RELATIVE_ERROR, Sketch

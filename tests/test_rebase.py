@@ -28,13 +28,13 @@ from sync_support import SPARSE, cloned, moved, same
 from sync_support import a_state as a_torch_state
 
 from ckptz.codec.frame import FrameHeader
+from ckptz.commands import rebase as rebase_module
+from ckptz.commands.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
+from ckptz.commands.inspect import inspect_file
+from ckptz.commands.rebase import RebaseOptions, rebase_file
 from ckptz.container import index
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.reader import Container
-from ckptz.convert import rebase as rebase_module
-from ckptz.convert.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
-from ckptz.convert.inspect import inspect_file
-from ckptz.convert.rebase import RebaseOptions, rebase_file
 from ckptz.errors import CkptzError, UnsupportedError
 from ckptz.store.resolve import open_checkpoint, open_source
 from ckptz.torch import apply_, load_file, save_file

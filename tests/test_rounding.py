@@ -13,11 +13,11 @@ from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 from torch import nn
 
-from ckptz.codec.guides import Guide
-from ckptz.codec.plan_grid import plan_grid
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.guide import Guide
 from ckptz.hooks import Calibration
+from ckptz.methods.grid import plan_grid
 from ckptz.quant.grid import ESCAPE, UniformGrid
 from ckptz.quant.guides import InputMoments
 from ckptz.quant.rounding import (

@@ -13,16 +13,16 @@ import torch
 from search_support import landscape, model
 
 from ckptz import Budget
-from ckptz.codec.guides import NO_GUIDE, Guide
-from ckptz.codec.units import ArraySource, UnitSource
-from ckptz.config import KMeans
+from ckptz.codec.units import ArraySource, TensorSource
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.container.writer import roles_of, write_container
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.errors import ConfigError
+from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.search.budget import Limit, Reading, share_used
 from ckptz.search.guided import Exhaustive, Guided
@@ -248,11 +248,11 @@ def test_a_search_stops_after_the_most_trials() -> None:
 # --- predicted sizes ----------------------------------------------------------------------------
 
 
-def sources_of(state: dict[str, Any]) -> dict[str, UnitSource]:
+def sources_of(state: dict[str, Any]) -> dict[str, TensorSource]:
     return {n: ArraySource.from_buffer(dtype_of("F32"), v.shape, v.reshape(-1)) for n, v in state.items()}
 
 
-def file_of(tensors: dict[str, UnitSource], contents: Contents) -> bytes:
+def file_of(tensors: dict[str, TensorSource], contents: Contents) -> bytes:
     sink = io.BytesIO()
     with Workers(1) as workers:
         write_container(sink, tensors, contents, workers)

@@ -23,11 +23,11 @@ from safetensors.torch import load_file as load_plain
 from search_support import model
 
 from ckptz import Budget, KMeans
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.plans import load_plan, save_plan
-from ckptz.convert.searching import SearchOptions, TrialReport
+from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
 from ckptz.errors import ConfigError
 from ckptz.search.space import TEMPLATE
+from ckptz.search_run.plans import load_plan, save_plan
+from ckptz.search_run.run import SearchOptions, TrialReport
 from ckptz.torch import load_file
 
 KMEANS = ("--method", "kmeans")

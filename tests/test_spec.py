@@ -9,15 +9,14 @@ import pytest
 from spec_support import ROOT, SPEC, page, pages, refusals, slug, table
 
 from ckptz.bits import cursor
-from ckptz.codec import frame_plan, units
+from ckptz.codec import frame_plan, quant_map, units
 from ckptz.codec.plan import Domain, Predictor
 from ckptz.container import envelope, index, reader
-from ckptz.convert import sharding
 from ckptz.dtypes import DTYPES
 from ckptz.entropy import frequency, streams
 from ckptz.entropy.streams import LANE_CHOICES, CoderId
+from ckptz.formats import sharding
 from ckptz.kernels import reference
-from ckptz.quant import quant_map
 from ckptz.store import resolve
 from ckptz.transform import classes
 from ckptz.transform.classes import RuleId

@@ -23,7 +23,7 @@ from sync_support import (
     untouched,
 )
 
-from ckptz import applying
+from ckptz.api import apply as applying
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.container.reader import FrameSource
 from ckptz.errors import ChecksumError, CkptzError, ConfigError, FormatError, LimitError, MissingBaseError

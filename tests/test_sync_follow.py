@@ -11,7 +11,7 @@ import torch
 from sync_support import a_state, cloned, moved, published, refused, same, untouched
 
 import ckptz.torch
-from ckptz.convert.deltas import fold_files
+from ckptz.commands.fold import fold_files
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.store import places
 from ckptz.sync import Follower, Publisher

@@ -17,8 +17,8 @@ from safetensors.torch import load_file as load_plain
 from sync_support import a_state, cloned, moved, names_in, published, refused, same, untouched
 
 import ckptz.torch
-from ckptz.convert.restore import restore_file
-from ckptz.convert.verify import verify_file
+from ckptz.commands.restore import restore_file
+from ckptz.commands.verify import verify_file
 from ckptz.errors import ConfigError
 from ckptz.sync import Follower, Publisher
 
@@ -289,7 +289,7 @@ def test_a_url_without_fsspec_says_what_to_install(monkeypatch: pytest.MonkeyPat
         Publisher("s3://bucket/run")
 
 
-@pytest.mark.parametrize("module", ["ckptz.applying", "ckptz.sync.publisher", "ckptz.sync.follower"])
+@pytest.mark.parametrize("module", ["ckptz.api.apply", "ckptz.sync.publisher", "ckptz.sync.follower"])
 def test_the_examples_in_the_docstrings_are_true(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sync_support import State, cloned, moved, same
 
-from ckptz.convert.deltas import DeltaOptions, fold_files
+from ckptz.commands.fold import DeltaOptions, fold_files
 from ckptz.errors import MissingBaseError
 from ckptz.store.versions import Version, versions_in
 from ckptz.sync import Follower, Publisher

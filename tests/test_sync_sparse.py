@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptz.codec.decode import decode_chunk
-from ckptz.codec.encode import EncodedChunk, encode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.planner import plan_sparse
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.sparse import MAX_SPARSE_SHARE, read_changes
 from ckptz.codec.units import UNIT_TYPES, ArraySource
-from ckptz.config import Lossless
 from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.writer import write_container
 from ckptz.dtypes import DTYPES, dtype_of
+from ckptz.encoding.chunk import EncodedChunk, encode_chunk
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import FormatError, MissingBaseError
 from ckptz.kernels import reference, sparse, sparse_reference
+from ckptz.methods.lossless import Lossless, plan_sparse
 from ckptz.parallel import Workers
 from ckptz.transform.planes import kernel_mode
 

@@ -18,9 +18,9 @@ torch = pytest.importorskip("torch")
 
 from ckptz.codec.units import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.container.publish import TEMPORARY_SUFFIX  # noqa: E402
-from ckptz.convert import torch_files  # noqa: E402
-from ckptz.convert.storages import Flat, flatten  # noqa: E402
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError  # noqa: E402
+from ckptz.formats import torch_files  # noqa: E402
+from ckptz.tree.flatten import Flat, flatten  # noqa: E402
 
 
 def values(flat: Flat, name: str) -> Any:
@@ -175,8 +175,9 @@ FULL_DISK = """
 import os, resource, signal, sys
 from pathlib import Path
 import torch
-from ckptz.convert import spool, torch_files
-from ckptz.convert.storages import flatten
+from ckptz.tree import unflatten as spool  # noqa: E402
+from ckptz.formats import torch_files  # noqa: E402
+from ckptz.tree.flatten import flatten
 folder = Path(sys.argv[1])
 flat = flatten({"w": torch.zeros(1 << 20)})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -219,7 +220,7 @@ MEMORY = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from ckptz.convert import torch_files
+from ckptz.formats import torch_files  # noqa: E402
 
 def anonymous():
     line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))

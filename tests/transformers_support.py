@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files  # noqa: E402
+from ckptz.commands.compress import CompressOptions, CompressReport, compress_files  # noqa: E402
 from ckptz.integrations.transformers import disable, enable, from_pretrained  # noqa: E402
 
 Model = Any

@@ -12,8 +12,6 @@ from spec_files import Files, read_all
 from spec_support import SPEC
 
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.convert.sharding import check_sharding
-from ckptz.convert.spool import unflatten
 from ckptz.errors import (
     ChecksumError,
     CkptzError,
@@ -22,7 +20,9 @@ from ckptz.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ckptz.formats.sharding import check_sharding
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from ckptz.tree.unflatten import unflatten
 
 FOLDER = SPEC / "vectors"
 ERROR_OF_KIND: dict[str, type[CkptzError]] = {

@@ -17,7 +17,7 @@ from ckptz.codec.decode import check_stored, decode_chunk, decode_codes
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.codec.sources import ChunkSources, companions_of
 from ckptz.codec.sparse import Changes, read_changes
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, UnitSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.checked_index import read_index
@@ -47,7 +47,7 @@ class _Home(Protocol):
     cache: ChunkCache
     headers: HeaderCache
     features: set[str]
-    bases: Mapping[str, UnitSource]
+    bases: Mapping[str, TensorSource]
     tensors: Mapping[str, FrameSource]
 
     @property
@@ -58,8 +58,11 @@ class _Home(Protocol):
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]: ...
 
 
-class FrameSource:
+class FrameSource(TensorSource):
     """One tensor of an open file, decoded chunk by chunk."""
+
+    dtype: DType
+    shape: tuple[int, ...]
 
     def __init__(self, container: _Home, entry: TensorEntry) -> None:
         self._container = container
@@ -88,7 +91,7 @@ class FrameSource:
             return header
 
     @functools.cached_property
-    def base(self) -> UnitSource | None:
+    def base(self) -> TensorSource | None:
         """The base tensor that the frame needs, or None."""
         if not self.header.plan.needs_base:
             return None
@@ -112,7 +115,7 @@ class FrameSource:
         both = plan.reads_base_units and plan.reads_base_codes
         base = self.base
         if isinstance(base, FrameSource) and self.companion_names:
-            base = _Shared(base)
+            base = CachedFrame(base)
         ref = self._container.outer_base
         return ChunkSources(begin, end, base, self._companion, both, f", {ref.title}" if ref else "")
 
@@ -121,7 +124,7 @@ class FrameSource:
         """Tensors that stand beside this one and whose magnitudes its classes read."""
         return [r.source for r in self.header.plan.rules if isinstance(r, Magnitude) and r.source]
 
-    def _companion(self, name: str) -> UnitSource:
+    def _companion(self, name: str) -> TensorSource:
         """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
         source = companions_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
@@ -129,7 +132,7 @@ class FrameSource:
             raise CorruptionError(f"classes depend on tensor {name!r}, which has another shape")
         if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
             raise CorruptionError(f"classes depend on tensor {name!r}, which depends on too many others")
-        return _Shared(source)
+        return CachedFrame(source)
 
     def source_depth(self, most: int) -> int:
         """How many tensors of this file, one after another, the classes depend on; at most `most` + 1."""
@@ -222,7 +225,7 @@ class FrameSource:
         return self.units_and_codes(begin, end)[0]
 
     def units(self, begin: int, end: int) -> Units:
-        """See `UnitSource.units`; decodes only the chunks that it touches."""
+        """See `TensorSource.units`; decodes only the chunks that it touches."""
         n_units = self.header.n_units
         first, last = begin // CHUNK_UNITS, -(-end // CHUNK_UNITS)
         whole = (begin, end) == (first * CHUNK_UNITS, min(last * CHUNK_UNITS, n_units))
@@ -242,34 +245,37 @@ class FrameSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
+class CachedFrame(TensorSource):
     """A frame read through its file's cache of chunks.
 
     Where classes depend on other tensors, two ways through a chain may lead to the same chunk; without
-    the cache their number would grow with every member.
+    the cache their number would grow with every member. Planning and encoding both look at a base.
     """
 
     frame: FrameSource
 
     @property
     def dtype(self) -> DType:
+        """Type of the elements."""
         return self.frame.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Dimensions, in elements."""
         return self.frame.shape
 
+    @property
+    def n_codes(self) -> int | None:
+        """See `TensorSource.n_codes`."""
+        return self.frame.n_codes
+
     def units(self, begin: int, end: int) -> Units:
-        """Units of one chunk."""
+        """Read units of one chunk, or of its beginning."""
         return self.frame.chunk(begin // CHUNK_UNITS)[: end - begin]
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Codes of one chunk."""
+        """Read codes of one chunk."""
         return self.frame.codes(begin, end)
-
-    def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
-        """Units and codes of one chunk."""
-        return self.units(begin, end), self.codes(begin, end)
 
 
 class _Naming:
@@ -299,7 +305,7 @@ class InlineFrames:
     outer_base: BaseRef | None = None
 
     def __init__(
-        self, container: Container, level: int, record: InlineBase, bases: Mapping[str, UnitSource]
+        self, container: Container, level: int, record: InlineBase, bases: Mapping[str, TensorSource]
     ) -> None:
         self.name = f"{container.name}: inline base {level}"
         self.record = record
@@ -342,7 +348,7 @@ class Container:
         self.name = source.name
         self.cache = ChunkCache()
         self.headers = HeaderCache()
-        self.bases: Mapping[str, UnitSource] = {}
+        self.bases: Mapping[str, TensorSource] = {}
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         try:
@@ -385,7 +391,7 @@ class Container:
         self._source.close()
 
 
-def check_empty(source: UnitSource) -> None:
+def check_empty(source: TensorSource) -> None:
     """Read the frame of a tensor without units, of which no chunk would be decoded."""
     if isinstance(source, FrameSource) and not source.dtype.n_units(source.shape):
         source.check_base()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptz.convert.guide_format import Kind
+from ckptz.guidance.layout import Kind
 
 # Products are summed in float32: bench/hooks_overhead.py measures what float64 would change.
 SUM_DTYPE: Final = torch.float32

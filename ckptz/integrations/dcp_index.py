@@ -19,8 +19,8 @@ import msgspec
 
 from ckptz.container.index import Count, Shape
 from ckptz.container.publish import publish
-from ckptz.convert.sharding import is_file_name
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.formats.sharding import is_file_name
 
 INDEX_FILE: Final = "ckptz-index.json"
 VERSION: Final = 1

@@ -22,28 +22,28 @@ from typing import Any, Final
 
 import torch
 
-from ckptz.codec.guides import Guide
-from ckptz.codec.units import UnitSource
-from ckptz.config import LOSSLESS, Config, Lossless
+from ckptz.api.read import check_limit
+from ckptz.codec.units import TensorSource
+from ckptz.commands.restore import decoded_chunks
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.contents import Contents
 from ckptz.container.envelope import read_envelope
 from ckptz.container.index import KEY_DIGEST, BaseRef
 from ckptz.container.publish import publish
 from ckptz.container.reader import Container
-from ckptz.container.writer import Written, write_container
-from ckptz.convert.guides import NO_FILES, guides_of
-from ckptz.convert.optimizer import Joined, known_roles
-from ckptz.convert.restore import decoded_chunks
-from ckptz.convert.spool import unflatten
-from ckptz.convert.storages import flatten
+from ckptz.container.writer import Written
+from ckptz.encoding.guide import Guide
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, named
-from ckptz.hooks.snapshot import check_dense
 from ckptz.integrations.plain_types import from_plain, to_plain
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
+from ckptz.methods.table import checked
 from ckptz.parallel import Workers
-from ckptz.reading import check_limit
+from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
 from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, open_checkpoint, open_file
+from ckptz.training.snapshot import check_dense
+from ckptz.tree.flatten import flatten
+from ckptz.tree.unflatten import unflatten
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name
@@ -60,13 +60,12 @@ class ChainOptions:
         jobs: threads, all cores by default.
     """
 
-    config: Config = LOSSLESS
+    config: Method = LOSSLESS
     anchor_every: int = 16
     jobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.config, Config):
-            raise ConfigError(f"config must be a configuration such as ckptz.LOSSLESS, got {self.config!r}")
+        checked(self.config)
         if not 1 <= self.anchor_every <= MAX_DEPTH:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {self.anchor_every}")
 
@@ -87,7 +86,7 @@ class Draft:
         role_rules: what tensors are, where their names mislead.
     """
 
-    tensors: Mapping[str, UnitSource]
+    tensors: Mapping[str, TensorSource]
     tree: dict[str, Any] | None = None
     metadata: Mapping[str, str] | None = None
     step: int | None = None
@@ -105,29 +104,22 @@ class Draft:
         """The same with what else is known of its tensors."""
         return replace(self, guides=guides)
 
-    def contents(self, config: Config, base: Checkpoint | None, ref: BaseRef | None) -> Contents:
-        """The same for the writer."""
-        is_lossy = not isinstance(config, Lossless)
-        known = known_roles(self.tensors, self.tree, self.role_rules) if is_lossy else Joined()
-        contents = Contents(
+    def job(self, config: Method, base: Checkpoint | None, ref: BaseRef | None) -> Job:
+        """Describe the file for the writer."""
+        return Job(
+            tensors=self.tensors,
+            config=config,
             metadata=self.metadata,
-            base=ref,
-            bases={} if base is None else base.tensors,
             step=self.step,
             tree=self.tree,
-            config=config,
+            base=ref,
+            bases={} if base is None else base.tensors,
             role_rules=self.role_rules,
-            roles=known.roles,
-        )
-        if self.guides is not None:
-            return replace(contents, guides=self.guides)
-        # Nothing stays open: what guides here are tensors of the draft.
-        return replace(
-            contents, guides=guides_of(self.tensors, contents, NO_FILES, contextlib.ExitStack()).guides
+            guides=self.guides,
         )
 
 
-def _says_nothing(state: Any, tensors: Mapping[str, UnitSource]) -> bool:
+def _says_nothing(state: Any, tensors: Mapping[str, TensorSource]) -> bool:
     """Whether a state is its named tensors and nothing else."""
     return type(state) is dict and list(state) == list(tensors)
 
@@ -214,9 +206,8 @@ class Chain:
         return BaseRef(content_id=base.content_id(), file=names[0], depth=base.depth + 1)
 
     def _publish(self, path: Path, draft: Draft, base: Checkpoint | None, ref: BaseRef | None) -> Written:
-        contents = draft.contents(self.options.config, base, ref)
         with publish(path) as sink, Workers(self.options.jobs) as workers:
-            return write_container(sink, draft.tensors, contents, workers)
+            return write(sink, draft.job(self.options.config, base, ref), workers)
 
     def remove(self, path: Path) -> None:
         """Delete a file, and those bases of its folder that no file there needs any more."""

@@ -34,13 +34,13 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from ckptz.api.safe_open import PathLike
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
-from ckptz.handle import PathLike
-from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.linked import DEFAULTS, ChainOptions
 from ckptz.integrations.merging import TIMEOUT, own_group
+from ckptz.training.rng import random_state, set_random_state
 
 __all__ = ["ShardedCheckpointer"]
 

@@ -40,7 +40,7 @@ def apply(
 
     FILE may be called anything and stand anywhere, but must hold what DELTA was made from.
     """
-    from ckptz.convert.deltas import DeltaOptions, apply_file
+    from ckptz.commands.fold import DeltaOptions, apply_file
     from ckptz_cli.render_deltas import applied_line
 
     if in_place == (output is not None):

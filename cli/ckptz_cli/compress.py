@@ -91,7 +91,7 @@ def compress(
     INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
     folder of torch.distributed.checkpoint. The output is INPUT with the suffix .ckptz, or OUT.
     """
-    from ckptz.convert.compress import CompressOptions, compress_files
+    from ckptz.commands.compress import CompressOptions, compress_files
     from ckptz_cli.render import compressed_line, total_line
 
     reports = []

@@ -38,7 +38,7 @@ def export(
 
     STEP is a file, or a step that a file in DIR records. The suffix of FILE says what to write.
     """
-    from ckptz.convert.deltas import DeltaOptions, export_file
+    from ckptz.commands.fold import DeltaOptions, export_file
     from ckptz_cli.render_deltas import exported_line
 
     if not step:

@@ -36,7 +36,7 @@ def fold(
 
     A and B are files, or steps that files in DIR record.
     """
-    from ckptz.convert.deltas import DeltaOptions, fold_files
+    from ckptz.commands.fold import DeltaOptions, fold_files
     from ckptz_cli.render_deltas import folded_line
 
     options = DeltaOptions(folder=folder, jobs=jobs, force=force, search_path=search_path)

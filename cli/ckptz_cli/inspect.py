@@ -30,7 +30,7 @@ def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path
     Shows format and writer, identity, chain, metadata, sizes, and how each tensor is stored. Works where
     the base is missing.
     """
-    from ckptz.convert.inspect import inspect_file
+    from ckptz.commands.inspect import inspect_file
     from ckptz_cli.render import inspected_text
 
     report = inspect_file(file, search_path)

@@ -29,7 +29,7 @@ def log(session: Session, folder: Path, search_path: tuple[Path, ...]) -> None:
     Reads headers and indexes only. Files that cannot be read and bases that are not here are shown as
     such; the first of them decides the exit code. DIR is the working folder by default.
     """
-    from ckptz.convert.chain_log import log_folder
+    from ckptz.commands.log import log_folder
     from ckptz_cli.render_chains import logged_text
 
     problems: list[Exception] = []

@@ -36,7 +36,7 @@ def rebase(
     FILE go on working, and the size is about that of the chain. FILE is replaced when the new one was read
     back and found right.
     """
-    from ckptz.convert.rebase import RebaseOptions, rebase_file
+    from ckptz.commands.rebase import RebaseOptions, rebase_file
     from ckptz_cli.render_chains import rebased_line
 
     options = RebaseOptions(jobs=jobs, force=force, search_path=search_path)

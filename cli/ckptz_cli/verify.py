@@ -40,7 +40,7 @@ def verify(
     decides the exit code. Of a folder, every `.ckptz` file and its chain is checked, and of a
     training run also that the two files of each step belong together.
     """
-    from ckptz.convert.verify import VerifyOptions, verify_file
+    from ckptz.commands.verify import VerifyOptions, verify_file
     from ckptz_cli.folders import expanded, report_folders
     from ckptz_cli.render import verified_line
 

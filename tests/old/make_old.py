@@ -17,10 +17,10 @@ import torch
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import Grid, KMeans
-from ckptz.config import Moments
+from ckptz.commands.compress import compress_files
+from ckptz.commands.rebase import rebase_file
 from ckptz.container.index import FORMAT_VERSION
-from ckptz.convert.compress import compress_files
-from ckptz.convert.rebase import rebase_file
+from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parent
