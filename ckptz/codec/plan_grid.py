@@ -3,6 +3,10 @@
 The loop is closed: what is quantized is the difference to what a reader will have, so that errors of a
 chain do not add up. Whatever guides the steps and the rounding stays behind; labels of rows, levels and
 codes are all that the frame keeps.
+
+On the third delta of a language model's run (0.9 bits a weight), richer models of movement were not worth
+their bits: fitting each delta to a scaled base and the last movement took 3.6 % more bits, Adam's direction
+explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more bits.
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ from ckptz.transform.classes import (
 
 # Of anchors and deltas, from bench/grid.py's run: 4 to 9 % fewer bits at no loss that could be measured, and
 # chains still send all of the movement, as each delta begins with what the last one left. Above, a larger
-# step gives the same size at less loss.
+# step gives the same size at less loss: of a language model's run, 0.2 takes 3.7 % fewer bits at 20.5 % more
+# weighted error. An anchor on a step of its own is no gain either: 0.7 of the deltas' step takes 0.1 % fewer
+# bits at equal error, 1.4 of it 5.1 % more.
 DEAD_ZONE: Final = 0.1
 MIN_ROW_UNITS: Final = 32  # shorter rows would pay more for their labels than these save
 SAMPLE_OUTPUTS: Final = 128  # of a layer, that levels are fitted to
@@ -138,7 +144,11 @@ class _Grid:
 
     @property
     def n_base_codes(self) -> int:
-        """Codes of the base's frame; 1 if it has none, or more than classes allow."""
+        """Codes of the base's frame; 1 if it has none, or more than classes allow.
+
+        They save 2.7 % of a delta's bits as contexts. Beside them, quarters of the second moment would
+        save 1.2 %, the sign of the base 0.2 %, and that of its first moment nothing.
+        """
         n: int = getattr(self.base, "n_codes", None) or 1
         return n if n * self.rows.n_classes <= MAX_CLASSES else 1
 
@@ -240,7 +250,8 @@ class _Layer:
         """The largest magnitude that has codes, and what codes stand for, from a sample of the outputs.
 
         What takes a code is a value with the errors of columns before it. Centroids of these lie further
-        out than those of the values alone, which would shrink what is restored: see bench/levers.py.
+        out than those of the values alone, which would shrink what is restored, with 4.3 % more bits and
+        4.3 % more weighted error on a language model's run.
         """
         rows = self.grid.rows
         most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)
