@@ -52,11 +52,10 @@ from ckptz.transform.classes import (
     n_classes_of,
 )
 
-# Of anchors and deltas, from bench/grid.py's run: 4 to 9 % fewer bits at no loss that could be measured, and
-# chains still send all of the movement, as each delta begins with what the last one left. Above, a larger
-# step gives the same size at less loss: of a language model's run, 0.2 takes 3.7 % fewer bits at 20.5 % more
-# weighted error. An anchor on a step of its own is no gain either: 0.7 of the deltas' step takes 0.1 % fewer
-# bits at equal error, 1.4 of it 5.1 % more.
+# Of anchors and deltas, from the run of bench/studies/grid.py: 4 to 9 % fewer bits at no loss that could be
+# measured, and chains still send all of the movement, as each delta begins with what the last one left.
+# Above, a larger step gives the same size at less loss; on a larger run, 0.2 saves 1.5 % of a file at equal
+# weighted error. Anchors take the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.
 DEAD_ZONE: Final = 0.1
 MIN_ROW_UNITS: Final = 32  # shorter rows would pay more for their labels than these save
 SAMPLE_OUTPUTS: Final = 128  # of a layer, that levels are fitted to

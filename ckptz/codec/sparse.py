@@ -27,7 +27,7 @@ Positions = NDArray[np.int64]
 Units = NDArray[Any]
 Stream = tuple[CoderId, bytes | memoryview]
 
-# Encoder only, from bench/weight_sync.py: where more units change, a sparse chunk decodes no faster
+# Encoder only, from bench/product/weight_sync.py: where more units change, a sparse chunk decodes no faster
 # than the dense one, which is smaller.
 MAX_SPARSE_SHARE: Final = 0.25
 _UNCHANGED: Final = (CoderId.CONSTANT, b"\x00")
