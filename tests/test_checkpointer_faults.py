@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 
 from ckptz.container import publish
 from ckptz.convert.rebase import RebaseOptions, rebase_file
@@ -23,6 +22,7 @@ from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.store.retention import KeepPolicy, prune_folder
 from ckptz.store.step_files import Kind, Listing, StepFile
 from ckptz.store.steps import StepStore
+from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 

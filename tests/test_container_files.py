@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spec_cases import base_coded, embedded, varint, with_codes
-from spec_files import CONSTANT, SPARSE, File, Frame, plan
-from vector_support import VALID
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.sparse import MAX_SPARSE_SHARE
@@ -31,6 +28,9 @@ from ckptz.container.writer import Written, write_container
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.parallel import Workers
+from tests.support.spec_cases import base_coded, embedded, varint, with_codes
+from tests.support.spec_files import CONSTANT, SPARSE, File, Frame, plan
+from tests.support.vector_support import VALID
 
 Array = np.ndarray[Any, Any]
 Sources = Mapping[str, UnitSource]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, content_of, hf_folder, write_plain
-from conftest import Chain
 
 from ckptz.convert.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
 from ckptz.convert.inspect import inspect_file
 from ckptz.convert.restore import restore_file
 from ckptz.convert.targets import places_for, stem_of
 from ckptz.errors import ConfigError, MissingBaseError
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, write_plain
 
 # --- bases and chains -----------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.numpy import save_file
-from search_support import model
 
 from ckptz import LOSSLESS, Grid, KMeans
 from ckptz.codec.choices import choose_all
@@ -25,6 +24,7 @@ from ckptz.convert.compress import CompressOptions, compress_files
 from ckptz.convert.searching import SearchOptions
 from ckptz.parallel import Workers
 from ckptz.torch import source_of
+from tests.support.search_support import model
 
 Tensors = Mapping[str, UnitSource]
 

@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from frame_support import Case, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
@@ -38,6 +37,7 @@ from ckptz.quant.moments import (
 )
 from ckptz.store.resolve import open_checkpoint
 from ckptz.transform.classes import Magnitude, Row
+from tests.support.frame_support import Case, round_trip
 
 Array = np.ndarray[Any, Any]
 

@@ -1,6 +1,6 @@
 """One rank of a two-process pipeline; `test_wire_pipeline.py` starts it and reads its JSON.
 
-    python wire_worker.py TASK RANK STORE OUT
+    python -m tests.support.wire_worker TASK RANK STORE OUT
 
 Every scenario trains a small model through real gloo links and, on the last rank, the same model in one
 process through `simulate`.

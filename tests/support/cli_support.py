@@ -32,6 +32,29 @@ NAN_PAYLOADS = np.array([0x7FC00001, 0xFF800123, 0x80000000, 0x7F800000], "<u4")
 
 
 @dataclass(frozen=True)
+class Chain:
+    """Two checkpoints of a run: plain files, and an anchor with a delta in the same folder."""
+
+    folder: Path
+
+    @property
+    def first(self) -> Path:
+        return self.folder / "step-1.safetensors"
+
+    @property
+    def second(self) -> Path:
+        return self.folder / "step-2.safetensors"
+
+    @property
+    def anchor(self) -> Path:
+        return self.folder / "step-1.ckptz"
+
+    @property
+    def delta(self) -> Path:
+        return self.folder / "step-2.ckptz"
+
+
+@dataclass(frozen=True)
 class Run:
     """What one command line did; the notice about compiled kernels is left out."""
 

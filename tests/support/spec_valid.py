@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from spec_cases import (
+
+from ckptz.bits.checksum import xxh64
+from ckptz.dtypes import DTYPES
+from tests.support.spec_cases import (
     F32,
     FLAT_TABLE,
     INFINITY,
@@ -36,9 +39,9 @@ from spec_cases import (
     windowed,
     zstd_frame,
 )
-from spec_cases_files import LOSSY, PLAIN_ROW, full, inlined, packed_text
-from spec_cases_tree import nested, node, tree
-from spec_files import (
+from tests.support.spec_cases_files import LOSSY, PLAIN_ROW, full, inlined, packed_text
+from tests.support.spec_cases_tree import nested, node, tree
+from tests.support.spec_files import (
     CONSTANT,
     OWN,
     SHARED,
@@ -55,10 +58,7 @@ from spec_files import (
     varint,
     vectors,
 )
-from spec_support import table
-
-from ckptz.bits.checksum import xxh64
-from ckptz.dtypes import DTYPES
+from tests.support.spec_support import table
 
 Tensor = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_files import Files, read_all
-from spec_support import SPEC
-
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.convert.sharding import check_sharding
 from ckptz.convert.spool import unflatten
@@ -23,6 +20,8 @@ from ckptz.errors import (
     UnsupportedError,
 )
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from tests.support.spec_files import Files, read_all
+from tests.support.spec_support import SPEC
 
 FOLDER = SPEC / "vectors"
 ERROR_OF_KIND: dict[str, type[CkptzError]] = {

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers_support import make, transformers
+
+from tests.support.transformers_support import make, transformers
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip install accelerate")
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from spec_files import (
+
+from ckptz.bits.checksum import xxh64
+from ckptz.codec.units import CHUNK_UNITS
+from tests.support.spec_files import (
     CONSTANT,
     OWN,
     SHARED,
@@ -30,9 +33,6 @@ from spec_files import (
     varint,
     vectors,
 )
-
-from ckptz.bits.checksum import xxh64
-from ckptz.codec.units import CHUNK_UNITS
 
 
 @dataclass(frozen=True)

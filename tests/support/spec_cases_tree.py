@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spec_files import File, Frame, Input
+from tests.support.spec_files import File, Frame, Input
 
 
 def tree(root: Any, storages: Any = (), names: tuple[str, ...] = ("w",), **more: Any) -> File:

@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from spec_cases import delta, empty, over, quantized
-from spec_files import ABSENT, STORED, File, Folder, Frame, Input, Raw, plain_file, plan
+from tests.support.spec_cases import delta, empty, over, quantized
+from tests.support.spec_files import ABSENT, STORED, File, Folder, Frame, Input, Raw, plain_file, plan
 
 
 def cut(n_bytes: int) -> Input:

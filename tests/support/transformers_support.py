@@ -14,7 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from api_support import bits
+
+from tests.support.api_support import bits
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()

@@ -1,6 +1,6 @@
 """Several ranks; `test_ranks.py` starts them and reads what they say.
 
-    python ranks_worker.py PLAY FOLDER
+    python -m tests.support.ranks_worker PLAY FOLDER
 
 Scenarios of two ranks are run by ranks 0 and 1 of four, in groups of their own.
 """
