@@ -18,7 +18,7 @@ help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
 
 demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-output/, about 5 minutes
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 test: $(DEV) ## the test suite
 	$(BIN)/python -m pytest
@@ -48,17 +48,17 @@ format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 40 minutes; see bench/README.md
-	$(BIN)/python bench/lossless.py
-	$(BIN)/python bench/entropy_coder.py
-	$(BIN)/python bench/memory.py
-	$(BIN)/python bench/startup.py
-	$(BIN)/python bench/maps.py
-	$(BIN)/python bench/load.py
-	$(BIN)/python bench/weight_sync.py
-	$(BIN)/python bench/link_speed.py
-	$(BIN)/python bench/rounding.py
-	$(BIN)/python bench/checkpointer.py
-	$(BIN)/python bench/hooks_overhead.py
+	$(BIN)/python -m bench.product.lossless
+	$(BIN)/python -m bench.product.entropy_coder
+	$(BIN)/python -m bench.product.memory
+	$(BIN)/python -m bench.product.startup
+	$(BIN)/python -m bench.product.maps
+	$(BIN)/python -m bench.product.load
+	$(BIN)/python -m bench.product.weight_sync
+	$(BIN)/python -m bench.product.link_speed
+	$(BIN)/python -m bench.product.rounding
+	$(BIN)/python -m bench.product.checkpointer
+	$(BIN)/python -m bench.product.hooks_overhead
 
 $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEEDS_3_11)'

@@ -14,7 +14,6 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 from safetensors import SafetensorError
 
 import ckptz
@@ -28,6 +27,7 @@ from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
 from ckptz.frameworks.torch import TorchTensors
 from ckptz.parallel import Workers
 from ckptz.torch import _DeviceSource
+from tests.support.api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "safetensors-differences.md"

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, content_of, forge, write_plain
-from conftest import Chain
 
 from ckptz.commands.compress import CompressOptions, compress_files
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.plain import content_id_of
 from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
 from ckptz.store import resolve
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, write_plain
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "é" * 128, "a\0b", "a\nb", "a\x7f", "a/b", "a/", ".", ""])

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibration_support import normal, recorded, stack
-from hooks_support import rewrite
 from torch import nn
 
 from ckptz.errors import CalibrationError, UnsupportedError
 from ckptz.guidance.files import CalibrationFile
 from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION, Kind
 from ckptz.hooks import Calibration
+from tests.support.calibration_support import normal, recorded, stack
+from tests.support.hooks_support import rewrite
 
 
 class Everything(nn.Module):

@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from cli_support import a_state, ckptz, content_of, forge, regions_of, write_plain
-from conftest import Chain
 
 from ckptz.commands.log import LogReport, log_folder
 from ckptz.container.index import QualityRecord
@@ -22,6 +20,7 @@ from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.store.resolve import open_checkpoint
 from ckptz_cli.main import main
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, regions_of, write_plain
 
 
 @pytest.fixture

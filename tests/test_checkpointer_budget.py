@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointer_support import names_in
 from torch import nn
 
 from ckptz import Budget, Checkpointer, Grid, KMeans, Lossless, ResumeProbe
@@ -18,6 +17,7 @@ from ckptz.errors import CalibrationError, ConfigError
 from ckptz.hooks import Calibration
 from ckptz.torch import load_file
 from ckptz.training.checkpointer import SaveReport
+from tests.support.checkpointer_support import names_in
 
 WIDTH = 80  # of matrices that are large enough to become lossy
 

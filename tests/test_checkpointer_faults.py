@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 
 from ckptz.commands.rebase import RebaseOptions, rebase_file
 from ckptz.container import publish
@@ -23,6 +22,7 @@ from ckptz.store.retention import KeepPolicy, prune_folder
 from ckptz.store.step_files import Kind, Listing, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.training.rng import random_state, set_random_state
+from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_support import a_state, ckptz, content_of, temporaries, write_plain
-from conftest import Chain
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
 from ckptz_cli.errors import failure_of, printable
 from ckptz_cli.main import main
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 
 LARGE = 400_000  # elements: several writes, and more than the limits below
 

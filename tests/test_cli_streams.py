@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import a_state, ckptz, content_of, temporaries, write_plain
-from conftest import Chain
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.commands.inspect import inspect_file
 from ckptz.container.caches import HeaderCache
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 
 
 def shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -10,12 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spec_cases import base_coded, embedded, varint, with_codes
-from spec_files import CONSTANT, SPARSE, File, Frame, plan
-from vector_support import VALID
 
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sparse import MAX_SPARSE_SHARE
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.container import writer
 from ckptz.container.amend import amend_quality
@@ -28,11 +24,15 @@ from ckptz.container.reader import Container, FrameSource
 from ckptz.container.writer import Written, write_container
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.companions import MAX_PLANS
+from ckptz.encoding.sparse import MAX_SPARSE_SHARE
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
+from tests.support.spec_cases import base_coded, embedded, varint, with_codes
+from tests.support.spec_files import CONSTANT, SPARSE, File, Frame, plan
+from tests.support.vector_support import VALID
 
 Array = np.ndarray[Any, Any]
 Sources = Mapping[str, TensorSource]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, content_of, hf_folder, write_plain
-from conftest import Chain
 
 from ckptz.commands.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
 from ckptz.commands.inspect import inspect_file
 from ckptz.commands.restore import restore_file
 from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.formats.targets import places_for, stem_of
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, write_plain
 
 # --- bases and chains -----------------------------------------------------------------------------
 

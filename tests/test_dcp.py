@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_support import ckptz
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -28,6 +27,7 @@ from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.linked import read_state
 from ckptz.methods.kmeans import KMeans
 from ckptz.store.resolve import open_checkpoint
+from tests.support.cli_support import ckptz
 
 OPTIONS = ChainOptions(jobs=1)
 

@@ -10,8 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cli_support import Row, a_state, bf16, ckptz, hf_folder, write_plain
-from conftest import Chain
 
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.commands.compress import CompressOptions, compress_files
@@ -19,6 +17,7 @@ from ckptz.commands.diff import DiffOptions, DiffReport, TensorDiff, diff_files
 from ckptz.container import reader
 from ckptz_cli.diff import DIFFERENT
 from ckptz_cli.errors import DAMAGED, INTERNAL, INTERRUPTED, IO, MISSING, USAGE
+from tests.support.cli_support import Chain, Row, a_state, bf16, ckptz, hf_folder, write_plain
 
 ALL_DTYPES = ["F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
 OTHERS: dict[str, Any] = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 from ckptz.methods.choices import choose_all
 from safetensors.numpy import save_file
-from search_support import model
 
 from ckptz import LOSSLESS, Grid, KMeans
 from ckptz.codec.units import TensorSource
@@ -25,6 +24,7 @@ from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.search_run.run import SearchOptions
 from ckptz.torch import source_of
+from tests.support.search_support import model
 
 Tensors = Mapping[str, TensorSource]
 

@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_support import (
+
+from ckptz.bits.checksum import xxh64
+from ckptz.codec.frame import CHECKSUM_BYTES
+from ckptz.commands.inspect import inspect_file
+from ckptz.commands.restore import RestoreOptions, restore_file
+from ckptz.commands.verify import VerifyOptions, verify_file
+from ckptz.container.index import envelope_metadata
+from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
+from ckptz.errors import CkptzError, FormatError, LimitError, UnsupportedError
+from tests.support.cli_support import (
+    Chain,
     bomb,
     ckptz,
     flipped,
@@ -22,16 +32,6 @@ from cli_support import (
     write_index,
     write_plain,
 )
-from conftest import Chain
-
-from ckptz.bits.checksum import xxh64
-from ckptz.codec.frame import CHECKSUM_BYTES
-from ckptz.commands.inspect import inspect_file
-from ckptz.commands.restore import RestoreOptions, restore_file
-from ckptz.commands.verify import VerifyOptions, verify_file
-from ckptz.container.index import envelope_metadata
-from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
-from ckptz.errors import CkptzError, FormatError, LimitError, UnsupportedError
 
 # --- forgeries: damage with checksums that fit ----------------------------------------------------
 

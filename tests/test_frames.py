@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from frame_support import RULE_SETS, Case, build_case, cases, expected_labels, expected_units, round_trip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +37,15 @@ from ckptz.kernels import reference
 from ckptz.methods.lossless import plan_lossless
 from ckptz.transform import classes as classes_module
 from ckptz.transform.planes import PlaneMode
+from tests.support.frame_support import (
+    RULE_SETS,
+    Case,
+    build_case,
+    cases,
+    expected_labels,
+    expected_units,
+    round_trip,
+)
 
 DTYPE_ROWS = sorted(DTYPES.values(), key=lambda row: row.id)
 # Cases are made with compiled kernels, and the first one may wait for their compilation.

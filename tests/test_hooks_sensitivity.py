@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hooks_support import process_group, rewrite
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -23,6 +22,7 @@ from ckptz.errors import CalibrationError, ConfigError, UnsupportedError
 from ckptz.guidance.files import SensitivityFile
 from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION
 from ckptz.hooks import SensitivityTracker
+from tests.support.hooks_support import process_group, rewrite
 
 
 def a_model() -> nn.Module:

@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from frame_support import Case, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
@@ -23,22 +22,14 @@ from ckptz.dtypes import dtype_of
 from ckptz.encoding.companions import MAX_PLANS, Held, PlanBook
 from ckptz.kernels import reference
 from ckptz.methods.grid import Grid
-from ckptz.methods.second_moment import plan_second
+from ckptz.methods.second_moment import SecondMoment, plan_second
+from ckptz.methods.small import Rounding
 from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
-from ckptz.quant.moments import (
-    MAX_LEVELS,
-    Ladder,
-    Rounding,
-    SecondMoment,
-    best_ladder,
-    entropy_of,
-    ladder_step,
-    row_labels,
-    rungs_of,
-)
+from ckptz.quant.moments import MAX_LEVELS, Ladder, best_ladder, entropy_of, ladder_step, row_labels, rungs_of
 from ckptz.store.resolve import open_checkpoint
 from ckptz.transform.classes import Magnitude, Row
+from tests.support.frame_support import Case, round_trip
 
 Array = np.ndarray[Any, Any]
 

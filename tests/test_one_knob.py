@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
-from search_support import model
 
 from ckptz import Budget, Grid, KMeans
 from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
@@ -33,6 +31,8 @@ from ckptz.search.one_knob import (
 from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
 from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
+from tests.support.cli_support import ckptz
+from tests.support.search_support import model
 
 TEMPLATE = Grid(moments=None)
 Used = Callable[[float], float]

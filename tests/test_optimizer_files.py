@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from ckptz.guidance.owners import Joined, known_roles
 from ckptz.methods.grid import Grid
 from ckptz.roles import Rule
 from ckptz.torch import load_file
+from tests.support.cli_support import ckptz
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 

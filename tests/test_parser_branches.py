@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spec_files import File, Frame, open_bytes
 
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
@@ -20,6 +19,7 @@ from ckptz.container.envelope import build_header, read_envelope
 from ckptz.container.index import Index, pack_index
 from ckptz.container.reader import Container, FrameSource
 from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError
+from tests.support.spec_files import File, Frame, open_bytes
 
 UNITS = np.zeros(8, np.uint32)
 

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, hf_folder, temporaries, write_plain
-from conftest import Chain
 
 from ckptz.container.publish import publish, publish_together, sync_folder
 from ckptz.errors import ConfigError
 from ckptz.torch import load_file, save_file
+from tests.support.cli_support import Chain, a_state, ckptz, hf_folder, temporaries, write_plain
 
 
 @pytest.fixture(autouse=True)

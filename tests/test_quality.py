@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 
@@ -23,6 +22,7 @@ from ckptz.search.measures import prepare
 from ckptz.search.resumption import DISTURBANCE
 from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
+from tests.support.cli_support import ckptz
 
 State = dict[str, torch.Tensor]
 N_IN, N_OUT, N_ROWS = 64, 96, 128

@@ -10,22 +10,6 @@ from typing import Any, BinaryIO
 import pytest
 import safetensors
 import torch
-from cli_support import (
-    Content,
-    a_state,
-    ckptz,
-    content_of,
-    flipped,
-    hf_folder,
-    regions_of,
-    spread,
-    temporaries,
-    write_plain,
-)
-from conftest import Chain
-from spec_files import STORED, File, Frame, plan, varint
-from sync_support import SPARSE, cloned, moved, same
-from sync_support import a_state as a_torch_state
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.commands import rebase as rebase_module
@@ -38,6 +22,22 @@ from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, UnsupportedError
 from ckptz.store.resolve import open_checkpoint, open_source
 from ckptz.torch import apply_, load_file, save_file
+from tests.support.cli_support import (
+    Chain,
+    Content,
+    a_state,
+    ckptz,
+    content_of,
+    flipped,
+    hf_folder,
+    regions_of,
+    spread,
+    temporaries,
+    write_plain,
+)
+from tests.support.spec_files import STORED, File, Frame, plan, varint
+from tests.support.sync_support import SPARSE, cloned, moved, same
+from tests.support.sync_support import a_state as a_torch_state
 
 KMEANS = ("--method", "kmeans", "--levels", 8)
 

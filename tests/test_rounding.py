@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 from torch import nn
@@ -17,8 +16,8 @@ from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.guide import Guide
 from ckptz.hooks import Calibration
-from ckptz.methods.grid import plan_grid
-from ckptz.quant.grid import ESCAPE, UniformGrid
+from ckptz.methods.grid import UniformGrid, plan_grid
+from ckptz.quant.grid import ESCAPE
 from ckptz.quant.guides import InputMoments
 from ckptz.quant.rounding import (
     BLOCK_COLUMNS,
@@ -30,6 +29,7 @@ from ckptz.quant.rounding import (
 )
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
+from tests.support.cli_support import ckptz
 
 Array = np.ndarray[Any, Any]
 MOST = 20

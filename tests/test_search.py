@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from search_support import landscape, model
 
 from ckptz import Budget
 from ckptz.codec.units import ArraySource, TensorSource
@@ -30,6 +29,7 @@ from ckptz.search.neighbourhood import MAX_TRIALS, Neighbourhood
 from ckptz.search.rate import SizeModel, Sources
 from ckptz.search.space import TEMPLATE, Cube, dominates
 from ckptz.search.trials import Outcome, best_of, run_stages
+from tests.support.search_support import landscape, model
 
 QUARTER = 216 // 4
 BOTH = (Cube(), Cube(prune_by="sensitivity"))

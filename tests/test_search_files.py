@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
-from search_support import model
 
 from ckptz import Budget, KMeans
 from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
@@ -29,6 +27,8 @@ from ckptz.search.space import TEMPLATE
 from ckptz.search_run.plans import load_plan, save_plan
 from ckptz.search_run.run import SearchOptions, TrialReport
 from ckptz.torch import load_file
+from tests.support.cli_support import ckptz
+from tests.support.search_support import model
 
 KMEANS = ("--method", "kmeans")
 

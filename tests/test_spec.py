@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-from spec_support import ROOT, SPEC, page, pages, refusals, slug, table
 
 from ckptz.bits import cursor
 from ckptz.codec import frame_plan, quant_map, units
@@ -21,6 +20,7 @@ from ckptz.store import resolve
 from ckptz.transform import classes
 from ckptz.transform.classes import RuleId
 from ckptz.transform.planes import PlaneMode
+from tests.support.spec_support import ROOT, SPEC, page, pages, refusals, slug, table
 
 KINDS_OF_REFUSAL = {row["kind"] for row in table("00-conventions.md", "kinds-of-refusal", "kind", "meaning")}
 

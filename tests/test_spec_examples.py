@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spec_files import embedded
-from spec_support import SPEC, hex_bytes, numbers, table
 
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
@@ -24,6 +22,8 @@ from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.kernels import cpu, reference
 from ckptz.transform.classes import Block, labels_of
 from ckptz.transform.planes import PlaneMode, kernel_mode
+from tests.support.spec_files import embedded
+from tests.support.spec_support import SPEC, hex_bytes, numbers, table
 
 Array = np.ndarray[Any, Any]
 BACKENDS = [pytest.param(lambda: reference, id="reference"), pytest.param(cpu, id="cpu")]

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
-from cli_support import ckptz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +23,8 @@ from ckptz.store.retention import keep_policy, prune_folder
 from ckptz.store.spool import Spool
 from ckptz.store.step_files import ChainRule, Listing, StepFile
 from ckptz.store.steps import StepStore
+from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
+from tests.support.cli_support import ckptz
 
 # --- names --------------------------------------------------------------------------------------
 

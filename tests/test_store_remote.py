@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from checkpointer_support import KEEP_TWO, Run, loss_after, names_in
 
 from ckptz import KeepPolicy
 from ckptz.errors import ChecksumError, ConfigError, WriteError
@@ -17,6 +16,7 @@ from ckptz.store import lock, remote
 from ckptz.store.retention import prune_folder
 from ckptz.store.step_files import StepFile
 from ckptz.store.steps import StepStore
+from tests.support.checkpointer_support import KEEP_TWO, Run, loss_after, names_in
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from sync_support import a_state, cloned, moved, published, refused, same, untouched
 
 import ckptz.torch
 from ckptz.commands.fold import fold_files
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.store import places
 from ckptz.sync import Follower, Publisher
+from tests.support.sync_support import a_state, cloned, moved, published, refused, same, untouched
 
 # --- following ------------------------------------------------------------------------------------
 

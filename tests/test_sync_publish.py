@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file as load_plain
-from sync_support import a_state, cloned, moved, names_in, published, refused, same, untouched
 
 import ckptz.torch
 from ckptz.commands.restore import restore_file
 from ckptz.commands.verify import verify_file
 from ckptz.errors import ConfigError
 from ckptz.sync import Follower, Publisher
+from tests.support.sync_support import a_state, cloned, moved, names_in, published, refused, same, untouched
 
 # --- the folder -----------------------------------------------------------------------------------
 

@@ -15,13 +15,14 @@ from hypothesis.extra import numpy as hnp
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.sources import ChunkSources
-from ckptz.codec.sparse import MAX_SPARSE_SHARE, read_changes
+from ckptz.codec.sparse import read_changes
 from ckptz.codec.units import UNIT_TYPES, ArraySource
 from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.writer import write_container
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
+from ckptz.encoding.sparse import MAX_SPARSE_SHARE
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import FormatError, MissingBaseError
 from ckptz.kernels import reference, sparse, sparse_reference

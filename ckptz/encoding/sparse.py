@@ -15,7 +15,7 @@ from ckptz.transform.planes import kernel_mode
 
 Stream = tuple[CoderId, bytes | memoryview]
 
-# From bench/weight_sync.py: where more units change, a sparse chunk decodes no faster
+# From bench/product/weight_sync.py: where more units change, a sparse chunk decodes no faster
 # than the dense one, which is smaller.
 MAX_SPARSE_SHARE: Final = 0.25
 _UNCHANGED: Final = (CoderId.CONSTANT, b"\x00")

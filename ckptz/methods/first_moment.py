@@ -2,6 +2,9 @@
 
 The class of an element is the magnitude of the second moment that the same file restores, so that steps
 follow its root. Without second moments (SGD, Lion) it is a label of the row, by the row's spread.
+
+Codes rather than outer products of a few vectors: on a language model's run, 2 outer products kept as much
+of Adam's direction (29 %) in 0.09 bits as codes do in 0.45, but resumed no better than codes in 0.02 bits.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 The loop is closed: what is quantized is the difference to what a reader will have, so that errors of a
 chain do not add up. Whatever guides the steps and the rounding stays behind; labels of rows, levels and
 codes are all that the frame keeps.
+
+On the third delta of a language model's run (0.9 bits a weight), richer models of movement were not worth
+their bits: fitting each delta to a scaled base and the last movement took 3.6 % more bits, Adam's direction
+explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more bits.
 """
 
 from __future__ import annotations
@@ -68,9 +72,10 @@ from ckptz.transform.classes import (
     n_classes_of,
 )
 
-# Of anchors and deltas, from bench/grid.py's run: 4 to 9 % fewer bits at no loss that could be measured, and
-# chains still send all of the movement, as each delta begins with what the last one left. Above, a larger
-# step gives the same size at less loss.
+# Of anchors and deltas, from the run of bench/studies/grid.py: 4 to 9 % fewer bits at no loss that could be
+# measured, and chains still send all of the movement, as each delta begins with what the last one left.
+# Above, a larger step gives the same size at less loss; on a larger run, 0.2 saves 1.5 % of a file at equal
+# weighted error. Anchors take the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.
 DEAD_ZONE: Final = 0.1
 MIN_ROW_UNITS: Final = 32  # shorter rows would pay more for their labels than these save
 SAMPLE_OUTPUTS: Final = 128  # of a layer, that levels are fitted to
@@ -274,7 +279,11 @@ class _Grid:
 
     @property
     def n_base_codes(self) -> int:
-        """Codes of the base's frame; 1 if it has none, or more than classes allow."""
+        """Codes of the base's frame; 1 if it has none, or more than classes allow.
+
+        They save 2.7 % of a delta's bits as contexts. Beside them, quarters of the second moment would
+        save 1.2 %, the sign of the base 0.2 %, and that of its first moment nothing.
+        """
         n = 1 if self.base is None else self.base.n_codes or 1
         return n if n * self.rows.n_classes <= MAX_CLASSES else 1
 
@@ -368,7 +377,8 @@ class _Layer:
         """The largest magnitude that has codes, and what codes stand for, from a sample of the outputs.
 
         What takes a code is a value with the errors of columns before it. Centroids of these lie further
-        out than those of the values alone, which would shrink what is restored: see bench/levers.py.
+        out than those of the values alone, which would shrink what is restored, with 4.3 % more bits and
+        4.3 % more weighted error on a language model's run.
         """
         rows = self.grid.rows
         most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)

@@ -26,7 +26,7 @@ Counts = NDArray[np.int64]
 
 MAX_MAGNITUDE: Final = 127  # codes of both signs, zero and the escape fill an alphabet of 256
 MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
-REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/grid.py
+REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/studies/grid.py
 # Largest step over spread, for rows that hardly got gradients. 1.5 takes a fifth more bits at an equal loss,
 # and 4 loses more at equal bits: so far from the minimum the loss is no parabola.
 SPREAD_CAP: Final = 2.5
