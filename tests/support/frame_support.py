@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class CodedSource:
+class CodedSource(TensorSource):
     """A base that has codes of its own, like a frame of an earlier checkpoint."""
 
     dtype: DType
@@ -38,12 +38,16 @@ class CodedSource:
     def units(self, begin: int, end: int) -> Array:
         return self.flat[begin:end]
 
+    @property
+    def n_codes(self) -> int:
+        return 5
+
     def codes(self, begin: int, end: int) -> Array:
         return self.all_codes[begin:end]
 
 
 @dataclass(frozen=True)
-class FixedQuantizer:
+class FixedQuantizer(Quantizer):
     """Codes and protected positions that are given, not fitted."""
 
     all_codes: Array
@@ -64,16 +68,20 @@ class Case:
     """A tensor, its plan, and what it may look at."""
 
     source: ArraySource
-    plan: Plan
+    draft: Draft
     base: TensorSource | None
     companion: TensorSource
+
+    @property
+    def plan(self) -> Plan:
+        return self.draft.plan
 
     def sources(self, begin: int, end: int) -> ChunkSources:
         return ChunkSources(begin, end, self.base, lambda name: self.companion)
 
     def encode(self) -> tuple[FrameHeader, list[EncodedChunk]]:
         n = self.source.dtype.n_units(self.source.shape)
-        chunks = [encode_chunk(self.source, self.plan, self.sources(*b)) for b in chunk_bounds(n)]
+        chunks = [encode_chunk(self.source, self.draft, self.sources(*b)) for b in chunk_bounds(n)]
         records = tuple(chunk.record for chunk in chunks)
         return FrameHeader(self.source.dtype, self.source.shape, self.plan, records), chunks
 
@@ -280,24 +288,13 @@ def build_case(
         outer=outer,
         rules=rules,
         tables=_tables(rng, rules, codes, n_classes),
-        quantizer=FixedQuantizer(codes),
     )
-    case = Case(ArraySource(dtype, shape, flat), plan, base, companion)
+    case = Case(ArraySource(dtype, shape, flat), Draft(plan, FixedQuantizer(codes)), base, companion)
     # What would not be finite must be protected, and some more is.
     decoded = expected_units(case)
     exponent = decoded.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
     mask = ((decoded & exponent) == exponent) | (rng.random(n) < 0.05)
-    quantizer = FixedQuantizer(codes, mask)
-    plan = Plan(
-        quant_map=quant_map,
-        domain=domain,
-        predictor=predictor,
-        outer=outer,
-        rules=rules,
-        tables=plan.tables,
-        quantizer=quantizer,
-    )
-    return Case(case.source, plan, base, companion)
+    return replace(case, draft=Draft(plan, FixedQuantizer(codes, mask)))
 
 
 def _tables(
