@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,75 +18,21 @@ from ckptz.errors import ConfigError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.sharding import copy_carried
-from ckptz.formats.targets import check_carried, check_target, naming_output, places_for
+from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
 from ckptz.guidance.guides import GuideFiles
 from ckptz.guidance.owners import join
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
+from ckptz.methods.table import REFERENCE, checked
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
+from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.resolve import SUFFIX, base_file_name, base_ref, open_checkpoint
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressOptions:
-    """How to compress.
-
-    Attributes:
-        base: store every input against this `.ckptz` or `.safetensors` file.
-        chain: store every input against the one before it, the first against `base` if there is one.
-        step: training step to record.
-        jobs: threads, all cores by default.
-        force: replace existing outputs.
-        search_path: folders to look for the base's own bases in.
-        config: lossless, or how weights become lossy.
-        role_rules: the user's rows of the table of roles.
-        optimizer: a file of optimizer state that goes into the same output as the one input.
-        read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
-        calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
-        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
-        search: find the configuration for a budget; `config` stays lossless then.
-    """
-
-    base: Path | None = None
-    chain: bool = False
-    step: int | None = None
-    jobs: int | None = None
-    force: bool = False
-    search_path: Sequence[Path] = ()
-    config: Method = LOSSLESS
-    role_rules: Sequence[Rule] = ()
-    optimizer: Path | None = None
-    read_optimizer: Path | None = None
-    calibration: Path | None = None
-    sensitivity: Path | None = None
-    search: SearchOptions | None = None
-
-    def __post_init__(self) -> None:
-        if self.base is not None and self.base.is_dir():
-            raise ConfigError(f"{self.base}: a base is a file; compress the folder and name its .ckptz file")
-        if self.search is not None and self.config.is_lossy:
-            raise ConfigError("a configuration is either given or searched for")
-        if self.chain and self.is_dry_run:
-            raise ConfigError("a dry run writes no file that the next input could be stored against")
-        self.guide_files.check(self.search.template if self.search else self.config)
-
-    @property
-    def is_dry_run(self) -> bool:
-        """Whether nothing is written."""
-        return self.search is not None and self.search.is_dry_run
-
-    @property
-    def guide_files(self) -> GuideFiles:
-        """The files that guide lossy methods."""
-        return GuideFiles(
-            read_optimizer=self.read_optimizer, calibration=self.calibration, sensitivity=self.sensitivity
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,53 +88,159 @@ class _Base:
     close: Callable[[], None]
 
 
-def compress_files(
-    inputs: Sequence[Path],
-    output: Path | None = None,
-    options: CompressOptions = CompressOptions(),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What all inputs share; the attributes are arguments of `compress`."""
+
+    config: Method
+    chain: bool
+    step: int | None
+    force: bool
+    search_path: list[Path]
+    role_rules: Sequence[Rule]
+    optimizer: Path | None
+    guide_files: GuideFiles
+    search: SearchOptions | None
+    workers: Workers
+    progress: Progress
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether nothing is written."""
+        return self.search is not None and self.search.is_dry_run
+
+
+def compress(
+    inputs: PathLike | Sequence[PathLike],
+    output: PathLike | None = None,
+    *,
+    config: Method = LOSSLESS,
+    search: SearchOptions | None = None,
+    budget: Budget | Sequence[Budget] = (),
+    base: PathLike | None = None,
+    chain: bool = False,
+    step: int | None = None,
+    optimizer: PathLike | None = None,
+    read_optimizer: PathLike | None = None,
+    calibration: PathLike | None = None,
+    sensitivity: PathLike | None = None,
+    role_rules: Sequence[Rule] = (),
+    jobs: int | None = None,
+    force: bool = False,
+    search_path: Sequence[PathLike] = (),
     progress: Progress = SILENT,
-) -> Iterator[CompressReport]:
-    """Compress inputs one after another; yields the report of each when its file is published.
+    on_report: Callable[[CompressReport], None] | None = None,
+) -> tuple[CompressReport, ...]:
+    """Compress checkpoints of any kind, without loss unless a configuration or a budget says otherwise.
 
     Args:
-        inputs: `.safetensors`, torch or `.ckptz` files, or folders of shards.
+        inputs: `.safetensors`, torch or `.ckptz` files, or folders of shards; one or several.
         output: for one input a file or an existing folder, for several a folder; by default outputs
             stand beside their files and in their folders. A folder's other files are copied along.
-        options: everything else.
+        config: lossless, or how tensors become lossy.
+        search: find the configuration for budgets; `config` stays lossless then.
+        budget: the same with all else by default: what may be lost, measured on the decoded tensors.
+        base: store every input against this `.ckptz` or `.safetensors` file.
+        chain: store every input against the one before it, the first against `base` if there is one.
+        step: training step to record.
+        optimizer: a file of optimizer state that goes into the same output as the one input.
+        read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
+        calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
+        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
+        role_rules: the user's rows of the table of roles.
+        jobs: threads, all cores by default.
+        force: replace existing outputs.
+        search_path: folders to look for the base's own bases in.
         progress: is told of each file and of the bytes done.
+        on_report: is given each report as soon as its file is published.
+
+    Returns:
+        One report for each input.
 
     Raises:
         FileNotFoundError: an input is missing.
-        ConfigError: an output exists or would replace a file that is read.
+        ConfigError: an output exists or would replace a file that is read, or options contradict each other.
         FormatError: an input is damaged.
+
+    Example:
+        >>> import ckptz
+        >>> ckptz.compress("no-such-file.safetensors")
+        Traceback (most recent call last):
+        FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
-    if len(inputs) > 1 and options.step is not None:
+    sources = [Path(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
+    run = _Run(
+        config=checked(config),
+        chain=chain,
+        step=step,
+        force=force,
+        search_path=paths(search_path),
+        role_rules=role_rules,
+        optimizer=None if optimizer is None else Path(optimizer),
+        guide_files=GuideFiles(
+            read_optimizer=None if read_optimizer is None else Path(read_optimizer),
+            calibration=None if calibration is None else Path(calibration),
+            sensitivity=None if sensitivity is None else Path(sensitivity),
+        ),
+        search=_search_of(search, budget, config),
+        workers=Workers(jobs),
+        progress=progress,
+    )
+    reports = []
+    with run.workers:
+        for report in _compress_all(
+            sources, None if output is None else Path(output), None if base is None else Path(base), run
+        ):
+            reports.append(report)
+            if on_report is not None:
+                on_report(report)
+    return tuple(reports)
+
+
+def _search_of(
+    search: SearchOptions | None, budget: Budget | Sequence[Budget], config: Method
+) -> SearchOptions | None:
+    budgets = (budget,) if isinstance(budget, Budget) else tuple(budget)
+    if not budgets:
+        if search is not None and config.is_lossy:
+            raise ConfigError("a configuration is either given or searched for")
+        return search
+    if search is not None:
+        raise ConfigError("a search names its budgets itself; leave budget out")
+    return SearchOptions(budgets=budgets, template=config if config.is_lossy else REFERENCE)
+
+
+def _check(sources: Sequence[Path], base: Path | None, run: _Run) -> None:
+    """Refuse what cannot be done together, before anything is read."""
+    if base is not None and base.is_dir():
+        raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
+    if run.chain and run.is_dry:
+        raise ConfigError("a dry run writes no file that the next input could be stored against")
+    run.guide_files.check(run.search.template if run.search else run.config)
+    if len(sources) > 1 and run.step is not None:
         raise ConfigError("a step belongs to one input; compress them one by one")
-    if len(inputs) > 1 and options.optimizer is not None:
-        raise ConfigError(f"{options.optimizer}: belongs to one input; compress them one by one")
-    places = places_for(inputs, output, SUFFIX)
-    if output is not None and len(inputs) > 1:
+    if len(sources) > 1 and run.optimizer is not None:
+        raise ConfigError(f"{run.optimizer}: belongs to one input; compress them one by one")
+
+
+def _compress_all(
+    sources: Sequence[Path], output: Path | None, base_path: Path | None, run: _Run
+) -> Iterator[CompressReport]:
+    """Compress one after another; give the report of each when its file is published."""
+    _check(sources, base_path, run)
+    places = places_for(sources, output, SUFFIX)
+    if output is not None and len(sources) > 1:
         output.mkdir(exist_ok=True)
-    with Workers(options.jobs) as workers:
-        base = None if options.base is None else _open_base(options.base, options.search_path)
-        try:
-            for source, place in zip(inputs, places, strict=True):
-                report, base = _compress(source, place, base, _Run(options, workers, progress))
-                yield report
-                if report.search is not None and report.search.is_interrupted and source != inputs[-1]:
-                    raise KeyboardInterrupt
-        finally:
-            if base is not None:
-                base.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What all inputs share."""
-
-    options: CompressOptions
-    workers: Workers
-    progress: Progress
+    base = None if base_path is None else _open_base(base_path, run.search_path)
+    try:
+        for source, place in zip(sources, places, strict=True):
+            report, base = _compress(source, place, base, run)
+            yield report
+            if report.search is not None and report.search.is_interrupted and source != sources[-1]:
+                raise KeyboardInterrupt
+    finally:
+        if base is not None:
+            base.close()
 
 
 def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
@@ -210,22 +263,22 @@ def _compress(
 ) -> tuple[CompressReport, _Base | None]:
     """Write one output; returns its report and the base of the next one."""
     with contextlib.ExitStack() as held:
-        opened = held.enter_context(contextlib.closing(open_input(source, run.options.search_path)))
+        opened = held.enter_context(contextlib.closing(open_input(source, run.search_path)))
         sources = _files_of(opened, source)
-        if run.options.optimizer is not None:
-            optimizer = held.enter_context(contextlib.closing(open_input(run.options.optimizer)))
-            sources += _files_of(optimizer, run.options.optimizer)
+        if run.optimizer is not None:
+            optimizer = held.enter_context(contextlib.closing(open_input(run.optimizer)))
+            sources += _files_of(optimizer, run.optimizer)
             opened = join(opened, optimizer)
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
-        target, notes = _prepare(opened, source, place, read, run.options)
+        target, notes = _prepare(opened, source, place, read, run)
         report = _write(opened, target, base, read, notes, sources, run)
-        if not run.options.chain:
+        if not run.chain:
             return report, base
         if base is not None:
             base.close()
         if report.n_lossy:
-            return report, _open_base(target, run.options.search_path)
+            return report, _open_base(target, run.search_path)
         return report, _as_base(report, opened, own, held.pop_all().close)
 
 
@@ -249,10 +302,10 @@ def _as_base(
 
 
 def _prepare(
-    opened: Input, source: Path, place: Path, read: Iterable[Path], options: CompressOptions
+    opened: Input, source: Path, place: Path, read: Iterable[Path], run: _Run
 ) -> tuple[Path, list[str]]:
     """The file to write, and what the user should know of files that go with the tensors."""
-    notes, force = [], options.force or options.is_dry_run
+    notes, force = [], run.force or run.is_dry
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
     if source.is_dir() and place.suffix != SUFFIX:
@@ -260,7 +313,7 @@ def _prepare(
         target = place / f"{opened.stem}{SUFFIX}"
         check_target(target, read, force=force)
         check_carried(opened.carried, place, force=force)
-        if not options.is_dry_run:
+        if not run.is_dry:
             copy_carried(opened.carried, place)
         return target, notes
     check_target(place, read, force=force)
@@ -280,19 +333,18 @@ def _write(
 ) -> CompressReport:
     start = time.perf_counter()
     base = _usable(base, target, notes)
-    options = run.options
     job = Job(
         tensors=opened.tensors,
-        config=options.search.template if options.search else options.config,
+        config=run.search.template if run.search else run.config,
         metadata=opened.metadata,
-        step=options.step,
+        step=run.step,
         sharding=opened.sharding,
         tree=opened.tree,
         base=base.ref if base else None,
         bases=base.tensors if base else {},
-        role_rules=options.role_rules,
+        role_rules=run.role_rules,
         optimizer_names=opened.optimizer_names,
-        guide_files=options.guide_files,
+        guide_files=run.guide_files,
     )
     run.progress.start(opened.name, sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values()))
     with naming_output(target):
@@ -315,7 +367,7 @@ def _write(
         content_id=written.content_id,
         base=base.ref.file if base else None,
         depth=base.ref.depth if base else 0,
-        step=run.options.step,
+        step=run.step,
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
         search=search,
@@ -336,15 +388,15 @@ def _store(
 ) -> tuple[Written, SearchReport | None]:
     """Publish the output: as configured, or as a search finds."""
     try:
-        if run.options.search is not None:
+        if run.search is not None:
             found = SearchRun(
                 workers=run.workers,
                 base_paths=(read.base.folder / read.base.ref.file,) if read.base is not None else (),
-                search_path=tuple(run.options.search_path),
+                search_path=tuple(run.search_path),
                 like=read.like,
                 check=lambda: _check_unchanged(read.files),
             )
-            return search_and_write(target, job, run.options.search, found)
+            return search_and_write(target, job, run.search, found)
         with publish(target, read.like) as sink:
             written = write(sink, job, run.workers, run.progress.advance)
             _check_unchanged(read.files)

@@ -18,6 +18,7 @@ from ckptz.codec.plan import Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.formats.inputs import open_input
+from ckptz.formats.targets import PathLike, paths
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 
@@ -26,24 +27,6 @@ Sort = Literal["change", "max", "share", "name"]
 Units = NDArray[Any]
 Codes = NDArray[np.uint8]
 Tensors = Mapping[str, TensorSource]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffOptions:
-    """How to compare.
-
-    Attributes:
-        sort: "change" by rms change relative to rms, "max" by the largest change, "share" by the share of
-            units changed, all descending behind what cannot be compared; or "name".
-        top: report this many tensors, the first in that order; by default all.
-        jobs: threads, all cores by default.
-        search_path: folders to look for bases in, after each file's own.
-    """
-
-    sort: Sort = "change"
-    top: int | None = None
-    jobs: int | None = None
-    search_path: Sequence[Path] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +100,26 @@ class DiffReport:
     seconds: float
 
 
-def diff_files(
-    first: Path, second: Path, options: DiffOptions = DiffOptions(), progress: Progress = SILENT
+def diff(
+    first: PathLike,
+    second: PathLike,
+    *,
+    sort: Sort = "change",
+    top: int | None = None,
+    jobs: int | None = None,
+    search_path: Sequence[PathLike] = (),
+    progress: Progress = SILENT,
 ) -> DiffReport:
     """Compare two checkpoints; a few chunks of each are in memory at a time.
 
     Args:
         first: A, whatever can be compressed.
         second: B.
-        options: everything else.
+        sort: "change" by rms change relative to rms, "max" by the largest change, "share" by the share of
+            units changed, all descending behind what cannot be compared; or "name".
+        top: report this many tensors, the first in that order; by default all.
+        jobs: threads, all cores by default.
+        search_path: folders to look for bases in, after each file's own.
         progress: is told of the bytes of A that are done.
 
     Raises:
@@ -135,9 +129,9 @@ def diff_files(
     """
     start = time.perf_counter()
     with contextlib.ExitStack() as held:
-        a = held.enter_context(contextlib.closing(open_input(first, options.search_path)))
-        b = held.enter_context(contextlib.closing(open_input(second, options.search_path)))
-        workers = held.enter_context(Workers(options.jobs))
+        a = held.enter_context(contextlib.closing(open_input(Path(first), paths(search_path))))
+        b = held.enter_context(contextlib.closing(open_input(Path(second), paths(search_path))))
+        workers = held.enter_context(Workers(jobs))
         pairs = _pairs(a.tensors, b.tensors)
         progress.start(f"{a.name} and {b.name}", sum(pair.n_bytes for pair in pairs if pair.is_read))
         sums = _sums(pairs, workers, progress)
@@ -145,7 +139,7 @@ def diff_files(
         diffs += [_only(name, "only in A", a.tensors[name]) for name in a.tensors if name not in b.tensors]
         diffs += [_only(name, "only in B", b.tensors[name]) for name in b.tensors if name not in a.tensors]
         same_metadata = dict(a.metadata or {}) == dict(b.metadata or {})
-        return _report((a.name, b.name), same_metadata, diffs, sums, options, start)
+        return _report((a.name, b.name), same_metadata, sorted(diffs, key=_ORDERS[sort]), sums, top, start)
 
 
 # --- what is compared ---------------------------------------------------------------------------
@@ -404,7 +398,7 @@ def _report(
     same_metadata: bool,
     diffs: Sequence[TensorDiff],
     sums: Mapping[str, _Sums],
-    options: DiffOptions,
+    top: int | None,
     start: float,
 ) -> DiffReport:
     counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
@@ -425,7 +419,7 @@ def _report(
         changed_share=total.n_changed / total.n_units if total.n_units else None,
         max_change=max((d.max_change for d in diffs if d.max_change is not None), default=None),
         relative_change=_relative(changed),
-        tensors=tuple(sorted(diffs, key=_ORDERS[options.sort])[: options.top]),
+        tensors=tuple(diffs[:top]),
         seconds=time.perf_counter() - start,
     )
 

@@ -15,7 +15,7 @@ from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError
-from ckptz.formats.targets import check_target, naming_output
+from ckptz.formats.targets import PathLike, check_target, naming_output, paths
 from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
@@ -23,23 +23,6 @@ from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, base_ref, open_checkpoint, open_file
 
 RANGE: Final = ".."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaOptions:
-    """What the three verbs share.
-
-    Attributes:
-        folder: where steps are looked for that are given as numbers.
-        jobs: threads, all cores by default.
-        force: replace an existing output.
-        search_path: folders to look for bases in, after each file's own.
-    """
-
-    folder: Path = Path()
-    jobs: int | None = None
-    force: bool = False
-    search_path: Sequence[Path] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,28 +109,38 @@ def find_range(text: str, folder: Path) -> tuple[Path, Path]:
 # --- the verbs ----------------------------------------------------------------------------------
 
 
-def fold_files(
-    text: str, output: Path, options: DeltaOptions = DeltaOptions(), progress: Progress = SILENT
+def fold(
+    text: str,
+    output: PathLike,
+    *,
+    folder: PathLike = ".",
+    jobs: int | None = None,
+    force: bool = False,
+    search_path: Sequence[PathLike] = (),
+    progress: Progress = SILENT,
 ) -> DeltaReport:
     """Write one delta that leads from checkpoint A to checkpoint B, whatever lies between, bit for bit.
 
     Args:
         text: "A..B", two files or two steps.
         output: the delta.
-        options: everything else.
+        folder: where steps are looked for that are given as numbers.
+        jobs: threads, all cores by default.
+        force: replace an existing output.
+        search_path: folders to look for bases in, after each file's own.
         progress: is told of the bytes done.
 
     Raises:
         ConfigError: not a range, or the output cannot be written.
         FormatError, MissingBaseError: A or B cannot be read.
     """
-    start = time.perf_counter()
-    first_path, last_path = find_range(text, options.folder)
+    start, output = time.perf_counter(), Path(output)
+    first_path, last_path = find_range(text, Path(folder))
     with contextlib.ExitStack() as held:
-        first = held.enter_context(contextlib.closing(open_checkpoint(first_path, options.search_path)))
-        last = held.enter_context(contextlib.closing(open_checkpoint(last_path, options.search_path)))
-        check_target(output, _files(first, last), force=options.force)
-        workers = held.enter_context(Workers(options.jobs))
+        first = held.enter_context(contextlib.closing(open_checkpoint(first_path, paths(search_path))))
+        last = held.enter_context(contextlib.closing(open_checkpoint(last_path, paths(search_path))))
+        check_target(output, _files(first, last), force=force)
+        workers = held.enter_context(Workers(jobs))
         progress.start(last.name, _tensor_bytes(last))
         with naming_output(output), publish(output, [last_path]) as sink:
             written = write(sink, _job(last, first), workers, progress.advance)
@@ -170,30 +163,40 @@ def _job(checkpoint: Checkpoint, base: Checkpoint | None) -> Job:
     )
 
 
-def export_file(
-    text: str, output: Path, options: DeltaOptions = DeltaOptions(), progress: Progress = SILENT
+def export(
+    text: PathLike,
+    output: PathLike,
+    *,
+    folder: PathLike = ".",
+    jobs: int | None = None,
+    force: bool = False,
+    search_path: Sequence[PathLike] = (),
+    progress: Progress = SILENT,
 ) -> DeltaReport:
     """Write a checkpoint as one file that needs no other.
 
     Args:
         text: a file or a step.
         output: a `.ckptz` or a `.safetensors` file.
-        options: everything else.
+        folder: where steps are looked for that are given as numbers.
+        jobs: threads, all cores by default.
+        force: replace an existing output.
+        search_path: folders to look for bases in, after each file's own.
         progress: is told of the bytes done.
 
     Raises:
         ConfigError: the output cannot be written, or has another suffix.
         FormatError, MissingBaseError: the checkpoint cannot be read.
     """
-    start = time.perf_counter()
+    start, output = time.perf_counter(), Path(output)
     if output.suffix not in (SUFFIX, PLAIN_SUFFIX):
         raise ConfigError(f"{output}: export writes {SUFFIX} or {PLAIN_SUFFIX} files; name one with -o")
-    path = find_step(text, options.folder)
+    path = find_step(str(text), Path(folder))
     with (
-        contextlib.closing(open_checkpoint(path, options.search_path)) as checkpoint,
-        Workers(options.jobs) as workers,
+        contextlib.closing(open_checkpoint(path, paths(search_path))) as checkpoint,
+        Workers(jobs) as workers,
     ):
-        check_target(output, _files(checkpoint), force=options.force)
+        check_target(output, _files(checkpoint), force=force)
         progress.start(checkpoint.name, _tensor_bytes(checkpoint))
         with naming_output(output), publish(output, [path]) as sink:
             if output.suffix == SUFFIX:
@@ -204,11 +207,14 @@ def export_file(
         return _report(checkpoint, output, None, 0, output.stat().st_size, start)
 
 
-def apply_file(
-    delta: Path,
-    base: Path,
-    output: Path | None,
-    options: DeltaOptions = DeltaOptions(),
+def apply(
+    delta: PathLike,
+    base: PathLike,
+    output: PathLike | None,
+    *,
+    jobs: int | None = None,
+    force: bool = False,
+    search_path: Sequence[PathLike] = (),
     progress: Progress = SILENT,
 ) -> DeltaReport:
     """Write the checkpoint that a delta makes of `base`, as a safetensors file.
@@ -217,7 +223,9 @@ def apply_file(
         delta: a `.ckptz` file; its own base is not looked for.
         base: the file that stands for it, `.safetensors` or `.ckptz`.
         output: a new file; None replaces `base`, which stays as it is until the new one is complete.
-        options: everything else.
+        jobs: threads, all cores by default.
+        force: replace an existing output.
+        search_path: folders to look for bases in, after each file's own.
         progress: is told of the bytes done.
 
     Raises:
@@ -225,18 +233,19 @@ def apply_file(
         ConfigError: the output cannot be written.
         FormatError: a file is damaged.
     """
-    start = time.perf_counter()
+    start, delta, base = time.perf_counter(), Path(delta), Path(base)
+    output = None if output is None else Path(output)
     with contextlib.ExitStack() as held:
-        held.enter_context(contextlib.closing(opened := open_checkpoint(base, options.search_path)))
+        held.enter_context(contextlib.closing(opened := open_checkpoint(base, paths(search_path))))
         container = held.enter_context(contextlib.closing(_open_delta(delta)))
         read = [*_files(opened), delta]
         target = _replaced(base, opened) if output is None else output
         if output is not None:
-            check_target(output, read, force=options.force)
+            check_target(output, read, force=force)
         _check_base(container, opened)
         if container.outer_base is not None:
             container.bases = opened.tensors
-        workers = held.enter_context(Workers(options.jobs))
+        workers = held.enter_context(Workers(jobs))
         made = Checkpoint(
             container.name, container.tensors, _metadata(container, opened), container, (container,)
         )

@@ -16,6 +16,7 @@ from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, FormatError
+from ckptz.formats.targets import PathLike, paths
 from ckptz.roles import role_of
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_file
 
@@ -123,15 +124,20 @@ class InspectReport:
     tensors: tuple[TensorReport, ...]
 
 
-def inspect_file(path: Path, search_path: Sequence[Path] = ()) -> InspectReport:
+def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectReport:
     """Describe a `.ckptz` file; no tensor is decoded, and bases may be missing.
+
+    Args:
+        path: the file.
+        search_path: folders to look for bases in, after the file's own.
 
     Raises:
         FileNotFoundError: no such file.
         FormatError: not a `.ckptz` file, or damaged.
     """
+    path = Path(path)
     try:
-        checkpoint = open_checkpoint(path, search_path)
+        checkpoint = open_checkpoint(path, paths(search_path))
     except CkptzError as error:
         with contextlib.closing(open_file(FileBytes(path))) as alone:  # damaged itself, it says so again
             return _report(_require_container(alone, path), None, str(error))

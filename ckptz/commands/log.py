@@ -16,6 +16,7 @@ from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError, ConfigError
+from ckptz.formats.targets import PathLike, paths
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
 
 Kind = Literal["anchor", "delta", "rebased", "plain", "missing", "broken"]
@@ -94,7 +95,9 @@ class _Found:
     ref: BaseRef | None = None
 
 
-def log_folder(folder: Path, search_path: Sequence[Path], tell: Tell) -> LogReport:
+def log(
+    folder: PathLike = ".", *, search_path: Sequence[PathLike] = (), tell: Tell | None = None
+) -> LogReport:
     """Describe the checkpoints of a folder; broken files and missing bases are told of and shown as such.
 
     Args:
@@ -106,11 +109,12 @@ def log_folder(folder: Path, search_path: Sequence[Path], tell: Tell) -> LogRepo
         FileNotFoundError: no such folder.
         ConfigError: it is a file.
     """
+    folder, tell = Path(folder), tell or _ignore
     if not folder.exists():
         raise FileNotFoundError(ENOENT, strerror(ENOENT), str(folder))
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
-    elsewhere = [where for where in search_path if where.resolve() != folder.resolve()]
+    elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
     own = [_look(path, path.name, tell) for path in _files(folder, SUFFIX)]
     others = [_look(path, str(path), _ignore) for where in elsewhere for path in _files(where, SUFFIX)]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]

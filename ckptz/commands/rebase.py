@@ -15,26 +15,11 @@ from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inli
 from ckptz.container.publish import publish
 from ckptz.container.reader import Container
 from ckptz.errors import CorruptionError, FormatError
-from ckptz.formats.targets import check_target, naming_output
+from ckptz.formats.targets import PathLike, check_target, naming_output, paths
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.rebase import needed_bases
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RebaseOptions:
-    """How to rebase.
-
-    Attributes:
-        jobs: threads, all cores by default.
-        force: replace an existing output.
-        search_path: folders to look for bases in, after the file's own.
-    """
-
-    jobs: int | None = None
-    force: bool = False
-    search_path: Sequence[Path] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +62,13 @@ class RebaseReport:
     seconds: float
 
 
-def rebase_file(
-    path: Path,
-    output: Path | None = None,
-    options: RebaseOptions = RebaseOptions(),
+def rebase(
+    path: PathLike,
+    output: PathLike | None = None,
+    *,
+    jobs: int | None = None,
+    force: bool = False,
+    search_path: Sequence[PathLike] = (),
     progress: Progress = SILENT,
 ) -> RebaseReport:
     """Make a delta stand alone: write it with the frames of its bases that it is decoded from.
@@ -91,7 +79,9 @@ def rebase_file(
     Args:
         path: a `.ckptz` file.
         output: a new file; None replaces `path`, which stays as it is until the new one is verified.
-        options: everything else.
+        jobs: threads, all cores by default.
+        force: replace an existing output.
+        search_path: folders to look for bases in, after the file's own.
         progress: is told of the bytes copied and then of those decoded.
 
     Raises:
@@ -100,17 +90,17 @@ def rebase_file(
         MissingBaseError: a base is not found.
         ConfigError: the output cannot be written.
     """
-    start = time.perf_counter()
+    start, path, output = time.perf_counter(), Path(path), None if output is None else Path(output)
     with contextlib.ExitStack() as held:
-        checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, options.search_path)))
+        checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
         container = _require_container(checkpoint)
         target = path if output is None else output
         if output is not None:
-            check_target(output, [Path(file.name) for file in checkpoint.files], force=options.force)
+            check_target(output, [Path(file.name) for file in checkpoint.files], force=force)
         bases = needed_bases(checkpoint)
         is_changed = output is not None or container.outer_base is not None
         if is_changed:
-            workers = held.enter_context(Workers(options.jobs))
+            workers = held.enter_context(Workers(jobs))
             n_decoded = sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values())
             progress.start(checkpoint.name, bytes_to_write(container, bases) + n_decoded)
             with naming_output(target), publish(target, [path]) as sink:

@@ -21,7 +21,15 @@ from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.sharding import write_folder, written_files
-from ckptz.formats.targets import check_carried, check_target, naming_output, places_for, stem_of
+from ckptz.formats.targets import (
+    PathLike,
+    check_carried,
+    check_target,
+    naming_output,
+    paths,
+    places_for,
+    stem_of,
+)
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX, Checkpoint
@@ -29,25 +37,6 @@ from ckptz.tree.unflatten import Chunks
 
 Kind = Literal["safetensors", "pt", "dcp"]
 Written = Literal["safetensors", "pt", "dcp", "folder"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreOptions:
-    """How to restore.
-
-    Attributes:
-        kind: what to write; by default what was compressed.
-        jobs: threads, all cores by default.
-        force: replace an existing output.
-        search_path: folders to look for bases in, after the file's own.
-        max_decoded_bytes: refuse files that decode to more; by default the free disk of the output.
-    """
-
-    kind: Kind | None = None
-    jobs: int | None = None
-    force: bool = False
-    search_path: Sequence[Path] = ()
-    max_decoded_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +96,15 @@ def _chunks(tensors: Mapping[str, TensorSource]) -> Iterator[_Chunk]:
             yield _Chunk(source, begin, end)
 
 
-def restore_file(
-    path: Path,
-    output: Path | None = None,
-    options: RestoreOptions = RestoreOptions(),
+def restore(
+    path: PathLike,
+    output: PathLike | None = None,
+    *,
+    to: Kind | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    search_path: Sequence[PathLike] = (),
+    max_decoded_bytes: int | None = None,
     progress: Progress = SILENT,
 ) -> RestoreReport:
     """Write what a `.ckptz` file holds, as it was before compression.
@@ -118,7 +112,11 @@ def restore_file(
     Args:
         path: a `.ckptz` file; its bases are looked for in its folder.
         output: a file, or a folder if folders of shards were compressed; by default beside `path`.
-        options: everything else.
+        to: what to write; by default what was compressed.
+        jobs: threads, all cores by default.
+        force: replace an existing output.
+        search_path: folders to look for bases in, after the file's own.
+        max_decoded_bytes: refuse files that decode to more; by default the free disk of the output.
         progress: is told of the bytes written.
 
     Raises:
@@ -128,15 +126,15 @@ def restore_file(
         LimitError: the output would not fit.
         ConfigError: the output exists or would replace a file that is read.
     """
-    start = time.perf_counter()
-    with contextlib.closing(open_input(path, options.search_path)) as opened:
+    start, path, output = time.perf_counter(), Path(path), None if output is None else Path(output)
+    with contextlib.closing(open_input(path, paths(search_path))) as opened:
         checkpoint = _require_ckptz(opened, path)
-        kind = _kind_of(opened, options.kind)
-        target = _target_of(opened, path, output, kind, force=options.force)
+        kind = _kind_of(opened, to)
+        target = _target_of(opened, path, output, kind, force=force)
         n_bytes = sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values())
-        _check_size(opened.name, n_bytes, target, kind, options.max_decoded_bytes)
+        _check_size(opened.name, n_bytes, target, kind, max_decoded_bytes)
         progress.start(opened.name, n_bytes)
-        with Workers(options.jobs) as workers, naming_output(target):
+        with Workers(jobs) as workers, naming_output(target):
             _WRITERS[kind](target, opened, lambda tensors: decoded_chunks(tensors, workers, progress))
         return RestoreReport(
             input=opened.name,

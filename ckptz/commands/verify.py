@@ -18,27 +18,13 @@ from ckptz.container.index import Sharding
 from ckptz.container.reader import Container, FrameSource, check_empty
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 Tensors = Mapping[str, TensorSource]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """How to verify.
-
-    Attributes:
-        against: a checkpoint that must hold the same names, types, shapes, metadata and bits.
-        jobs: threads, all cores by default.
-        search_path: folders to look for bases in, after the file's own; also for those of the original.
-    """
-
-    against: Path | None = None
-    jobs: int | None = None
-    search_path: Sequence[Path] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +66,21 @@ class _Chunk:
     max_abs_error: float | None = None
 
 
-def verify_file(
-    path: Path,
-    options: VerifyOptions = VerifyOptions(),
+def verify(
+    path: PathLike,
+    *,
+    against: PathLike | None = None,
+    jobs: int | None = None,
+    search_path: Sequence[PathLike] = (),
     progress: Progress = SILENT,
 ) -> VerifyReport:
     """Check the stored bytes of every chunk of a file and its chain, and decode every tensor of the file.
 
     Args:
         path: a `.ckptz` file; with `against` also a `.safetensors` file.
-        options: everything else.
+        against: a checkpoint that must hold the same names, types, shapes, metadata and bits.
+        jobs: threads, all cores by default.
+        search_path: folders to look for bases in, after the file's own; also for those of the original.
         progress: is told of the bytes decoded.
 
     Raises:
@@ -98,13 +89,13 @@ def verify_file(
         MissingBaseError: the chain is incomplete.
     """
     start = time.perf_counter()
-    with contextlib.ExitStack() as opened, Workers(options.jobs) as workers:
-        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(path, options.search_path)))
-        if checkpoint.container is None and options.against is None:
+    with contextlib.ExitStack() as opened, Workers(jobs) as workers:
+        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(Path(path), paths(search_path))))
+        if checkpoint.container is None and against is None:
             raise ConfigError(f"{path}: a plain file holds no checksums; compare it with --against")
         originals: Tensors = {}
-        if options.against is not None:
-            original = open_input(options.against, options.search_path)
+        if against is not None:
+            original = open_input(Path(against), paths(search_path))
             opened.callback(original.close)
             check_same_layout(checkpoint, original)
             originals = original.tensors
@@ -120,7 +111,7 @@ def verify_file(
             n_chunks=n_chunks,
             tensor_bytes=n_bytes,
             content_id=checkpoint.content_id(),
-            against=None if options.against is None else str(options.against),
+            against=None if against is None else str(against),
             n_lossy=sum(_recorded_error(source) is not None for source in checkpoint.tensors.values()),
             seconds=time.perf_counter() - start,
         )

@@ -7,11 +7,17 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ckptz.errors import ConfigError
 
+PathLike: TypeAlias = str | os.PathLike[str]
 INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin")
+
+
+def paths(many: Iterable[PathLike]) -> list[Path]:
+    """Make paths of what callers give."""
+    return [Path(one) for one in many]
 
 
 def stem_of(path: Path) -> str:

@@ -14,6 +14,7 @@ from ckptz_cli.search_view import view_of
 from ckptz_cli.session import Session
 
 if TYPE_CHECKING:
+    from ckptz.commands.compress import CompressReport
     from ckptz.roles import Rule
 
 EPILOG = """\b
@@ -91,32 +92,35 @@ def compress(
     INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
     folder of torch.distributed.checkpoint. The output is INPUT with the suffix .ckptz, or OUT.
     """
-    from ckptz.commands.compress import CompressOptions, compress_files
+    import ckptz
     from ckptz_cli.render import compressed_line, total_line
 
-    reports = []
+    def show(report: CompressReport) -> None:
+        session.add(report, compressed_line(report))
+        for note in report.notes:
+            session.note(f"{report.output}: {note}")
+
     with view_of(lossy) as view:
         chosen = choose(lossy, view.on_trial)
-        options = CompressOptions(
+        reports = ckptz.compress(
+            inputs,
+            output,
+            config=chosen.config,
+            search=chosen.search,
             base=base,
             chain=chain,
             step=step,
-            jobs=jobs,
-            force=force,
-            search_path=search_path,
-            config=chosen.config,
-            search=chosen.search,
-            role_rules=_rules_in(roles) if roles else (),
             optimizer=optimizer,
             read_optimizer=read_optimizer,
             calibration=calibration,
             sensitivity=sensitivity,
+            role_rules=_rules_in(roles) if roles else (),
+            jobs=jobs,
+            force=force,
+            search_path=search_path,
+            progress=view.progress,
+            on_report=show,
         )
-        for report in compress_files(inputs, output, options, view.progress):
-            reports.append(report)
-            session.add(report, compressed_line(report))
-            for note in report.notes:
-                session.note(f"{report.output}: {note}")
     if len(reports) > 1:
         session.say(total_line(reports))
     save_plan(session, lossy["save_plan"], chosen, reports)
