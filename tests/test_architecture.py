@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from ckptz._version import __version__
 from ckptz.container.index import FORMAT_VERSION
+from ckptz.methods.table import METHODS
 
 ROOT = Path(__file__).parent.parent
 
@@ -133,6 +135,67 @@ def test_imports_go_strictly_down(module: str) -> None:
 def test_a_wrong_import_is_noticed(module: str, name: str, inside: bool) -> None:
     with pytest.raises(AssertionError):
         check_import(module, name, inside)
+
+
+READERS = (
+    *("ckptz.codec.decode", "ckptz.container.reader", "ckptz.container.plain", "ckptz.store.resolve"),
+    *("ckptz.api.read", "ckptz.api.safe_open", "ckptz.commands.inspect", "ckptz.store.patch"),
+)
+ENCODERS = ("quant", "encoding", "methods", "guidance", "pipeline", "search", "search_run")
+
+
+def reached(modules: tuple[str, ...]) -> set[str]:
+    """Modules of our own that these import, at whatever distance; packages load their `__init__`."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module in found or module not in SOURCES:
+            continue
+        found.add(module)
+        waiting += [name for name, _ in imports(TREES[module])]
+        waiting.append(module.rpartition(".")[0])
+    return found
+
+
+def test_what_reads_files_knows_nothing_of_what_an_encoder_decides() -> None:
+    rooms = {room_of(module) for module in reached(READERS)}
+    assert {"ckptz.codec", "ckptz.container", "ckptz.entropy"} <= rooms
+    assert not rooms & {f"ckptz.{room}" for room in ENCODERS}
+
+
+def test_the_writer_is_noticed_among_readers() -> None:
+    assert "ckptz.encoding" in {room_of(module) for module in reached(("ckptz.container.writer",))}
+
+
+def own_imports(module: str) -> set[str]:
+    """What a module imports of ours, also for types only; doors that load later are left out."""
+    names = {name for node in ast.walk(TREES[module]) for name in imported(node)}
+    return set() if module in LAZY_DOORS else names & set(SOURCES) - {module}
+
+
+def test_no_modules_import_each_other_not_even_for_types() -> None:
+    graph = {module: own_imports(module) for module in SOURCES}
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+def config_checks(tree: ast.AST) -> Iterator[str]:
+    """`isinstance` tests on the configurations of methods."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
+            kinds = set(re.findall(r"\w+", ast.unparse(node.args[1])))
+            if kinds & {*(method.__name__ for method in METHODS.values()), "Moments"}:
+                yield ast.unparse(node)
+
+
+def test_only_methods_ask_which_method_it_is() -> None:
+    outside = {module: tree for module, tree in TREES.items() if room_of(module) != "ckptz.methods"}
+    found = [f"{module}: {check}" for module, tree in outside.items() for check in config_checks(tree)]
+    assert not found
+    assert list(config_checks(ast.parse("isinstance(config, (int, KMeans))")))
 
 
 def test_one_function_publishes_files() -> None:
