@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.plan import Plan
 from ckptz.dtypes import DType
 
 Units = NDArray[Any]
@@ -21,6 +22,21 @@ UNIT_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
     4: np.dtype("<u4"),
     8: np.dtype("<u8"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a tensor stands in a frame: its plan, and what the file's record says was asked of it.
+
+    Attributes:
+        plan: of the frame.
+        method: that made it lossy, or None.
+        settings: of that method.
+    """
+
+    plan: Plan
+    method: str | None
+    settings: Mapping[str, int | float | bool | str]
 
 
 class TensorSource:
@@ -40,6 +56,11 @@ class TensorSource:
         @property
         def shape(self) -> tuple[int, ...]:
             """Dimensions, in elements."""
+
+    @property
+    def stored(self) -> Stored | None:
+        """How it stands in a frame of its own; None if it has none."""
+        return None
 
     @property
     def n_codes(self) -> int | None:

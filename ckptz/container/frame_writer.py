@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
 from ckptz.codec.frame_plan import pack_plan
 from ckptz.codec.plan import Plan, exact_plan
@@ -78,10 +79,16 @@ class _Planning:
         self, name: str, base: TensorSource | None, companions: Companions | None, run: MapFunction
     ) -> Draft:
         guide = self._contents.guides.get(name, NO_GUIDE)
-        subject = Subject(self.tensors[name], base, guide, companions, run)
+        subject = Subject(self.tensors[name], base, guide, companions, run, *self._seeds(name))
         recipe = self._contents.choices[name].recipe
         is_empty = not subject.source.dtype.n_units(subject.source.shape)
         return (EXACT if is_empty else recipe).plan(subject)
+
+    def _seeds(self, name: str) -> tuple[int, int]:
+        """Give 32 bits that follow from what the tensor is stored against and its name, and from its name."""
+        base = self._contents.base
+        against = "" if base is None else base.content_id
+        return _seed(f"{against}\n{name}"), _seed(name)
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
         """Give the tensors that a tensor's classes depend on, as the file restores them."""
@@ -92,6 +99,10 @@ class _Planning:
         restored = Restored(source, self.base(wanted), self._shared.draft(wanted, run))
         is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
         return companions_of({wanted: Held(restored) if is_short else restored})
+
+
+def _seed(text: str) -> int:
+    return xxh64(text.encode()) & 0xFFFFFFFF
 
 
 def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Job]:
@@ -124,13 +135,13 @@ class WrittenFrame:
     note: str
 
 
-def _lossy_record(choice: Choice, header: FrameHeader, deviation: Deviation) -> LossyRecord:
+def _lossy_record(choice: Choice, draft: Draft, header: FrameHeader, deviation: Deviation) -> LossyRecord:
     recipe = choice.recipe
     return LossyRecord(
         method=recipe.name,
         role=choice.role.role,
         layer_type=choice.role.layer_type,
-        settings=recipe.settings(),
+        settings=recipe.settings() | dict(draft.found),
         n_pruned=_n_pruned(header.plan, deviation) if recipe.prunes else 0,
         n_protected=_n_protected(header.plan, deviation),
         # Doubles round the difference of two floats that are far apart; the bound must not be.
@@ -236,7 +247,7 @@ def _write_frame(
     sink.write(packed)
     sink.seek(start + n_bytes)
     deviation = functools.reduce(operator.add, deviations) if deviations else None
-    lossy = None if deviation is None else _lossy_record(at.choice, header, deviation)
+    lossy = None if deviation is None else _lossy_record(at.choice, draft, header, deviation)
     entry = TensorEntry(
         at.name, source.dtype.name, shape, at.offset, n_bytes, f"{header.checksum:016x}", lossy
     )

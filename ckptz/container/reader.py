@@ -17,7 +17,7 @@ from ckptz.codec.decode import check_stored, decode_chunk, decode_codes
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.codec.sources import ChunkSources, companions_of
 from ckptz.codec.sparse import Changes, read_changes
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, Stored, TensorSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.checked_index import read_index
@@ -184,6 +184,13 @@ class FrameSource(TensorSource):
         return units, self.decode_chunk(begin // CHUNK_UNITS, units)
 
     @property
+    def stored(self) -> Stored:
+        """See `TensorSource.stored`."""
+        lossy = self.entry.lossy
+        method, settings = (None, {}) if lossy is None else (lossy.method, lossy.settings)
+        return Stored(self.header.plan, method, settings)
+
+    @property
     def n_codes(self) -> int | None:
         """Size of the alphabet of the frame's codes, or None if no quantization map made them."""
         quant_map = self.header.plan.quant_map
@@ -263,6 +270,11 @@ class CachedFrame(TensorSource):
     def shape(self) -> tuple[int, ...]:
         """Dimensions, in elements."""
         return self.frame.shape
+
+    @property
+    def stored(self) -> Stored:
+        """See `TensorSource.stored`."""
+        return self.frame.stored
 
     @property
     def n_codes(self) -> int | None:

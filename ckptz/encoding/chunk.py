@@ -134,7 +134,7 @@ def _quantize(
     base = sources.base_units() if plan.predictor is Predictor.BASE else None
     decoded = np.empty_like(units)
     header.value_table.decode(codes, labels, predicted(plan, plan.outer, base, begin, end), decoded)
-    escaped, protected, kept = None, None, quantizer.kept(units)
+    escaped, protected, kept = None, None, quantizer.kept(begin, units)
     if plan.quant_map.escape_code is not None:
         escaped = codes == plan.quant_map.escape_code
         decoded[escaped] = kept[escaped]
@@ -174,9 +174,11 @@ def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) ->
         draft: its plan and quantizer.
         sources: the chunk's bounds, and what the plan needs.
     """
-    units = source.units(sources.begin, sources.end)
+    units = (draft.source or source).units(sources.begin, sources.end)
     if draft.plan.quant_map is None:
-        return units if draft.rounding is None else draft.rounding.rounded(units, KINDS[source.dtype.name])
+        if draft.rounding is None:
+            return units
+        return draft.rounding.rounded(units, KINDS[source.dtype.name], sources.begin)
     header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, ())
     labels = labels_of(draft.plan.rules, sources, header.row_units) if draft.plan.rules else None
     return _quantize(header, draft.quantizer, units, sources, labels).decoded
@@ -192,14 +194,15 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
     """
     plan = draft.plan
     header = FrameHeader(source.dtype, tuple(source.shape), plan, ())
-    units = source.units(sources.begin, sources.end)
+    exact = source.units(sources.begin, sources.end)
+    units = exact if draft.source is None else draft.source.units(sources.begin, sources.end)
     labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
     deviation, decoded = None, units
     if plan.quant_map is None:
         if draft.rounding is not None:
             kind = KINDS[source.dtype.name]
-            decoded = draft.rounding.rounded(units, kind)
-            deviation = _deviation(kind, units, _Quantized(np.zeros(0, np.uint8), decoded))
+            decoded = draft.rounding.rounded(units, kind, sources.begin)
+            deviation = _deviation(kind, exact, _Quantized(np.zeros(0, np.uint8), decoded))
         base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
         changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
         if changed is None:
@@ -212,7 +215,7 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         if isinstance(draft.quantizer, CodedQuantizer):  # its errors were measured where its values are
             deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(quantized.codes))
         else:
-            deviation = _deviation(header.value_table.kind, units, quantized)
+            deviation = _deviation(header.value_table.kind, exact, quantized)
     parts = tuple(data for _, data in streams)
     records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
     base_codes = _base_codes_checksum(plan, sources)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import SourceOf, TensorSource
+from ckptz.codec.units import SourceOf, Stored, TensorSource
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import restored_units
 from ckptz.encoding.draft import Draft, MapFunction
@@ -43,6 +43,11 @@ class Held(TensorSource):
         self._units: Units | None = None
         self._codes: NDArray[np.uint8] | None = None
         self._has_codes = False
+
+    @property
+    def stored(self) -> Stored | None:
+        """See `TensorSource.stored`."""
+        return self._source.stored
 
     @property
     def n_codes(self) -> int | None:

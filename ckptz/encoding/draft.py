@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ class Subject:
         guide: what else is known of it.
         companions: other tensors of the file as it restores them, where the recipe names one.
         run: maps a function over chunks; a thread pool's map takes them in parallel.
+        seed: 32 bits that follow from the base's content id and the tensor's name alone.
+        name_seed: the same of the name alone, and so for all files of a chain.
     """
 
     source: TensorSource
@@ -36,13 +38,15 @@ class Subject:
     guide: Guide = NO_GUIDE
     companions: Companions | None = None
     run: MapFunction = map
+    seed: int = 0
+    name_seed: int = 0
 
 
 class Rounding(Protocol):
     """What units are rounded to before they are split into byte planes."""
 
-    def rounded(self, units: Units, kind: int) -> Units:
-        """Round units of a kind of `ckptz.kernels.reference`."""
+    def rounded(self, units: Units, kind: int, begin: int) -> Units:
+        """Round units from `begin` on, of a kind of `ckptz.kernels.reference`."""
         ...
 
 
@@ -56,6 +60,9 @@ class Draft:
         note: what the user should know, or empty.
         counted: codes by class of each stream, if the planner counted the one chunk there is.
         is_sparse: code a chunk of which few units changed by their positions.
+        source: what is coded instead of the tensor itself, to make up for what is lost elsewhere; errors are
+            of the tensor itself all the same.
+        found: what the file's record says of the planning, beside what was asked.
         rounding: planes domain: what units are rounded to before they are split, if at all.
     """
 
@@ -64,4 +71,6 @@ class Draft:
     note: str = ""
     counted: tuple[ClassCounts, ...] = ()
     is_sparse: bool = False
+    source: TensorSource | None = None
+    found: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     rounding: Rounding | None = None

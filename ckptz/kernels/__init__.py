@@ -40,5 +40,12 @@ def sparse() -> Any:
 
 
 @functools.cache
+def rounding() -> Any:
+    """The compiled kernels that round to grids."""
+    _listen()
+    return importlib.import_module("ckptz.kernels.rounding_cpu")
+
+
+@functools.cache
 def _listen() -> None:
     importlib.import_module("ckptz.kernels.notice").listen()

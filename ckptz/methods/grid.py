@@ -12,6 +12,7 @@ explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteWriter
 from ckptz.codec.plan import Domain, Plan, Predictor
-from ckptz.codec.quant_map import QuantizationMap
-from ckptz.codec.units import CHUNK_UNITS, TensorSource, Units, chunk_bounds, n_rows_of
+from ckptz.codec.quant_map import LinearTable, QuantizationMap
+from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bounds, n_rows_of
+from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, Subject
@@ -31,11 +33,14 @@ from ckptz.encoding.extent import Bounds, Extent, reals, values_of
 from ckptz.encoding.guide import Guide
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
-from ckptz.kernels import planning
+from ckptz.kernels import cpu, planning, rounding
+from ckptz.kernels.rounding_reference import DISTANCE_UNITS, NEAREST
 from ckptz.methods.lossless import EXACT, plan_lossless
 from ckptz.methods.method import (
     CALIBRATION,
+    DRAWN,
     MIN_ELEMENTS,
+    NEAR,
     READ_OPTIMIZER,
     SENSITIVITY,
     Choice,
@@ -56,7 +61,6 @@ from ckptz.quant.grid import (
     RowSteps,
     bare_levels,
     fit_levels,
-    grid_codes,
     largest_magnitude,
     row_steps,
 )
@@ -98,11 +102,21 @@ OPTIONS: Final = (
         field="dead_zone",
         type=float,
         metavar="D",
-        help="share of a step added to zero's own (default 0.1).",
+        help="share of a step added to zero's own (default 0.1, and 0 to resume from).",
+    ),
+    Option(
+        flag="--purpose",
+        field="purpose",
+        type=("auto", "resume", "ship"),
+        help="training goes on from the file, or not (default by what is in it).",
     ),
 )
 MAX_SECOND_STEP: Final = 8.0  # octaves: Adam then steps up to 4 times too far, no small error any more
 MAX_FIRST_STEP: Final = 64.0
+
+
+PURPOSES: Final = ("auto", "resume", "ship")
+SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +126,12 @@ class UniformGrid(Recipe):
     Attributes:
         step: multiple of the reference step.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; None for the default.
+        purpose: see `Grid`.
     """
 
     step: float = 1.0
     dead_zone: float | None = None
+    purpose: str = "auto"
     name: ClassVar[str] = "grid"
 
     def settings(self) -> dict[str, Setting]:
@@ -124,7 +140,7 @@ class UniformGrid(Recipe):
         return {"step": self.step, **chosen}
 
     def plan(self, subject: Subject) -> Draft:
-        """Plan a weight, whose steps and rounding follow its guide."""
+        """Plan a weight, whose steps and rounding follow its base and its guide."""
         source, base, guide, run = subject.source, subject.base, subject.guide, subject.run
         bounds = list(chunk_bounds(source.dtype.n_units(source.shape)))
         found = functools.reduce(operator.add, run(lambda b: Extent.of(source, base, guide, b), bounds))
@@ -134,16 +150,67 @@ class UniformGrid(Recipe):
         if found.residual_power >= found.power:
             base = None
         rows = _row_steps(source, self.step, guide, found)
-        grid = _Grid(source, base, rows, DEAD_ZONE if self.dead_zone is None else self.dead_zone)
-        counted = functools.reduce(operator.add, run(grid.count, bounds))
+        if self.purpose == "resume" or (self.purpose == "auto" and base is not None):
+            return self._moving(subject, base, rows, bounds)
+        return self._standing(subject, base, rows, bounds)
+
+    def _moving(
+        self, subject: Subject, base: TensorSource | None, rows: RowSteps, bounds: list[Bounds]
+    ) -> Draft:
+        """Plan a weight that training goes on from: on a grid that stays, and that loses no movement.
+
+        After a restore the residual is what training has moved since, all of it near zero; rounding to
+        nearest would throw it away, and training with it. Thresholds that are drawn keep it on average.
+        Where nothing was restored the residual is spread, and the thresholds of the file before go on.
+        """
+        stored = None if base is None else base.stored
+        rows = _steps_of(stored, rows, self.step) or rows
+        grid = _Grid(subject.source, base, rows, 0.0)
+        drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
+        key = drawn if isinstance(drawn, int) else NEAREST
+        if base is not None and grid.is_near(bounds[len(bounds) // 2]):
+            key = subject.seed
+        grid = replace(grid, key=key)
+        counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
+        most = largest_magnitude(counted.found.total)
+        if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
+            grid = replace(grid, rounded=layer.rounded(most, bare_levels(rows.steps)))
+            counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
+            most = largest_magnitude(counted.found.total)
+        draft = _draft_of(grid, counted, most, bare_levels(rows.steps, most))
+        return draft if key == NEAREST else replace(draft, found={DRAWN: key})
+
+    def _standing(
+        self, subject: Subject, base: TensorSource | None, rows: RowSteps, bounds: list[Bounds]
+    ) -> Draft:
+        """Plan a weight that is only evaluated: smallest at an equal error."""
+        dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
+        grid = _Grid(subject.source, base, rows, dead_zone)
+        counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
         most, levels = grid.fit(counted)
-        moments = None if guide.inputs is None else guide.inputs.read()
-        if guide.inputs is not None and moments is not None and moments.ndim > 1:
-            layer = _Layer.of(grid, guide.inputs.axis, moments)
+        if (layer := _Layer.of(grid, subject.guide)) is not None:
             most, levels = layer.fit()
             grid = replace(grid, rounded=layer.rounded(most, levels))
-            counted = functools.reduce(operator.add, run(grid.count, bounds))
+            counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
         return _draft_of(grid, counted, most, levels)
+
+
+def _steps_of(stored: Stored | None, wanted: RowSteps, step: float) -> RowSteps | None:
+    """Find the steps that the base's frame has, if it is such a grid and they suit still."""
+    if stored is None or stored.method != UniformGrid.name or stored.settings.get("step") != step:
+        return None
+    plan = stored.plan
+    table, rules = None if plan.quant_map is None else plan.quant_map.table, plan.rules
+    if not isinstance(table, LinearTable) or not np.array_equal(
+        table.level[:3], [0.0, 1.0, -1.0][: len(table.level)]
+    ):
+        return None
+    row = next((rule for rule in rules if isinstance(rule, Row)), None)
+    labels = np.zeros(len(wanted.labels), np.uint8) if row is None else row.indices
+    if len(labels) != len(wanted.labels):
+        return None
+    ratio = np.exp2(np.mean(np.log2(table.scale[labels] / wanted.steps[wanted.labels])))
+    return RowSteps(table.scale, labels) if 1 / SUITS <= ratio <= SUITS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +227,9 @@ class Grid(Method):
         moments: how optimizer state becomes lossy; None keeps it exactly.
         min_elements: smaller weights, and those of one dimension, are kept to a relative 2^-10 if there
             are moments, exactly if not.
+        purpose: "resume" keeps what training has moved, however often it restarts from such files; "ship"
+            makes the smallest file for an evaluation. "auto" is resume for files with optimizer state or
+            with a base, and ship for weights alone.
 
     Example:
         >>> from ckptz import Grid
@@ -171,6 +241,7 @@ class Grid(Method):
     dead_zone: float | None = None
     moments: Moments | None = MOMENTS
     min_elements: int = MIN_ELEMENTS
+    purpose: str = "auto"
     name: ClassVar[str] = "grid"
     reads: ClassVar[frozenset[str]] = frozenset({READ_OPTIMIZER, SENSITIVITY, CALIBRATION})
     is_scalable: ClassVar[bool] = True
@@ -179,6 +250,8 @@ class Grid(Method):
     def __post_init__(self) -> None:
         if not 0 < self.step <= 1024:
             raise ConfigError(f"step must be above 0 and at most 1024, got {self.step}")
+        if self.purpose not in PURPOSES:
+            raise ConfigError(f"purpose must be one of {', '.join(PURPOSES)}, got {self.purpose!r}")
         if self.dead_zone is not None and not 0 <= self.dead_zone <= 4:
             raise ConfigError(f"dead_zone must be from 0 to 4, got {self.dead_zone}")
 
@@ -196,13 +269,16 @@ class Grid(Method):
         """See `Method.recipe`: weights of two or more dimensions become lossy, if large enough."""
         if not is_large_weight(role, dtype, shape, self.min_elements):
             return EXACT
-        return UniformGrid(self.step, self.dead_zone)
+        return UniformGrid(self.step, self.dead_zone, self.purpose)
 
     def choose(self, file: TensorSet) -> dict[str, Choice]:
         """See `Method.choose`: weights by themselves, moments by what they belong to."""
+        weights = self
+        if self.purpose == "auto" and file.is_trained:
+            weights = replace(self, purpose="resume")
         if self.moments is None:
-            return Method.choose(self, file)
-        chooser = StateChooser.of(file, self.moments, self)
+            return Method.choose(weights, file)
+        chooser = StateChooser.of(file, self.moments, weights)
         return {name: chooser.choose(name) for name in file.tensors}
 
     def searched(self, *, trains: bool) -> Self:
@@ -268,6 +344,7 @@ class _Grid:
         base: what it is relative to, or None for zero.
         rows: steps.
         dead_zone: additional share of a step that becomes zero.
+        key: of the thresholds that are drawn, or NEAREST.
         rounded: codes of the whole tensor, if they depend on one another.
     """
 
@@ -275,6 +352,7 @@ class _Grid:
     base: TensorSource | None
     rows: RowSteps
     dead_zone: float
+    key: int = NEAREST
     rounded: NDArray[np.uint8] | None = None
 
     @property
@@ -309,8 +387,26 @@ class _Grid:
         """Codes of some units, ESCAPE beyond the largest alphabet."""
         if self.rounded is not None:
             return self.rounded[begin:end]
-        steps = self.rows.steps[self.row_labels(begin, end)] if self.rows.n_classes > 1 else self.rows.steps
-        return grid_codes((self.residual(begin, end, units) / steps).astype(np.float32), self.dead_zone)
+        codes = np.empty(end - begin, np.uint8)
+        rounding().residual_codes(*self._inputs(begin, end, units), self.dead_zone, self.key, begin, codes)
+        return codes
+
+    def _inputs(self, begin: int, end: int, units: Units) -> tuple[Any, ...]:
+        """Give what the kernels round: values, base, whether there is one, steps, labels, units of a row."""
+        kind = KINDS[self.source.dtype.name]
+        values = cpu().to_f32(units, kind).view(np.float32)
+        base = (
+            values if self.base is None else cpu().to_f32(self.base.units(begin, end), kind).view(np.float32)
+        )
+        row_units = self.source.dtype.n_units(self.source.shape) // len(self.rows.labels)
+        steps = self.rows.steps.astype(np.float32)
+        return values, base, self.base is not None, steps, self.rows.labels, row_units
+
+    def is_near(self, bounds: Bounds) -> bool:
+        """Tell whether residuals of a chunk lie near multiples of their steps, as they do after a restore."""
+        units = self.source.units(*bounds)
+        total = rounding().distance_power(*self._inputs(*bounds, units), bounds[0])
+        return math.sqrt(total / len(units)) < NEAR * DISTANCE_UNITS
 
     def fit(self, counted: _Counted) -> tuple[int, Levels]:
         """The largest magnitude that has codes, and what codes stand for."""
@@ -368,10 +464,14 @@ class _Layer:
     feedbacks: tuple[Feedback, ...]
 
     @classmethod
-    def of(cls, grid: _Grid, axis: int, moments: NDArray[Any]) -> _Layer:
-        """With the moments of inputs [n, n], or by group [n_groups, n, n]; for `axis` see `InputMoments`."""
+    def of(cls, grid: _Grid, guide: Guide) -> _Layer | None:
+        """With the moments of inputs [n, n], or by group [n_groups, n, n]; None where they are not known."""
+        moments = None if guide.inputs is None else guide.inputs.read()
+        if guide.inputs is None or moments is None or moments.ndim < 2:
+            return None
         groups = moments.reshape(-1, *moments.shape[-2:])
-        return cls(grid, grid.whole_residual(), axis == 0, tuple(map(Feedback.of, groups)))
+        feedbacks = tuple(map(Feedback.of, groups))
+        return cls(grid, grid.whole_residual(), guide.inputs.axis == 0, feedbacks)
 
     def fit(self) -> tuple[int, Levels]:
         """The largest magnitude that has codes, and what codes stand for, from a sample of the outputs.

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptz.codec.plan import Domain, Plan
 from ckptz.codec.quant_map import QuantizationMap
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, TensorSource, Units, chunk_bounds
+from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.counts import ClassCounts, stream_tables
@@ -21,9 +23,14 @@ from ckptz.encoding.guide import Guide
 from ckptz.encoding.sensitivity import GuidedSensitivities, sensitivities_of
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.errors import ConfigError
+from ckptz.kernels import rounding
+from ckptz.kernels.reference import F32
+from ckptz.kernels.rounding_reference import NEAREST
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import (
+    DRAWN,
     MIN_ELEMENTS,
+    NEAR,
     READ_OPTIMIZER,
     SENSITIVITY,
     Method,
@@ -169,10 +176,104 @@ class Clusters(Recipe):
         sketch = subject.guide.sketch or sketch_of(source, run)
         if not sketch.is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
+        if (moving := self._moving(subject, sketch)) is not None:
+            return _regrouped(subject, moving)
         ranked, note = rank(source, subject.guide, self.wanted, run)
         quant_map, quantizer = _fit(source, sketch, self.wanted, ranked, run)
         plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
         return _regrouped(subject, Draft(plan, quantizer, note))
+
+    def _moving(self, subject: Subject, sketch: Sketch) -> Draft | None:
+        """Plan a weight that training has gone on with since it was restored; None for any other.
+
+        Its values lie near the base's levels, and rounding to the nearest would take back all that they
+        have moved. So the base's map stays, and chance decides between the two levels beside a value.
+        """
+        stored, source = None if subject.base is None else subject.base.stored, subject.source
+        if stored is None or stored.method != self.name or stored.plan.quant_map is None:
+            return None
+        asked = {name: value for name, value in stored.settings.items() if name != DRAWN}
+        old = stored.plan.quant_map
+        if (
+            asked != self.settings()
+            or old.table.shape[0] > 1
+            or old.n_codes - (old.escape_code is not None) < 2
+        ):
+            return None
+        levels = old.table.expand()[0][: old.escape_code].view(np.float32)
+        ceiling = (
+            Cut.of(self.wanted.by_magnitude(), sketch).ceiling if old.escape_code is not None else np.inf
+        )
+        quantizer = LevelQuantizer(
+            levels,
+            KINDS[source.dtype.name],
+            NEAREST,
+            old.escape_code,
+            float(ceiling),
+            self.wanted.protect_as_bf16,
+        )
+        key = stored.settings.get(DRAWN)
+        if quantizer.is_near(source):
+            key = subject.seed
+        if not isinstance(key, int):
+            return None
+        plan = Plan(
+            quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
+            domain=Domain.LINEAR,
+        )
+        return Draft(plan, replace(quantizer, key=key), found={DRAWN: key})
+
+
+@dataclass(frozen=True, slots=True)
+class LevelQuantizer(Quantizer):
+    """Codes by chance between the two levels beside a value.
+
+    Attributes:
+        levels: ascending, float32 [n_levels], at least two.
+        kind: of the units.
+        key: of the thresholds.
+        escape_code: of values that stand exactly, or None.
+        ceiling: magnitude above which they do.
+        keep_as_bf16: they are rounded to BF16 by chance, so that they move too.
+    """
+
+    levels: NDArray[np.float32]
+    kind: int
+    key: int
+    escape_code: int | None
+    ceiling: float
+    keep_as_bf16: bool
+
+    def kept(self, begin: int, units: Units) -> Units:
+        """See `Quantizer.kept`."""
+        if not self.keep_as_bf16 or self.kind != F32:
+            return units
+        low = (rounding().thresholds(self.key, begin, len(units)) * np.float32(1 << 16)).astype(np.uint32)
+        rounded = (units + low) & np.uint32(0xFFFF0000)
+        is_infinite = (rounded & np.uint32(0x7FFFFFFF)) == np.uint32(0x7F800000)
+        return np.where(is_infinite, units, rounded)
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        """See `Quantizer.codes`."""
+        values = floats_of(units, self.kind)
+        below, share = self._places(values)
+        upper = rounding().thresholds(self.key, begin, end - begin) >= np.float32(1) - share
+        codes = (below + upper).astype(np.uint8)
+        if self.escape_code is not None:
+            codes[np.abs(values) > self.ceiling] = self.escape_code
+        return codes
+
+    def _places(self, values: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+        """Find the level below each value, and what share of the way to the next it has come."""
+        below = np.clip(np.searchsorted(self.levels, values, side="right") - 1, 0, len(self.levels) - 2)
+        low, high = self.levels[below], self.levels[below + 1]
+        return below, np.clip((values - low) / (high - low), np.float32(0), np.float32(1))
+
+    def is_near(self, source: TensorSource) -> bool:
+        """Tell whether values lie near levels, as they do after a restore."""
+        units = source.units(0, min(CHUNK_UNITS, source.dtype.n_units(source.shape)))
+        _, share = self._places(floats_of(units, self.kind))
+        return bool(np.sqrt(np.square(np.minimum(share, 1 - share), dtype=np.float64).mean()) < NEAR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from ckptz.errors import ConfigError
 from ckptz.roles import Role
 
 Setting = int | float | bool | str
+MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
 READ_OPTIMIZER, CALIBRATION, SENSITIVITY = "read_optimizer", "calibration", "sensitivity"  # what guides
 
 
@@ -81,6 +82,11 @@ class TensorSet:
     tensors: Mapping[str, TensorSource]
     roles: Mapping[str, Role]
     trained: Collection[str] = ()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether optimizer state stands in the file, or beside it."""
+        return bool(self.trained) or any(self.roles[name].role in MOMENT_ROLES for name in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +217,8 @@ class Method:
 
 
 M = TypeVar("M", bound=Method)
+DRAWN: Final = "drawn"  # in records: the key of thresholds that were drawn
+NEAR: Final = 0.2  # rms distance to the nearest level, in steps, after a restore; spread values have 0.289
 MIN_ELEMENTS: Final = 4096  # smaller tensors stay exact: a map and tables would outweigh what they save
 
 

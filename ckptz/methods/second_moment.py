@@ -22,7 +22,7 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, Subject
-from ckptz.kernels import cpu, reference
+from ckptz.kernels import cpu, reference, rounding
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of
@@ -81,16 +81,22 @@ class LadderQuantizer(Quantizer):
 
     prediction: Prediction
     ladder: Ladder
+    key: int
     rungs: Rungs | None = None
 
     def indices(self, begin: int, end: int, units: Units) -> tuple[Integers, NDArray[np.bool_]]:
         """The level of each unit, and whether that level restores a finite number above zero."""
         predicted = self.prediction.orders(begin, end)
         indices, is_restored = np.empty(len(units), np.int64), np.empty(len(units), np.bool_)
+        offsets = self.ladder.offsets(
+            rounding().thresholds(self.key, begin, end - begin), self.prediction.kind
+        )
         zero = 1 << (8 * units.itemsize - 1)
         largest = zero + largest_unit(self.prediction.kind)
         for at in _blocks(len(units)):
-            indices[at] = self.ladder.indices(reference.order(units[at]).astype(np.int64) - predicted[at])
+            indices[at] = self.ladder.indices(
+                reference.order(units[at]).astype(np.int64) - predicted[at], offsets[at]
+            )
             distances = self.ladder.distances(indices[at])
             if self.prediction.predictor is Predictor.ZERO:
                 distances = np.maximum(distances, 1)
@@ -123,7 +129,8 @@ class SecondMoment(Recipe):
     """How a second moment becomes lossy.
 
     Attributes:
-        step: in octaves; a restored element is within half of it.
+        step: in octaves; a restored element is within one of it, and on average has the exact one's inverse
+            root, which is what an optimizer divides by.
     """
 
     step: float
@@ -265,7 +272,7 @@ class _Found:
 def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
     source, base, run = subject.source, subject.base, subject.run
     n_units = source.dtype.n_units(source.shape)
-    quantizer = LadderQuantizer(chosen.prediction, chosen.ladder)
+    quantizer = LadderQuantizer(chosen.prediction, chosen.ladder, subject.name_seed)
     found = functools.reduce(
         operator.add, run(lambda b: _Found.of(quantizer, source, b), chunk_bounds(n_units))
     )

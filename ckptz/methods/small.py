@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import SourceOf, TensorSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.encoding.draft import Draft, MapFunction, Subject
+from ckptz.kernels import rounding
+from ckptz.kernels.rounding_reference import NEAREST
 from ckptz.methods.lossless import plan_lossless
-from ckptz.methods.method import Recipe, Setting
+from ckptz.methods.method import NEAR, Recipe, Setting
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
 from ckptz.quant.sketch import Sketch
 
@@ -43,34 +45,57 @@ class Rounding(Recipe):
     """A small tensor that is kept to a relative precision.
 
     Attributes:
-        bits: a restored element is within 2^-bits of itself, relatively.
+        bits: a restored element is within 2^-bits of itself, relatively; twice that where thresholds are
+            drawn, so that what training has moved since a restore stays on average.
+        key: of the thresholds, or NEAREST.
     """
 
     bits: int = 10
+    key: int = NEAREST
     name: ClassVar[str] = "rounding"
 
     def settings(self) -> dict[str, Setting]:
         """See `Recipe.settings`."""
         return {"bits": self.bits}
 
-    def rounded(self, units: Units, kind: int) -> Units:
-        """Units rounded to nearest; those that would overflow, and subnormal ones, stay as they are."""
-        n_dropped = MANTISSA_BITS[kind] + 1 - self.bits
+    def rounded(self, units: Units, kind: int, begin: int) -> Units:
+        """Round units from `begin` on; those that would overflow, and subnormal ones, stay as they are."""
+        n_dropped = self._n_dropped(kind)
         if n_dropped <= 0:
             return units
-        half, mask = (units.dtype.type(n) for n in (1 << (n_dropped - 1), (1 << n_dropped) - 1))
-        nearest = (units + half) & ~mask
+        mask = units.dtype.type((1 << n_dropped) - 1)
+        if self.key == NEAREST:
+            added: Any = units.dtype.type(1 << (n_dropped - 1))
+        else:
+            drawn = rounding().thresholds(self.key, begin, len(units))
+            added = (drawn * np.float32(1 << n_dropped)).astype(units.dtype)
+        rounded = (units + added) & ~mask
         exponents = units.dtype.type(exponent_mask(kind))
-        is_kept = ((nearest & exponents) == exponents) | ((units & exponents) == 0)
-        return np.where(is_kept, units, nearest)
+        is_kept = ((rounded & exponents) == exponents) | ((units & exponents) == 0)
+        return np.where(is_kept, units, rounded)
+
+    def _n_dropped(self, kind: int) -> int:
+        return MANTISSA_BITS[kind] + 1 - self.bits
 
     def plan(self, subject: Subject) -> Draft:
         """Plan byte planes of rounded values: a map of that many levels would outweigh a small tensor."""
         source, run = subject.source, subject.run
         if not sketch_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
-        exact = plan_lossless(RoundedSource(source, self), subject.base, run)
-        return replace(exact, rounding=self)
+        chosen = self
+        if subject.base is not None and self._is_near(source):
+            chosen = replace(self, key=subject.seed)
+        exact = plan_lossless(RoundedSource(source, chosen), subject.base, run)
+        return replace(exact, rounding=chosen)
+
+    def _is_near(self, source: TensorSource) -> bool:
+        """Tell whether values lie near to what they can be rounded to, as they do after a restore."""
+        n_dropped = self._n_dropped(KINDS[source.dtype.name])
+        if n_dropped <= 0:
+            return False
+        units = source.units(0, min(CHUNK_UNITS, source.dtype.n_units(source.shape)))
+        low = (units & units.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
+        return bool(np.sqrt(np.square(np.minimum(low, 1 - low)).mean()) < NEAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +106,4 @@ class RoundedSource(SourceOf):
 
     def units(self, begin: int, end: int) -> Units:
         """See `TensorSource.units`."""
-        return self.rounding.rounded(self.source.units(begin, end), KINDS[self.dtype.name])
+        return self.rounding.rounded(self.source.units(begin, end), KINDS[self.dtype.name], begin)

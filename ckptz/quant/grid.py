@@ -133,9 +133,9 @@ class Levels:
         return values
 
 
-def bare_levels(steps: Reals) -> Levels:
-    """Multiples of the steps [n_classes], for all codes that there can be."""
-    return Levels(steps, _signed(np.arange(1.0, MAX_MAGNITUDE + 1)))
+def bare_levels(steps: Reals, most: int = MAX_MAGNITUDE) -> Levels:
+    """Give the multiples of the steps [n_classes], up to a magnitude."""
+    return Levels(steps, _signed(np.arange(1.0, most + 1)))
 
 
 def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> Levels:

@@ -84,8 +84,9 @@ class RegionQuantizer(Quantizer):
         del begin, end
         return cpu().region_codes(units, self.boundaries, self.region_code)
 
-    def kept(self, units: Units) -> Units:
-        """What protected units restore to."""
+    def kept(self, begin: int, units: Units) -> Units:
+        """See `Quantizer.kept`."""
+        del begin
         if not self.keep_as_bf16 or self.kind != reference.F32:
             return units
         rounded = cpu().from_f32(units, reference.BF16).astype(np.uint32) << np.uint32(16)
@@ -134,9 +135,9 @@ class SensitivityQuantizer(Quantizer):
             codes[self.cut.protects(found)] = self.escape_code
         return codes
 
-    def kept(self, units: Units) -> Units:
-        """What protected units restore to."""
-        return self.regions.kept(units)
+    def kept(self, begin: int, units: Units) -> Units:
+        """See `Quantizer.kept`."""
+        return self.regions.kept(begin, units)
 
 
 @dataclass(frozen=True, slots=True)

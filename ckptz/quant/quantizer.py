@@ -19,8 +19,9 @@ class Quantizer:
         """Give the codes of units begin..end of the tensor."""
         raise NotImplementedError
 
-    def kept(self, units: Units) -> Units:
-        """Give what escaped and protected positions restore to: `units`, or a rounding of them."""
+    def kept(self, begin: int, units: Units) -> Units:
+        """Give what escaped and protected positions from `begin` on restore to: `units`, or a rounding."""
+        del begin
         return units
 
     def protected(self, begin: int, end: int, units: Units) -> NDArray[np.bool_] | None:

@@ -153,7 +153,7 @@ class _Coder:
 
     def _restored_kept(self, kept: torch.Tensor) -> Array:
         units: Array = kept.cpu().numpy().view(UNIT_TYPES[self._task.dtype.unit_bytes])
-        return self._quantizer.kept(units)
+        return self._quantizer.kept(0, units)
 
     def _measured(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         kind = KINDS[self._task.dtype.name]

@@ -1,0 +1,103 @@
+"""Compiled rounding to grids by thresholds: equal to `rounding_reference` bit for bit, in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, int64, uint32, uint64
+
+from ckptz.kernels.numba_base import inlined, kernel
+from ckptz.kernels.rounding_reference import (
+    DISTANCE_UNITS,
+    ESCAPE,
+    GOLDEN,
+    MAX_MAGNITUDE,
+    MIX_1,
+    MIX_2,
+    NEAREST,
+)
+
+
+@inlined
+def _mixed(x: Any) -> Any:
+    x = uint32((x ^ (x >> uint32(16))) * uint32(MIX_1))
+    x = uint32((x ^ (x >> uint32(15))) * uint32(MIX_2))
+    return uint32(x ^ (x >> uint32(16)))
+
+
+@inlined
+def _threshold(key: Any, index: Any) -> Any:
+    high = uint32(uint64(index) >> uint64(32))
+    low = uint32(uint64(index) & uint64(0xFFFFFFFF))
+    seeded = _mixed(uint32(high * uint32(GOLDEN) + uint32(key)))
+    drawn = _mixed(uint32(uint32(low * uint32(GOLDEN)) ^ seeded))
+    return float32(drawn >> uint32(8)) * float32(2.0**-24)
+
+
+@kernel
+def thresholds(key: int, begin: int, n: int) -> Any:
+    """See `rounding_reference.thresholds`."""
+    out = np.empty(n, np.float32)
+    for i in range(n):
+        out[i] = float32(0.5) if key == NEAREST else _threshold(key, begin + i)
+    return out
+
+
+@kernel
+def residual_codes(
+    values: Any,
+    base: Any,
+    has_base: Any,
+    steps: Any,
+    labels: Any,
+    row_units: Any,
+    dead_zone: Any,
+    key: Any,
+    begin: Any,
+    out: Any,
+) -> None:
+    """See `rounding_reference.residual_codes`; writes codes [n] to `out`."""
+    widened = float32(0.5 + dead_zone)
+    row, left = begin // row_units, row_units - begin % row_units
+    step = steps[labels[row]]
+    for i in range(len(values)):
+        if left == 0:
+            row += 1
+            left = row_units
+            step = steps[labels[row]]
+        left -= 1
+        residual = float32(values[i] - base[i]) if has_base else values[i]
+        scaled = float32(residual / step)
+        if key == NEAREST:
+            size = abs(scaled)
+            magnitude = np.floor(float32(size + float32(0.5)))
+            if size < widened:
+                magnitude = float32(0)
+            is_positive = scaled > float32(0)
+        else:
+            whole = np.floor(scaled)
+            if _threshold(key, begin + i) >= float32(float32(1) - float32(scaled - whole)):
+                whole = float32(whole + float32(1))
+            magnitude, is_positive = abs(whole), whole > float32(0)
+        if magnitude > MAX_MAGNITUDE:
+            out[i] = ESCAPE
+        elif magnitude == 0:
+            out[i] = 0
+        else:
+            out[i] = 2 * int64(magnitude) - is_positive
+
+
+@kernel
+def distance_power(
+    values: Any, base: Any, has_base: Any, steps: Any, labels: Any, row_units: Any, begin: Any
+) -> Any:
+    """See `rounding_reference.distance_power`."""
+    total = int64(0)
+    for i in range(len(values)):
+        step = steps[labels[(begin + i) // row_units]]
+        residual = float32(values[i] - base[i]) if has_base else values[i]
+        scaled = float32(residual / step)
+        distance = int64(np.rint(float32(float32(scaled - np.rint(scaled)) * float32(DISTANCE_UNITS))))
+        total += distance * distance
+    return total
