@@ -15,15 +15,15 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from ckptz import pipeline
 from ckptz.codec.units import TensorSource
-from ckptz.container.contents import Contents
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import publish
-from ckptz.container.writer import write_container
 from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
 from ckptz.tree.unflatten import read_chunks
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -57,9 +57,9 @@ def compress(source: Path, output: Path) -> None:
     """What `ckptz compress FOLDER -o OUTPUT` comes down to."""
     opened = open_input(source)
     output.mkdir()
-    contents = Contents(metadata=opened.metadata, sharding=opened.sharding, tree=opened.tree)
+    job = Job(tensors=opened.tensors, metadata=opened.metadata, sharding=opened.sharding, tree=opened.tree)
     with Workers(1) as workers, publish(output / f"{opened.stem}.ckptz") as sink:
-        write_container(sink, opened.tensors, contents, workers)
+        pipeline.write(sink, job, workers)
     copy_carried(opened.carried, output)
     opened.close()
 
@@ -316,7 +316,7 @@ def test_a_record_is_checked_when_its_file_is_opened(folder: Path, tmp_path: Pat
     assert opened.sharding is not None
     bad = msgspec.structs.replace(opened.sharding, index_file="../escaped")
     with Workers(1) as workers, publish(tmp_path / "bad.ckptz") as sink:
-        write_container(sink, opened.tensors, Contents(sharding=bad), workers)
+        pipeline.write(sink, Job(tensors=opened.tensors, sharding=bad), workers)
     opened.close()
     with pytest.raises(CorruptionError, match=r"bad\.ckptz: sharding: '\.\./escaped'"):
         open_input(tmp_path / "bad.ckptz")

@@ -17,16 +17,15 @@ from safetensors.torch import load_file as load_plain
 from ckptz import Budget, Grid, KMeans
 from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
 from ckptz.errors import ConfigError
+from ckptz.methods.grid import MAX_SECOND_STEP
 from ckptz.methods.state import Moments
 from ckptz.search.one_knob import (
     CLOSE_LATER,
     LARGEST,
     MAX_FIRST,
     MAX_LATER,
-    MAX_SECOND_STEP,
     SMALLEST,
     OneKnob,
-    grid_at,
 )
 from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
 from ckptz.search_run.run import SearchOptions
@@ -57,13 +56,13 @@ def searched(used: Used, *stages: Strategy, workers: int = 1) -> list[Outcome]:
 
 def test_all_steps_grow_with_the_multiplier() -> None:
     template = Grid(dead_zone=0.2, moments=Moments(second_step=3, first_step=0.5))
-    grids = [grid_at(template, multiplier) for multiplier in (0.5, 1, 2, 4)]
+    grids = [template.scaled(multiplier) for multiplier in (0.5, 1, 2, 4)]
     assert [grid.step for grid in grids] == [0.5, 1, 2, 4]
     steps = [(g.moments.second_step, g.moments.first_step) for g in grids if g.moments]
     assert steps == [(1.5, 0.25), (3, 0.5), (6, 1), (MAX_SECOND_STEP, 2)]
     assert {grid.dead_zone for grid in grids} == {0.2}
-    assert grid_at(template, 1) == template
-    assert grid_at(TEMPLATE, 2).moments is None
+    assert template.scaled(1) == template
+    assert TEMPLATE.scaled(2).moments is None
 
 
 # --- where it measures --------------------------------------------------------------------------
@@ -120,7 +119,7 @@ def test_a_cliff_is_found_from_both_sides() -> None:
 
 
 def test_a_failure_below_a_success_is_taken_for_noise() -> None:
-    history = [Outcome(grid_at(TEMPLATE, 1.0), 1.2, 9), Outcome(grid_at(TEMPLATE, 1.4), 0.6, 8)]
+    history = [Outcome(TEMPLATE.scaled(1.0), 1.2, 9), Outcome(TEMPLATE.scaled(1.4), 0.6, 8)]
     (proposed,) = OneKnob(template=TEMPLATE).propose(history, 1)
     assert isinstance(proposed, Grid)
     assert proposed.step > 1.4

@@ -16,18 +16,18 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.core.sources import Tensors, concatenated
+from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import chunk_bounds
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
-from ckptz.container.writer import write_container
 from ckptz.encoding.chunk import encode_chunk
 from ckptz.methods.lossless import plan_lossless
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
 
 Units = NDArray[Any]
 Outputs = Mapping[str, Units]
@@ -103,7 +103,7 @@ def write_file(tensors: Tensors, bases: Tensors | None = None, base_file: str = 
     sink = io.BytesIO()
     ref = BaseRef(BASE_ID, base_file, 1) if bases is not None else None
     with Workers(1) as workers:
-        write_container(sink, tensors, Contents(base=ref, bases=bases or {}), workers)
+        pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases or {}), workers)
     return sink.getvalue()
 
 

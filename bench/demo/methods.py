@@ -19,7 +19,6 @@ from ckptz.commands.restore import restore_file
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
 from ckptz.methods.state import Moments
 
 

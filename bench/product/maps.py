@@ -24,24 +24,25 @@ from numpy.typing import NDArray
 from bench.core.measure import interleave, machine, save_facts, save_rows, timed, verdict
 from bench.core.report import update_readme
 from bench.core.sources import STEPS, run_pairs
+from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Plan
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import ArraySource, TensorSource, chunk_bounds
 from ckptz.container.byte_source import FileBytes, MemoryBytes
-from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container, FrameSource
-from ckptz.container.writer import write_container
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
+from ckptz.encoding.draft import Subject
 from ckptz.entropy.frequency import normalise, pack_table
 from ckptz.entropy.streams import Segments, encode_rans
 from ckptz.kernels import planning, reference
-from ckptz.methods.kmeans import KMeans, plan_kmeans
+from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
 from ckptz.quant.kmeans import fit_centroids, sample_weights, weighted_error
 from ckptz.quant.partitions import Partitions
 from ckptz.quant.sketch import Sketch
@@ -60,9 +61,9 @@ def gaussian(n: int) -> Values:
 
 def encode(source: ArraySource) -> tuple[Plan, list[EncodedChunk]]:
     """Sketch, fit, quantize and code; everything that compressing a tensor takes but the file."""
-    plan = plan_kmeans(source, None, Partitions(LEVELS))
+    draft = Clusters(Partitions(LEVELS)).plan(Subject(source))
     n = source.dtype.n_units(source.shape)
-    return plan, [encode_chunk(source, plan, ChunkSources(*bounds)) for bounds in chunk_bounds(n)]
+    return draft.plan, [encode_chunk(source, draft, ChunkSources(*bounds)) for bounds in chunk_bounds(n)]
 
 
 def speed_rows(values: Values, rounds: int) -> list[Mapping[str, object]]:
@@ -185,7 +186,7 @@ def compressed(tensors: Mapping[str, TensorSource], base: Container | None, conf
     bases = {} if base is None else base.tensors
     sink = io.BytesIO()
     with Workers() as workers:
-        write_container(sink, tensors, Contents(base=ref, bases=bases, config=config), workers)
+        pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases, config=config), workers)
     container = Container(MemoryBytes(sink.getvalue()))
     container.bases = bases
     return container

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import codes_of
 from ckptz.container.reader import FrameSource
 from ckptz.entropy.frequency import normalise, pack_table
 from ckptz.entropy.streams import Segments, encode_rans
@@ -77,7 +76,7 @@ def _cyclic_delta(source: FrameSource, base: Any, codes: Codes) -> tuple[Codes, 
     """(D, size of its alphabet); the codes themselves where the base has none."""
     assert source.header.plan.quant_map is not None
     n_codes = source.header.plan.quant_map.n_codes
-    base_codes = None if base is None else codes_of(base, 0, source.header.n_units)
+    base_codes = None if base is None else base.codes(0, source.header.n_units)
     if base_codes is None:
         return codes, n_codes
     n_symbols = max(n_codes, base.n_codes)
@@ -103,7 +102,7 @@ def file_bytes_by_way(path: Path) -> dict[str, int]:
         for name, source in checkpoint.tensors.items():
             if source.header.plan.quant_map is None:
                 continue
-            codes = codes_of(source, 0, source.header.n_units)
+            codes = source.codes(0, source.header.n_units)
             delta, n_symbols = _cyclic_delta(source, bases.get(name), codes)
             own = _code_bytes(source.header)
             sizes = (
