@@ -30,7 +30,7 @@ from lightning.pytorch.strategies import (
 )
 
 import ckptz
-from ckptz.commands.restore import restore_file
+from ckptz import restore
 from ckptz.container.reader import Container
 from ckptz.errors import (
     ChecksumError,
@@ -273,7 +273,7 @@ def test_a_missing_base_is_named(tmp_path: Path) -> None:
 
 def test_other_tools_read_the_files(tmp_path: Path) -> None:
     CkptzIO(jobs=1).save_checkpoint(a_state(), tmp_path / "0.ckpt")
-    restore_file(tmp_path / "0.ckpt", tmp_path / "0.pt")
+    restore(tmp_path / "0.ckpt", tmp_path / "0.pt")
     assert same(torch.load(tmp_path / "0.pt", weights_only=True), a_state())
     with ckptz.safe_open(tmp_path / "0.ckpt", "pt") as file:
         assert isinstance(open_checkpoint(tmp_path / "0.ckpt").container, Container)

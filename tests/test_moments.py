@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
+from ckptz import compress
 from ckptz.codec.frame_plan import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
-from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
+from ckptz.commands.compress import CompressReport
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, Held
 from ckptz.encoding.draft import Draft, Subject
@@ -152,10 +153,12 @@ def test_vectors_over_the_limit_are_not_proposed(monkeypatch: pytest.MonkeyPatch
 
 def compressed(folder: Path, tensors: dict[str, Array], name: str, base: str | None = None) -> CompressReport:
     save_plain(tensors, folder / f"{name}.safetensors")
-    options = CompressOptions(
-        config=Grid(moments=Moments(second_step=2)), base=None if base is None else folder / base
+    [report] = compress(
+        [folder / f"{name}.safetensors"],
+        folder / f"{name}.ckptz",
+        config=Grid(moments=Moments(second_step=2)),
+        base=None if base is None else folder / base,
     )
-    [report] = compress_files([folder / f"{name}.safetensors"], folder / f"{name}.ckptz", options)
     return report
 
 
@@ -367,8 +370,7 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
     save_plain(tensors, tmp_path / "a.safetensors")
     found = []
     for jobs in (1, 4):
-        options = CompressOptions(config=Grid(), jobs=jobs, force=True)
-        list(compress_files([tmp_path / "a.safetensors"], tmp_path / "a.ckptz", options))
+        compress([tmp_path / "a.safetensors"], tmp_path / "a.ckptz", config=Grid(), jobs=jobs, force=True)
         found.append((tmp_path / "a.ckptz").read_bytes())
     assert found[0] == found[1]
     restored = load_file(tmp_path / "a.ckptz")

@@ -14,8 +14,8 @@ import torch
 from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
 
-from ckptz import Budget, Grid, KMeans
-from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
+from ckptz import Budget, Grid, KMeans, compress
+from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
 from ckptz.methods.grid import MAX_SECOND_STEP
 from ckptz.methods.state import Moments
@@ -206,7 +206,7 @@ def search(source: Path, output: Path, drop: float = 0.005, **options: Any) -> C
     """Compress under one relative budget; options of the compression begin with an underscore."""
     own = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
     asked = SearchOptions(budgets=(Budget(Error(source), drop),), **options)
-    (report,) = compress_files([source], output, CompressOptions(jobs=1, search=asked, **own))
+    (report,) = compress([source], output, jobs=1, search=asked, **own)
     return report
 
 
@@ -243,8 +243,9 @@ def test_no_evaluation_replays_the_parent_and_promises_nothing(folder: Path) -> 
     first = search(folder / "step-0.safetensors", folder / "0.ckptz")
     quality = Error(folder / "step-1.safetensors")
     options = SearchOptions(budgets=(Budget(quality),), max_evaluations=0)
-    compress = CompressOptions(jobs=1, search=options, base=folder / "0.ckptz")
-    (report,) = compress_files([folder / "step-1.safetensors"], folder / "1.ckptz", compress)
+    (report,) = compress(
+        [folder / "step-1.safetensors"], folder / "1.ckptz", jobs=1, search=options, base=folder / "0.ckptz"
+    )
     assert quality.n_calls == 0
     assert first.search is not None
     assert report.search is not None

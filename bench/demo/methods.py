@@ -13,9 +13,6 @@ from safetensors.torch import load_file
 
 import ckptz.torch
 from bench.demo.training import is_same_state
-from ckptz.commands.compress import CompressOptions, compress_files
-from ckptz.commands.inspect import inspect_file
-from ckptz.commands.restore import restore_file
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.lossless import LOSSLESS
@@ -64,7 +61,7 @@ def chain_of(config: Method) -> Callable[[Sequence[Path], Path], list[Path]]:
     """A chain: the first checkpoint stands alone, each further one is a delta to the one before it."""
 
     def compress(plain: Sequence[Path], folder: Path) -> list[Path]:
-        reports = compress_files(plain, folder, CompressOptions(chain=True, config=config))
+        reports = ckptz.compress(plain, folder, chain=True, config=config)
         return [Path(report.output) for report in reports]
 
     return compress
@@ -72,7 +69,7 @@ def chain_of(config: Method) -> Callable[[Sequence[Path], Path], list[Path]]:
 
 def restore(packed: Path, out: Path) -> None:
     """Back to a plain file; the chain is found beside the delta."""
-    restore_file(packed, out)
+    ckptz.restore(packed, out)
 
 
 def calibration_path(path: Path) -> Path:
@@ -86,10 +83,13 @@ def calibrated_chain_of(config: Grid) -> Callable[[Sequence[Path], Path], list[P
     def compress(plain: Sequence[Path], folder: Path) -> list[Path]:
         packed: list[Path] = []
         for path in plain:
-            options = CompressOptions(
-                base=packed[-1] if packed else None, config=config, calibration=calibration_path(path)
+            [report] = ckptz.compress(
+                [path],
+                folder,
+                base=packed[-1] if packed else None,
+                config=config,
+                calibration=calibration_path(path),
             )
-            [report] = compress_files([path], folder, options)
             packed.append(Path(report.output))
         return packed
 
@@ -143,7 +143,7 @@ def store(method: Method, plain: Sequence[Path], folder: Path, state_bytes: int)
 
 
 def _weights_ratio(packed: Sequence[Path]) -> float:
-    tensors = [t for path in packed for t in inspect_file(path).tensors if t.name.startswith("model.")]
+    tensors = [t for path in packed for t in ckptz.inspect(path).tensors if t.name.startswith("model.")]
     return sum(t.tensor_bytes for t in tensors) / sum(t.stored_bytes for t in tensors)
 
 

@@ -31,7 +31,7 @@ from bench.core.measure import Row, Timing, interleave, machine, save_facts, sav
 from bench.core.peers import Peers
 from bench.core.report import update_readme
 from bench.core.sources import model_path
-from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz import compress
 from ckptz.integrations.transformers import disable, enable, from_pretrained
 from ckptz.methods.method import Method
 
@@ -193,7 +193,7 @@ def pack(folder: Path, at: Path) -> dict[str, Path]:
     packed = {}
     for name, config in CONFIGS.items():
         packed[name] = at / re.sub(r"\W+", "-", name)
-        [report] = compress_files([folder], packed[name], CompressOptions(config=config))
+        [report] = compress([folder], packed[name], config=config)
         print(f"{name}: {report.ratio:.2f}x", file=sys.stderr, flush=True)
     return packed
 

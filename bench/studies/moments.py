@@ -28,8 +28,7 @@ from bench.core.measure import CACHE, machine, save_facts, save_rows, verdict
 from bench.core.report import update_readme
 from bench.core.tiny_gpt import read_corpus
 from bench.demo.training import QUICK, Resumption, Settings, Trainer, digest, resume
-from ckptz.commands.compress import CompressOptions, compress_files
-from ckptz.commands.restore import RestoreOptions, restore_file
+from ckptz import compress, restore
 from ckptz.kernels import reference
 from ckptz.methods.grid import Grid
 from ckptz.methods.state import Moments
@@ -132,13 +131,12 @@ def through_file(
         if part is not None:
             paths.append(folder / f"{name}.safetensors")
             save_file(moments_of(part), paths[-1])
-    options = CompressOptions(config=Grid(moments=moments), force=True)
     packed = [folder / f"{path.stem}.ckptz" for path in paths]
     for path, out in zip(paths, packed, strict=True):
         base_file = packed[0] if out != packed[0] else None
-        list(compress_files([path], out, replace(options, base=base_file)))
+        compress([path], out, config=Grid(moments=moments), base=base_file, force=True)
     restored = folder / "restored.safetensors"
-    restore_file(packed[-1], restored, RestoreOptions(force=True))
+    restore(packed[-1], restored, force=True)
     return {**state, **load_file(restored)}, packed[-1].stat().st_size
 
 

@@ -34,7 +34,7 @@ from bench.core.tiny_gpt import read_corpus
 from bench.demo.training import QUICK, Resumption, Settings
 from bench.studies.grid import Run
 from bench.studies.moments import Study, disturbed
-from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz import compress
 from ckptz.methods.grid import Grid
 from ckptz.methods.state import Moments
 
@@ -112,12 +112,13 @@ class Chains:
             if not out.exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 zone = case.delta_zone if files else case.anchor_zone
-                options = CompressOptions(
+                compress(
+                    [self.run.path("step", step)],
+                    out,
                     base=files[-1] if files else None,
                     config=Grid(step=case.step, dead_zone=zone, moments=Moments(first_step=case.first_step)),
                     calibration=self.run.path("calibration", step),
                 )
-                list(compress_files([self.run.path("step", step)], out, options))
             files.append(out)
         return files
 

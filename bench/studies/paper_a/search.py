@@ -18,6 +18,7 @@ from typing import Any, Final
 from safetensors.torch import save_file
 from torch import Tensor
 
+import ckptz
 from bench.studies.paper_a.chain import Chain, Snapshot, exact_probe
 from bench.studies.paper_a.tasks import HELD_OUT, SEARCH, Task
 from bench.studies.paper_a.training import (
@@ -31,7 +32,7 @@ from bench.studies.paper_a.training import (
     weights_of,
 )
 from ckptz import Budget
-from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
+from ckptz.commands.compress import CompressReport
 from ckptz.search.space import TEMPLATE
 from ckptz.search_run.run import SearchOptions, SearchReport
 from ckptz.torch import load_file
@@ -79,7 +80,9 @@ def compress(
     plain = output.with_suffix(".safetensors")
     publish(plain, lambda p: save_file(weights_of(snapshot.state), p))
     has_second_moments = "exp_avg_sq" in task.moments
-    options = CompressOptions(
+    (report,) = ckptz.compress(
+        [plain],
+        output,
         base=base,
         step=int(snapshot.state["step"]),
         force=True,
@@ -87,7 +90,6 @@ def compress(
         sensitivity=None if has_second_moments else snapshot.gradients_path,
         search=search,
     )
-    (report,) = compress_files([plain], output, options)
     plain.unlink()
     return report
 

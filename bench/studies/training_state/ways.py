@@ -23,8 +23,7 @@ from bench.studies.nncodec_rival import NNCodec
 from bench.studies.paper_a.chain import Snapshot
 from bench.studies.paper_a.training import State, publish, weights_of
 from bench.studies.rivals import Rival
-from ckptz.commands.compress import CompressOptions, compress_files
-from ckptz.commands.inspect import inspect_file
+from ckptz import compress, inspect
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 
@@ -151,21 +150,24 @@ def file_of(way: FileWay, given: Given, out: Path, base: Path | None) -> Stored:
     """Write and restore one file."""
     config = way.anchor if way.anchor is not None and base is None else way.config
     is_lossless, is_whole = isinstance(config, Lossless), way.scope == WHOLE
-    options = CompressOptions(
-        base=base,
-        config=config,
-        jobs=1,
-        force=True,
-        read_optimizer=given.snapshot.path if way.is_calibrated and not is_whole else None,
-        calibration=given.calibration if way.is_calibrated and not is_lossless else None,
-    )
     source = given.snapshot.path if is_whole else given.weights
-    _, encode_seconds = cpu_seconds(lambda: list(compress_files([source], out, options)))
+    _, encode_seconds = cpu_seconds(
+        lambda: compress(
+            [source],
+            out,
+            base=base,
+            config=config,
+            jobs=1,
+            force=True,
+            read_optimizer=given.snapshot.path if way.is_calibrated and not is_whole else None,
+            calibration=given.calibration if way.is_calibrated and not is_lossless else None,
+        )
+    )
     restored, restore_seconds = cpu_seconds(lambda: way.restored(given.snapshot.state, out))
     n_bytes = out.stat().st_size
     weight_bytes = n_bytes
     if is_whole:
-        weight_bytes = sum(t.stored_bytes for t in inspect_file(out).tensors if t.name.startswith("model."))
+        weight_bytes = sum(t.stored_bytes for t in inspect(out).tensors if t.name.startswith("model."))
     return Stored(n_bytes, weight_bytes, restored, encode_seconds, restore_seconds)
 
 
