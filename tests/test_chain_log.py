@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 
 def logged(folder: Path, *search_path: Path) -> tuple[LogReport, list[Exception]]:
     problems: list[Exception] = []
-    return log(folder, search_path, problems.append), problems
+    return log(folder, search_path=search_path, tell=problems.append), problems
 
 
 def tree(report: LogReport) -> list[tuple[int, str, str]]:

@@ -221,7 +221,7 @@ def test_a_constant_stream_of_two_bytes_is_decoded_as_a_whole_and_refused() -> N
 
 
 @dataclass(frozen=True)
-class Codes:
+class Codes(TensorSource):
     """A base of which units and codes are read apart."""
 
     frame: FrameSource

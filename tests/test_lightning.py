@@ -210,13 +210,13 @@ def test_a_base_stays_while_a_file_is_written_against_it(
 ) -> None:
     io = CkptzIO(jobs=1)
     io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
-    write = linked.write_container
+    write = linked.write
 
     def remove_meanwhile(*args: Any) -> Any:
         io.remove_checkpoint(tmp_path / "0.ckpt")  # from another thread, as around AsyncCheckpointIO
         return write(*args)
 
-    monkeypatch.setattr(linked, "write_container", remove_meanwhile)
+    monkeypatch.setattr(linked, "write", remove_meanwhile)
     io.save_checkpoint(a_state(0.001), tmp_path / "1.ckpt")
     assert same(io.load_checkpoint(tmp_path / "1.ckpt"), a_state(0.001))
 

@@ -42,9 +42,9 @@ def frame_of(units: Array, base: Array, name: str = "BF16") -> tuple[FrameHeader
     """A tensor of one chunk, planned and encoded as the publisher does it."""
     dtype = dtype_of(name)
     source, old = ArraySource(dtype, (len(units),), units), ArraySource(dtype, (len(base),), base)
-    plan = plan_sparse(source, old)
-    chunk = encode_chunk(source, plan, ChunkSources(0, len(units), old))
-    return FrameHeader(dtype, source.shape, plan, (chunk.record,)), chunk
+    draft = plan_sparse(source, old)
+    chunk = encode_chunk(source, draft, ChunkSources(0, len(units), old))
+    return FrameHeader(dtype, source.shape, draft.plan, (chunk.record,)), chunk
 
 
 def payload_of(chunk: EncodedChunk) -> Array:

@@ -60,10 +60,10 @@ def encode_frames(tensors: Tensors) -> dict[str, Frame]:
     """Plan and encode every chunk of every tensor."""
     frames = {}
     for name, tensor in tensors.items():
-        plan = plan_lossless(tensor, None)
+        draft = plan_lossless(tensor, None)
         bounds = chunk_bounds(tensor.dtype.n_units(tensor.shape))
-        chunks = [encode_chunk(tensor, plan, ChunkSources(begin, end)) for begin, end in bounds]
-        header = FrameHeader(tensor.dtype, tensor.shape, plan, tuple(chunk.record for chunk in chunks))
+        chunks = [encode_chunk(tensor, draft, ChunkSources(begin, end)) for begin, end in bounds]
+        header = FrameHeader(tensor.dtype, tensor.shape, draft.plan, tuple(chunk.record for chunk in chunks))
         frames[name] = Frame(header, [chunk.payload for chunk in chunks])
     return frames
 

@@ -16,6 +16,7 @@ from bench.demo.training import is_same_state
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method as Config
 from ckptz.methods.state import Moments
 
 
@@ -57,7 +58,7 @@ class Storage:
     n_bit_equal: int
 
 
-def chain_of(config: Method) -> Callable[[Sequence[Path], Path], list[Path]]:
+def chain_of(config: Config) -> Callable[[Sequence[Path], Path], list[Path]]:
     """A chain: the first checkpoint stands alone, each further one is a delta to the one before it."""
 
     def compress(plain: Sequence[Path], folder: Path) -> list[Path]:
