@@ -45,6 +45,8 @@ from ckptz.integrations import linked, plain_types, versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
 from ckptz.store.resolve import open_checkpoint
 
+pytestmark = pytest.mark.apps
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lightning_loop.py"
 N_STEPS = 10
 

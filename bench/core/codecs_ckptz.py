@@ -119,17 +119,18 @@ def read_file(file: bytes, outputs: Outputs, bases: Tensors | None = None) -> No
 # --- XOR, byte planes, zstd -3 ------------------------------------------------------------------
 
 
-def _xor_zstd(units: Units, base: Units) -> int:
-    compressor = zstandard.ZstdCompressor(3)
+def xor_encode(units: Units, base: Units) -> list[bytes]:
+    """The byte planes of the difference."""
     planes = (units ^ base).view(np.uint8).reshape(-1, units.itemsize)
-    return sum(len(compressor.compress(np.ascontiguousarray(plane))) for plane in planes.T)
+    return [zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(plane)) for plane in planes.T]
 
 
 def xor_zstd_whole(tensors: Tensors, bases: Tensors) -> int:
     """Bytes of the model's byte planes against the base; no names, shapes or index counted."""
-    return _xor_zstd(concatenated(tensors), concatenated(bases))
+    return sum(map(len, xor_encode(concatenated(tensors), concatenated(bases))))
 
 
 def xor_zstd_each(tensors: Tensors, bases: Tensors) -> int:
     """The same, tensor by tensor."""
-    return sum(_xor_zstd(tensor.flat, bases[name].flat) for name, tensor in tensors.items())
+    planes = (xor_encode(tensor.flat, bases[name].flat) for name, tensor in tensors.items())
+    return sum(len(blob) for blobs in planes for blob in blobs)

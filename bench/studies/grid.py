@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckptz.torch
-from bench.core.measure import CACHE, machine, save_facts, save_rows, verdict
-from bench.core.report import update_readme
+from bench.core.measure import CACHE, machine, save_rows, verdict
+from bench.core.report import finish
 from bench.core.tiny_gpt import read_corpus
 from bench.demo.training import QUICK, Settings, Trainer, resume, threads
 from ckptz import compress, inspect
@@ -273,7 +272,7 @@ def target_row(measured: dict[str, Measured], exact: Measured) -> dict[str, obje
     }
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Weights on grids against k-means maps.")
     parser.add_argument("--quick", action="store_true", help="a toy model, to see that everything runs")
@@ -295,13 +294,11 @@ def main() -> int:
             snapshots[case.name] = found
         rows.append(row_of(case.name, "third delta" if case.is_chain else "snapshot", found, exact))
     if is_quick:
-        return 0
+        return
     save_rows("grid", rows)
     save_rows("grid_target", [target_row(snapshots, exact)])
-    save_facts("grid", machine(), "python -m bench.studies.grid")
-    update_readme()
-    return 0
+    finish("grid", machine())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,10 +23,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.core.measure import CACHE, machine, save_facts, save_rows, verdict
-from bench.core.report import update_readme
+from bench.core.measure import CACHE, machine, save_rows, verdict
+from bench.core.report import finish
 from bench.core.tiny_gpt import read_corpus
 from bench.demo.training import QUICK, Resumption, Settings, Trainer, digest, resume
+from bench.studies.paper_a.chain import disturbed
 from ckptz import compress, restore
 from ckptz.kernels import reference
 from ckptz.methods.grid import Grid
@@ -91,14 +91,6 @@ SHORT = Study(QUICK, CACHE / "moments-quick", (6,), base_step=3)
 def moments_of(state: State) -> dict[str, Tensor]:
     """Both moments of all parameters."""
     return {name: tensor for name, tensor in state.items() if ".exp_avg" in name}
-
-
-def disturbed(state: State) -> dict[str, Tensor]:
-    """Weights moved by a hundredth of their spread: the noise floor of a gap."""
-    generator = torch.Generator().manual_seed(1)
-    weights = {n: t for n, t in state.items() if n.startswith("model.") and t.ndim > 1}
-    moved = {n: t + 0.01 * t.std() * torch.randn(t.shape, generator=generator) for n, t in weights.items()}
-    return {**state, **moved}
 
 
 def reset(state: State) -> dict[str, Tensor]:
@@ -181,7 +173,7 @@ def gap_rows(study: Study) -> list[Mapping[str, object]]:
     def with_change(change: Change) -> Gap:
         return gap_of(study, states, {step: change(state) for step, state in states.items()})
 
-    noise = with_change(disturbed)
+    noise = with_change(lambda state: disturbed(state, 1))
     rows = [
         row_of("exact, weights disturbed by 1 % (noise floor)", 64.0, noise),
         row_of(f"8 bits in blocks of {BLOCK}", 16 + 64 / BLOCK, with_change(in_blocks)),
@@ -256,7 +248,7 @@ def _predicted(found: np.ndarray, base: np.ndarray, step: int) -> dict[str, np.n
     }
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Optimizer moments: bits and resumed gaps.")
     parser.add_argument("--quick", action="store_true", help="a toy model, to see that everything runs")
@@ -267,13 +259,11 @@ def main() -> int:
     predictions, gaps = prediction_rows(study), gap_rows(study)
     if options.quick:
         print(*predictions, *gaps, sep="\n")
-        return 0
+        return
     save_rows("moments_predictions", predictions)
     save_rows("moments_gaps", gaps)
-    save_facts("moments", machine(), "python -m bench.studies.moments")
-    update_readme()
-    return 0
+    finish("moments", machine())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,17 +8,17 @@ seconds of all threads.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor, from_numpy
 
 import ckptz.torch
+from bench.core.measure import cpu_seconds
 from bench.studies.nncodec_rival import NNCodec
 from bench.studies.paper_a.chain import Snapshot
 from bench.studies.paper_a.training import State, publish, weights_of
@@ -27,7 +27,6 @@ from ckptz import compress, inspect
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 
-T = TypeVar("T")
 WEIGHTS, WHOLE = "weights", "whole"  # scopes
 
 
@@ -89,13 +88,6 @@ class Way(Protocol):
     def walk(self, folder: Path) -> contextlib.AbstractContextManager[Store]:
         """What stores checkpoints, in order, beside files of earlier walks in the folder."""
         ...
-
-
-def cpu_seconds(function: Callable[[], T]) -> tuple[T, float]:
-    """What a call returns, and the CPU seconds of all threads of this process in it."""
-    begin = time.process_time()
-    found = function()
-    return found, time.process_time() - begin
 
 
 def plain_weights(path: Path, state: State) -> None:
