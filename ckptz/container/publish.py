@@ -41,6 +41,25 @@ def sync_folder(folder: Path) -> None:
             raise
 
 
+def make_folder(folder: Path, *, parents: bool = True) -> None:
+    """Make a folder, if it is missing; a power cut does not take it back.
+
+    Args:
+        folder: which.
+        parents: make those above it that are missing, too.
+
+    Raises:
+        FileNotFoundError: one above it is missing, and not to be made.
+        OSError: a file is in the place, or the disk fails.
+    """
+    missing = [] if folder.is_dir() else [folder]
+    while parents and missing and not missing[-1].parent.is_dir():
+        missing.append(missing[-1].parent)
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)  # another process may make it, too
+        sync_folder(new.parent)
+
+
 class Publication:
     """New files that replace others together, in the order in which they were begun.
 

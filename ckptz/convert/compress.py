@@ -13,7 +13,7 @@ from ckptz.codec.units import UnitSource
 from ckptz.config import LOSSLESS, Config, Lossless
 from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
-from ckptz.container.publish import publish
+from ckptz.container.publish import make_folder, publish
 from ckptz.container.writer import Written, write_container
 from ckptz.convert.dcp import dcp_files
 from ckptz.convert.guides import GuideFiles, guides_of
@@ -166,7 +166,7 @@ def compress_files(
         raise ConfigError(f"{options.optimizer}: belongs to one input; compress them one by one")
     places = places_for(inputs, output, SUFFIX)
     if output is not None and len(inputs) > 1:
-        output.mkdir(exist_ok=True)
+        make_folder(output, parents=False)
     with Workers(options.jobs) as workers:
         base = None if options.base is None else _open_base(options.base, options.search_path)
         try:
@@ -255,7 +255,7 @@ def _prepare(
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
     if source.is_dir() and place.suffix != SUFFIX:
-        place.mkdir(exist_ok=True)
+        make_folder(place, parents=False)
         target = place / f"{opened.stem}{SUFFIX}"
         check_target(target, read, force=force)
         check_carried(opened.carried, place, force=force)

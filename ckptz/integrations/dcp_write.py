@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from ckptz.codec.values import KINDS
 from ckptz.config import KMeans
+from ckptz.container.publish import make_folder
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError
 from ckptz.handle import PathLike
 from ckptz.integrations.dcp_index import (
@@ -110,7 +111,7 @@ class CkptzStorageWriter(StorageWriter):
             raise UnsupportedError(
                 "CkptzStorageWriter writes one index for all ranks; leave out use_collectives"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Called on all ranks."""

@@ -29,7 +29,7 @@ from ckptz.container.byte_source import FileBytes
 from ckptz.container.contents import Contents
 from ckptz.container.envelope import read_envelope
 from ckptz.container.index import KEY_DIGEST, BaseRef
-from ckptz.container.publish import publish
+from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written, write_container
 from ckptz.convert.guides import NO_FILES, guides_of
@@ -172,7 +172,7 @@ class Chain:
         """
         with self._writing:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 written = self._write(path, draft, is_anchor)
             except OSError as error:
                 what = f"{path}: could not be saved: {error.strerror or error}"

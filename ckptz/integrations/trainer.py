@@ -24,6 +24,7 @@ from ckptz.codec.guides import Guide
 from ckptz.codec.units import UnitSource
 from ckptz.codec.values import KINDS
 from ckptz.config import Lossless
+from ckptz.container.publish import make_folder
 from ckptz.errors import UnsupportedError
 from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.hooks.state import check_optimizers_fit, load_optimizers, optimizer_state
@@ -90,7 +91,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if not self.args.should_save:
             return
         folder, model = Path(output_dir), _unwrapped(self)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         parts = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
         for part in parts:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
 from ckptz.container.byte_source import ByteSource, FileBytes
-from ckptz.container.publish import publish
+from ckptz.container.publish import make_folder, publish
 from ckptz.errors import ConfigError
 
 _FILE_URL: Final = "file://"
@@ -79,7 +79,7 @@ class LocalFolder:
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
         """See `Place.publish`."""
-        self._path.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path)
         return publish(self._path / name)
 
     def remove(self, name: str) -> None:

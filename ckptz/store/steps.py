@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from ckptz.container.publish import TEMPORARY_SUFFIX, publish_together
+from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import (
@@ -217,7 +217,7 @@ class StepStore:
         if self._lock is not None:
             return
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
         self._lock = acquire(self._place, self._folder)
         for name in (*self.listing().leftovers, *self._abandoned()):
             self._place.remove(name)
