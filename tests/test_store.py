@@ -226,7 +226,7 @@ def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
     damaged.write_bytes(b"not a checkpoint")
     report = prune_folder(tmp_path, KeepPolicy(last=1))
     assert damaged.exists()
-    assert "step-00000001.ckptz is left alone" in report.notes[0]
+    assert "step-00000001.ckptz cannot be read" in report.notes[0]
 
 
 # --- who may write ------------------------------------------------------------------------------

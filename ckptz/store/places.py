@@ -69,8 +69,11 @@ class LocalFolder:
         found: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                try:
                     found[entry.name] = entry.stat().st_size
+                except FileNotFoundError:  # removed meanwhile, or a link to what is not here now
+                    if entry.is_symlink():
+                        found[entry.name] = 0
         return found
 
     def open(self, name: str) -> ByteSource:
@@ -123,7 +126,11 @@ class RemoteFolder:
             entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return {}
-        return {e["name"].rsplit("/", 1)[-1]: int(e["size"] or 0) for e in entries if e["type"] == "file"}
+        files = (entry for entry in entries if entry["type"] != "directory")
+        return {entry["name"].rsplit("/", 1)[-1]: self._size(entry) for entry in files}
+
+    def _size(self, entry: dict[str, Any]) -> int:
+        return int(entry["size"] or 0)
 
     def open(self, name: str) -> ByteSource:
         """See `Place.open`."""

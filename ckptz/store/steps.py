@@ -112,11 +112,12 @@ class StepStore:
         return replace(found, leftovers=(*found.leftovers, *(file.name for file in sorted(cut))))
 
     def _ends_early(self, file: StepFile, listing: Listing) -> bool:
+        """Whether a file is certainly shorter than it says: what cannot be read now may be whole."""
         try:
             self.facts(file, listing.sizes[file])
         except TruncatedError:
             return True
-        except (CkptzError, OSError):
+        except Exception:  # stores behind URLs have errors of their own
             return False
         return False
 
@@ -271,6 +272,9 @@ class StepStore:
         assert self._lock is not None, "write without a lock"
         notes: list[str] = []
         weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
+        for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
+            self._place.remove(file.marker)
+            self._facts.pop(file, None)
         folder = self.local_folder
         with publish_together(OWNER) as files:
             with (
@@ -343,11 +347,21 @@ class StepStore:
             for file in files:
                 (self._spool.folder / file.name).unlink(missing_ok=True)
             raise
-        sizes = self.listing().sizes
-        chains = [self.chain(file, sizes) for file in files]
-        self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
+        with contextlib.suppress(Exception):  # the step is there; these copies only save downloads
+            sizes = self.listing().sizes
+            chains = [self.chain(file, sizes) for file in files]
+            self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
 
     # --- retention's tools ----------------------------------------------------------------------
+
+    def check_lock(self) -> None:
+        """Require to be the folder's one writer.
+
+        Raises:
+            WriteError: another one took it.
+        """
+        assert self._lock is not None, "changes without a lock"
+        self._lock.check()
 
     def hide(self, file: StepFile) -> None:
         """Take a file from users and keep it as a base."""
