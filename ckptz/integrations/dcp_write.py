@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -186,11 +187,19 @@ class CkptzStorageWriter(StorageWriter):
         """Called on the coordinator, last: the folder becomes a checkpoint."""
         index = _index_of(metadata, results)
         write_index(self.folder, index)
-        listed = {file.name for file in index.files}
-        for path in self.folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):  # of a checkpoint that was in the folder
+        for note in _tidied(self.folder, {file.name for file in index.files}):
+            warnings.warn(f"{self.folder}: {note}", RuntimeWarning, stacklevel=2)
+
+
+def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
+    """Delete the shards of a checkpoint that was in the folder before; the new one is whole. Notes."""
+    try:
+        for path in folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):
             if path.name not in listed:
                 path.unlink(missing_ok=True)
-        drop_unneeded(self.folder)
+        return drop_unneeded(folder)
+    except OSError as error:
+        return (f"files of the checkpoint that was here before stay: {error}",)
 
 
 def _index_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> FolderIndex:

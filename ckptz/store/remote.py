@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.publish import publish
 from ckptz.errors import TruncatedError
-from ckptz.store.places import RemoteFolder
+from ckptz.store.places import Place, RemoteFolder
 
 READ_AHEAD: Final = 1 << 16  # header and index of most files are two requests
 
@@ -101,6 +101,19 @@ class UploadFolder(RemoteFolder):
             whole.close()
             raise _short(whole.name, whole.size, size)
         return whole
+
+
+def peeked(place: Place, name: str, size: int) -> ByteSource:
+    """A file of any folder whose header and index are wanted.
+
+    Args:
+        place: the folder.
+        name: of the file.
+        size: its bytes, as listed.
+    """
+    if isinstance(place, RemoteFolder):
+        return (place if isinstance(place, UploadFolder) else UploadFolder(place.name)).peek(name, size)
+    return place.open(name)
 
 
 def _short(name: str, found: int, wanted: int) -> OSError:

@@ -33,7 +33,7 @@ from ckptz.errors import (
 )
 from ckptz.store.lock import Lock, acquire
 from ckptz.store.places import LocalFolder, place_of
-from ckptz.store.remote import UploadFolder
+from ckptz.store.remote import UploadFolder, peeked
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
 from ckptz.store.spool import Spool
 from ckptz.store.step_files import (
@@ -137,11 +137,7 @@ class StepStore:
         return known[1]
 
     def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        if isinstance(self._place, UploadFolder):
-            source = self._place.peek(file.name, n_bytes)
-        else:
-            source = self._place.open(file.name)
-        with contextlib.closing(open_file(source)) as opened:
+        with contextlib.closing(open_file(peeked(self._place, file.name, n_bytes))) as opened:
             if not isinstance(opened, Container):
                 raise FormatError(f"{opened.name}: not a .ckptz file")
             index = opened.index
