@@ -12,7 +12,7 @@ from typing import Final
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.index import BaseRef
-from ckptz.container.publish import publish
+from ckptz.container.publish import make_folder, publish
 from ckptz.container.writer import Written
 from ckptz.errors import ConfigError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
@@ -230,7 +230,7 @@ def _compress_all(
     _check(sources, base_path, run)
     places = places_for(sources, output, SUFFIX)
     if output is not None and len(sources) > 1:
-        output.mkdir(exist_ok=True)
+        make_folder(output, parents=False)
     base = None if base_path is None else _open_base(base_path, run.search_path)
     try:
         for source, place in zip(sources, places, strict=True):
@@ -309,7 +309,7 @@ def _prepare(
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
     if source.is_dir() and place.suffix != SUFFIX:
-        place.mkdir(exist_ok=True)
+        make_folder(place, parents=False)
         target = place / f"{opened.stem}{SUFFIX}"
         check_target(target, read, force=force)
         check_carried(opened.carried, place, force=force)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import TensorSource, chunk_bounds
 from ckptz.container.plain import plain_regions, write_plain
-from ckptz.container.publish import publish
+from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
 from ckptz.errors import ConfigError, FormatError, LimitError
 from ckptz.formats import torch_files
@@ -184,7 +184,7 @@ def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *,
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; use -o FOLDER")
     assert opened.sharding is not None
-    folder.mkdir(exist_ok=True)
+    make_folder(folder, parents=False)
     for file in set(written_files(opened.sharding)) - set(opened.sharding.carried):
         check_target(folder / file, read, force=force)
     check_carried(opened.carried, folder, force=force)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptz.codec.units import UNIT_TYPES, TensorSource, Units
+from ckptz.container.publish import make_folder
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, UnsupportedError, named
 from ckptz.formats.pickled import Made, Symbol, read_pickled
@@ -346,12 +347,12 @@ def write_dcp(folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chun
     state = unflatten(tensors, tree, folder.absolute().parent, chunks)
     if not isinstance(state, dict):
         raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, and torch saves dicts here")
-    was_there = folder.exists()
+    is_new = make_folder(folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it runs in a single process
             save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     except BaseException:
-        if not was_there:
+        if is_new:  # else what is in it is another's
             shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -17,7 +17,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import strict_json
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.plain import plain_regions, write_plain
-from ckptz.container.publish import Publication, publish_together
+from ckptz.container.publish import Publication, make_folder, publish_together
 from ckptz.errors import CorruptionError, named
 from ckptz.formats.torch_files import dump_state
 from ckptz.tree.skeleton import parse_tree
@@ -141,7 +141,7 @@ def write_folder(
         like: files whose permissions shards and index get, as `publish` does it.
     """
     check_sharding(sharding, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with publish_together() as files:
         for file, write in _shard_writers(folder, tensors, sharding, tree, chunks):
             with files.file(folder / file, like) as sink:
@@ -195,6 +195,6 @@ def _stage_carried(files: Publication, carried: Sequence[Carried], folder: Path)
         target = folder / name
         if target.exists() and target.samefile(source):
             continue
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         with source.open("rb") as original, files.file(target, [source]) as copy:
             shutil.copyfileobj(original, copy, 1 << 20)
