@@ -68,6 +68,16 @@ def test_every_dtype_comes_back(dtype: Any, shape: tuple[int, ...], tmp_path: Pa
     assert_same(restored["t"], tensor)
 
 
+def test_empty_tensors_of_every_dtype_come_back_beside_others(tmp_path: Path) -> None:
+    empties = {str(dtype): torch.empty((0, 3), dtype=dtype) for dtype in sorted(DTYPES, key=str)}
+    full = {f"{dtype} full": torch.zeros(5).to(dtype) for dtype in (torch.bfloat16, torch.int64)}
+    state = {"first": torch.empty(0), **full, **empties, "window": torch.ones(4)[2:2], "last": torch.ones(2)}
+    restored = through_files(state, tmp_path)
+    assert list(restored) == list(state)
+    for name, tensor in state.items():
+        assert_same(restored[name], tensor)
+
+
 def test_names_are_paths_and_tensors_keep_shape_and_type(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
