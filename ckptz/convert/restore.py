@@ -19,6 +19,7 @@ from ckptz.container.reader import check_empty
 from ckptz.convert import torch_files
 from ckptz.convert.dcp import write_dcp
 from ckptz.convert.inputs import Input, open_input
+from ckptz.convert.portable import check_holds
 from ckptz.convert.progress import SILENT, Progress
 from ckptz.convert.sharding import write_folder, written_files
 from ckptz.convert.spool import Chunks
@@ -127,6 +128,7 @@ def restore_file(
         MissingBaseError: a base is not found.
         LimitError: the output would not fit.
         ConfigError: the output exists or would replace a file that is read.
+        UnsupportedError: a folder whose file names this system cannot hold.
     """
     start = time.perf_counter()
     with contextlib.closing(open_input(path, options.search_path)) as opened:
@@ -187,6 +189,7 @@ def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *,
         raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; use -o FOLDER")
     assert opened.sharding is not None
     folder.mkdir(exist_ok=True)
+    check_holds(folder, written_files(opened.sharding))
     for file in set(written_files(opened.sharding)) - set(opened.sharding.carried):
         check_target(folder / file, read, force=force)
     check_carried(opened.carried, folder, force=force)
