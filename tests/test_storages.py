@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -213,6 +213,7 @@ def windows(draw: st.DrawFn) -> tuple[Any, list[int], list[int], int]:
     return dtype, shape, strides, draw(st.integers(0, room - span))
 
 
+@settings(deadline=None)
 @given(st.lists(windows(), min_size=1, max_size=4), st.integers(0, 3))
 def test_any_views_keep_their_values_and_what_they_share(
     wanted: list[tuple[Any, list[int], list[int], int]], written: int

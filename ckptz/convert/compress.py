@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -21,9 +21,10 @@ from ckptz.convert.inputs import Input, open_input
 from ckptz.convert.optimizer import Joined, join, known_roles
 from ckptz.convert.progress import SILENT, Progress
 from ckptz.convert.searching import SearchOptions, SearchReport, SearchRun, search_and_write
-from ckptz.convert.sharding import copy_carried
+from ckptz.convert.sharding import check_sharding, copy_carried, torch_names
 from ckptz.convert.targets import check_carried, check_target, naming_output, places_for
-from ckptz.errors import ConfigError, UnsupportedError, named
+from ckptz.convert.tree import parse_tree
+from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.parallel import Workers
 from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX, base_file_name, base_ref, open_checkpoint
@@ -215,6 +216,7 @@ def _compress(
             optimizer = held.enter_context(contextlib.closing(open_input(run.options.optimizer)))
             sources += _files_of(optimizer, run.options.optimizer)
             opened = join(opened, optimizer)
+        _check_restorable(opened)
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
         target, notes = _prepare(opened, source, place, read, run.options)
@@ -226,6 +228,21 @@ def _compress(
         if report.n_lossy:
             return report, _open_base(target, run.options.search_path)
         return report, _as_base(report, opened, own, held.pop_all().close)
+
+
+def _check_restorable(opened: Input) -> None:
+    """Require of folder and tree, before anything is written, what a restore will require of them."""
+    try:
+        names: Collection[str] = opened.tensors
+        if opened.sharding is not None:
+            check_sharding(opened.sharding, opened.tensors)
+            names = torch_names(opened.tree, opened.sharding)
+        if opened.tree is not None:
+            parse_tree(opened.tree).check_names(names)
+    except CorruptionError as error:
+        if opened.kind == "ckptz":
+            raise named(error, opened.name) from None
+        raise ConfigError(f"{opened.name}: cannot be kept in one file: {error}") from None
 
 
 def _files_of(opened: Input, source: Path) -> list[Path]:

@@ -165,12 +165,13 @@ class _Spool:
         if key not in self._storages:
             at, n_bytes = self._regions[key]
             # An empty region has the address of the next one, and torch.save takes those of one address
-            # for one memory; a storage of its own has none.
-            self._storages[key] = (
-                torch.from_numpy(self._memory[at : at + n_bytes]).untyped_storage()
+            # for one memory; an empty tensor of its own has none.
+            region = (
+                torch.from_numpy(self._memory[at : at + n_bytes])
                 if n_bytes
-                else torch.UntypedStorage(0)
+                else torch.empty(0, dtype=torch.uint8)
             )
+            self._storages[key] = region.untyped_storage()
         return self._storages[key]
 
 
