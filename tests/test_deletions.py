@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from sync_support import State, cloned, same
 from test_architecture import TREES
 
 from ckptz.commands.restore import RestoreOptions, restore_file
@@ -31,6 +30,7 @@ from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import save_file
 from tests.support.fault_support import ERRORS, Error, copied, each_error, fail_everywhere, unreadable
+from tests.support.sync_support import State, cloned, same
 
 OPTIONS = ChainOptions(anchor_every=3, jobs=1)
 EVERY = pytest.mark.parametrize("stride", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -23,13 +23,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointer_support import in_child
-from sync_support import State, cloned, same
 
 from ckptz.integrations.linked import Chain, ChainOptions, Draft, read_state
 from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
+from tests.support.checkpointer_support import in_child
+from tests.support.sync_support import State, cloned, same
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
@@ -158,7 +158,7 @@ N_STEPS = 600
 
 def trainer_job(folder: Path, reported: Reported, rank: int) -> None:
     del rank
-    from trainer_support import trainer, transformers
+    from tests.support.trainer_support import trainer, transformers
 
     class Report(transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -185,7 +185,7 @@ def weights_after(folder: Path, n_steps: int) -> dict[int, State]:
 
 
 def trained_weights(folder: Path, n_steps: int) -> dict[int, State]:
-    from trainer_support import trainer, transformers
+    from tests.support.trainer_support import trainer, transformers
 
     torch.set_num_threads(1)  # as the jobs do
     found: dict[int, State] = {}
@@ -202,7 +202,7 @@ def trained_weights(folder: Path, n_steps: int) -> dict[int, State]:
 
 @KILLS
 def test_folders_of_the_trainer_that_were_saved_are_there(tmp_path: Path, n_kills: int) -> None:
-    pytest.importorskip("trainer_support")  # once, for all processes
+    pytest.importorskip("tests.support.trainer_support")  # once, for all processes
     (tmp_path / "exact").mkdir()
     expected = weights_after(tmp_path / "exact", 12)
 

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpointer_support import Run, loss_after, names_in, saved_run
-from cli_support import ckptz
 
 from ckptz import KeepPolicy
 from ckptz.errors import ConfigError
@@ -30,6 +28,8 @@ from ckptz.store.retention import PruneReport, prune_folder
 from ckptz.store.step_files import ChainRule, Listing, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.training import checkpointer as checkpointers
+from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
+from tests.support.cli_support import ckptz
 from tests.support.fault_support import Error, copied, each_error, fail_everywhere, unreadable
 
 N_SAVED = 5

@@ -24,7 +24,7 @@ from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, 
 from ckptz.formats.pickled import Made, Symbol, read_pickled
 from ckptz.formats.torch_files import require_torch
 from ckptz.tree.flatten import CODES
-from ckptz.tree.skeleton import pack_node, refuse_leaf
+from ckptz.tree.skeleton import MAX_NODES, pack_node, refuse_leaf
 from ckptz.tree.unflatten import Chunks, unflatten
 
 METADATA_FILE: Final = ".metadata"
@@ -135,9 +135,10 @@ def _with_lists(node: Any) -> Any:
         return node
     made = {key: _with_lists(value) for key, value in node.items()}
     if made and all(type(key) is int for key in made):
-        if sorted(made) != list(range(len(made))):
-            raise CorruptionError("a list of the state has gaps")
-        return [made[i] for i in range(len(made))]
+        if not 0 <= min(made) <= max(made) < MAX_NODES:
+            raise CorruptionError("a list of the state has no such position")
+        # torch leaves empty dicts and lists out, and puts None in their places in a list, as is done here.
+        return [made.get(i) for i in range(max(made) + 1)]
     return made
 
 

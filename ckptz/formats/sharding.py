@@ -156,8 +156,7 @@ def _shard_writers(
     folder: Path, tensors: Mapping[str, TensorSource], sharding: Sharding, tree: Any, chunks: Chunks
 ) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
     """The name of each shard, and what writes it."""
-    files = _torch_files(tree, sharding)
-    names = [name for shard in sharding.shards if shard.file in files for name in shard.tensors]
+    files, names = _torch_files(tree, sharding), torch_names(tree, sharding)
     states = unflatten({name: tensors[name] for name in names}, tree, folder, chunks) if files else {}
     for shard in sharding.shards:
         if shard.file in files:
@@ -177,6 +176,16 @@ def _torch_files(tree: Any, sharding: Sharding) -> set[str]:
     if not all(file.endswith(PLAIN_SUFFIX) for file in others - set(root)):
         raise CorruptionError("tree: its root does not hold one state for each shard of torch")
     return set(root)
+
+
+def torch_names(tree: Any, sharding: Sharding) -> list[str]:
+    """Name the tensors of the shards that were torch files.
+
+    Raises:
+        CorruptionError: the tree does not hold the states of shards.
+    """
+    files = _torch_files(tree, sharding)
+    return [name for shard in sharding.shards if shard.file in files for name in shard.tensors]
 
 
 def _write_shard(sink: BinaryIO, shard: Shard, tensors: Mapping[str, TensorSource], chunks: Chunks) -> None:
