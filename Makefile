@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow coverage lint types check format bench
+.PHONY: help demo test test-apps test-slow coverage lint types check format bench
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -20,8 +20,11 @@ help: ## this list
 demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-output/, about 5 minutes
 	$(BIN)/python -m bench.demo
 
-test: $(DEV) ## the test suite
-	$(BIN)/python -m pytest
+test: $(DEV) ## the test suite, in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-apps: $(DEV) ## the demo, transformers, Trainer, Lightning, accelerate, and ranks in several processes
+	$(BIN)/python -m pytest -m 'apps and not slow'
 
 test-slow: $(DEV) ## the exhaustive sweeps
 	$(BIN)/python -m pytest -m slow
@@ -41,7 +44,7 @@ lint: $(DEV) ## ruff: rules and format
 types: $(DEV) ## mypy --strict
 	$(BIN)/mypy
 
-check: lint types test ## lint, types, test: what a change must pass
+check: lint types test test-apps ## lint, types and tests: what a change must pass
 
 format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptz.commands.log import LogReport, log_folder
+from ckptz import log
+from ckptz.commands.log import LogReport
 from ckptz.container.index import QualityRecord
 from ckptz.container.plain import RegionSource
 from ckptz.container.reader import FrameSource
@@ -39,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 
 def logged(folder: Path, *search_path: Path) -> tuple[LogReport, list[Exception]]:
     problems: list[Exception] = []
-    return log_folder(folder, search_path, problems.append), problems
+    return log(folder, search_path=search_path, tell=problems.append), problems
 
 
 def tree(report: LogReport) -> list[tuple[int, str, str]]:

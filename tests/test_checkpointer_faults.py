@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckptz.commands.rebase import RebaseOptions, rebase_file
+from ckptz import rebase
 from ckptz.container import publish
 from ckptz.store.retention import KeepPolicy, prune_folder
 from ckptz.store.step_files import Kind, Listing, StepFile
@@ -199,7 +199,7 @@ def test_a_rebase_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> Non
         assert check_whole(aborted, prepared) == N_SAVED
 
     def work(folder: Path) -> None:
-        rebase_file(folder / name, options=RebaseOptions(jobs=1))
+        rebase(folder / name, jobs=1)
 
     assert abort_everywhere(prepared.folder, work, check) > 3
     assert rebased == {False, True}

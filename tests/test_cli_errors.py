@@ -98,7 +98,7 @@ def test_an_internal_error_asks_to_be_reported(chain: Chain, monkeypatch: pytest
     def fail(*_: object) -> None:
         raise ZeroDivisionError("two\nlines")
 
-    monkeypatch.setattr("ckptz.commands.inspect.inspect_file", fail)
+    monkeypatch.setattr("ckptz.commands.inspect.inspect", fail)
     run = ckptz("inspect", chain.anchor, fails=True)
     assert run.exit_code == 1
     assert "please report" in run.error
@@ -190,10 +190,10 @@ def test_a_step_belongs_to_one_input(chain: Chain) -> None:
 def test_an_input_that_changes_while_it_is_read_is_refused(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_container(*arguments: object) -> None:
+    def write(*arguments: object) -> None:
         os.utime(chain.first, (1, 1))
 
-    monkeypatch.setattr("ckptz.commands.compress.write_container", write_container)
+    monkeypatch.setattr("ckptz.commands.compress.write", write)
     run = ckptz("compress", chain.first, "--force", fails=True)
     assert run.exit_code == 7
     assert "was changed" in run.error

@@ -182,7 +182,7 @@ def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -
 def test_a_shared_frame_is_a_source_like_others() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
     assert isinstance(source, FrameSource)
-    shared = reader._Shared(source)
+    shared = reader.CachedFrame(source)
     assert (shared.dtype, shared.shape) == (source.dtype, source.shape)
     assert shared.units(0, 4).tobytes() == b"\1\2\3\4"
 

@@ -19,6 +19,8 @@ from ckptz.integrations.dcp import CkptzStorageReader
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from tests.support.ranks_worker import KMEANS, PLAYS, SIZES, whole
 
+pytestmark = pytest.mark.apps
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "torchrun_fsdp2.py"
 

@@ -15,6 +15,8 @@ from tests.support.api_support import bits, every_dtype
 from tests.support.cli_support import ckptz as run_ckptz
 from tests.support.transformers_support import AUTO, MAKERS, check_same, expected, folders, torch_folder
 
+pytestmark = pytest.mark.apps
+
 
 def facts(tensors: dict[str, torch.Tensor]) -> list[Any]:
     """Names in order, dtypes, shapes and bytes."""

@@ -14,9 +14,10 @@ from torch import nn
 
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.draft import Subject
 from ckptz.encoding.guide import Guide
 from ckptz.hooks import Calibration
-from ckptz.methods.grid import UniformGrid, plan_grid
+from ckptz.methods.grid import UniformGrid
 from ckptz.quant.grid import ESCAPE
 from ckptz.quant.guides import InputMoments
 from ckptz.quant.rounding import (
@@ -304,7 +305,7 @@ def test_levels_are_centroids_of_what_is_rounded_to_them() -> None:
     weight, moments = np.ascontiguousarray(weights(200, 300).T), inputs(200, 300)
     source = ArraySource.from_buffer(dtype_of("F32"), weight.shape, weight.tobytes())
     guide = Guide(inputs=InputMoments(axis=1, n_samples=300, read=lambda: moments))
-    plan = plan_grid(source, None, UniformGrid(4.0), guide)
+    plan = UniformGrid(4.0).plan(Subject(source, guide=guide)).plan
     assert plan.quant_map is not None
     values = plan.quant_map.table.expand().view(np.float32)
 
@@ -324,9 +325,9 @@ def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:
     def codes(array: Array, axis: int) -> Array:
         source = ArraySource.from_buffer(dtype_of("F32"), array.shape, array.tobytes())
         guide = Guide(inputs=InputMoments(axis=axis, n_samples=500, read=lambda: moments))
-        plan = plan_grid(source, None, UniformGrid(), guide)
-        assert plan.quantizer is not None
-        return plan.quantizer.codes(0, array.size, source.units(0, array.size)).reshape(array.shape)
+        draft = UniformGrid().plan(Subject(source, guide=guide))
+        assert draft.quantizer is not None
+        return draft.quantizer.codes(0, array.size, source.units(0, array.size)).reshape(array.shape)
 
     along_first, along_second = codes(weight, 0), codes(np.ascontiguousarray(weight.T), 1).T
     np.testing.assert_array_equal(along_first, along_second)

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file as load_plain
 
 import ckptz.torch
-from ckptz.commands.restore import restore_file
-from ckptz.commands.verify import verify_file
+from ckptz import restore, verify
 from ckptz.errors import ConfigError
 from ckptz.sync import Follower, Publisher
 from tests.support.sync_support import a_state, cloned, moved, names_in, published, refused, same, untouched
@@ -46,10 +45,10 @@ def test_what_is_older_than_the_anchors_kept_is_removed(tmp_path: Path) -> None:
     assert len(names_in(tmp_path)) == 7
     for path in tmp_path.iterdir():
         step = int(path.name[5:11])
-        restore_file(path, tmp_path / "plain.safetensors")
+        restore(path, tmp_path / "plain.safetensors")
         assert same(load_plain(tmp_path / "plain.safetensors"), states[step])
         (tmp_path / "plain.safetensors").unlink()
-        verify_file(path)
+        verify(path)
 
 
 def test_files_are_ordinary_checkpoints(tmp_path: Path) -> None:

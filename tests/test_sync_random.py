@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptz.commands.fold import DeltaOptions, fold_files
+from ckptz import fold
 from ckptz.errors import MissingBaseError
 from ckptz.store.versions import Version, versions_in
 from ckptz.sync import Follower, Publisher
@@ -96,7 +96,7 @@ class World:
             return
         try:
             between = f"{self.run / first.name}..{self.run / last.name}"
-            fold_files(between, self.folder / "folded.ckptz", DeltaOptions(jobs=1))
+            fold(between, self.folder / "folded.ckptz", jobs=1)
         except MissingBaseError:
             return  # the chain of one of them was dropped
         (self.folder / "folded.ckptz").rename(target)

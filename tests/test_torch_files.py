@@ -43,6 +43,65 @@ def test_a_pickle_that_needs_code_is_refused_and_not_run(is_zip: bool, tmp_path:
         torch_files.read(path)
 
 
+class RunsCommand:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (argparse.Namespace(lr=1), "argparse.Namespace"),
+        (RunsCommand(), "(posix|nt).system"),
+        (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+        (np.float64(1), "numpy.*scalar"),
+        (Path("x"), "pathlib.*Path"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("form", ["zip", "old", "protocol 4", "pickle"])
+def test_a_class_is_named_whatever_the_form_of_the_file(
+    form: str, value: Any, wanted: str, tmp_path: Path
+) -> None:
+    path, state = tmp_path / "run.pt", {"weight": [1.5, "x"], "args": value}
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(state))
+    else:
+        protocol = 4 if form == "protocol 4" else 2
+        torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=form != "old")
+    with pytest.raises(UnsupportedError, match=rf"run\.pt: .*\({wanted}\).*save a plain state_dict"):
+        torch_files.read(path)
+
+
+def test_what_torch_only_loads_with_code_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "new.pt"
+    torch.save({"a": 1}, path, pickle_protocol=4)
+    with pytest.raises(UnsupportedError, match="pickle's FRAME"):
+        torch_files.read(path)
+    torch.save({"a": 2**5000}, path)
+    with pytest.raises(UnsupportedError, match="pickle's LONG4"):
+        torch_files.read(path)
+    for is_zip in (True, False):
+        needs_grad = torch.zeros(2, dtype=torch.float8_e5m2, requires_grad=True)
+        torch.save({"a": needs_grad}, path, _use_new_zipfile_serialization=is_zip)
+        with pytest.raises(UnsupportedError, match=r"new\.pt: torch saves this and cannot load it"):
+            torch_files.read(path)
+
+
+@pytest.mark.parametrize("form", ["old", "pickle"])
+def test_a_cut_pickle_that_needs_code_is_damage_or_names_it(form: str, tmp_path: Path) -> None:
+    path, state = tmp_path / "run.pt", {"args": argparse.Namespace(lr=1), "tail": "x" * 99}
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(state))
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    for n in range(len(whole) - 1):
+        path.write_bytes(whole[:n])
+        with pytest.raises((FormatError, UnsupportedError), match=r"run\.pt: "):
+            torch_files.read(path)
+
+
 def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "script.pt"
     with zipfile.ZipFile(path, "w") as archive:

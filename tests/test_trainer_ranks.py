@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from tests.support.trainer_support import Trainer, trainer
 
+pytestmark = pytest.mark.apps
+
 ROOT = Path(__file__).parent.parent
 N_RANKS = 2
 N_STEPS = 4

@@ -44,6 +44,8 @@ from tests.support.transformers_support import (
     transformers,
 )
 
+pytestmark = pytest.mark.apps
+
 # --- the same model --------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,8 @@ from tests.support.transformers_support import (
     transformers,
 )
 
+pytestmark = pytest.mark.apps
+
 modeling = transformers.modeling_utils
 PAGE = Path(__file__).parent.parent / "docs" / "transformers.md"
 NAMES = ("_get_resolved_checkpoint_files", "load_state_dict")

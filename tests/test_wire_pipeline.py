@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.wire_worker import POLICIES
 
+pytestmark = pytest.mark.apps
+
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 150
 

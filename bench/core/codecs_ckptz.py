@@ -16,18 +16,18 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.core.sources import Tensors, concatenated
+from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import chunk_bounds
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
-from ckptz.container.writer import write_container
 from ckptz.encoding.chunk import encode_chunk
 from ckptz.methods.lossless import plan_lossless
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
 
 Units = NDArray[Any]
 Outputs = Mapping[str, Units]
@@ -60,10 +60,10 @@ def encode_frames(tensors: Tensors) -> dict[str, Frame]:
     """Plan and encode every chunk of every tensor."""
     frames = {}
     for name, tensor in tensors.items():
-        plan = plan_lossless(tensor, None)
+        draft = plan_lossless(tensor, None)
         bounds = chunk_bounds(tensor.dtype.n_units(tensor.shape))
-        chunks = [encode_chunk(tensor, plan, ChunkSources(begin, end)) for begin, end in bounds]
-        header = FrameHeader(tensor.dtype, tensor.shape, plan, tuple(chunk.record for chunk in chunks))
+        chunks = [encode_chunk(tensor, draft, ChunkSources(begin, end)) for begin, end in bounds]
+        header = FrameHeader(tensor.dtype, tensor.shape, draft.plan, tuple(chunk.record for chunk in chunks))
         frames[name] = Frame(header, [chunk.payload for chunk in chunks])
     return frames
 
@@ -103,7 +103,7 @@ def write_file(tensors: Tensors, bases: Tensors | None = None, base_file: str = 
     sink = io.BytesIO()
     ref = BaseRef(BASE_ID, base_file, 1) if bases is not None else None
     with Workers(1) as workers:
-        write_container(sink, tensors, Contents(base=ref, bases=bases or {}), workers)
+        pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases or {}), workers)
     return sink.getvalue()
 
 
@@ -119,17 +119,18 @@ def read_file(file: bytes, outputs: Outputs, bases: Tensors | None = None) -> No
 # --- XOR, byte planes, zstd -3 ------------------------------------------------------------------
 
 
-def _xor_zstd(units: Units, base: Units) -> int:
-    compressor = zstandard.ZstdCompressor(3)
+def xor_encode(units: Units, base: Units) -> list[bytes]:
+    """The byte planes of the difference."""
     planes = (units ^ base).view(np.uint8).reshape(-1, units.itemsize)
-    return sum(len(compressor.compress(np.ascontiguousarray(plane))) for plane in planes.T)
+    return [zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(plane)) for plane in planes.T]
 
 
 def xor_zstd_whole(tensors: Tensors, bases: Tensors) -> int:
     """Bytes of the model's byte planes against the base; no names, shapes or index counted."""
-    return _xor_zstd(concatenated(tensors), concatenated(bases))
+    return sum(map(len, xor_encode(concatenated(tensors), concatenated(bases))))
 
 
 def xor_zstd_each(tensors: Tensors, bases: Tensors) -> int:
     """The same, tensor by tensor."""
-    return sum(_xor_zstd(tensor.flat, bases[name].flat) for name, tensor in tensors.items())
+    planes = (xor_encode(tensor.flat, bases[name].flat) for name, tensor in tensors.items())
+    return sum(len(blob) for blobs in planes for blob in blobs)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 BENCH = Path(__file__).resolve().parents[1]
 RESULTS = BENCH / "results"
@@ -19,6 +23,7 @@ CACHE = BENCH / ".cache"
 PACKAGES = ("numpy", "numba", "zstandard", "xxhash", "safetensors", "torch")
 
 Row = Mapping[str, object]
+T = TypeVar("T")
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -60,6 +65,14 @@ def machine_line(facts: Mapping[str, object]) -> str:
     return f"{where}, Python {facts['python']}, {versions}"
 
 
+# --- command lines ------------------------------------------------------------------------------
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the text of a module as it stands."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 # --- time ---------------------------------------------------------------------------------------
 
 
@@ -85,6 +98,13 @@ def timed(function: Callable[[], object]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
+
+
+def cpu_seconds(function: Callable[[], T]) -> tuple[T, float]:
+    """What a call returns, and the CPU seconds of all threads of this process in it."""
+    begin = time.process_time()
+    found = function()
+    return found, time.process_time() - begin
 
 
 def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Timing]:
@@ -141,8 +161,17 @@ def save_rows(name: str, rows: Sequence[Row]) -> None:
         writer.writerows(rows)
 
 
-def save_facts(name: str, facts: Mapping[str, object], command: str, **more: object) -> None:
-    """Write the machine line and anything else that a table cannot hold to results/NAME.json."""
+def read_rows(name: str) -> list[dict[str, str]]:
+    """The table in results/NAME.csv."""
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def save_facts(name: str, facts: Mapping[str, object], **more: object) -> None:
+    """Write the command that runs, the machine line and anything else to results/NAME.json."""
+    module = sys.modules["__main__"].__spec__
+    assert module is not None, "run it as python -m"
+    command = shlex.join(["python", "-m", module.name.removesuffix(".__main__"), *sys.argv[1:]])
     content = {"command": command, "machine": dict(facts), **more}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     print(f"\n{machine_line(facts)}", flush=True)

@@ -1,11 +1,6 @@
-"""Other compressors, in an environment of their own, driven over a pipe.
+"""Other compressors, in an environment of their own; see `bench.core.elsewhere`.
 
-`Peers()` makes bench/.cache/peers-venv with pinned versions on first use and starts one worker process in
-it. The worker keeps its inputs in memory and times itself, so that the caller can run its own code and
-theirs in turn. numpy, torch and zstandard come from the caller's environment, by a path file: ZipNN
-imports torch, and a second copy of that is two gigabytes.
-
-    python -m bench.core.peers             make the environment and print what is in it
+python -m bench.core.peers             make the environment and print what is in it
 """
 
 from __future__ import annotations
@@ -13,21 +8,17 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import subprocess
-import sys
 import tempfile
 import time
-import venv
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-HERE: Final = Path(__file__).resolve()
-VENV: Final = HERE.parents[1] / ".cache" / "peers-venv"
+from bench.core.elsewhere import Worker, serve
+
 PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "constriction==0.5.0")
 
 Array = NDArray[Any]
@@ -36,79 +27,39 @@ Array = NDArray[Any]
 # --- the caller's side --------------------------------------------------------------------------
 
 
-def environment() -> Path:
-    """The Python of the peers' environment, which is made if it is missing or has other pins."""
-    python = VENV / "bin" / "python"
-    stamp = VENV / "pins.txt"
-    wanted = "\n".join((*PINS, sys.version))
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    print(f"making {VENV} with {', '.join(PINS)}", file=sys.stderr)
-    venv.EnvBuilder(clear=True, with_pip=True).create(VENV)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *PINS], check=True)
-    own = Path(np.__file__).parents[1]
-    folder = next((VENV / "lib").glob("python*/site-packages"))
-    (folder / "caller.pth").write_text(f"{own}\n")
-    stamp.write_text(wanted)
-    return python
-
-
-class Peers:
+class Peers(Worker):
     """A worker process; use it in a `with` block."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ckptz-peers-")
-        self._process = subprocess.Popen(
-            [environment(), HERE, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._folder.cleanup()
-
-    def _ask(self, method: str, **arguments: object) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps({"method": method, "arguments": arguments}), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the peers' worker ended during {method!r}; its error is printed above")
-        return json.loads(answer)
+        super().__init__("peers", PINS, "bench.core.peers")
 
     def versions(self) -> dict[str, str]:
         """Versions of the peers, and whether z4ai runs its compiled coder."""
-        return self._ask("versions")  # type: ignore[no-any-return]
+        return self.ask("versions")  # type: ignore[no-any-return]
 
     def load(self, name: str, array: Array) -> None:
         """Give the worker an input."""
-        path = Path(self._folder.name) / "input.npy"
-        np.save(path, array)
-        self._ask("load", name=name, path=str(path))
-        path.unlink()
+        with tempfile.NamedTemporaryFile(prefix="ckptz-peers-", suffix=".npy") as file:
+            np.save(file, array)
+            file.flush()
+            self.ask("load", name=name, path=file.name)
 
     def compress(self, tool: str, name: str, **options: object) -> tuple[float, int]:
         """(seconds, bytes) of compressing input `name`; the result stays with the worker."""
-        seconds, n_bytes = self._ask("compress", tool=tool, name=name, options=options)
+        seconds, n_bytes = self.ask("compress", tool=tool, name=name, options=options)
         return seconds, n_bytes
 
     def decompress(self, tool: str, name: str, **options: object) -> float:
         """Seconds of decompressing what `compress` made last; checked against the input."""
-        return self._ask("decompress", tool=tool, name=name, options=options)  # type: ignore[no-any-return]
+        return self.ask("decompress", tool=tool, name=name, options=options)  # type: ignore[no-any-return]
 
     def pack_file(self, source: Path, target: Path) -> None:
         """Compress a safetensors file the way ZipNN's own script does, tensor by tensor."""
-        self._ask("pack_file", source=str(source), target=str(target))
+        self.ask("pack_file", source=str(source), target=str(target))
 
     def load_file(self, path: Path, source: Path) -> float:
         """Seconds in which ZipNN's loader reads all tensors of a file; checked against its source."""
-        return self._ask("load_file", path=str(path), source=str(source))  # type: ignore[no-any-return]
+        return self.ask("load_file", path=str(path), source=str(source))  # type: ignore[no-any-return]
 
 
 # --- the worker's side, inside the peers' environment -------------------------------------------
@@ -269,26 +220,16 @@ _METHODS: Final[dict[str, Callable[..., object]]] = {
 }
 
 
-def _serve() -> None:
-    # The peers print now and then; answers go to the real standard output, all else to stderr.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = _METHODS[request["method"]](**request["arguments"])
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Make the peers' environment and print its versions.")
     parser.add_argument("--serve", action="store_true", help="answer requests on standard input")
     if parser.parse_args().serve:
-        _serve()
-        return 0
+        serve(_METHODS)
+        return
     with Peers() as peers:
         print(peers.versions())
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,12 +10,21 @@ A table stands between `<!-- results/NAME.csv -->` and `<!-- end -->`, a machine
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
 import sys
+from collections.abc import Mapping, Sequence
 
-from bench.core.measure import BENCH, RESULTS, machine_line, table
+from bench.core.measure import (
+    BENCH,
+    RESULTS,
+    Row,
+    machine_line,
+    misses,
+    read_rows,
+    save_facts,
+    table,
+)
 
 PAGES = (BENCH / "README.md", BENCH.parent / "README.md")
 MARKED = re.compile(r"<!-- results/([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -28,8 +37,7 @@ def _render(name: str) -> str:
     if path.suffix == ".json":
         content = json.loads(path.read_text())
         return f"`{content['command']}` on {machine_line(content['machine'])}."
-    with path.open(newline="") as file:
-        return table(list(csv.DictReader(file)))
+    return table(read_rows(path.stem))
 
 
 def rendered(text: str) -> str:
@@ -41,6 +49,14 @@ def update_readme() -> None:
     """Rewrite the tables of both pages."""
     for page in PAGES:
         page.write_text(rendered(page.read_text()))
+
+
+def finish(name: str, facts: Mapping[str, object], rows: Sequence[Row] = (), **more: object) -> None:
+    """End a bench whose tables are written: keep its facts, copy the tables, count the targets missed."""
+    save_facts(name, facts, **more)
+    update_readme()
+    if rows:
+        print(f"{len(misses(rows))} targets missed")
 
 
 def main() -> int:

@@ -145,14 +145,13 @@ def _save(model: Any, path: Path) -> None:
     save_file({name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}, path)
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Train the run whose checkpoints the benches use.")
     parser.parse_args()
     for name, base, current in run_pairs():
         print(f"{name}: {base.name} -> {current.name}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

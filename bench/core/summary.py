@@ -9,22 +9,14 @@ of lossless and training_state, and rewrites the marked tables of README.md and 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.core.measure import BENCH, RESULTS, save_rows
+from bench.core.measure import BENCH, RESULTS, read_rows, save_rows
 from bench.core.report import update_readme
-
-
-def rows_of(name: str) -> list[dict[str, str]]:
-    """A table of results/."""
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def demo_rows(demo: Mapping[str, Any]) -> list[Mapping[str, object]]:
@@ -49,7 +41,7 @@ def demo_rows(demo: Mapping[str, Any]) -> list[Mapping[str, object]]:
 
 def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
     """What the first page shows: stored size, its denominator, the quality change, the rival."""
-    sizes, deltas = rows_of("lossless_sizes"), rows_of("lossless_delta_sizes")
+    sizes, deltas = read_rows("lossless_sizes"), read_rows("lossless_delta_sizes")
     rows: list[Mapping[str, object]] = []
     for weights in ("fp32", "bf16"):
         ours = next(r for r in sizes if r["weights"] == weights and r["tool"].startswith("ckptz"))
@@ -93,7 +85,7 @@ RUN = "grid 0.5, octaves 6, roots 1"
 
 def _run_row() -> dict[str, object]:
     """Whole states of the run of training_state."""
-    row = next(row for row in rows_of("training_state_whole") if row["method"] == RUN)
+    row = next(row for row in read_rows("training_state_whole") if row["method"] == RUN)
     quality = f"{row['loss at once, %']} % at once, worst of five resumed {row['worst gap, %']} %"
     name = "fp32 weights and both moments of 14 checkpoints, with their anchor"
     return _row(name, "calibrated grid", f"1/{row['ratio']}", quality) | {"beside it": ""}
@@ -116,7 +108,7 @@ def _rivals(rows: list[dict[str, str]]) -> str:
     return ", ".join(parts)
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Collect the figures of the first page.")
     parser.add_argument("--demo", type=Path, default=BENCH.parent / "demo-output", help="the demo's folder")
@@ -128,8 +120,7 @@ def main() -> int:
     save_rows("demo", demo)
     save_rows("readme", readme_rows(demo))
     update_readme()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

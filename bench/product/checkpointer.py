@@ -31,8 +31,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from bench.core.measure import Row, machine, misses, save_facts, save_rows, verdict
-from bench.core.report import update_readme
+from bench.core.measure import Row, machine, misses, parser_of, save_rows, verdict
+from bench.core.report import finish
 from ckptz import Checkpointer, KeepPolicy
 
 METHODS: Final = ("none", "torch.save", "dcp.async_save", "ckptz")
@@ -264,9 +264,7 @@ def memory_rows(small: bool) -> list[Row]:
 
 def main() -> int:
     """Command line; exits with 1 if a target was missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=("stall", "memory"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="sizes that say nothing; writes no results")
@@ -293,8 +291,7 @@ def main() -> int:
         else:
             save_rows(f"checkpointer_{name}", found)
     if not options.small:
-        save_facts("checkpointer", machine(), "python -m bench.product.checkpointer")
-        update_readme()
+        finish("checkpointer", machine(), rows)
     return 1 if misses(rows) and not options.small else 0
 
 

@@ -9,9 +9,7 @@ histogram. Every coder runs on one thread, in turn, and every result is decoded 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -27,14 +25,13 @@ from bench.core.measure import (
     Timing,
     interleave,
     machine,
-    misses,
-    save_facts,
+    parser_of,
     save_rows,
     timed,
     verdict,
 )
 from bench.core.peers import Peers
-from bench.core.report import update_readme
+from bench.core.report import finish
 from ckptz.bits.cursor import ByteReader
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table, parse_table
@@ -232,11 +229,9 @@ def draw(rows: list[Row]) -> None:
     figure.savefig(RESULTS / "entropy_coder.png", dpi=120)
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     options = parser.parse_args()
     sizes: list[Row] = []
@@ -250,12 +245,9 @@ def main() -> int:
             speeds += speed_rows(bits, N_SYMBOLS, timings)
     save_rows("entropy_coder_sizes", sizes)
     save_rows("entropy_coder_speeds", speeds)
-    save_facts("entropy_coder", facts, "python -m bench.product.entropy_coder")
     draw(sizes)
-    update_readme()
-    print(f"{len(misses(sizes))} targets missed")
-    return 0
+    finish("entropy_coder", facts, sizes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bench.core.measure import interleave, machine, save_facts, save_rows, timed, verdict
+from bench.core.measure import interleave, machine, save_rows, timed, verdict
+from bench.core.report import finish
 from bench.core.tiny_gpt import TinyGPT, batches, loss_of, read_corpus
 from ckptz.hooks import Calibration, SensitivityTracker
 
@@ -144,9 +145,7 @@ def main() -> None:
     data, _ = read_corpus()
     save_rows("hooks_steps", step_rows(data, rounds))
     save_rows("hooks_sums", sum_rows(data))
-    save_facts(
-        "hooks_overhead", machine(), "python -m bench.product.hooks_overhead", threads=torch.get_num_threads()
-    )
+    finish("hooks_overhead", machine(), threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":

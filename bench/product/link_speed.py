@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.core.measure import machine, save_facts, save_rows, timed, verdict
+from bench.core.measure import machine, save_rows, timed, verdict
+from bench.core.report import finish
 from ckptz.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import LinkPolicy, TopK, Uniform
@@ -235,7 +236,7 @@ def main() -> None:
     rows = _speed_rows(make_cases(values, shape), values.nbytes, args.rounds, extra)
     names = list(rows[0])
     save_rows("link_speed", [{name: row.get(name, "") for name in names} for row in rows])
-    save_facts("link_speed", machine(), "python -m bench.product.link_speed", elements=args.elements)
+    finish("link_speed", machine(), elements=args.elements)
 
 
 if __name__ == "__main__":

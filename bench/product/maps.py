@@ -10,9 +10,7 @@ demo's deltas coded by Huffman, by rANS, and by rANS in groups of the base's cod
 from __future__ import annotations
 
 import argparse
-import heapq
 import io
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,27 +19,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.core.measure import interleave, machine, save_facts, save_rows, timed, verdict
-from bench.core.report import update_readme
+from bench.core.coders import huffman_bits, rans_bytes
+from bench.core.measure import interleave, machine, save_rows, timed, verdict
+from bench.core.report import finish
 from bench.core.sources import STEPS, run_pairs
+from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Plan
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import ArraySource, TensorSource, chunk_bounds
 from ckptz.container.byte_source import FileBytes, MemoryBytes
-from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container, FrameSource
-from ckptz.container.writer import write_container
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
-from ckptz.entropy.frequency import normalise, pack_table
-from ckptz.entropy.streams import Segments, encode_rans
+from ckptz.encoding.draft import Subject
 from ckptz.kernels import planning, reference
-from ckptz.methods.kmeans import KMeans, plan_kmeans
+from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
 from ckptz.quant.kmeans import fit_centroids, sample_weights, weighted_error
 from ckptz.quant.partitions import Partitions
 from ckptz.quant.sketch import Sketch
@@ -60,9 +58,9 @@ def gaussian(n: int) -> Values:
 
 def encode(source: ArraySource) -> tuple[Plan, list[EncodedChunk]]:
     """Sketch, fit, quantize and code; everything that compressing a tensor takes but the file."""
-    plan = plan_kmeans(source, None, Partitions(LEVELS))
+    draft = Clusters(Partitions(LEVELS)).plan(Subject(source))
     n = source.dtype.n_units(source.shape)
-    return plan, [encode_chunk(source, plan, ChunkSources(*bounds)) for bounds in chunk_bounds(n)]
+    return draft.plan, [encode_chunk(source, draft, ChunkSources(*bounds)) for bounds in chunk_bounds(n)]
 
 
 def speed_rows(values: Values, rounds: int) -> list[Mapping[str, object]]:
@@ -150,30 +148,6 @@ def fit_rows(values: Values) -> list[Mapping[str, object]]:
 # --- grouping -----------------------------------------------------------------------------------
 
 
-def huffman_bits(counts: NDArray[np.int64]) -> int:
-    """Bits of an optimal prefix code, without its table."""
-    heap = [int(count) for count in counts if count]
-    heapq.heapify(heap)
-    if len(heap) == 1:
-        return heap[0]
-    total = 0
-    while len(heap) > 1:
-        merged = heapq.heappop(heap) + heapq.heappop(heap)
-        total += merged
-        heapq.heappush(heap, merged)
-    return total
-
-
-def plain_rans_bytes(codes: NDArray[np.uint8]) -> int:
-    """Bytes of one table and one rANS stream a chunk, not grouped."""
-    counts = np.bincount(codes, minlength=256)
-    if (counts > 0).sum() == 1:
-        return 1
-    table = normalise(counts)
-    ends, zero = np.array([len(codes)], np.int64), np.zeros(1, np.int64)
-    return len(pack_table(table)) + len(encode_rans(codes, Segments(ends, zero, table[None]), len(codes) / 2))
-
-
 def checkpoint(path: Path) -> dict[str, TensorSource]:
     """Weights of a plain file."""
     return dict(PlainFile(FileBytes(path)).tensors)
@@ -185,7 +159,7 @@ def compressed(tensors: Mapping[str, TensorSource], base: Container | None, conf
     bases = {} if base is None else base.tensors
     sink = io.BytesIO()
     with Workers() as workers:
-        write_container(sink, tensors, Contents(base=ref, bases=bases, config=config), workers)
+        pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases, config=config), workers)
     container = Container(MemoryBytes(sink.getvalue()))
     container.bases = bases
     return container
@@ -197,8 +171,9 @@ def _code_sizes(source: FrameSource) -> tuple[int, int, int]:
     for i, (begin, end) in enumerate(source.chunk_bounds()):
         codes = source.codes(begin, end)
         assert codes is not None
-        huffman += -(-huffman_bits(np.bincount(codes, minlength=256)) // 8)
-        plain += plain_rans_bytes(codes)
+        bits = huffman_bits(np.bincount(codes, minlength=256))
+        huffman += -(-(bits or len(codes)) // 8)  # a lone symbol takes a bit, too
+        plain += rans_bytes(codes, len(codes) / 2)
         stored += source.header.chunks[i].streams[0].n_bytes
     # What grouping adds to the header counts as its cost: class rule, tables and map.
     tables = source.header.plan.tables
@@ -237,7 +212,7 @@ def grouping_rows(levels: int) -> list[Mapping[str, object]]:
     return rows
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="K-means maps: speed, fit and grouping.")
     parser.add_argument("--elements", type=int, default=1 << 26, help="fp32 values of the speed table")
@@ -247,10 +222,8 @@ def main() -> int:
     save_rows("maps_speed", speed_rows(gaussian(options.elements), options.rounds))
     save_rows("maps_fit", fit_rows(gaussian(options.values)))
     save_rows("maps_grouping", [row for levels in (16, 8) for row in grouping_rows(levels)])
-    save_facts("maps", machine(), "python -m bench.product.maps " + " ".join(sys.argv[1:]))
-    update_readme()
-    return 0
+    finish("maps", machine())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

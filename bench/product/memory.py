@@ -10,7 +10,6 @@ numba and everything else count. Mapped files do not: ckptz reads its inputs by 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -28,8 +27,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.core.measure import RESULTS, Row, machine, misses, save_facts, save_rows, table, verdict
-from bench.core.report import update_readme
+from bench.core.measure import RESULTS, Row, machine, parser_of, save_rows, table, verdict
+from bench.core.report import finish
 
 LIMIT_GIB: Final = 1.0
 SAMPLE_SECONDS: Final = 0.003
@@ -206,11 +205,9 @@ def draw(curves: dict[str, Watched]) -> None:
     figure.savefig(RESULTS / "memory.png", dpi=120)
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, help="where the files go (default: the temporary folder)")
     parser.add_argument("--ckptz", help="command line to test (default: ckptz beside this Python)")
     parser.add_argument(
@@ -226,14 +223,11 @@ def main() -> int:
         rows, curves = measure(ckptz, Path(name), options.scale)
     if options.scale != 1:
         print(table(rows))
-        return 0
+        return
     save_rows("memory", rows)
-    save_facts("memory", machine(), "python -m bench.product.memory")
     draw(curves)
-    update_readme()
-    print(f"{len(misses(rows))} targets missed")
-    return 0
+    finish("memory", machine(), rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

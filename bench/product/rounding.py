@@ -8,13 +8,12 @@ of their power. "error" is the square root of e H e^T over that of plain roundin
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 
-from bench.core.measure import machine, save_facts, save_rows, timed, verdict
-from bench.core.report import update_readme
+from bench.core.measure import machine, save_rows, timed, verdict
+from bench.core.report import finish
 from ckptz.quant.grid import ESCAPE
 from ckptz.quant.rounding import ColumnGrid, round_compensated
 
@@ -67,13 +66,11 @@ def row(n: int, n_rows: int) -> dict[str, object]:
     }
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     save_rows("rounding", [row(*size) for size in SIZES])
-    save_facts("rounding", machine(), "python -m bench.product.rounding")
-    update_readme()
-    return 0
+    finish("rounding", machine())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

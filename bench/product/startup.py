@@ -9,7 +9,6 @@ small fp32 delta; then another does so with the cache that the first has filled.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,8 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bench.core.measure import BENCH, Row, interleave, machine, misses, save_facts, save_rows, timed, verdict
-from bench.core.report import update_readme
+from bench.core.measure import (
+    BENCH,
+    Row,
+    interleave,
+    machine,
+    parser_of,
+    save_rows,
+    timed,
+    verdict,
+)
+from bench.core.report import finish
 
 WARM_LIMIT: Final = 0.3
 COLD_LIMIT: Final = 20.0
@@ -125,20 +133,15 @@ def first_use_rows() -> list[Row]:
     ]
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=10, help="processes of each warm case (default 10)")
     options = parser.parse_args()
     rows = [*warm_rows(options.runs), *first_use_rows()]
     save_rows("startup", rows)
-    save_facts("startup", machine(), "python -m bench.product.startup")
-    update_readme()
-    print(f"{len(misses(rows))} targets missed")
-    return 0
+    finish("startup", machine(), rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,6 @@ index, checksums, fsync, the check of the base and of the result. Files are in a
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -27,20 +26,20 @@ import torch
 from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 
+from bench.core.codecs_ckptz import xor_encode
 from bench.core.measure import (
     RESULTS,
     Row,
     Timing,
     interleave,
     machine,
-    misses,
-    save_facts,
+    parser_of,
     save_rows,
     timed,
     verdict,
 )
 from bench.core.peers import Peers
-from bench.core.report import update_readme
+from bench.core.report import finish
 from bench.product.weight_sync_training import (
     State,
     cloned,
@@ -50,7 +49,6 @@ from bench.product.weight_sync_training import (
     training,
     units_of,
     xor_apply,
-    xor_encode,
 )
 from ckptz.sync import Publisher
 from ckptz.torch import apply_
@@ -193,11 +191,9 @@ def draw(sizes: list[Row], speeds: list[Row]) -> None:
     figure.savefig(RESULTS / "weight_sync.png", dpi=120)
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=("training", "speed"), help="one half; draws no picture")
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds (default 4)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
@@ -209,13 +205,10 @@ def main() -> int:
             sizes = training(Path(place), peers)
         if options.only != "training":
             speeds = speed(Path(place), options.rounds)
-    save_facts("weight_sync", facts, "python -m bench.product.weight_sync")
     if options.only is None:
         draw(sizes, speeds)
-    update_readme()
-    print(f"{len(misses(sizes + speeds))} targets missed")
-    return 0
+    finish("weight_sync", facts, sizes + speeds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 
+from bench.core.codecs_ckptz import xor_encode
 from bench.core.measure import Row, save_rows, timed, verdict
 from bench.core.peers import Peers
 from bench.core.sources import RUN, run_pairs
@@ -55,12 +56,6 @@ def cloned(state: State) -> State:
 
 
 # --- XOR, byte planes, zstd -3 ------------------------------------------------------------------
-
-
-def xor_encode(units: Units, base: Units) -> list[bytes]:
-    """The two byte planes of the difference."""
-    planes = (units ^ base).view(np.uint8).reshape(-1, 2)
-    return [zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(planes[:, i])) for i in range(2)]
 
 
 def xor_apply(blobs: list[bytes], live: Units) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,12 +27,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckptz.torch
-from bench.core.measure import CACHE, machine, save_facts, save_rows, verdict
-from bench.core.report import update_readme
+from bench.core.measure import CACHE, machine, save_rows, verdict
+from bench.core.report import finish
 from bench.core.tiny_gpt import read_corpus
 from bench.demo.training import QUICK, Settings, Trainer, resume, threads
-from ckptz.commands.compress import CompressOptions, compress_files
-from ckptz.commands.inspect import inspect_file
+from ckptz import compress, inspect
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.method import Method
@@ -164,14 +162,15 @@ def stored(case: Case, run: Run, folder: Path) -> list[Path]:
     """The files of the chain, or of the one snapshot."""
     files: list[Path] = []
     for step in run.steps if case.is_chain else run.steps[-1:]:
-        options = CompressOptions(
+        out = folder / f"{step}.ckptz"
+        compress(
+            [run.path("weights", step)],
+            out,
             base=files[-1] if files else None,
             config=case.config,
             read_optimizer=run.path("step", step) if case.is_guided else None,
             calibration=run.path("calibration", step) if case.is_calibrated else None,
         )
-        out = folder / f"{step}.ckptz"
-        list(compress_files([run.path("weights", step)], out, options))
         files.append(out)
     return files
 
@@ -180,7 +179,7 @@ def measure(case: Case, run: Run) -> Measured:
     """Store, restore and train on."""
     with tempfile.TemporaryDirectory() as folder:
         files = stored(case, run, Path(folder))
-        lossy = [t for t in inspect_file(files[-1]).tensors if t.lossy]
+        lossy = [t for t in inspect(files[-1]).tensors if t.lossy]
         n_weights = sum(t.tensor_bytes // 4 for t in lossy)
         restored = ckptz.torch.load_file(files[-1])
         state = load_file(run.path("step", run.steps[-1]))
@@ -273,7 +272,7 @@ def target_row(measured: dict[str, Measured], exact: Measured) -> dict[str, obje
     }
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Weights on grids against k-means maps.")
     parser.add_argument("--quick", action="store_true", help="a toy model, to see that everything runs")
@@ -295,13 +294,11 @@ def main() -> int:
             snapshots[case.name] = found
         rows.append(row_of(case.name, "third delta" if case.is_chain else "snapshot", found, exact))
     if is_quick:
-        return 0
+        return
     save_rows("grid", rows)
     save_rows("grid_target", [target_row(snapshots, exact)])
-    save_facts("grid", machine(), "python -m bench.studies.grid")
-    update_readme()
-    return 0
+    finish("grid", machine())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,12 +23,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.core.measure import CACHE, machine, save_facts, save_rows, verdict
-from bench.core.report import update_readme
+from bench.core.measure import CACHE, machine, save_rows, verdict
+from bench.core.report import finish
 from bench.core.tiny_gpt import read_corpus
 from bench.demo.training import QUICK, Resumption, Settings, Trainer, digest, resume
-from ckptz.commands.compress import CompressOptions, compress_files
-from ckptz.commands.restore import RestoreOptions, restore_file
+from bench.studies.paper_a.chain import disturbed
+from ckptz import compress, restore
 from ckptz.kernels import reference
 from ckptz.methods.grid import Grid
 from ckptz.methods.state import Moments
@@ -94,14 +93,6 @@ def moments_of(state: State) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if ".exp_avg" in name}
 
 
-def disturbed(state: State) -> dict[str, Tensor]:
-    """Weights moved by a hundredth of their spread: the noise floor of a gap."""
-    generator = torch.Generator().manual_seed(1)
-    weights = {n: t for n, t in state.items() if n.startswith("model.") and t.ndim > 1}
-    moved = {n: t + 0.01 * t.std() * torch.randn(t.shape, generator=generator) for n, t in weights.items()}
-    return {**state, **moved}
-
-
 def reset(state: State) -> dict[str, Tensor]:
     """An optimizer that begins anew."""
     return {**state, **{name: torch.zeros_like(tensor) for name, tensor in moments_of(state).items()}}
@@ -132,13 +123,12 @@ def through_file(
         if part is not None:
             paths.append(folder / f"{name}.safetensors")
             save_file(moments_of(part), paths[-1])
-    options = CompressOptions(config=Grid(moments=moments), force=True)
     packed = [folder / f"{path.stem}.ckptz" for path in paths]
     for path, out in zip(paths, packed, strict=True):
         base_file = packed[0] if out != packed[0] else None
-        list(compress_files([path], out, replace(options, base=base_file)))
+        compress([path], out, config=Grid(moments=moments), base=base_file, force=True)
     restored = folder / "restored.safetensors"
-    restore_file(packed[-1], restored, RestoreOptions(force=True))
+    restore(packed[-1], restored, force=True)
     return {**state, **load_file(restored)}, packed[-1].stat().st_size
 
 
@@ -183,7 +173,7 @@ def gap_rows(study: Study) -> list[Mapping[str, object]]:
     def with_change(change: Change) -> Gap:
         return gap_of(study, states, {step: change(state) for step, state in states.items()})
 
-    noise = with_change(disturbed)
+    noise = with_change(lambda state: disturbed(state, 1))
     rows = [
         row_of("exact, weights disturbed by 1 % (noise floor)", 64.0, noise),
         row_of(f"8 bits in blocks of {BLOCK}", 16 + 64 / BLOCK, with_change(in_blocks)),
@@ -258,7 +248,7 @@ def _predicted(found: np.ndarray, base: np.ndarray, step: int) -> dict[str, np.n
     }
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Optimizer moments: bits and resumed gaps.")
     parser.add_argument("--quick", action="store_true", help="a toy model, to see that everything runs")
@@ -269,13 +259,11 @@ def main() -> int:
     predictions, gaps = prediction_rows(study), gap_rows(study)
     if options.quick:
         print(*predictions, *gaps, sep="\n")
-        return 0
+        return
     save_rows("moments_predictions", predictions)
     save_rows("moments_gaps", gaps)
-    save_facts("moments", machine(), "python -m bench.studies.moments")
-    update_readme()
-    return 0
+    finish("moments", machine())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -235,6 +235,3 @@ def _in_blocks(tensor: Floats, *, is_second: bool) -> tuple[Floats, int]:
     restored = (codes * scales).ravel()[: len(flat)].reshape(tensor.shape).astype(np.float32)
     n_bytes = packed(codes.astype(np.uint8 if is_second else np.int8)) + scales.nbytes
     return np.square(restored) if is_second else restored, n_bytes
-
-
-RIVALS: Final[tuple[Rival, ...]] = (ExCP(), LCCheckpoint(), Int8Blocks())

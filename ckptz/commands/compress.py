@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.index import BaseRef
-from ckptz.container.publish import publish
+from ckptz.container.publish import make_folder, publish
 from ckptz.container.writer import Written
-from ckptz.errors import ConfigError, UnsupportedError, named
+from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
 from ckptz.formats.inputs import Input, open_input
-from ckptz.formats.sharding import copy_carried
+from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
 from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
 from ckptz.guidance.guides import GuideFiles
 from ckptz.guidance.owners import join
@@ -31,6 +31,7 @@ from ckptz.roles import Rule
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.resolve import SUFFIX, base_file_name, base_ref, open_checkpoint
+from ckptz.tree.skeleton import parse_tree
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
 
@@ -230,7 +231,7 @@ def _compress_all(
     _check(sources, base_path, run)
     places = places_for(sources, output, SUFFIX)
     if output is not None and len(sources) > 1:
-        output.mkdir(exist_ok=True)
+        make_folder(output, parents=False)
     base = None if base_path is None else _open_base(base_path, run.search_path)
     try:
         for source, place in zip(sources, places, strict=True):
@@ -269,6 +270,7 @@ def _compress(
             optimizer = held.enter_context(contextlib.closing(open_input(run.optimizer)))
             sources += _files_of(optimizer, run.optimizer)
             opened = join(opened, optimizer)
+        _check_restorable(opened)
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
         target, notes = _prepare(opened, source, place, read, run)
@@ -280,6 +282,21 @@ def _compress(
         if report.n_lossy:
             return report, _open_base(target, run.search_path)
         return report, _as_base(report, opened, own, held.pop_all().close)
+
+
+def _check_restorable(opened: Input) -> None:
+    """Require of folder and tree, before anything is written, what a restore will require of them."""
+    try:
+        names: Collection[str] = opened.tensors
+        if opened.sharding is not None:
+            check_sharding(opened.sharding, opened.tensors)
+            names = torch_names(opened.tree, opened.sharding)
+        if opened.tree is not None:
+            parse_tree(opened.tree).check_names(names)
+    except CorruptionError as error:
+        if opened.kind == "ckptz":
+            raise named(error, opened.name) from None
+        raise ConfigError(f"{opened.name}: cannot be kept in one file: {error}") from None
 
 
 def _files_of(opened: Input, source: Path) -> list[Path]:
@@ -309,7 +326,7 @@ def _prepare(
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
     if source.is_dir() and place.suffix != SUFFIX:
-        place.mkdir(exist_ok=True)
+        make_folder(place, parents=False)
         target = place / f"{opened.stem}{SUFFIX}"
         check_target(target, read, force=force)
         check_carried(opened.carried, place, force=force)

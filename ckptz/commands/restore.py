@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import TensorSource, chunk_bounds
 from ckptz.container.plain import plain_regions, write_plain
-from ckptz.container.publish import publish
+from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
 from ckptz.errors import ConfigError, FormatError, LimitError
 from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
 from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.portable import check_holds
 from ckptz.formats.sharding import write_folder, written_files
 from ckptz.formats.targets import (
     PathLike,
@@ -125,6 +126,7 @@ def restore(
         MissingBaseError: a base is not found.
         LimitError: the output would not fit.
         ConfigError: the output exists or would replace a file that is read.
+        UnsupportedError: a folder whose file names this system cannot hold.
     """
     start, path, output = time.perf_counter(), Path(path), None if output is None else Path(output)
     with contextlib.closing(open_input(path, paths(search_path))) as opened:
@@ -184,7 +186,8 @@ def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *,
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; use -o FOLDER")
     assert opened.sharding is not None
-    folder.mkdir(exist_ok=True)
+    make_folder(folder, parents=False)
+    check_holds(folder, written_files(opened.sharding))
     for file in set(written_files(opened.sharding)) - set(opened.sharding.carried):
         check_target(folder / file, read, force=force)
     check_carried(opened.carried, folder, force=force)

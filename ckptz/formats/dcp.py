@@ -18,12 +18,13 @@ from typing import Any, Final
 import numpy as np
 
 from ckptz.codec.units import UNIT_TYPES, TensorSource, Units
+from ckptz.container.publish import make_folder
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, UnsupportedError, named
 from ckptz.formats.pickled import Made, Symbol, read_pickled
 from ckptz.formats.torch_files import require_torch
 from ckptz.tree.flatten import CODES
-from ckptz.tree.skeleton import pack_node, refuse_leaf
+from ckptz.tree.skeleton import MAX_NODES, pack_node, refuse_leaf
 from ckptz.tree.unflatten import Chunks, unflatten
 
 METADATA_FILE: Final = ".metadata"
@@ -134,9 +135,10 @@ def _with_lists(node: Any) -> Any:
         return node
     made = {key: _with_lists(value) for key, value in node.items()}
     if made and all(type(key) is int for key in made):
-        if sorted(made) != list(range(len(made))):
-            raise CorruptionError("a list of the state has gaps")
-        return [made[i] for i in range(len(made))]
+        if not 0 <= min(made) <= max(made) < MAX_NODES:
+            raise CorruptionError("a list of the state has no such position")
+        # torch leaves empty dicts and lists out, and puts None in their places in a list, as is done here.
+        return [made.get(i) for i in range(max(made) + 1)]
     return made
 
 
@@ -346,12 +348,12 @@ def write_dcp(folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chun
     state = unflatten(tensors, tree, folder.absolute().parent, chunks)
     if not isinstance(state, dict):
         raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, and torch saves dicts here")
-    was_there = folder.exists()
+    is_new = make_folder(folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it runs in a single process
             save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     except BaseException:
-        if not was_there:
+        if is_new:  # else what is in it is another's
             shutil.rmtree(folder, ignore_errors=True)
         raise

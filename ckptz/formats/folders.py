@@ -16,8 +16,9 @@ from ckptz.container.envelope import MAX_HEADER_BYTES, strict_json
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, named
-from ckptz.formats.sharding import Carried, is_relative_path, parse_places
-from ckptz.formats.torch_files import load_state
+from ckptz.formats.portable import Spellings, clashes, is_portable
+from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
+from ckptz.formats.torch_files import can_share, load_state
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 from ckptz.tree.flatten import flatten
 
@@ -62,7 +63,7 @@ class _Layout:
 
     @property
     def is_torch(self) -> bool:
-        return self.files[0].endswith(TORCH_SUFFIX)
+        return not self.files[0].endswith(PLAIN_SUFFIX)
 
     @property
     def stem(self) -> str:
@@ -82,6 +83,7 @@ def open_folder(folder: Path) -> Folder:
         FormatError: a shard is damaged, or index and shards disagree.
     """
     layout = _find_layout(folder)
+    _check_names(folder, layout)
     with ExitStack() as opened:
         shards = _Shards.of_torch if layout.is_torch else _Shards.of_safetensors
         found = shards(folder, layout, opened)
@@ -102,7 +104,8 @@ def _have_one_metadata(shards: Sequence[Shard]) -> bool:
 
 
 def _find_layout(folder: Path) -> _Layout:
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+    # No restore may write hidden files, and those of macOS (._model.bin) only look like shards.
+    names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
     plain = [name for name in names if name.endswith(PLAIN_SUFFIX)]
     # Trainers keep other pickles beside the model, as training_args.bin, which are no shards.
     torch = [name for name in names if name.endswith(TORCH_SUFFIX) and "model" in name]
@@ -122,6 +125,17 @@ def _find_layout(folder: Path) -> _Layout:
         f"{folder}: no tensors in this folder: no *{PLAIN_SUFFIX}, no *model*{TORCH_SUFFIX}, no index of "
         "such; name the files themselves, or the folder that they are in"
     )
+
+
+def _check_names(folder: Path, layout: _Layout) -> None:
+    """Require that the shards and their index can be restored on every system."""
+    files = [*layout.files, *([] if layout.index_file is None else [layout.index_file])]
+    for file in files:
+        is_named = is_relative_path(file) if file == layout.index_file else is_shard_name(file)
+        if not is_named or not is_portable(file):
+            raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
+    for one, other in clashes(files):
+        raise ConfigError(f"{folder}: {one!r} and {other!r} are one name on some systems; rename one of them")
 
 
 def _read_index(folder: Path, index_file: str) -> _Layout:
@@ -188,7 +202,7 @@ class _Shards:
                 raise FormatError(f"{folder / file}: not a dict of tensors by name")
             _claim(folder, layout, file, states[file], homes)
         try:
-            flat = flatten(states, n_outer=1)
+            flat = flatten(states, n_outer=1, can_share=can_share)
         except CkptzError as error:
             raise named(error, str(folder)) from None
         shards = tuple(Shard(file, flat.names_under(file)) for file in layout.files)
@@ -226,7 +240,8 @@ def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], l
 
     Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
     the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
-    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written.
+    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written, and
+    files that not every system could hold beside those before them.
 
     Args:
         folder: the folder.
@@ -234,7 +249,9 @@ def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], l
     """
     carried: list[Carried] = []
     left_out: list[str] = []
-    root = folder.resolve()
+    root, spellings = folder.resolve(), Spellings()
+    for name in sorted(filter(None, taken)):
+        spellings.clash(name)
     for where, folders, files in os.walk(folder):
         here = Path(where).relative_to(folder)
         hidden = [name for name in folders if name.startswith(".") or (Path(where) / name).is_symlink()]
@@ -245,7 +262,8 @@ def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], l
             if name in taken or file.endswith(TEMPORARY_SUFFIX):
                 continue
             is_output = here == Path() and file.endswith(SUFFIX)
-            if is_relative_path(name) and is_within(Path(where) / file, root) and not is_output:
+            is_safe = is_relative_path(name) and is_portable(name) and is_within(Path(where) / file, root)
+            if is_safe and not is_output and spellings.clash(name) is None:
                 carried.append((name, Path(where) / file))
             else:
                 left_out.append(name)

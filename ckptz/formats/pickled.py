@@ -9,11 +9,13 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from ckptz.errors import CorruptionError
 
 MAX_BYTES: Final = 1 << 28
+_PUTS: Final = ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT")
+_GETS: Final = ("BINGET", "LONG_BINGET", "GET")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +166,31 @@ def read_pickled(data: bytes) -> Any:
             raise
         raise CorruptionError(f"not the pickle of records: {error}") from None
     return value
+
+
+def symbols_in(stream: IO[bytes]) -> list[str]:
+    """Full names of the classes and functions that one pickle names, in order.
+
+    Args:
+        stream: stands behind the pickle afterwards.
+
+    Raises:
+        ValueError: not a whole pickle.
+    """
+    names, memo = list[str](), dict[Any, Any]()
+    last: list[Any] = [None, None]  # values on top of the stack, if they are texts
+    for operation, argument, _ in pickletools.genops(stream):
+        if operation.name == "GLOBAL":
+            names.append(str(argument).replace(" ", ".", 1))
+        elif operation.name == "STACK_GLOBAL":
+            names.append(f"{last[0]}.{last[1]}")
+        elif operation.name in _PUTS:
+            memo[len(memo) if argument is None else argument] = last[1]
+        else:
+            last = [last[1], memo.get(argument) if operation.name in _GETS else argument]
+    return names
+
+
+def operation_name(code: int) -> str:
+    """What pickle calls an operation: "FRAME"."""
+    return next((one.name for one in pickletools.opcodes if one.code == chr(code)), str(code))

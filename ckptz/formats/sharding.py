@@ -17,7 +17,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import strict_json
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.plain import plain_regions, write_plain
-from ckptz.container.publish import Publication, publish_together
+from ckptz.container.publish import Publication, make_folder, publish_together
 from ckptz.errors import CorruptionError, named
 from ckptz.formats.torch_files import dump_state
 from ckptz.tree.skeleton import parse_tree
@@ -141,7 +141,7 @@ def write_folder(
         like: files whose permissions shards and index get, as `publish` does it.
     """
     check_sharding(sharding, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with publish_together() as files:
         for file, write in _shard_writers(folder, tensors, sharding, tree, chunks):
             with files.file(folder / file, like) as sink:
@@ -156,8 +156,7 @@ def _shard_writers(
     folder: Path, tensors: Mapping[str, TensorSource], sharding: Sharding, tree: Any, chunks: Chunks
 ) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
     """The name of each shard, and what writes it."""
-    files = _torch_files(tree, sharding)
-    names = [name for shard in sharding.shards if shard.file in files for name in shard.tensors]
+    files, names = _torch_files(tree, sharding), torch_names(tree, sharding)
     states = unflatten({name: tensors[name] for name in names}, tree, folder, chunks) if files else {}
     for shard in sharding.shards:
         if shard.file in files:
@@ -179,6 +178,16 @@ def _torch_files(tree: Any, sharding: Sharding) -> set[str]:
     return set(root)
 
 
+def torch_names(tree: Any, sharding: Sharding) -> list[str]:
+    """Name the tensors of the shards that were torch files.
+
+    Raises:
+        CorruptionError: the tree does not hold the states of shards.
+    """
+    files = _torch_files(tree, sharding)
+    return [name for shard in sharding.shards if shard.file in files for name in shard.tensors]
+
+
 def _write_shard(sink: BinaryIO, shard: Shard, tensors: Mapping[str, TensorSource], chunks: Chunks) -> None:
     own = {name: tensors[name] for name in shard.tensors}
     write_plain(sink, plain_regions(own), shard.metadata, chunks(own))
@@ -195,6 +204,6 @@ def _stage_carried(files: Publication, carried: Sequence[Carried], folder: Path)
         target = folder / name
         if target.exists() and target.samefile(source):
             continue
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         with source.open("rb") as original, files.file(target, [source]) as copy:
             shutil.copyfileobj(original, copy, 1 << 20)

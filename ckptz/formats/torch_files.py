@@ -5,23 +5,36 @@ torch is imported when one is read or written, and not before.
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.publish import publish
 from ckptz.errors import CkptzError, ConfigError, FormatError, UnsupportedError, named
+from ckptz.formats.pickled import MAX_BYTES, operation_name, symbols_in
 from ckptz.tree.flatten import Flat, flatten
 from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
 
 ZIP_MAGIC: Final = b"PK\x03\x04"
 LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a"  # a pickled long, the first thing in a file of torch before 1.6
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
-_WANTED: Final = re.compile(r"Unsupported global: GLOBAL (\S+)")
+N_PICKLES: Final = 4  # of a file of torch before 1.6 until its state is complete
+_WANTED: Final = re.compile(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)")
+_OPERAND: Final = re.compile(r"Unsupported operand (\d+)")
+# What torch itself writes into the pickle of a plain state, and reads without running code.
+_PLAIN: Final = re.compile(
+    r"torch\.(\w+|storage\.\w+|(\w+\.)?\w+Storage|_utils\._rebuild_\w+|_tensor\._rebuild_from_type_v2"
+    r"|serialization\._get_layout|nn\.parameter\.Parameter)"
+    r"|collections\.(OrderedDict|Counter)|_codecs\.encode|(builtins|__builtin__)\.(set|bytearray|complex)"
+)
+# Files that torch saves and fails to load: with gradients, or in the old form, for types such as float8.
+_TORCHS_OWN: Final = re.compile(r"leaf Variable that requires grad|UntypedStorage' has no attribute")
 
 
 def require_torch(path: Path) -> Any:
@@ -50,7 +63,7 @@ def read(path: Path) -> Flat:
     """
     state = load_state(path)
     try:
-        return flatten(state)
+        return flatten(state, can_share=can_share)
     except CkptzError as error:
         raise named(error, str(path)) from None
 
@@ -66,15 +79,20 @@ def load_state(path: Path) -> Any:
     except (OSError, MemoryError):
         raise
     except Exception as error:  # torch has no error class of its own for damaged files
-        _refuse(path, error)
+        _refuse(path, error, is_zip)
 
 
-def _refuse(path: Path, error: Exception) -> NoReturn:
+def _refuse(path: Path, error: Exception, is_zip: bool) -> NoReturn:
     text = str(error)
-    if wanted := _WANTED.search(text):
+    if wanted := _code_wanted(path, error, is_zip):
         raise UnsupportedError(
-            f"{path}: it needs code to load ({wanted[1]}), which ckptz does not run; "
+            f"{path}: it needs code to load ({wanted}), which ckptz does not run; "
             "save a plain state_dict: torch.save(model.state_dict(), ...)"
+        ) from None
+    if _TORCHS_OWN.search(text):
+        raise UnsupportedError(
+            f"{path}: torch saves this and cannot load it ({text}); detach tensors of such types from their "
+            "gradients, and save it in torch's present form"
         ) from None
     if "TorchScript" in text:
         raise UnsupportedError(
@@ -85,6 +103,53 @@ def _refuse(path: Path, error: Exception) -> NoReturn:
         f"{path}: damaged, or not a file of torch.save ({type(error).__name__}: {reason}); "
         "try an intact copy, or save a plain state_dict"
     ) from None
+
+
+def _code_wanted(path: Path, error: Exception, is_zip: bool) -> str | None:
+    """What a file needs that torch's loader does not know: a class, or else an operation of pickle."""
+    if wanted := _WANTED.search(str(error)):
+        return wanted[1]
+    try:
+        strangers = [name for name in _symbols(path) if not _PLAIN.fullmatch(name)]
+    except (ValueError, zipfile.BadZipFile, KeyError):
+        return None  # not whole, so damage explains it
+    operand = _OPERAND.search(str(error))
+    if strangers or not is_zip or operand is None:
+        return strangers[0] if strangers else None
+    return f"pickle's {operation_name(int(operand[1]))}"
+
+
+def _symbols(path: Path) -> list[str]:
+    """What the pickle of a torch file names.
+
+    Raises:
+        ValueError: not a whole pickle.
+    """
+    with path.open("rb") as file:
+        head = file.read(len(ZIP_MAGIC))
+        file.seek(0)
+        if head == ZIP_MAGIC:
+            with zipfile.ZipFile(file) as archive:
+                [record] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                with archive.open(record) as pickled:
+                    return symbols_in(io.BytesIO(pickled.read(MAX_BYTES)))
+        stream = io.BytesIO(file.read(MAX_BYTES))  # a file would make room for whatever length it claims
+        return [name for _ in range(N_PICKLES if head == LEGACY_MAGIC else 1) for name in symbols_in(stream)]
+
+
+@cache
+def can_share(dtypes: frozenset[str]) -> bool:
+    """Whether torch can save tensors of these types that lie in one memory."""
+    import torch
+
+    memory = torch.empty(1, dtype=torch.uint8).untyped_storage()
+    types = [getattr(torch, dtype) for dtype in dtypes]
+    tensors = [torch.empty(0, dtype=dtype).set_(memory, 0, (0,), (1,)) for dtype in types]
+    try:
+        torch.save(tensors, io.BytesIO())
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_plain_zip(path: Path) -> bool:

@@ -19,6 +19,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.index import Shard, Sharding
 from ckptz.errors import ConfigError
 from ckptz.formats.inputs import Input
+from ckptz.formats.portable import clashes, is_portable
 from ckptz.formats.sharding import PLAIN_SUFFIX, SHARD_SUFFIXES, is_shard_name
 from ckptz.roles import Role, Rule, role_of
 from ckptz.tree.leaves import TensorRef
@@ -46,11 +47,10 @@ def join(model: Input, optimizer: Input) -> Input:
     if optimizer.kind == "folder":
         raise ConfigError(f"{optimizer.name}: --optimizer takes a file, and this is a folder; name the file")
     shards = [shard for part in parts for shard in part.shards]
-    for file, n in Counter(shard.file for shard in shards).items():
-        if n > 1:
-            raise ConfigError(
-                f"{model.name} and {optimizer.name}: both are called {file}; rename one of them"
-            )
+    files = [shard.file for shard in shards]
+    for one, other in [*((f, f) for f, n in Counter(files).items() if n > 1), *clashes(files)]:
+        names = one if one == other else f"{one} and {other}, one name on some systems"
+        raise ConfigError(f"{model.name} and {optimizer.name}: both are called {names}; rename one of them")
     for name in optimizer.tensors:
         if name in model.tensors:
             raise ConfigError(
@@ -85,7 +85,7 @@ def _part(opened: Input) -> _Part:
     if opened.sharding is not None:
         return _Part(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
     file = Path(opened.name).name
-    if not is_shard_name(file):
+    if not is_shard_name(file) or not is_portable(file):
         raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
     if opened.tree is None and not file.endswith(PLAIN_SUFFIX):
         raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.futures import Future
 
 from ckptz.api.safe_open import PathLike
 from ckptz.codec.values import KINDS
+from ckptz.container.publish import make_folder
 from ckptz.errors import CkptzError, UnsupportedError
 from ckptz.integrations.dcp_index import (
     VERSION,
@@ -108,7 +110,7 @@ class CkptzStorageWriter(StorageWriter):
             raise UnsupportedError(
                 "CkptzStorageWriter writes one index for all ranks; leave out use_collectives"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Called on all ranks."""
@@ -181,11 +183,19 @@ class CkptzStorageWriter(StorageWriter):
         """Called on the coordinator, last: the folder becomes a checkpoint."""
         index = _index_of(metadata, results)
         write_index(self.folder, index)
-        listed = {file.name for file in index.files}
-        for path in self.folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):  # of a checkpoint that was in the folder
+        for note in _tidied(self.folder, {file.name for file in index.files}):
+            warnings.warn(f"{self.folder}: {note}", RuntimeWarning, stacklevel=2)
+
+
+def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
+    """Delete the shards of a checkpoint that was in the folder before; the new one is whole. Notes."""
+    try:
+        for path in folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):
             if path.name not in listed:
                 path.unlink(missing_ok=True)
-        drop_unneeded(self.folder)
+        return drop_unneeded(folder)
+    except OSError as error:
+        return (f"files of the checkpoint that was here before stay: {error}",)
 
 
 def _index_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> FolderIndex:

@@ -21,6 +21,7 @@ import transformers
 
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
+from ckptz.container.publish import make_folder
 from ckptz.encoding.extent import moments_energy
 from ckptz.encoding.guide import Guide
 from ckptz.errors import UnsupportedError
@@ -89,7 +90,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if not self.args.should_save:
             return
         folder, model = Path(output_dir), _unwrapped(self)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         parts = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
         for part in parts:

@@ -7,7 +7,7 @@ from typing import Final
 from ckptz.errors import ConfigError
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
-from ckptz.methods.lossless import LOSSLESS, Lossless
+from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 
 METHODS: Final[dict[str, type[Method]]] = {method.name: method for method in (Lossless, KMeans, Grid)}
@@ -44,7 +44,7 @@ def checked(config: object) -> Method:
         ConfigError: it is something else, or of a method that was not registered.
     """
     if not isinstance(config, Method):
-        raise ConfigError(f"config must be a configuration such as {LOSSLESS!r}, got {config!r}")
+        raise ConfigError(f"config must be a configuration such as ckptz.LOSSLESS, got {config!r}")
     if METHODS.get(config.name) is not type(config):
-        raise ConfigError(f"method {config.name!r} is not registered; call ckptz.methods.table.register")
+        raise ConfigError(f"method {config.name!r} is not registered; call ckptz.register")
     return config

@@ -319,14 +319,21 @@ class Checkpointer:
         start = time.perf_counter()
         self._snapshot.synchronize()
         written = self._written(taken.flat(), method, metric, begun.step)
-        pruned = prune(self._store, self._keep)
+        pruned = self._pruned()
         return replace(
             begun,
             write_seconds=time.perf_counter() - start,
             stored_bytes=written.stored_bytes,
             tensor_bytes=written.tensor_bytes,
-            notes=(*begun.notes, *written.notes, *pruned.notes),
+            notes=(*begun.notes, *written.notes, *pruned),
         )
+
+    def _pruned(self) -> tuple[str, ...]:
+        """Remove what no rule keeps; what became of that. The step is there whether it succeeds or not."""
+        try:
+            return prune(self._store, self._keep).notes
+        except Exception as error:  # stores behind URLs have errors of their own
+            return (f"older steps stay until the next save, because one cannot be removed: {error}",)
 
     def _written(
         self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int
@@ -403,7 +410,11 @@ class Checkpointer:
     # --- the folder -----------------------------------------------------------------------------
 
     def discard_after(self, step: int) -> None:
-        """Remove every later step, to go on from this one."""
+        """Remove every later step, to go on from this one.
+
+        Raises:
+            ConfigError: neither it nor an earlier one is there, or it cannot be read; nothing is removed.
+        """
         self.wait()
         self._store.lock()
         self._at = None

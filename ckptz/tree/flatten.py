@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -143,12 +143,15 @@ class _Found:
         return self.tensor.requires_grad, type(self.tensor).__name__ == "Parameter"
 
 
-def flatten(state: Any, n_outer: int = 0) -> Flat:
+def flatten(
+    state: Any, n_outer: int = 0, can_share: Callable[[frozenset[str]], bool] = lambda dtypes: True
+) -> Flat:
     """Take a nested state apart; the tensors share its memory.
 
     Args:
         state: what `torch.load` gave.
         n_outer: outer levels whose keys do not go into the tensors' names.
+        can_share: whether tensors of these types of torch may lie in one memory.
 
     Raises:
         UnsupportedError: a value that cannot be kept; the message says where and of what type.
@@ -167,8 +170,16 @@ def flatten(state: Any, n_outer: int = 0) -> Flat:
     root = pack_node(state, leaf)
     storing = _Storing(n_outer)
     for group in _by_storage(found):
+        _check_types(group, can_share)
         storing.add(group)
     return Flat(storing.tensors, {"root": root, "storages": storing.storages}, storing.outer)
+
+
+def _check_types(group: Sequence[_Found], can_share: Callable[[frozenset[str]], bool]) -> None:
+    dtypes = {each.geometry.dtype: each for each in group}
+    if len(dtypes) > 1 and not can_share(frozenset(dtypes)):
+        places = " and ".join(f"{where(each.path)} as {dtype}" for dtype, each in dtypes.items())
+        raise UnsupportedError(f"{places} share memory, which torch.save cannot write; clone one of them")
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -181,7 +192,8 @@ def _checked_tensor(value: Any, path: Path) -> Tensor:
         refuse_leaf(value, path)
     tensor: Tensor = value
     if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_nested:
-        what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        what = "quantized" if tensor.is_quantized else layout
         raise UnsupportedError(f"{where(path)}: a {what} tensor; make it a dense tensor before saving")
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"{where(path)}: a tensor on device {tensor.device}; move it to the CPU")

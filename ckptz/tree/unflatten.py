@@ -164,7 +164,13 @@ class _Spool:
 
         if key not in self._storages:
             at, n_bytes = self._regions[key]
-            region = torch.from_numpy(self._memory[at : at + n_bytes])
+            # An empty region has the address of the next one, and torch.save takes those of one address
+            # for one memory; an empty tensor of its own has none.
+            region = (
+                torch.from_numpy(self._memory[at : at + n_bytes])
+                if n_bytes
+                else torch.empty(0, dtype=torch.uint8)
+            )
             self._storages[key] = region.untyped_storage()
         return self._storages[key]
 

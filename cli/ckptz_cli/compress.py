@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptz_cli.methods import method_options
+from ckptz_cli.methods import MethodCommand
 from ckptz_cli.options import PATH, only_one, writing_options
 from ckptz_cli.search_options import choose, require_budgets, save_plan, search_options
 from ckptz_cli.search_view import view_of
@@ -36,7 +36,7 @@ Where nothing keeps it, the file is written without loss and the exit code is 6.
 """
 
 
-@click.command(epilog=EPILOG, short_help="Compress checkpoints, by default without loss.")
+@click.command(cls=MethodCommand, epilog=EPILOG, short_help="Compress checkpoints, by default without loss.")
 @click.argument("inputs", nargs=-1, required=True, type=PATH, metavar="INPUT...")
 @click.option(
     "-o", "--output", type=PATH, metavar="OUT", help="Output file; a folder if there are several inputs."
@@ -51,7 +51,6 @@ Where nothing keeps it, the file is written without loss and the exit code is 6.
 )
 @click.option("--chain", is_flag=True, help="Store each input against the one before it.")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="The training step, to be recorded.")
-@method_options
 @search_options
 @click.option(
     "--roles", type=PATH, metavar="FILE", help="TOML rows that name the role or layer type of tensors."

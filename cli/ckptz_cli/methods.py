@@ -1,21 +1,28 @@
-"""Options that say how tensors become lossy, from the table of methods, and what they mean."""
+"""Options that say how tensors become lossy, from the table of methods, and what they mean.
+
+The table loads the library, so the options are made when a command line is read.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
-
-from ckptz.methods.table import AUTO, METHODS
-from ckptz_cli.options import together
 
 if TYPE_CHECKING:
     from ckptz.methods.method import Method, Option
 
-OPTION_OF: dict[str, tuple[str, Option]] = {
-    option.keyword: (method.name, option) for method in METHODS.values() for option in method.options
-}
+NEXT: Final = "eval"  # the option before which those of methods stand in the help
+
+
+@functools.cache
+def options_of_methods() -> Mapping[str, tuple[str, Option]]:
+    """Give the options of all methods by their keyword, each with the name of its method."""
+    from ckptz.methods.table import METHODS
+
+    return {option.keyword: (method.name, option) for method in METHODS.values() for option in method.options}
 
 
 def is_given(value: Any) -> bool:
@@ -38,28 +45,42 @@ def _parsed(option: Option) -> Callable[[click.Context, click.Parameter, tuple[s
     return parse
 
 
-def _click_option(method: str, option: Option) -> Callable[[Any], Any]:
+def _click_option(method: str, option: Option) -> click.Option:
     kind = click.Choice(option.type) if isinstance(option.type, tuple) else option.type
     more: dict[str, Any] = {} if option.parse is None else {"multiple": True, "callback": _parsed(option)}
-    return click.option(
-        option.flag, type=kind, metavar=option.metavar, help=f"{method}: {option.help}", **more
+    return click.Option(
+        [option.flag], type=kind, metavar=option.metavar, help=f"{method}: {option.help}", **more
     )
 
 
-# The options of all methods; they arrive as one keyword each.
-method_options = together(
-    click.option(
-        "--method",
-        type=click.Choice((*list(METHODS)[:1], "auto", *list(METHODS)[1:])),
+@functools.cache
+def _params() -> tuple[click.Parameter, ...]:
+    """Make the options of all methods; they arrive as one keyword each."""
+    from ckptz.methods.table import AUTO, METHODS
+
+    first, *others = METHODS
+    method = click.Option(
+        ["--method"],
+        type=click.Choice((first, "auto", *others)),
         help=f"{', '.join(METHODS)}, or auto, which is {AUTO} (default lossless).",
-    ),
-    *(_click_option(method, option) for method, option in OPTION_OF.values()),
-)
+    )
+    return method, *(_click_option(name, option) for name, option in options_of_methods().values())
+
+
+class MethodCommand(click.Command):
+    """A command that takes the options of all methods as well."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """See `click.Command.get_params`."""
+        own = super().get_params(ctx)
+        at = [param.name for param in own].index(NEXT)
+        return [*own[:at], *_params(), *own[at:]]
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Turn options that were used into fields of their method."""
-    return {OPTION_OF[name][1].field: value for name, value in given.items() if is_given(value)}
+    options = options_of_methods()
+    return {options[name][1].field: value for name, value in given.items() if is_given(value)}
 
 
 def config_of(method: str | None, **given: Any) -> Method:
@@ -69,9 +90,11 @@ def config_of(method: str | None, **given: Any) -> Method:
         click.UsageError: options of a method that was not asked for.
         ConfigError: values out of range.
     """
+    from ckptz.methods.table import AUTO, METHODS
+
     name = AUTO if method == "auto" else method or "lossless"
     for keyword in (keyword for keyword, value in given.items() if is_given(value)):
-        owner, option = OPTION_OF[keyword]
+        owner, option = options_of_methods()[keyword]
         if owner != name:
             instead = (
                 f"not to --method {name}" if METHODS[name].is_lossy else "and without it nothing is lost"

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ckptz.methods.table import AUTO, method_named
 from ckptz_cli.budgets import amount_of, budgets_of
-from ckptz_cli.methods import OPTION_OF, config_of, fields_of, is_given
+from ckptz_cli.methods import config_of, fields_of, is_given, options_of_methods
 from ckptz_cli.options import PATH, together
 
 if TYPE_CHECKING:
@@ -179,6 +178,8 @@ def _search(
 
 def _searched_method(name: str | None, parent: Method | None) -> type[Method]:
     """Find the method that the search is for: as asked, or else that of the plan that it begins at."""
+    from ckptz.methods.table import AUTO, method_named
+
     if name is None and parent is not None:
         return type(parent)
     method = method_named(AUTO if name in (None, "auto") else name)
@@ -196,7 +197,7 @@ def _refuse_in_search(given: Mapping[str, Any], method: dict[str, Any], searched
                 raise click.UsageError(f"{_flag(name)} belongs to --eval, not to --proxy-error")
     del method["method"]
     for name in (name for name, value in method.items() if is_given(value)):
-        owner, option = OPTION_OF[name]
+        owner, option = options_of_methods()[name]
         if option.is_searched:
             raise click.UsageError(f"{option.flag} is what a search looks for; leave it out")
         if owner != searched.name:

@@ -19,8 +19,10 @@ from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
 from ckptz.encoding.counts import ClassCounts, share_tables
+from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import normalise
 from ckptz.kernels import reference
+from ckptz.quant.quantizer import Quantizer
 from ckptz.transform.classes import BaseCode, Block, ClassRule, Magnitude, Row, TableMap, n_classes_of
 
 Array = np.ndarray[Any, Any]
@@ -115,7 +117,7 @@ def expected_units(case: Case) -> Array:
     plan, quant_map = case.plan, case.plan.quant_map
     assert quant_map is not None
     kind, n = KINDS[case.source.dtype.name], len(case.source.flat)
-    quantizer = plan.quantizer
+    quantizer = case.draft.quantizer
     assert isinstance(quantizer, FixedQuantizer)
     table = quant_map.table.expand()
     rows = quant_map.row_of_class[expected_labels(case)]
@@ -173,8 +175,8 @@ def _label(case: Case, rule: ClassRule, i: int, row_units: int) -> int:
     if isinstance(rule, Block):
         return int(rule.indices[i // rule.size])
     if isinstance(rule, BaseCode):
-        codes = getattr(case.base, "codes", None)
-        return 0 if codes is None else int(codes(i, i + 1)[0])
+        codes = None if case.base is None else case.base.codes(i, i + 1)
+        return 0 if codes is None else int(codes[0])
     source = case.companion if rule.source else case.base
     assert source is not None
     unit = source.units(i, i + 1)

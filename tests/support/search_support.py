@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ckptz.methods.kmeans import KMeans
-from ckptz.search.space import EMBEDDING_LEVELS, LEVELS, PROTECT, PRUNE, Cube
+from ckptz.search.space import Cube
 from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
 
 Array = np.ndarray[Any, Any]
@@ -61,8 +61,8 @@ def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (Cube(),)
     for cube in cubes:
         harm = rng.uniform(0.5, 2) if cube.prune_by == "sensitivity" else 1.0
         for point in cube.points:
-            levels, prune, protect = LEVELS[point[0]], PRUNE[point[1]], PROTECT[point[2]]
-            embedding = EMBEDDING_LEVELS[point[3]]
+            axes = zip(KMeans.axes.values(), point, strict=True)
+            levels, prune, protect, embedding = (values[at] for values, at in axes)
             drop = weight[0] * scales[0] * (4 / levels) ** power
             drop += harm * weight[1] * scales[1] * prune**falls
             drop += weight[2] * scales[2] * (0.01 - protect) * 100
@@ -77,7 +77,7 @@ def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (Cube(),)
     return Landscape(shaken, sizes, predicted)
 
 
-def _bits(levels: int, prune: float) -> float:
+def _bits(levels: float, prune: float) -> float:
     """Entropy of a code, roughly."""
     shares = [p for p in (prune, 1 - prune) if p > 0]
     return float((1 - prune) * 0.92 * np.log2(levels) - sum(p * np.log2(p) for p in shares))

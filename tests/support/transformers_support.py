@@ -21,7 +21,8 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-from ckptz.commands.compress import CompressOptions, CompressReport, compress_files  # noqa: E402
+import ckptz  # noqa: E402
+from ckptz.commands.compress import CompressReport  # noqa: E402
 from ckptz.integrations.transformers import disable, enable, from_pretrained  # noqa: E402
 
 Model = Any
@@ -76,7 +77,7 @@ def make(name: str) -> Model:
 
 def compress(*inputs: Path, output: Path, **options: Any) -> list[CompressReport]:
     """What `ckptz compress INPUTS -o OUTPUT` does."""
-    return list(compress_files(inputs, output, CompressOptions(jobs=1, **options)))
+    return list(ckptz.compress(inputs, output, jobs=1, **options))
 
 
 _ROOT = tempfile.TemporaryDirectory(prefix="ckptz-models-")

@@ -25,8 +25,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from bench.core.measure import machine, save_facts
-from bench.core.report import update_readme
+from bench.core.measure import machine
+from bench.core.report import finish
 from bench.studies.paper_a.chain import FAILURES, NEVER, Chain, noise_floor
 from bench.studies.paper_a.coders import file_bytes_by_way
 from bench.studies.paper_a.page import write_page, write_picture
@@ -182,9 +182,8 @@ def main() -> None:
     write_tables(results)
     write_picture(results)
     seconds = round(sum(bench_seconds(result.task) for result in results))
-    save_facts("paper_a", machine(), "python -m bench.studies.paper_a", seconds=seconds, failures=FAILURES)
     write_page(results, seconds)
-    update_readme()
+    finish("paper_a", machine(), seconds=seconds, failures=FAILURES)
 
 
 if __name__ == "__main__":

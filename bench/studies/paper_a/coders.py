@@ -2,7 +2,7 @@
 
 All ways code the same codes of the same lossy tensors; everything else in the file is counted as it is. The
 paper's delta is D = (code of the base - code) mod the larger alphabet, with prune and protect as symbols.
-Huffman codes are counted by their real code lengths, with 5 bits a symbol of the alphabet for the table;
+Huffman codes are counted in bits, with 5 bits a symbol of the alphabet for the table;
 rANS streams are made. None of this is part of ckptz.
 """
 
@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
-import itertools
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.core.coders import huffman_bits, rans_bytes
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import codes_of
 from ckptz.container.reader import FrameSource
-from ckptz.entropy.frequency import normalise, pack_table
-from ckptz.entropy.streams import Segments, encode_rans
 from ckptz.store.resolve import open_checkpoint
 
 Codes = NDArray[np.uint8]
@@ -31,23 +27,10 @@ WAYS: Final = ("no delta, rANS", "Huffman", "zero runs + Huffman", "rANS", "rANS
 LENGTH_BITS: Final = 5  # of the table, for the code length of each symbol of the alphabet
 
 
-def huffman_lengths(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bits of each symbol's Huffman code [n]; 0 for symbols that do not occur, and for a lone one."""
-    lengths = np.zeros(len(counts), np.int64)
-    ties = itertools.count()
-    heap = [(int(n), next(ties), [symbol]) for symbol, n in enumerate(counts) if n]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (n_a, _, a), (n_b, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        lengths[a + b] += 1
-        heapq.heappush(heap, (n_a + n_b, next(ties), a + b))
-    return lengths
-
-
 def huffman_bytes(symbols: NDArray[Any], n_symbols: int) -> int:
     """Bytes of one stream with its table."""
     counts = np.bincount(symbols, minlength=n_symbols)
-    return -(-int(counts @ huffman_lengths(counts) + LENGTH_BITS * n_symbols) // 8)
+    return -(-(huffman_bits(counts) + LENGTH_BITS * n_symbols) // 8)
 
 
 def zero_runs_bytes(delta: Codes, n_symbols: int) -> int:
@@ -61,23 +44,11 @@ def zero_runs_bytes(delta: Codes, n_symbols: int) -> int:
     return huffman_bytes(tokens, int(tokens.max(initial=0)) + 1) + -(-extra // 8)
 
 
-def rans_bytes(symbols: Codes) -> int:
-    """Bytes of one rANS stream with its table; one byte if all symbols are the same."""
-    counts = np.bincount(symbols, minlength=256)
-    if counts.max() == len(symbols):
-        return 1
-    table = normalise(counts)
-    packed = pack_table(table)
-    segments = Segments(np.array([len(symbols)], np.int64), np.zeros(1, np.int64), table[None])
-    expected = float(-(counts[counts > 0] * np.log2(table[counts > 0] / 4096)).sum()) / 8
-    return len(packed) + len(encode_rans(symbols, segments, expected))
-
-
 def _cyclic_delta(source: FrameSource, base: Any, codes: Codes) -> tuple[Codes, int]:
     """(D, size of its alphabet); the codes themselves where the base has none."""
     assert source.header.plan.quant_map is not None
     n_codes = source.header.plan.quant_map.n_codes
-    base_codes = None if base is None else codes_of(base, 0, source.header.n_units)
+    base_codes = None if base is None else base.codes(0, source.header.n_units)
     if base_codes is None:
         return codes, n_codes
     n_symbols = max(n_codes, base.n_codes)
@@ -103,7 +74,7 @@ def file_bytes_by_way(path: Path) -> dict[str, int]:
         for name, source in checkpoint.tensors.items():
             if source.header.plan.quant_map is None:
                 continue
-            codes = codes_of(source, 0, source.header.n_units)
+            codes = source.codes(0, source.header.n_units)
             delta, n_symbols = _cyclic_delta(source, bases.get(name), codes)
             own = _code_bytes(source.header)
             sizes = (

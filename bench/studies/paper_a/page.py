@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib.pyplot as plt
+
 from bench.core.measure import RESULTS, table
 from bench.studies.paper_a.chain import resumed_gap
 from bench.studies.paper_a.coders import WAYS
@@ -112,11 +114,6 @@ def write_page(results: Sequence[TaskResults], seconds: int) -> None:
 
 def write_picture(results: Sequence[TaskResults]) -> None:
     """results/paper_a.png: a row a task."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     size = (18, 4.2 * len(results))
     figure, axes = plt.subplots(len(results), 4, figsize=size, squeeze=False, layout="constrained")
     for row, found in zip(axes, results, strict=True):

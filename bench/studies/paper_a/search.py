@@ -8,9 +8,8 @@ averaged gradients of `ckptz.hooks.SensitivityTracker`.
 from __future__ import annotations
 
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,8 @@ from typing import Any, Final
 from safetensors.torch import save_file
 from torch import Tensor
 
+import ckptz
+from bench.core.measure import cpu_seconds
 from bench.studies.paper_a.chain import Chain, Snapshot, exact_probe
 from bench.studies.paper_a.tasks import HELD_OUT, SEARCH, Task
 from bench.studies.paper_a.training import (
@@ -31,7 +32,7 @@ from bench.studies.paper_a.training import (
     weights_of,
 )
 from ckptz import Budget
-from ckptz.commands.compress import CompressOptions, CompressReport, compress_files
+from ckptz.commands.compress import CompressReport
 from ckptz.search.space import TEMPLATE
 from ckptz.search_run.run import SearchOptions, SearchReport
 from ckptz.torch import load_file
@@ -79,7 +80,9 @@ def compress(
     plain = output.with_suffix(".safetensors")
     publish(plain, lambda p: save_file(weights_of(snapshot.state), p))
     has_second_moments = "exp_avg_sq" in task.moments
-    options = CompressOptions(
+    (report,) = ckptz.compress(
+        [plain],
+        output,
         base=base,
         step=int(snapshot.state["step"]),
         force=True,
@@ -87,12 +90,11 @@ def compress(
         sensitivity=None if has_second_moments else snapshot.gradients_path,
         search=search,
     )
-    (report,) = compress_files([plain], output, options)
     plain.unlink()
     return report
 
 
-def sizes_of(report: CompressReport) -> dict[str, int]:
+def sizes_of(report: CompressReport) -> dict[str, Any]:
     """Bytes of the file, headers included, and of the weights as they were."""
     return {"n_bytes": report.stored_bytes, "raw_bytes": report.tensor_bytes, "n_deltas": report.n_deltas}
 
@@ -131,12 +133,7 @@ class KMeansSearch:
         base = self.path(folder, snapshot.index - 1) if snapshot.index else None
         search = SearchOptions(budgets=(budget_of(task, self.budget),), template=TEMPLATE)
         report = compress(task, snapshot, output, base, search)
-        sizes = {
-            "n_bytes": report.stored_bytes,
-            "raw_bytes": report.tensor_bytes,
-            "n_deltas": report.n_deltas,
-        }
-        return sizes | {"search": search_facts(report.search)}
+        return sizes_of(report) | {"search": search_facts(report.search)}
 
     def restore(self, snapshot: Snapshot, folder: Path) -> State:
         """Compressed weights beside the exact optimizer state."""
@@ -168,11 +165,7 @@ def _snapshot(task: Task, budget: float, folder: Path) -> dict[str, Any]:
     search = SearchOptions(budgets=(budget_of(task, budget),), template=TEMPLATE)
     report = compress(task, snapshot, output, None, search)
     trainer = Trainer(task, with_weights(snapshot.state, output))
-    result: dict[str, Any] = {
-        "budget": budget,
-        "n_bytes": report.stored_bytes,
-        "raw_bytes": report.tensor_bytes,
-    }
+    result: dict[str, Any] = {"budget": budget, **sizes_of(report)}
     result |= {"search": search_facts(report.search), "exact": run.facts(SNAPSHOT_INDEX)}
     result["restored"] = {part: asdict(trainer.evaluate(part)) for part in (SEARCH, HELD_OUT)}
     result["resumed"] = {"restored": probe_on(trainer), "exact": exact_probe(task, SNAPSHOT_INDEX)}
@@ -197,28 +190,20 @@ def _timing(chain: Chain, index: int, folder: Path) -> dict[str, Any]:
     task, snapshot = chain.task, chain.snapshot(index)
     for earlier in chain.folder.glob("weights-*.ckptz"):
         shutil.copyfile(earlier, folder / earlier.name)
-    facts: dict[str, Any] = {}
     trainer = Trainer(task, snapshot.state)
     trainer.evaluate(SEARCH)
     # The search evaluates the exact weights too.
-    evaluation = _cpu_seconds(lambda: trainer.evaluate(SEARCH))
-    store = _cpu_seconds(lambda: facts.update(chain.method.store(task, snapshot, folder)))
+    _, evaluation = cpu_seconds(lambda: trainer.evaluate(SEARCH))
+    facts, store = cpu_seconds(lambda: chain.method.store(task, snapshot, folder))
     n_evaluations = facts["search"]["n_evaluations"]
     return {
         "step": trainer.step,
         "n_evaluations": n_evaluations,
         "evaluation_seconds": evaluation * (n_evaluations + 1),
         "store_seconds": store,
-        "restore_seconds": _cpu_seconds(lambda: chain.method.restore(snapshot, folder)),
-        "training_seconds": _cpu_seconds(lambda: trainer.train(task.interval)),
+        "restore_seconds": cpu_seconds(lambda: chain.method.restore(snapshot, folder))[1],
+        "training_seconds": cpu_seconds(lambda: trainer.train(task.interval))[1],
     }
-
-
-def _cpu_seconds(function: Callable[[], object]) -> float:
-    """CPU seconds of all threads, which other work on the machine hardly changes."""
-    begin = time.process_time()
-    function()
-    return time.process_time() - begin
 
 
 # --- the cost of searching ----------------------------------------------------------------------

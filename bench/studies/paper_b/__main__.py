@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import dataclasses
 import hashlib
 import json
@@ -32,7 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.core.measure import CACHE, RESULTS, machine, save_facts, save_rows
+from bench.core.measure import CACHE, machine, read_rows, save_rows
+from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches
 from bench.studies.paper_b.page import write_page, write_picture
 from ckptz.wire import RAW, Adaptive, LinkPolicy, TopK, Uniform, simulate
@@ -360,11 +360,9 @@ def main() -> None:
     rows = [summary(config, runs) for config, runs in results.items() if runs]
     save_rows("paper_b", rows)
     seconds = sum(run["seconds"] for runs in results.values() for run in runs)
-    save_facts("paper_b", machine(), "python -m bench.studies.paper_b", seconds=round(seconds))
-    with (RESULTS / "paper_b.csv").open(newline="") as file:
-        table = list(csv.DictReader(file))
-    write_page(table, round(seconds))
-    write_picture(table)
+    write_page(read_rows("paper_b"), round(seconds))
+    write_picture(read_rows("paper_b"))
+    finish("paper_b", machine(), seconds=round(seconds))
 
 
 if __name__ == "__main__":

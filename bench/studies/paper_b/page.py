@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import matplotlib.pyplot as plt
+
 from bench.core.measure import RESULTS, table
 
 Row = Mapping[str, str]
@@ -161,11 +163,6 @@ def write_page(rows: Sequence[Row], seconds: int) -> None:
 
 def write_picture(rows: Sequence[Row]) -> None:
     """results/paper_b.png: TopK with and without links at inference, and bits with both scales."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     t = Table(rows)
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.6))
     shares = (50, 30, 20, 10, 5, 2)

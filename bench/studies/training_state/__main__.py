@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -40,7 +39,7 @@ def quick_task() -> Task:
     )
 
 
-def main() -> int:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=STAGES)
@@ -56,7 +55,6 @@ def main() -> int:
         measure(study, cases, args.stage, args.only)
     if args.report or args.quick:
         write_all(study, cases, is_kept=not args.quick)
-    return 0
 
 
 def measure(
@@ -76,4 +74,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.core.measure import RESULTS, Row, machine, save_facts, save_rows, table
-from bench.core.report import update_readme
+import matplotlib.pyplot as plt
+
+from bench.core.measure import RESULTS, Row, cpu_seconds, machine, save_rows, table
+from bench.core.report import finish
 from bench.studies.nncodec_rival import PIN
 from bench.studies.paper_a.tasks import HELD_OUT, SEARCH
 from bench.studies.paper_a.training import N_CHECKPOINTS
@@ -16,7 +18,7 @@ from bench.studies.training_state.search import SEARCHES, found
 from bench.studies.training_state.settings import Case
 from bench.studies.training_state.study import Measured, Study
 from bench.studies.training_state.targets import GRID, KMEANS, NNCODEC, Results, target_rows
-from bench.studies.training_state.ways import BYTES_OF_PARAMETER, WHOLE, cpu_seconds
+from bench.studies.training_state.ways import BYTES_OF_PARAMETER, WHOLE
 
 
 def available(study: Study, cases: Mapping[str, Sequence[Case]]) -> Results:
@@ -50,10 +52,7 @@ def write_all(study: Study, cases: Mapping[str, Sequence[Case]], *, is_kept: boo
             print(f"\n{name}\n{table(rows)}")
     if is_kept:
         write_picture(results)
-        save_facts(
-            "training_state", machine(nncodec=PIN.split("==")[1]), "python -m bench.studies.training_state"
-        )
-        update_readme()
+        finish("training_state", machine(nncodec=PIN.split("==")[1]))
 
 
 def quality_rows(study: Study, measured: Sequence[Measured]) -> list[Row]:
@@ -167,11 +166,6 @@ def seconds_rows(study: Study, measured: Sequence[Measured]) -> list[Row]:
 
 def write_picture(results: Results) -> None:
     """results/training_state.png: ratio against the resumed gap, and against the divergence at once."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     titles = {
         "snapshots": "one snapshot, weights",
         "chains": "the run, weights",

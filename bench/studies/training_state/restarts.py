@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.core.measure import CACHE
+from bench.core.measure import CACHE, cpu_seconds
 from bench.studies.paper_a.chain import FAILURES, Chain, Snapshot, disturbed
 from bench.studies.paper_a.tasks import HELD_OUT, SEARCH, Task
 from bench.studies.paper_a.training import N_CHECKPOINTS, State, Trainer, remembered
 from bench.studies.training_state.settings import grid_weights, kmeans_weights, whole
 from bench.studies.training_state.study import Study, calibrate
-from bench.studies.training_state.ways import FileWay, Given, Stored, cpu_seconds, file_of, plain_weights
+from bench.studies.training_state.ways import FileWay, Given, Stored, file_of, plain_weights
 
 WAYS = (whole(0.5, 6, 1), whole(0.15, 4, 0.5), grid_weights(0.15), kmeans_weights(16))
 

@@ -18,8 +18,7 @@ from bench.studies.paper_a.tasks import SEARCH
 from bench.studies.paper_a.training import PROBE_STEPS, State, Trainer, probe_on, remembered
 from bench.studies.training_state.study import Study, logits_of
 from bench.studies.training_state.ways import WEIGHTS, WHOLE, Given
-from ckptz import Agreement, Budget, ResumeProbe
-from ckptz.commands.compress import CompressOptions, compress_files
+from ckptz import Agreement, Budget, ResumeProbe, compress
 from ckptz.methods.grid import Grid
 from ckptz.search_run.run import SearchOptions
 
@@ -95,7 +94,10 @@ def _path(study: Study, search: Searched, index: int) -> Path:
 
 def _searched(study: Study, search: Searched, index: int) -> dict[str, Any]:
     given, folder = study.given(index), _folder(study, search)
-    options = CompressOptions(
+    begin = time.process_time()
+    (report,) = compress(
+        [_source(given, search)],
+        folder / f"file-{index:02d}.ckptz",
         base=folder / f"file-{index - 1:02d}.ckptz" if index else None,
         jobs=1,
         force=True,
@@ -103,8 +105,6 @@ def _searched(study: Study, search: Searched, index: int) -> dict[str, Any]:
         calibration=given.calibration,
         search=SearchOptions(budgets=(search.budget(study),), template=Grid()),
     )
-    begin = time.process_time()
-    (report,) = compress_files([_source(given, search)], folder / f"file-{index:02d}.ckptz", options)
     seconds = time.process_time() - begin
     done = report.search
     assert done is not None

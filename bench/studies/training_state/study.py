@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.core.measure import CACHE
+from bench.core.measure import CACHE, cpu_seconds
 from bench.core.tiny_gpt import batches, read_corpus
 from bench.studies.paper_a.chain import Snapshot, disturbed, exact_probe, resumed_gap
 from bench.studies.paper_a.tasks import GPT, HELD_OUT, Task
@@ -36,7 +36,6 @@ from bench.studies.training_state.ways import (
     Given,
     Stored,
     Way,
-    cpu_seconds,
     plain_weights,
 )
 from ckptz.hooks import Calibration

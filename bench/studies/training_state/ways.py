@@ -8,27 +8,25 @@ seconds of all threads.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor, from_numpy
 
 import ckptz.torch
+from bench.core.measure import cpu_seconds
 from bench.studies.nncodec_rival import NNCodec
 from bench.studies.paper_a.chain import Snapshot
 from bench.studies.paper_a.training import State, publish, weights_of
 from bench.studies.rivals import Rival
-from ckptz.commands.compress import CompressOptions, compress_files
-from ckptz.commands.inspect import inspect_file
+from ckptz import compress, inspect
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 
-T = TypeVar("T")
 WEIGHTS, WHOLE = "weights", "whole"  # scopes
 
 
@@ -92,13 +90,6 @@ class Way(Protocol):
         ...
 
 
-def cpu_seconds(function: Callable[[], T]) -> tuple[T, float]:
-    """What a call returns, and the CPU seconds of all threads of this process in it."""
-    begin = time.process_time()
-    found = function()
-    return found, time.process_time() - begin
-
-
 def plain_weights(path: Path, state: State) -> None:
     """Weights alone as a safetensors file, under the model's own names."""
     publish(path, lambda p: save_file(weights_of(state), p))
@@ -151,21 +142,24 @@ def file_of(way: FileWay, given: Given, out: Path, base: Path | None) -> Stored:
     """Write and restore one file."""
     config = way.anchor if way.anchor is not None and base is None else way.config
     is_lossless, is_whole = isinstance(config, Lossless), way.scope == WHOLE
-    options = CompressOptions(
-        base=base,
-        config=config,
-        jobs=1,
-        force=True,
-        read_optimizer=given.snapshot.path if way.is_calibrated and not is_whole else None,
-        calibration=given.calibration if way.is_calibrated and not is_lossless else None,
-    )
     source = given.snapshot.path if is_whole else given.weights
-    _, encode_seconds = cpu_seconds(lambda: list(compress_files([source], out, options)))
+    _, encode_seconds = cpu_seconds(
+        lambda: compress(
+            [source],
+            out,
+            base=base,
+            config=config,
+            jobs=1,
+            force=True,
+            read_optimizer=given.snapshot.path if way.is_calibrated and not is_whole else None,
+            calibration=given.calibration if way.is_calibrated and not is_lossless else None,
+        )
+    )
     restored, restore_seconds = cpu_seconds(lambda: way.restored(given.snapshot.state, out))
     n_bytes = out.stat().st_size
     weight_bytes = n_bytes
     if is_whole:
-        weight_bytes = sum(t.stored_bytes for t in inspect_file(out).tensors if t.name.startswith("model."))
+        weight_bytes = sum(t.stored_bytes for t in inspect(out).tensors if t.name.startswith("model."))
     return Stored(n_bytes, weight_bytes, restored, encode_seconds, restore_seconds)
 
 
