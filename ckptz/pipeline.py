@@ -15,9 +15,11 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.contents import Contents, Earlier, Progress
 from ckptz.container.index import BaseRef, QualityRecord, Sharding
 from ckptz.container.writer import Written, write_container
+from ckptz.encoding.fold import Update
 from ckptz.encoding.guide import Guide
 from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
 from ckptz.guidance.owners import known_roles
+from ckptz.guidance.updates import with_folds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, TensorSet
 from ckptz.methods.table import checked
@@ -47,6 +49,8 @@ class Job:
         guide_files: where more is known of the tensors.
         guides: what is known of them, by name; None to find it.
         beside: tensors of another file that tell of these: optimizer state beside weights.
+        restored: of those beside, what readers will get of them, where that is known.
+        updates: how the optimizer moves weights by their first moments, by parameter.
         quality: budgets that were measured on the very tensors of this file.
     """
 
@@ -65,6 +69,8 @@ class Job:
     guide_files: GuideFiles = NO_FILES
     guides: Mapping[str, Guide] | None = None
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
+    restored: Mapping[str, TensorSource] = field(default_factory=dict)
+    updates: Mapping[str, Update] = field(default_factory=dict)
     quality: Sequence[QualityRecord] = ()
 
 
@@ -137,6 +143,7 @@ def prepared(job: Job) -> Iterator[Prepared]:
                 everything, roles, method, job.guide_files, held, tree=job.tree, rules=job.role_rules
             )
             guides, notes = found.guides, [*notes, *found.notes]
+        guides = with_folds(guides, everything, roles, job.restored, job.updates)
         yield Prepared(job, roles, guides, tuple(notes))
 
 

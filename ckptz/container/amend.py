@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -43,6 +43,15 @@ def amend_quality(path: Path, quality: Sequence[QualityRecord]) -> int:
     return _replace_index(
         path, envelope, msgspec.structs.replace(index, quality=tuple(quality), tensors=tensors)
     )
+
+
+def amend_metadata(path: Path, more: Mapping[str, str]) -> int:
+    """Add to the metadata of a file in its place; see `amend_quality`."""
+    with contextlib.closing(FileBytes(path)) as source:
+        envelope = read_envelope(source)
+        index = Container(source, envelope).index
+    metadata = {**(index.metadata or {}), **more}
+    return _replace_index(path, envelope, msgspec.structs.replace(index, metadata=metadata))
 
 
 def _replace_index(path: Path, envelope: Envelope, index: Index) -> int:

@@ -12,6 +12,7 @@ from ckptz.codec.plan import Plan
 from ckptz.codec.sources import Companions
 from ckptz.codec.units import TensorSource
 from ckptz.encoding.counts import ClassCounts
+from ckptz.encoding.fold import Folded
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.quant.quantizer import Quantizer
 
@@ -40,6 +41,11 @@ class Subject:
     run: MapFunction = map
     seed: int = 0
     name_seed: int = 0
+
+    @property
+    def moved(self) -> TensorSource | None:
+        """The tensor moved by what its restored moments will not do any more; None if they are not known."""
+        return None if self.guide.fold is None else Folded(self.source, self.guide.fold)
 
 
 class Rounding(Protocol):

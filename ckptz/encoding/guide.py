@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptz.codec.units import TensorSource
+from ckptz.encoding.fold import Fold
 from ckptz.quant.guides import InputMoments
 from ckptz.quant.sketch import Sketch
 
@@ -25,6 +26,7 @@ class Guide:
         sketch: of the whole tensor where this is a shard of it, so that all shards get one map.
         energy: mean of second moment times squared weight over all weights of the checkpoint, which
             relates the steps of its tensors to one another.
+        fold: its moments, to make up for what a file loses of them.
     """
 
     gradient: TensorSource | None = None
@@ -32,6 +34,7 @@ class Guide:
     inputs: InputMoments | None = None
     sketch: Sketch | None = None
     energy: float | None = None
+    fold: Fold | None = None
 
 
 NO_GUIDE: Final = Guide()

@@ -165,7 +165,8 @@ class UniformGrid(Recipe):
         """
         stored = None if base is None else base.stored
         rows = _steps_of(stored, rows, self.step) or rows
-        grid = _Grid(subject.source, base, rows, 0.0)
+        moved = subject.moved
+        grid = _Grid(moved or subject.source, base, rows, 0.0)
         drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
         key = drawn if isinstance(drawn, int) else NEAREST
         if base is not None and grid.is_near(bounds[len(bounds) // 2]):
@@ -178,7 +179,7 @@ class UniformGrid(Recipe):
             counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
             most = largest_magnitude(counted.found.total)
         draft = _draft_of(grid, counted, most, bare_levels(rows.steps, most))
-        return draft if key == NEAREST else replace(draft, found={DRAWN: key})
+        return replace(draft, source=moved, found={} if key == NEAREST else {DRAWN: key})
 
     def _standing(
         self, subject: Subject, base: TensorSource | None, rows: RowSteps, bounds: list[Bounds]

@@ -221,7 +221,7 @@ class Clusters(Recipe):
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        return Draft(plan, replace(quantizer, key=key), found={DRAWN: key})
+        return Draft(plan, replace(quantizer, key=key), source=subject.moved, found={DRAWN: key})
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +395,7 @@ class KMeans(Method):
 
 def _regrouped(subject: Subject, draft: Draft) -> Draft:
     """Group the codes by those of the base, where it has any and that is smaller."""
-    source, base, quantizer = subject.source, subject.base, draft.quantizer
+    source, base, quantizer = draft.source or subject.source, subject.base, draft.quantizer
     if base is None or base.n_codes is None or quantizer is None:
         return draft
     n_base_codes = base.n_codes

@@ -85,8 +85,9 @@ class Rounding(Recipe):
         chosen = self
         if subject.base is not None and self._is_near(source):
             chosen = replace(self, key=subject.seed)
-        exact = plan_lossless(RoundedSource(source, chosen), subject.base, run)
-        return replace(exact, rounding=chosen)
+        moved = subject.moved
+        exact = plan_lossless(RoundedSource(moved or source, chosen), subject.base, run)
+        return replace(exact, source=moved, rounding=chosen)
 
     def _is_near(self, source: TensorSource) -> bool:
         """Tell whether values lie near to what they can be rounded to, as they do after a restore."""

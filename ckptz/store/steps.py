@@ -15,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
+from ckptz.codec.units import TensorSource
+from ckptz.container.amend import amend_metadata
 from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
@@ -54,11 +56,15 @@ ABANDONED_SECONDS: Final = 3600.0
 Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
 
 
-class StateEncoder(Protocol):
-    """Writes state, which names the weights that it goes with."""
+class WeightsEncoder(Protocol):
+    """Writes weights, knowing what of the state beside them will be restored."""
 
     def __call__(
-        self, sink: BinaryIO, base: Checkpoint | None, position: int, weights_id: str
+        self,
+        sink: BinaryIO,
+        base: Checkpoint | None,
+        position: int,
+        restored: Mapping[str, TensorSource],
     ) -> Written: ...
 
 
@@ -252,14 +258,15 @@ class StepStore:
             )
 
     def write(
-        self, step: int, encode_weights: Encoder, encode_state: StateEncoder, rule: ChainRule
+        self, step: int, encode_weights: WeightsEncoder, encode_state: Encoder, rule: ChainRule
     ) -> WrittenStep:
         """Write the files of a step; both appear, the weights last, or the step is not there.
 
         Args:
             step: after all that are there.
-            encode_weights: writes weights to a file, against a base or, for None, alone.
-            encode_state: the same for state, which it is told the content id of the weights for.
+            encode_weights: writes weights to a file, against a base or, for None, alone; is given the state
+                as a reader will restore it.
+            encode_state: writes state.
             rule: what they are stored against.
 
         Raises:
@@ -277,12 +284,29 @@ class StepStore:
                 files.file(folder / state_file.name) as state_sink,
                 files.file(folder / weights_file.name) as weights_sink,
             ):
-                weights = self._encode("weights", weights_sink, encode_weights, rule, notes)
-                with_id = functools.partial(encode_state, weights_id=weights.content_id)
-                state = self._encode("state", state_sink, with_id, rule, notes)
+                state = self._encode("state", state_sink, encode_state, rule, notes)
+                state_sink.flush()
+                written = Path(state_sink.name)
+                with self._restored(written, notes) as restored:
+                    with_state = functools.partial(encode_weights, restored=restored)
+                    weights = self._encode("weights", weights_sink, with_state, rule, notes)
+            amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
             self._lock.check()
         self._upload(state_file, weights_file)
         return WrittenStep(weights, state, tuple(notes))
+
+    @contextlib.contextmanager
+    def _restored(self, path: Path, notes: list[str]) -> Iterator[Mapping[str, TensorSource]]:
+        """Open a state that was just written; nothing where its base is elsewhere or cannot be read."""
+        with contextlib.ExitStack() as held:
+            try:
+                tensors = held.enter_context(contextlib.closing(open_checkpoint(path))).tensors
+            except (CkptzError, OSError) as error:
+                tensors = {}
+                notes.append(
+                    f"weights: what the state loses is not made up for, as it cannot be read: {error}"
+                )
+            yield tensors
 
     def _encode(
         self, kind: Kind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]

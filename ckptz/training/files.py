@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
+import numpy as np
 import torch
 
 from ckptz.api.read import check_limit, read_tensors
@@ -14,16 +15,18 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
+from ckptz.encoding.fold import Update
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.frameworks.torch import TorchTensors, torch_dtype
 from ckptz.guidance.guides import Calibrated, GuideFiles
+from ckptz.guidance.updates import update_of
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import Role, Rule, role_of
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.store.step_files import METRIC_KEY, POSITION_KEY, WEIGHTS_KEY, Kind
+from ckptz.store.step_files import METRIC_KEY, POSITION_KEY, Kind
 from ckptz.tree.flatten import flatten
 from ckptz.tree.leaves import DTypeName, Size, TensorRef
 from ckptz.tree.skeleton import parse_tree
@@ -88,6 +91,7 @@ class StepState:
     Attributes:
         weights: of the first file.
         rest: of the second one.
+        updates: how optimizers move weights by their first moments, by parameter.
         roles: of weights and of optimizer state, by name. The state says what they are: names may mislead.
     """
 
@@ -98,6 +102,7 @@ class StepState:
         more = {f"{MODEL}.{name}": source for name, source in coded.items()}
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
         self.rest = _part({name: value for name, value in state.items() if name != MODEL})
+        self.updates = dict(_updates(state, self.rest.tensors))
         self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
             _moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
@@ -149,6 +154,24 @@ def _moment_roles(
                 yield name, replace(role_of(name, source.shape, source.dtype.is_float), parameter=parameter)
 
 
+def _updates(state: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> Iterator[tuple[str, Update]]:
+    for group in state.get("groups", ()):
+        for parameter in group.get("params", ()):
+            if update := update_of(group, _step(state.get(OPTIMIZER, {}), parameter, tensors)):
+                yield parameter, update
+
+
+def _step(optimizer: Mapping[str, Any], parameter: str, tensors: Mapping[str, TensorSource]) -> float | None:
+    """Find the updates that a parameter has had: a number, or a tensor of one."""
+    step = optimizer.get(parameter, {}).get("step")
+    if isinstance(step, int | float):
+        return float(step)
+    source = tensors.get(f"{OPTIMIZER}.{parameter}.step")
+    if source is None or source.dtype.name != "F32":
+        return None
+    return float(source.units(0, 1).view(np.float32)[0])
+
+
 class StepEncoder:
     """Writes the files of one snapshot.
 
@@ -171,18 +194,26 @@ class StepEncoder:
         """What the user should know of the files that are written."""
         return [note for notes in self._notes.values() for note in notes]
 
-    def weights(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
-        """Write the weights; see `ckptz.store.steps.Encoder`."""
+    def weights(
+        self,
+        sink: BinaryIO,
+        base: Checkpoint | None,
+        position: int,
+        restored: Mapping[str, TensorSource] = MappingProxyType({}),
+    ) -> Written:
+        """Write the weights; see `ckptz.store.steps.WeightsEncoder`."""
         metadata = {POSITION_KEY: str(position)}
         if self._metric is not None:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
         job = replace(self._state.job(self._state.weights, method), quality=method.quality)
+        if method.config.loses_state and not method.quality:  # qualities were measured without
+            job = replace(job, restored=restored, updates=self._state.updates)
         return self._write("weights", sink, job, base, metadata)
 
-    def state(self, sink: BinaryIO, base: Checkpoint | None, position: int, weights_id: str) -> Written:
-        """Write the rest; see `ckptz.store.steps.StateEncoder`."""
-        metadata = {POSITION_KEY: str(position), WEIGHTS_KEY: weights_id}
+    def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
+        """Write the rest; see `ckptz.store.steps.Encoder`."""
+        metadata = {POSITION_KEY: str(position)}
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
         # Nothing in it is a weight that could be guided.
