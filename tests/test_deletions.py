@@ -95,6 +95,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "hparams.yaml").write_text("a: 1")
     (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
     return folder
 
 
@@ -332,6 +333,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpointer = sharded(folder, keep_last=9)
     for step in range(1, 5):
         save_step(checkpointer, step)
+    (folder / "step-000000004").mkdir()  # somebody else's
     return folder
 
 

@@ -339,8 +339,10 @@ def _is_no_checkpoint(path: Path) -> bool:
     try:
         if path.name.endswith(TEMPORARY_SUFFIX):  # somebody writes it, or was killed while doing so
             return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
-        with path.open("rb") as file:
-            head = file.read(LENGTH_BYTES + 1)
+        with contextlib.closing(FileBytes(path)) as file:
+            head = file.read(0, min(file.size, LENGTH_BYTES + 1)).tobytes()
+    except ConfigError:  # a pipe or a device
+        return True
     except FileNotFoundError:  # deleted meanwhile; a link may lead to where nothing is mounted
         return path.resolve().parent == path.parent.resolve()
     is_named = path.name.endswith((SUFFIX, LIGHTNING_SUFFIX))

@@ -190,8 +190,8 @@ class ShardedCheckpointer:
             names = os.listdir(self._folder)
         except FileNotFoundError:
             return []
-        matches = [match for name in names if (match := _FOLDER.fullmatch(name))]
-        return sorted((int(match[1]), self._folder / match[0]) for match in matches)
+        found = [(int(match[1]), name) for name in names if (match := _FOLDER.fullmatch(name))]
+        return sorted((step, path) for step, name in found if (path := self._path(step)).name == name)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
