@@ -16,7 +16,8 @@ from ckptz.convert.dcp import is_dcp, open_dcp
 from ckptz.convert.folders import is_within, open_folder
 from ckptz.convert.sharding import Carried, check_sharding
 from ckptz.convert.targets import stem_of
-from ckptz.convert.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
+from ckptz.convert.torch_files import TORCH_SUFFIXES, read
+from ckptz.convert.torch_records import LEGACY_MAGIC, ZIP_MAGIC
 from ckptz.errors import CkptzError, ConfigError, named
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 

@@ -5,23 +5,20 @@ torch is imported when one is read or written, and not before.
 
 from __future__ import annotations
 
-import re
-import warnings
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NoReturn
+from typing import Any, BinaryIO, Final
+
+import numpy as np
 
 from ckptz.codec.units import UnitSource
 from ckptz.container.publish import publish
 from ckptz.convert.spool import Chunks, read_chunks, unflatten
 from ckptz.convert.storages import Flat, flatten
-from ckptz.errors import CkptzError, ConfigError, FormatError, UnsupportedError, named
+from ckptz.convert.torch_records import load_torch
+from ckptz.errors import CkptzError, ConfigError, FormatError, named
 
-ZIP_MAGIC: Final = b"PK\x03\x04"
-LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a"  # a pickled long, the first thing in a file of torch before 1.6
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
-_WANTED: Final = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
 def require_torch(path: Path) -> Any:
@@ -56,64 +53,14 @@ def read(path: Path) -> Flat:
 
 
 def load_state(path: Path) -> Any:
-    """What `torch.load(weights_only=True)` gives, its tensors on the CPU and mapped where possible."""
-    torch = require_torch(path)
-    is_zip = _is_plain_zip(path)
+    """What `torch.save` was given, its tensors on the CPU and mapped where possible."""
+    require_torch(path)
+    if not path.stat().st_size:
+        raise FormatError(f"{path}: the file is empty; try an intact copy")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about torch's own internals
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # torch has no error class of its own for damaged files
-        _refuse(path, error)
-
-
-def _refuse(path: Path, error: Exception) -> NoReturn:
-    text = str(error)
-    if wanted := _WANTED.search(text):
-        raise UnsupportedError(
-            f"{path}: it needs code to load ({wanted[1]}), which ckptz does not run; "
-            "save a plain state_dict: torch.save(model.state_dict(), ...)"
-        ) from None
-    if "TorchScript" in text:
-        raise UnsupportedError(
-            f"{path}: a TorchScript program, not a checkpoint; save a plain state_dict of it"
-        ) from None
-    reason = (text.strip().splitlines() or [""])[-1][:120]
-    raise FormatError(
-        f"{path}: damaged, or not a file of torch.save ({type(error).__name__}: {reason}); "
-        "try an intact copy, or save a plain state_dict"
-    ) from None
-
-
-def _is_plain_zip(path: Path) -> bool:
-    """Whether this is the form that torch can map; its pickle is checked, which torch does not do."""
-    with path.open("rb") as file:
-        head = file.read(len(ZIP_MAGIC))
-        if not head:
-            raise FormatError(f"{path}: the file is empty; try an intact copy")
-        if head != ZIP_MAGIC:
-            return False
-        try:
-            with zipfile.ZipFile(file) as archive:
-                _check_records(path, archive)
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-            if isinstance(error, CkptzError):
-                raise
-            raise FormatError(f"{path}: cut or damaged ({error}); try an intact copy") from None
-    return True
-
-
-def _check_records(path: Path, archive: zipfile.ZipFile) -> None:
-    for record in archive.infolist():
-        if record.compress_type != zipfile.ZIP_STORED:
-            # Mapped, such a file would be read as garbage; torch.save never writes one.
-            raise UnsupportedError(f"{path}: its records are compressed; save it again with torch.save")
-        if record.filename.endswith("/data.pkl") and record.CRC:  # 0 where torch was told not to compute it
-            with archive.open(record) as stream:
-                while stream.read(1 << 20):
-                    pass
+        return load_torch(np.asarray(np.memmap(path, np.uint8, "c")))
+    except CkptzError as error:
+        raise named(error, str(path)) from None
 
 
 def write(
