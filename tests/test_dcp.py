@@ -324,6 +324,16 @@ def test_a_file_that_is_restored_to_where_something_is(tmp_path: Path) -> None:
     assert "not an empty folder" in done.stderr
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_private_file_becomes_a_folder_of_private_files(is_there: bool, tmp_path: Path) -> None:
+    package.torch.save_file({"w": torch.ones(3)}, tmp_path / "w.ckptz")
+    (tmp_path / "w.ckptz").chmod(0o600)
+    if is_there:
+        (tmp_path / "out").mkdir()
+    ckptz("restore", tmp_path / "w.ckptz", "--to", "dcp", "-o", tmp_path / "out")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o600}
+
+
 class Evil:
     """Would write a file if it were unpickled."""
 

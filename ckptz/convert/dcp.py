@@ -7,11 +7,13 @@ error. torch is imported when a folder is read or written.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeGuard
@@ -19,6 +21,7 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 
 from ckptz.codec.units import UNIT_TYPES, Units, UnitSource
+from ckptz.container.publish import mode_for
 from ckptz.convert.boxes import problem_of_parts
 from ckptz.convert.pickled import Made, Symbol, read_pickled
 from ckptz.convert.sharding import is_file_name
@@ -336,7 +339,13 @@ def _part(places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: N
 # --- writing ------------------------------------------------------------------------------------------
 
 
-def write_dcp(folder: Path, tensors: Mapping[str, UnitSource], tree: Any, chunks: Chunks) -> None:
+def write_dcp(
+    folder: Path,
+    tensors: Mapping[str, UnitSource],
+    tree: Any,
+    chunks: Chunks,
+    like: Iterable[Path] = (),
+) -> None:
     """Write a folder with torch's own writer; inverse of `open_dcp`.
 
     Args:
@@ -344,6 +353,7 @@ def write_dcp(folder: Path, tensors: Mapping[str, UnitSource], tree: Any, chunks
         tensors: by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
         chunks: gives the units of all tensors in order.
+        like: files whose common permissions the files of the folder get, from the first byte on.
 
     Raises:
         ConfigError: the state is no dict, as torch wants it.
@@ -356,11 +366,26 @@ def write_dcp(folder: Path, tensors: Mapping[str, UnitSource], tree: Any, chunks
     if not isinstance(state, dict):
         raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, and torch saves dicts here")
     was_there = folder.exists()
+    writer = FileSystemWriter(folder)
+    writer.fs = _file_system(mode_for(folder / METADATA_FILE, like))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it runs in a single process
-            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+            save(state, storage_writer=writer, no_dist=True)
     except BaseException:
         if not was_there:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _file_system(mode: int) -> Any:
+    """Torch's own, which makes files of this mode; its writer opens whatever it writes through it."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class Files(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: str | os.PathLike[str], flags: str) -> Iterator[Any]:
+            with open(path, flags, opener=lambda name, bits: os.open(name, bits, mode)) as stream:
+                yield stream
+
+    return Files()
