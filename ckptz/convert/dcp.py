@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptz.codec.units import UNIT_TYPES, Units, UnitSource
 from ckptz.container.publish import mode_for
@@ -185,6 +186,7 @@ class _Reader:
 
     folder: Path
     _kept: OrderedDict[str, Units] = field(default_factory=OrderedDict)
+    _mapped: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tensor(self, name: str, whole: _Whole, dtype: DType) -> Units:
@@ -228,7 +230,9 @@ class _Reader:
         try:
             if not part.n_bytes or end > path.stat().st_size:
                 raise TruncatedError(f"{path}: is cut; copy the folder whole")
-            return load_torch(np.asarray(np.memmap(path, np.uint8, "c"))[begin:end])
+            if part.file not in self._mapped:
+                self._mapped[part.file] = np.asarray(np.memmap(path, np.uint8, "c"))
+            return load_torch(self._mapped[part.file][begin:end])
         except FileNotFoundError:
             raise FormatError(f"{path}: is missing, and {METADATA_FILE} names it") from None
         except CkptzError as error:

@@ -11,7 +11,6 @@ are checked before use.
 from __future__ import annotations
 
 import functools
-import io
 import math
 import struct
 import warnings
@@ -20,7 +19,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +39,7 @@ LEGACY_NUMBER: Final = 0x1950A86A20F9469CFC6C
 LOCAL_HEADER: Final = 30  # bytes of a zip record before its name
 ALIGNMENT: Final = 16  # of the largest element
 MAX_DIMS: Final = 64
+MAX_LINE: Final = 1000
 MAX_NUMBER: Final = (1 << 63) - 1
 
 _STORAGES: Final = {
@@ -89,27 +89,32 @@ def load_torch(memory: Bytes) -> Any:
         raise CorruptionError(f"damaged, or not a file of torch.save ({reason})") from None
 
 
-class _Window(io.RawIOBase):
-    """Memory as a file, without a copy."""
+class _Window:
+    """Memory as a file, without a copy; what is asked for beyond its end costs nothing."""
 
     def __init__(self, memory: Bytes) -> None:
-        self._memory, self._at = memory.data, 0
-
-    def readable(self) -> bool:
-        return True
+        self._memory, self._at = memory, 0
 
     def seekable(self) -> bool:
         return True
+
+    def tell(self) -> int:
+        return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = max(offset + (0, self._at, len(self._memory))[whence], 0)
         return self._at
 
-    def readinto(self, target: Any) -> int:
-        found = self._memory[self._at : self._at + len(target)]
-        target[: len(found)] = found
+    def read(self, n: int = -1) -> bytes:
+        found = self._memory[self._at : len(self._memory) if n < 0 else self._at + n].tobytes()
         self._at += len(found)
-        return len(found)
+        return found
+
+    def readline(self) -> bytes:
+        """A line of at most `MAX_LINE` bytes: the longest is the name of a class."""
+        line, end, _ = self._memory[self._at : self._at + MAX_LINE].tobytes().partition(b"\n")
+        self._at += len(line + end)
+        return line + end
 
 
 # --- values -------------------------------------------------------------------------------------------
@@ -342,7 +347,7 @@ def _load_zip(memory: Bytes) -> Any:
 
 def _directory(memory: Bytes) -> list[zipfile.ZipInfo]:
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Window(memory))) as archive:
+        with zipfile.ZipFile(cast(BinaryIO, _Window(memory))) as archive:
             return archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
         raise CorruptionError(f"cut or damaged ({error}); try an intact copy") from None
@@ -389,7 +394,7 @@ def _check_head(file: BinaryIO, magic: bytes) -> None:
 
 
 def _load_legacy(memory: Bytes) -> Any:
-    file = io.BufferedReader(_Window(memory))
+    file = cast(BinaryIO, _Window(memory))
     _check_head(file, memory[: len(LEGACY_MAGIC)].tobytes())
     found: dict[str, Bytes] = {}
     left = len(memory)

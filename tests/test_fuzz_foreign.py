@@ -1,0 +1,26 @@
+"""Readers of what others wrote, on a few hundred damaged inputs each; `make fuzz` runs as many as there is time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+
+pytest.importorskip("torch")
+
+from fuzz_foreign import fuzz  # noqa: E402  # torch is optional
+from fuzz_foreign_targets import TARGETS  # noqa: E402
+
+EXECUTIONS = 300
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_damage_ends_in_a_result_or_in_an_error_of_ours(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # the fuzzer sets it, and this sets it back
+    run = fuzz(target, seed=7, executions=EXECUTIONS)
+    assert not run.kinds
+    assert run.executions == EXECUTIONS
+    assert run.errors > EXECUTIONS // 10 or target in ("publisher", "roles"), "the mutations reach the reader"
