@@ -49,13 +49,13 @@ def step(n: int) -> dict[str, torch.Tensor]:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str, int]]:
     """Counts chunks by (file, tensor, chunk) as they are decoded."""
     counts: Counter[tuple[str, str, int]] = Counter()
-    decode = FrameSource.decode_chunk
+    decode = FrameSource._decode
 
     def counting(self: FrameSource, index: int, out: Any) -> None:
         counts[Path(self._container.name).stem, self.entry.name, index] += 1
         decode(self, index, out)
 
-    monkeypatch.setattr(FrameSource, "decode_chunk", counting)
+    monkeypatch.setattr(FrameSource, "_decode", counting)
     return counts
 
 

@@ -1,4 +1,4 @@
-"""Readers of what others wrote, on a few hundred damaged inputs each; `make fuzz` runs as many as there is time."""
+"""Readers of what others wrote, on some damaged inputs each; `make fuzz` runs as many as there is time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 pytest.importorskip("torch")
 
-from fuzz_foreign import fuzz  # noqa: E402  # torch is optional
-from fuzz_foreign_targets import TARGETS  # noqa: E402
+from fuzz_foreign import fuzz  # torch is optional
+from fuzz_foreign_targets import TARGETS
 
 EXECUTIONS = 300
 

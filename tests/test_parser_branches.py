@@ -179,12 +179,13 @@ def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -
         open_bytes(File().bytes())
 
 
-def test_a_shared_frame_is_a_source_like_others() -> None:
+def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
     assert isinstance(source, FrameSource)
-    shared = reader._Shared(source)
-    assert (shared.dtype, shared.shape) == (source.dtype, source.shape)
-    assert shared.units(0, 4).tobytes() == b"\1\2\3\4"
+    held = reader._Held(source, source.decoded(0, False, {}))
+    assert (held.dtype, held.shape) == (source.dtype, source.shape)
+    assert held.units(0, 4).tobytes() == b"\1\2\3\4"
+    assert held.codes(0, 4) is None
 
 
 def test_an_index_that_no_reader_accepts_is_not_written() -> None:

@@ -40,12 +40,39 @@ class StreamTables:
     table_map: TableMap
 
 
+class OuterVectors(Protocol):
+    """Two vectors of finite F32 patterns, whose products predict a matrix."""
+
+    @property
+    def rows(self) -> NDArray[np.uint32]: ...
+
+    @property
+    def columns(self) -> NDArray[np.uint32]: ...
+
+    @property
+    def n_elements(self) -> int:
+        """Of both together."""
+        ...
+
+    def check(self) -> None:
+        """Require that they can be read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """Two vectors of finite F32 patterns, whose products predict a matrix."""
+    """See `OuterVectors`: those that an encoder made."""
 
     rows: NDArray[np.uint32]
     columns: NDArray[np.uint32]
+
+    @property
+    def n_elements(self) -> int:
+        """See `OuterVectors`."""
+        return len(self.rows) + len(self.columns)
+
+    def check(self) -> None:
+        """Nothing: they are there."""
 
 
 class Quantizer(Protocol):
@@ -87,7 +114,7 @@ class Plan:
     quant_map: QuantizationMap | None = None
     domain: Domain = Domain.PLANES
     predictor: Predictor = Predictor.ZERO
-    outer: Outer | None = None
+    outer: OuterVectors | None = None
     rules: tuple[ClassRule, ...] = ()
     tables: tuple[StreamTables, ...] = ()
     quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
