@@ -51,9 +51,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str, int]]:
     counts: Counter[tuple[str, str, int]] = Counter()
     decode = FrameSource._decode
 
-    def counting(self: FrameSource, index: int, out: Any) -> None:
+    def counting(self: FrameSource, index: int, out: Any, held: Any) -> Any:
         counts[Path(self._container.name).stem, self.entry.name, index] += 1
-        decode(self, index, out)
+        return decode(self, index, out, held)
 
     monkeypatch.setattr(FrameSource, "_decode", counting)
     return counts
