@@ -188,6 +188,7 @@ def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     assert (held.dtype, held.shape) == (source.dtype, source.shape)
     assert held.units(0, 4).tobytes() == b"\1\2\3\4"
     assert held.codes(0, 4) is None
+    assert source.codes(0, 4) is None
 
 
 def test_an_index_that_no_reader_accepts_is_not_written() -> None:

@@ -331,6 +331,9 @@ class StoredOuter:
     def __init__(self, planes: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
         self._planes, self._n_rows, self._n_columns = planes, n_rows, n_columns
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rows={self.rows!r}, columns={self.columns!r})"
+
     @property
     def n_elements(self) -> int:
         """See `OuterVectors`."""
