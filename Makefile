@@ -12,16 +12,19 @@ export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow coverage fuzz lint types check format bench
+.PHONY: help demo test test-apps test-slow coverage fuzz lint types check format bench
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
 
 demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-output/, about 5 minutes
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
-test: $(DEV) ## the test suite
-	$(BIN)/python -m pytest
+test: $(DEV) ## the test suite, in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-apps: $(DEV) ## the demo, transformers, Trainer, Lightning, accelerate, and ranks in several processes
+	$(BIN)/python -m pytest -m 'apps and not slow'
 
 test-slow: $(DEV) ## the exhaustive sweeps
 	$(BIN)/python -m pytest -m slow
@@ -37,7 +40,7 @@ coverage: $(DEV) ## branches of the parsers that no test takes: fails if there i
 FUZZ_SECONDS ?= 60
 
 fuzz: $(DEV) ## damaged inputs for the readers of what others wrote, a minute each: FUZZ_SECONDS=60
-	$(BIN)/python bench/fuzz_foreign.py --executions 1000000000 --seconds $(FUZZ_SECONDS) --dry
+	$(BIN)/python -m bench.fuzz.foreign --executions 1000000000 --seconds $(FUZZ_SECONDS) --dry
 
 lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -46,24 +49,24 @@ lint: $(DEV) ## ruff: rules and format
 types: $(DEV) ## mypy --strict
 	$(BIN)/mypy
 
-check: lint types test ## lint, types, test: what a change must pass
+check: lint types test test-apps ## lint, types and tests: what a change must pass
 
 format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 40 minutes; see bench/README.md
-	$(BIN)/python bench/lossless.py
-	$(BIN)/python bench/entropy_coder.py
-	$(BIN)/python bench/memory.py
-	$(BIN)/python bench/startup.py
-	$(BIN)/python bench/maps.py
-	$(BIN)/python bench/load.py
-	$(BIN)/python bench/weight_sync.py
-	$(BIN)/python bench/link_speed.py
-	$(BIN)/python bench/rounding.py
-	$(BIN)/python bench/checkpointer.py
-	$(BIN)/python bench/hooks_overhead.py
+	$(BIN)/python -m bench.product.lossless
+	$(BIN)/python -m bench.product.entropy_coder
+	$(BIN)/python -m bench.product.memory
+	$(BIN)/python -m bench.product.startup
+	$(BIN)/python -m bench.product.maps
+	$(BIN)/python -m bench.product.load
+	$(BIN)/python -m bench.product.weight_sync
+	$(BIN)/python -m bench.product.link_speed
+	$(BIN)/python -m bench.product.rounding
+	$(BIN)/python -m bench.product.checkpointer
+	$(BIN)/python -m bench.product.hooks_overhead
 
 $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEEDS_3_11)'

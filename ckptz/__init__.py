@@ -1,7 +1,9 @@
 """ckptz: checkpoint compression that loads like safetensors.
 
-    from ckptz.torch import load_file, save_file
+    from ckptz.torch import load_file, save_file  # in place of safetensors.torch
     from ckptz import safe_open
+
+    ckptz.compress("step-200.safetensors", base="step-100.ckptz")  # and every other verb of the command line
 
 Nothing heavy loads with this module: names come when they are asked for.
 """
@@ -14,14 +16,27 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptz._version import __version__
 
 if TYPE_CHECKING:
-    from ckptz.config import LOSSLESS, Grid, KMeans, Lossless
+    from ckptz.api.safe_open import safe_open
+    from ckptz.commands.compress import compress
+    from ckptz.commands.diff import diff
+    from ckptz.commands.fold import apply, export, fold
+    from ckptz.commands.inspect import inspect
+    from ckptz.commands.log import log
+    from ckptz.commands.rebase import rebase
+    from ckptz.commands.restore import restore
+    from ckptz.commands.verify import verify
     from ckptz.errors import CkptzError
-    from ckptz.handle import safe_open
-    from ckptz.hooks.checkpointer import Checkpointer
+    from ckptz.methods.grid import Grid
+    from ckptz.methods.kmeans import KMeans
+    from ckptz.methods.lossless import LOSSLESS, Lossless
+    from ckptz.methods.state import Moments
+    from ckptz.methods.table import register
     from ckptz.search.agreement import Agreement
     from ckptz.search.budget import Budget
     from ckptz.search.resumption import ResumeProbe
+    from ckptz.search_run.options import SearchOptions
     from ckptz.store.retention import KeepPolicy, KeepRules
+    from ckptz.training.checkpointer import Checkpointer
 
 __all__ = [
     "LOSSLESS",
@@ -34,24 +49,50 @@ __all__ = [
     "KeepPolicy",
     "KeepRules",
     "Lossless",
+    "Moments",
     "ResumeProbe",
+    "SearchOptions",
     "__version__",
+    "apply",
+    "compress",
+    "diff",
+    "export",
+    "fold",
+    "inspect",
+    "log",
+    "rebase",
+    "register",
+    "restore",
     "safe_open",
+    "verify",
 ]
 
 _HOMES: Final = {
-    "LOSSLESS": "ckptz.config",
+    "LOSSLESS": "ckptz.methods.lossless",
+    "Lossless": "ckptz.methods.lossless",
+    "KMeans": "ckptz.methods.kmeans",
+    "Grid": "ckptz.methods.grid",
+    "Moments": "ckptz.methods.state",
     "Agreement": "ckptz.search.agreement",
     "Budget": "ckptz.search.budget",
     "ResumeProbe": "ckptz.search.resumption",
-    "Grid": "ckptz.config",
-    "KMeans": "ckptz.config",
-    "Lossless": "ckptz.config",
+    "SearchOptions": "ckptz.search_run.options",
     "CkptzError": "ckptz.errors",
-    "safe_open": "ckptz.handle",
-    "Checkpointer": "ckptz.hooks.checkpointer",
+    "Checkpointer": "ckptz.training.checkpointer",
     "KeepPolicy": "ckptz.store.retention",
     "KeepRules": "ckptz.store.retention",
+    "safe_open": "ckptz.api.safe_open",
+    "register": "ckptz.methods.table",
+    "compress": "ckptz.commands.compress",
+    "restore": "ckptz.commands.restore",
+    "inspect": "ckptz.commands.inspect",
+    "verify": "ckptz.commands.verify",
+    "diff": "ckptz.commands.diff",
+    "log": "ckptz.commands.log",
+    "fold": "ckptz.commands.fold",
+    "export": "ckptz.commands.fold",
+    "apply": "ckptz.commands.fold",
+    "rebase": "ckptz.commands.rebase",
 }
 
 

@@ -14,13 +14,14 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from ckptz.api.safe_open import PathLike, load_bytes, safe_open
+from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.codec.units import UNIT_TYPES, ArraySource
-from ckptz.config import LOSSLESS, Config
 from ckptz.dtypes import dtype_of
 from ckptz.errors import DTypeError
 from ckptz.frameworks import DTYPE_CODES
-from ckptz.handle import PathLike, load_bytes, safe_open
-from ckptz.saving import check_tensor_names, save_to_bytes, save_to_file
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -31,7 +32,7 @@ def save(
     tensor_dict: Arrays,
     metadata: dict[str, str] | None = None,
     *,
-    config: Config = LOSSLESS,
+    config: Method = LOSSLESS,
     jobs: int | None = None,
 ) -> bytes:
     """The bytes of a `.ckptz` file that holds these arrays.
@@ -56,7 +57,7 @@ def save_file(
     filename: PathLike,
     metadata: dict[str, str] | None = None,
     *,
-    config: Config = LOSSLESS,
+    config: Method = LOSSLESS,
     base: PathLike | None = None,
     jobs: int | None = None,
 ) -> None:

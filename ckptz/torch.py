@@ -16,14 +16,15 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from ckptz.applying import apply_
-from ckptz.codec.units import UNIT_TYPES, ArraySource, Units, UnitSource
-from ckptz.config import LOSSLESS, Config
+from ckptz.api.apply import apply_
+from ckptz.api.safe_open import PathLike, load_bytes, safe_open
+from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
+from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import DTypeError
 from ckptz.frameworks import DTYPE_CODES
-from ckptz.handle import PathLike, load_bytes, safe_open
-from ckptz.saving import check_tensor_names, save_to_bytes, save_to_file
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
 from ckptz.wire.policy import LinkPolicy, check_policy
 
 Tensors = dict[str, torch.Tensor]
@@ -35,7 +36,7 @@ def save(
     tensors: Tensors,
     metadata: dict[str, str] | None = None,
     *,
-    config: Config = LOSSLESS,
+    config: Method = LOSSLESS,
     jobs: int | None = None,
 ) -> bytes:
     """The bytes of a `.ckptz` file that holds these tensors.
@@ -64,7 +65,7 @@ def save_file(
     filename: PathLike,
     metadata: dict[str, str] | None = None,
     *,
-    config: Config = LOSSLESS,
+    config: Method = LOSSLESS,
     base: PathLike | None = None,
     jobs: int | None = None,
 ) -> None:
@@ -160,7 +161,7 @@ def save_model(
     metadata: dict[str, str] | None = None,
     force_contiguous: bool = True,
     *,
-    config: Config = LOSSLESS,
+    config: Method = LOSSLESS,
     base: PathLike | None = None,
     jobs: int | None = None,
 ) -> None:
@@ -317,7 +318,7 @@ def _is_complete(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _DeviceSource:
+class _DeviceSource(TensorSource):
     """A tensor on an accelerator; its units are fetched chunk by chunk."""
 
     dtype: DType
@@ -325,12 +326,12 @@ class _DeviceSource:
     raw: torch.Tensor
 
     def units(self, begin: int, end: int) -> Units:
-        """See `UnitSource.units`."""
+        """See `TensorSource.units`."""
         n = self.dtype.unit_bytes
         return self.raw[begin * n : end * n].cpu().numpy().view(UNIT_TYPES[n])
 
 
-def _sources(tensors: Tensors) -> dict[str, UnitSource]:
+def _sources(tensors: Tensors) -> dict[str, TensorSource]:
     _check(tensors)
     check_tensor_names(tensors)
     return {name: source_of(name, tensor.detach()) for name, tensor in tensors.items()}
@@ -357,7 +358,7 @@ def _check(tensors: Tensors) -> None:
             )
 
 
-def source_of(name: str, tensor: torch.Tensor) -> UnitSource:
+def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
     """The units of a dense, contiguous tensor without gradient, on any device; `name` is for messages."""
     if tensor.device.type == "meta":
         raise NotImplementedError(f"tensor {name!r} is on the meta device and has no values to save")

@@ -18,20 +18,21 @@ import numpy as np
 
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader
-from ckptz.codec.encode import encode_chunk, encode_values
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.frame_plan import TableKind
 from ckptz.codec.plan import Domain, Plan, Predictor, StreamTables, exact_plan
+from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import ArraySource
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import Region, build_header
 from ckptz.container.index import INDEX_NAME, Index, TensorEntry, content_id, envelope_metadata
 from ckptz.dtypes import dtype_of, dtype_of_id
+from ckptz.encoding.chunk import encode_chunk, encode_values
+from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans
 from ckptz.kernels import reference
-from ckptz.quant.quant_map import ExplicitTable, QuantizationMap
 from ckptz.store.resolve import open_source
 from ckptz.transform.classes import Row, RuleId, TableMap
 from ckptz.transform.planes import PlaneMode
@@ -91,7 +92,7 @@ def lossless_tensor() -> Framed:
     """Byte planes, each by the coder that the writer chooses."""
     dtype = dtype_of("BF16")
     source, plan = ArraySource(dtype, BIAS.shape, BIAS), exact_plan(dtype)
-    chunk = encode_chunk(source, plan, ChunkSources(0, BIAS.size))
+    chunk = encode_chunk(source, Draft(plan), ChunkSources(0, BIAS.size))
     return Framed("bias", FrameHeader(dtype, BIAS.shape, plan, (chunk.record,)), chunk.payload)
 
 

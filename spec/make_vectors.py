@@ -2,10 +2,10 @@
 
     python spec/make_vectors.py
 
-Only adds: what readers were tested with stays as it is. The inputs are made by hand in tests/spec_valid.py
-and tests/spec_cases*.py; the bytes, and the values that they decode to, are given there, not computed by a
-reader. Files over 4 KB, which show a limit, are left to the test suite. Messages of links,
-tests/spec_wire.py, are made by the slow kernels that define ours.
+Only adds: what readers were tested with stays as it is. The inputs are made by hand in spec_valid.py and
+spec_cases*.py of tests/support; the bytes, and the values that they decode to, are given there, not computed
+by a reader. Files over 4 KB, which show a limit, are left to the test suite. Messages of links, spec_wire.py,
+are made by the slow kernels that define ours.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-from spec_cases import ALSO, ENTROPY, FRAME, INTEGERS, QUANTIZATION, TRANSFORMS, lenient
-from spec_cases_files import CHAIN, CONTAINER
-from spec_cases_tree import TREE
-from spec_files import Files, Input
-from spec_support import refusals
-from spec_valid import VALID, Valid
-from spec_wire import WIRE, WIRE_REFUSED, Session
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ckptz.container.index import FORMAT_VERSION, KEY_FEATURES
 from ckptz.wire.header import VERSION as MESSAGE_VERSION
+from tests.support.spec_cases import ALSO, ENTROPY, FRAME, INTEGERS, QUANTIZATION, TRANSFORMS, lenient
+from tests.support.spec_cases_files import CHAIN, CONTAINER
+from tests.support.spec_cases_tree import TREE
+from tests.support.spec_files import Files, Input
+from tests.support.spec_support import refusals
+from tests.support.spec_valid import VALID, Valid
+from tests.support.spec_wire import WIRE, WIRE_REFUSED, Session
 
 FOLDER = Path(__file__).with_name("vectors")
 MAX_BYTES = 4096

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, write_plain
 
-
-@dataclass(frozen=True)
-class Chain:
-    """Two checkpoints of a run: plain files, and an anchor with a delta in the same folder."""
-
-    folder: Path
-
-    @property
-    def first(self) -> Path:
-        return self.folder / "step-1.safetensors"
-
-    @property
-    def second(self) -> Path:
-        return self.folder / "step-2.safetensors"
-
-    @property
-    def anchor(self) -> Path:
-        return self.folder / "step-1.ckptz"
-
-    @property
-    def delta(self) -> Path:
-        return self.folder / "step-2.ckptz"
+from tests.support.cli_support import Chain, a_state, ckptz, write_plain
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from ckptz.integrations import accelerate as integration
 from ckptz.integrations.accelerate import ChainOptions, register
 from ckptz.integrations.versions import UntestedVersionWarning
 
+pytestmark = pytest.mark.apps
+
 
 def prepared(folder: Path, n_models: int = 1, **project: Any) -> Any:
     """An accelerator with models whose optimizers were stepped."""

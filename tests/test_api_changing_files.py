@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from api_support import CKPTZ, LIBRARIES, Library, make, same
 
 from ckptz.errors import FormatError, MissingBaseError
+from tests.support.api_support import CKPTZ, LIBRARIES, Library, make, same
 
 OLD = {"x": make(torch.float32, 1500, 1001), "y": torch.arange(6)}  # x has two chunks
 NEW = {"x": make(torch.float32, 1500, 1001, seed=1), "y": torch.arange(6) * 2}

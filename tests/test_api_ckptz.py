@@ -14,20 +14,20 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 from safetensors import SafetensorError
 
 import ckptz
+from ckptz import pipeline
 from ckptz.codec.units import ArraySource
-from ckptz.container.contents import Contents
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
-from ckptz.container.writer import write_container
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
 from ckptz.frameworks.torch import TorchTensors
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
 from ckptz.torch import _DeviceSource
+from tests.support.api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "safetensors-differences.md"
@@ -35,7 +35,7 @@ ONES = torch.ones(2, 3)
 
 
 def test_the_package_names_come_when_asked_for() -> None:
-    assert ckptz.safe_open.__module__ == "ckptz.handle"
+    assert ckptz.safe_open.__module__ == "ckptz.api.safe_open"
     assert {"safe_open", "LOSSLESS", "__version__"} <= set(dir(ckptz))
     with pytest.raises(AttributeError, match="nothing"):
         ckptz.nothing  # noqa: B018
@@ -246,7 +246,7 @@ def odd_types() -> dict[str, ArraySource]:
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_types_without_a_home_are_refused_when_read(framework: str, tmp_path: Path) -> None:
     with publish(tmp_path / "ours") as sink, Workers(1) as workers:
-        write_container(sink, odd_types(), Contents(), workers)
+        pipeline.write(sink, Job(tensors=odd_types()), workers)
     with publish(tmp_path / "theirs") as sink:
         units = (source.flat for source in odd_types().values())
         write_plain(sink, plain_regions(odd_types()), None, units)

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_support import (
+from safetensors import SafetensorError
+
+from tests.support.api_support import (
     CKPTZ,
     LIBRARIES,
     SAFETENSORS,
@@ -25,7 +27,6 @@ from api_support import (
     same,
     shapes,
 )
-from safetensors import SafetensorError
 
 METADATA = {"format": "pt", "note": "naïve ☃", "": "empty key"}
 FILE = "shapes.file"

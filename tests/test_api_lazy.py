@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_support import CKPTZ, make, outcome, same
 
-from ckptz import CkptzError, reading
+from ckptz import CkptzError
+from ckptz.api import read as reading
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.caches import CACHE_BYTES, ChunkCache
 from ckptz.container.reader import FrameSource
 from ckptz.errors import ChecksumError, ConfigError, LimitError, MissingBaseError
+from tests.support.api_support import CKPTZ, make, outcome, same
 
 LARGE = make(torch.uint8, 5, 1 << 10, 1 << 10)  # a chunk for each of five rows
 SLANTED = make(torch.bfloat16, 4000, 777)  # three chunks

@@ -9,9 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_support import CKPTZ, LIBRARIES, SAFETENSORS, Library, bits, is_error, make, outcome, same
 from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
+
+from tests.support.api_support import (
+    CKPTZ,
+    LIBRARIES,
+    SAFETENSORS,
+    Library,
+    bits,
+    is_error,
+    make,
+    outcome,
+    same,
+)
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "box": (5, 4, 3),

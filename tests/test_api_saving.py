@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_support import (
+from safetensors import SafetensorError
+
+from tests.support.api_support import (
     LIBRARIES,
     NUMPY_DTYPES,
     Case,
@@ -24,7 +26,6 @@ from api_support import (
     same,
     shapes,
 )
-from safetensors import SafetensorError
 
 ONES = torch.ones(2, 3)
 GRID = np.arange(6.0).reshape(2, 3)

@@ -9,8 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_support import CKPTZ, LIBRARIES, SAFETENSORS, Library, agrees, is_error, make, outcome, same, shapes
 from safetensors import SafetensorError
+
+from tests.support.api_support import (
+    CKPTZ,
+    LIBRARIES,
+    SAFETENSORS,
+    Library,
+    agrees,
+    is_error,
+    make,
+    outcome,
+    same,
+    shapes,
+)
 
 S = slice
 LARGE = make(torch.bfloat16, 3, 700, 1000)  # three chunks, whose ends fall into rows

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import (
+
+from ckptz.errors import CkptzError
+from tests.support.cli_support import (
+    Chain,
     Content,
     a_state,
     ckptz,
@@ -22,9 +25,6 @@ from cli_support import (
     spread,
     write_plain,
 )
-from conftest import Chain
-
-from ckptz.errors import CkptzError
 
 N_SAMPLES = 300
 

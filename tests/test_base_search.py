@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, content_of, forge, write_plain
-from conftest import Chain
 
+from ckptz import compress
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.plain import content_id_of
-from ckptz.convert.compress import CompressOptions, compress_files
 from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
 from ckptz.store import resolve
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, write_plain
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "é" * 128, "a\0b", "a\nb", "a\x7f", "a/b", "a/", ".", ""])
@@ -58,7 +57,7 @@ def test_a_pipe_or_device_has_no_bytes_by_position(tmp_path: Path) -> None:
 
 
 def test_only_a_plain_file_that_fits_is_read_whole(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    [report] = compress_files([chain.second], chain.folder / "d.ckptz", CompressOptions(base=chain.first))
+    [report] = compress([chain.second], chain.folder / "d.ckptz", base=chain.first)
     chain.first.rename(chain.folder / "z.safetensors")
     for file in (chain.anchor, chain.delta, chain.second):
         file.unlink()
@@ -83,7 +82,7 @@ def test_a_base_of_which_a_tensor_changed_its_shape_is_found(chain: Chain) -> No
     rows = a_state(drift=0.01)
     rows["zeros"] = ("I32", (10, 300), rows["zeros"][2])
     grown = write_plain(chain.folder / "grown.safetensors", rows)
-    [report] = compress_files([grown], options=CompressOptions(base=chain.first))
+    [report] = compress([grown], base=chain.first)
     chain.anchor.unlink()
     assert report.n_deltas
     assert content_of(Path(report.output)) == content_of(grown)
@@ -98,18 +97,12 @@ def test_a_base_whose_name_cannot_be_recorded_is_refused(chain: Chain) -> None:
         base.rename(chain.first)
     odd = os.fsdecode(b"odd-\xff.ckptz")
     with pytest.raises(ConfigError, match="cannot record"):
-        list(
-            compress_files(
-                [chain.second],
-                chain.folder / "x.ckptz",
-                CompressOptions(
-                    base=Path(
-                        ckptz("compress", chain.first, "-o", chain.folder / odd, "--json").json["files"][0][
-                            "output"
-                        ]
-                    )
-                ),
-            )
+        compress(
+            [chain.second],
+            chain.folder / "x.ckptz",
+            base=Path(
+                ckptz("compress", chain.first, "-o", chain.folder / odd, "--json").json["files"][0]["output"]
+            ),
         )
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from bombs import BOMBS
+
+from tests.support.bombs import BOMBS
 
 MAX_SECONDS = 10
 MAX_PEAK_MB = 1024  # of the process; what a file's values take comes on top in `load_file`
@@ -16,14 +17,14 @@ RUN = """
 import resource, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-from ckptz.convert.inspect import inspect_file
-from ckptz.convert.verify import VerifyOptions, verify_file
+from ckptz.commands.inspect import inspect
+from ckptz.commands.verify import verify
 from ckptz.errors import CkptzError
 from ckptz.numpy import load_file
 path, verb = Path(sys.argv[1]), sys.argv[2]
 verbs = {
-    "inspect": inspect_file,
-    "verify": lambda path: verify_file(path, VerifyOptions(jobs=2)),
+    "inspect": inspect,
+    "verify": lambda path: verify(path, jobs=2),
     "load_file": lambda path: load_file(path, jobs=2),
 }
 begin = time.process_time()

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibration_support import normal, recorded, stack
-from hooks_support import rewrite
 from torch import nn
 
-from ckptz.convert.guide_files import CalibrationFile
-from ckptz.convert.guide_format import KEY_CONTENT, KEY_VERSION, Kind
 from ckptz.errors import CalibrationError, UnsupportedError
+from ckptz.guidance.files import CalibrationFile
+from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION, Kind
 from ckptz.hooks import Calibration
+from tests.support.calibration_support import normal, recorded, stack
+from tests.support.hooks_support import rewrite
 
 
 class Everything(nn.Module):
@@ -254,7 +254,7 @@ def test_newer_missing_and_cut_files_are_refused(saved: Path) -> None:
 
 def test_files_are_read_without_torch(saved: Path) -> None:
     code = (
-        "import sys; from ckptz.convert.guide_files import CalibrationFile as File\n"
+        "import sys; from ckptz.guidance.files import CalibrationFile as File\n"
         f"with File.open({str(saved)!r}) as file: print(file['conv.weight'].moments['conv'].read().shape)\n"
         "assert 'torch' not in sys.modules"
     )

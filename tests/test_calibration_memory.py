@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from calibration_support import (
+from torch import nn
+
+from ckptz.errors import ConfigError
+from ckptz.guidance.files import CalibrationFile
+from ckptz.hooks import Calibration
+from tests.support.calibration_support import (
     Array,
     Attention,
     cap_for,
@@ -19,11 +24,6 @@ from calibration_support import (
     second_moments,
     stack,
 )
-from torch import nn
-
-from ckptz.convert.guide_files import CalibrationFile
-from ckptz.errors import ConfigError
-from ckptz.hooks import Calibration
 
 # --- sharing ---------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spec_files import STORED, File, Frame, plan, varint
 
 from ckptz.container import caches, reader
 from ckptz.container.caches import HeaderCache
 from ckptz.store.resolve import open_checkpoint
+from tests.support.spec_files import STORED, File, Frame, plan, varint
 
 ZEROS = bytes(4)
 FLAT_TABLES = b"\1" + b"\0\0\0" + varint(256) + b"\0"  # one table of one symbol, for all 256 classes

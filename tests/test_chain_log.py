@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from cli_support import a_state, ckptz, content_of, forge, regions_of, write_plain
-from conftest import Chain
 
+from ckptz import log
+from ckptz.commands.log import LogReport
 from ckptz.container.index import QualityRecord
 from ckptz.container.plain import RegionSource
 from ckptz.container.reader import FrameSource
-from ckptz.convert.chain_log import LogReport, log_folder
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.store.resolve import open_checkpoint
 from ckptz_cli.main import main
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, regions_of, write_plain
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 
 def logged(folder: Path, *search_path: Path) -> tuple[LogReport, list[Exception]]:
     problems: list[Exception] = []
-    return log_folder(folder, search_path, problems.append), problems
+    return log(folder, search_path=search_path, tell=problems.append), problems
 
 
 def tree(report: LogReport) -> list[tuple[int, str, str]]:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointer_support import Run, linear, names_in, one_step, same, saved_run, state_of
 from torch import nn
 
 from ckptz import Checkpointer, KeepPolicy, KMeans
 from ckptz.container.publish import TEMPORARY_SUFFIX
-from ckptz.hooks.snapshot import Snapshot
 from ckptz.torch import load_file
+from ckptz.training.snapshot import Snapshot
+from tests.support.checkpointer_support import Run, linear, names_in, one_step, same, saved_run, state_of
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointer_support import Run, loss_after, names_in, saved_run
 
 from ckptz.container import publish
 from ckptz.errors import WriteError
 from ckptz.store import steps as store_steps
+from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,8 +128,8 @@ def test_what_ended_training_is_not_hidden_by_a_lost_save(tmp_path: Path, gate: 
 
 SCRIPT = """
     import sys
-    sys.path.insert(0, {tests!r})
-    from checkpointer_support import Run
+    sys.path.insert(0, {root!r})
+    from tests.support.checkpointer_support import Run
     from ckptz import Checkpointer
     run = Run(width=64)
     run.step()
@@ -140,7 +140,7 @@ SCRIPT = """
 
 
 def run_script(folder: Path, jobs: int, more: str = "") -> subprocess.CompletedProcess[str]:
-    text = textwrap.dedent(SCRIPT).format(tests=str(ROOT / "tests"), more=more)
+    text = textwrap.dedent(SCRIPT).format(root=str(ROOT), more=more)
     command = [sys.executable, "-c", text, str(folder), str(jobs)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

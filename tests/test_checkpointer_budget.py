@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointer_support import names_in
 from torch import nn
 
-from ckptz import Budget, Checkpointer, Grid, KMeans, Lossless, ResumeProbe
-from ckptz.convert.inspect import inspect_file
+from ckptz import Budget, Checkpointer, Grid, KMeans, Lossless, ResumeProbe, inspect
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.hooks import Calibration
-from ckptz.hooks.checkpointer import SaveReport
 from ckptz.torch import load_file
+from ckptz.training.checkpointer import SaveReport
+from tests.support.checkpointer_support import names_in
 
 WIDTH = 80  # of matrices that are large enough to become lossy
 
@@ -96,7 +95,7 @@ def saved(folder: Path, run: Training, step: int = 1, **options: Any) -> Iterato
 
 
 def lossy_records(path: Path) -> dict[str, Any]:
-    return {row.name: row.lossy for row in inspect_file(path).tensors if row.lossy is not None}
+    return {row.name: row.lossy for row in inspect(path).tensors if row.lossy is not None}
 
 
 # --- budgets ------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: A
     assert search is not None
     assert search.is_met
     assert search.method == ("kmeans" if isinstance(config, KMeans) else "grid")
-    index = inspect_file(tmp_path / "step-00000001.ckptz")
+    index = inspect(tmp_path / "step-00000001.ckptz")
     [record] = index.quality
     assert (record.is_met, record.max_drop) == (True, 0.05)
     assert {one.promise for one in lossy_records(tmp_path / "step-00000001.ckptz").values()} == {
@@ -150,7 +149,7 @@ def test_later_saves_begin_where_the_one_before_ended(tmp_path: Path) -> None:
         assert len(search.trials) <= 3
     with Training().checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore_latest() == 4
-    assert inspect_file(tmp_path / "step-00000004.ckptz").depth == 3
+    assert inspect(tmp_path / "step-00000004.ckptz").depth == 3
 
 
 def test_a_budget_that_nothing_keeps_gives_lossless_files(tmp_path: Path) -> None:
@@ -269,7 +268,7 @@ def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp
         assert methods["model.0.bias"] == "rounding"
         assert "model.scale" not in methods
         assert {one.promise for one in lossy_records(state).values()} == {"resume-gap"}
-        assert inspect_file(weights).quality == inspect_file(state).quality
+        assert inspect(weights).quality == inspect(state).quality
     other = Training(seed=1).trained(1)
     with other.checkpointer(tmp_path) as checkpointer:
         checkpointer.restore_latest()
@@ -278,7 +277,7 @@ def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp
         for key in ("exp_avg", "exp_avg_sq", "step")
         for name, tensor in other.moments(key).items()
     }
-    [record] = inspect_file(tmp_path / "step-00000002.ckptz").quality
+    [record] = inspect(tmp_path / "step-00000002.ckptz").quality
     assert resumed_loss({**other.state(), **moments}, 3) == record.measured
 
 
@@ -298,7 +297,7 @@ def test_a_base_that_cannot_be_read_makes_an_anchor_that_keeps_the_budget(tmp_pa
                 base.unlink()
                 base.write_bytes(damaged)
             run.trained(1)
-    index = inspect_file(tmp_path / "step-00000002.ckptz")
+    index = inspect(tmp_path / "step-00000002.ckptz")
     assert index.depth == 0
     assert index.quality[0].is_met
     assert any("the base cannot be read" in note for note in report.notes)
@@ -342,7 +341,7 @@ def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
     octaves = (other.moments("exp_avg_sq")["0.weight"] / moments["0.weight"]).log2().abs()
     assert 0 < octaves.max() < 2.1
     assert other.step() == pytest.approx(expected, rel=0.1)
-    files = inspect_file(tmp_path / "step-00000004.state.ckptz")
+    files = inspect(tmp_path / "step-00000004.state.ckptz")
     assert {row.lossy.method for row in files.tensors if row.lossy} >= {"second-moment", "first-moment"}
 
 
@@ -402,7 +401,7 @@ def test_a_budget_and_a_calibration_go_together(tmp_path: Path) -> None:
     other = Training(seed=1).trained(1)
     with other.checkpointer(tmp_path) as checkpointer:
         checkpointer.restore_latest()
-    [record] = inspect_file(tmp_path / "step-00000001.ckptz").quality
+    [record] = inspect(tmp_path / "step-00000001.ckptz").quality
     assert error_to(exact)(other.state()) == record.measured
 
 

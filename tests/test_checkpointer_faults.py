@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 
+from ckptz import rebase
 from ckptz.container import publish
-from ckptz.convert.rebase import RebaseOptions, rebase_file
-from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.store.retention import KeepPolicy, prune_folder
 from ckptz.store.step_files import Kind, Listing, StepFile
 from ckptz.store.steps import StepStore
+from ckptz.training.rng import random_state, set_random_state
+from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
@@ -199,7 +199,7 @@ def test_a_rebase_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> Non
         assert check_whole(aborted, prepared) == N_SAVED
 
     def work(folder: Path) -> None:
-        rebase_file(folder / name, options=RebaseOptions(jobs=1))
+        rebase(folder / name, jobs=1)
 
     assert abort_everywhere(prepared.folder, work, check) > 3
     assert rebased == {False, True}

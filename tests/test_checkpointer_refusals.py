@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointer_support import Run, linear, names_in, one_step, same, saved_run, state_of
-from hooks_support import process_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
 from ckptz import Checkpointer
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, UnsupportedError
-from ckptz.hooks.snapshot import Snapshot
+from ckptz.training.snapshot import Snapshot
+from tests.support.checkpointer_support import Run, linear, names_in, one_step, same, saved_run, state_of
+from tests.support.hooks_support import process_group
 
 # --- what is refused -------------------------------------------------------------------------------
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_support import a_state, ckptz, content_of, temporaries, write_plain
-from conftest import Chain
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
 from ckptz_cli.errors import failure_of, printable
 from ckptz_cli.main import main
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 
 LARGE = 400_000  # elements: several writes, and more than the limits below
 
@@ -99,7 +98,7 @@ def test_an_internal_error_asks_to_be_reported(chain: Chain, monkeypatch: pytest
     def fail(*_: object) -> None:
         raise ZeroDivisionError("two\nlines")
 
-    monkeypatch.setattr("ckptz.convert.inspect.inspect_file", fail)
+    monkeypatch.setattr("ckptz.commands.inspect.inspect", fail)
     run = ckptz("inspect", chain.anchor, fails=True)
     assert run.exit_code == 1
     assert "please report" in run.error
@@ -191,10 +190,10 @@ def test_a_step_belongs_to_one_input(chain: Chain) -> None:
 def test_an_input_that_changes_while_it_is_read_is_refused(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_container(*arguments: object) -> None:
+    def write(*arguments: object) -> None:
         os.utime(chain.first, (1, 1))
 
-    monkeypatch.setattr("ckptz.convert.compress.write_container", write_container)
+    monkeypatch.setattr("ckptz.commands.compress.write", write)
     run = ckptz("compress", chain.first, "--force", fails=True)
     assert run.exit_code == 7
     assert "was changed" in run.error

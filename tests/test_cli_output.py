@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_support import ckptz, write_plain
 
 from ckptz.container.index import QualityRecord
-from ckptz.convert.progress import SILENT
 from ckptz.kernels.notice import NOTICE
+from ckptz.progress import SILENT
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.render import quality_text, ratio, size
+from tests.support.cli_support import ckptz, write_plain
 
 
 class Terminal(io.StringIO):

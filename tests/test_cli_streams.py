@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import a_state, ckptz, content_of, temporaries, write_plain
-from conftest import Chain
 
+from ckptz import inspect
 from ckptz.codec.frame import FrameHeader
 from ckptz.container.caches import HeaderCache
-from ckptz.convert.inspect import inspect_file
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 
 
 def shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -138,5 +137,5 @@ def test_inspect_parses_each_header_once(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(FrameHeader, "parse", counted)
     monkeypatch.setattr(HeaderCache.__init__, "__defaults__", (1,))  # keeps the last one only
-    assert inspect_file(tmp_path / "m.ckptz").n_tensors == 100
+    assert inspect(tmp_path / "m.ckptz").n_tensors == 100
     assert parsed["headers"] == 100

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_support import a_state, ckptz, content_of, temporaries, write_plain
+
+from tests.support.cli_support import a_state, ckptz, content_of, temporaries, write_plain
 
 ROOT = Path(__file__).parent.parent
 N_STEPS = 4

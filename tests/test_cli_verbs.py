@@ -11,14 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_support import Rows, a_state, ckptz, content_of, plain_bytes, temporaries, write_plain
-from conftest import Chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from ckptz.dtypes import DTYPES
 from ckptz_cli.main import main
+from tests.support.cli_support import (
+    Chain,
+    Rows,
+    a_state,
+    ckptz,
+    content_of,
+    plain_bytes,
+    temporaries,
+    write_plain,
+)
 
 # --- round trips ----------------------------------------------------------------------------------
 

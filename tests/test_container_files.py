@@ -10,30 +10,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spec_cases import base_coded, embedded, varint, with_codes
-from spec_files import CONSTANT, SPARSE, File, Frame, plan
-from vector_support import VALID
 
+from ckptz import pipeline
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sparse import MAX_SPARSE_SHARE
-from ckptz.codec.units import CHUNK_UNITS, ArraySource, UnitSource
-from ckptz.config import Grid, KMeans, Lossless
+from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.container import writer
 from ckptz.container.amend import amend_quality
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.companions import MAX_PLANS
-from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.inline_writer import NeededBase, write_inline
 from ckptz.container.plain import PlainFile, content_id_of, plain_regions, write_plain
 from ckptz.container.reader import Container, FrameSource
-from ckptz.container.writer import Written, write_container
+from ckptz.container.writer import Written
 from ckptz.dtypes import DType, dtype_of
+from ckptz.encoding.companions import MAX_DRAFTS
+from ckptz.encoding.sparse import MAX_SPARSE_SHARE
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
+from ckptz.methods.grid import Grid
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
+from tests.support.spec_cases import base_coded, embedded, varint, with_codes
+from tests.support.spec_files import CONSTANT, SPARSE, File, Frame, plan
+from tests.support.vector_support import VALID
 
 Array = np.ndarray[Any, Any]
-Sources = Mapping[str, UnitSource]
+Sources = Mapping[str, TensorSource]
 BASE = BaseRef("0" * 64, "base.ckptz", 1)
 SPARSELY = Lossless(sparse=True)
 
@@ -48,9 +51,9 @@ def write(
 ) -> tuple[bytes, Written]:
     """A file in memory; of a delta, `base` holds the tensors that it is stored against."""
     sink = io.BytesIO()
-    contents = Contents(base=None if base is None else BASE, bases=base or {}, **fields)
+    job = Job(tensors=tensors, base=None if base is None else BASE, bases=base or {}, **fields)
     with Workers(jobs) as workers:
-        written = write_container(sink, tensors, contents, workers)
+        written = pipeline.write(sink, job, workers)
     assert written.stored_bytes == len(sink.getvalue())
     return sink.getvalue(), written
 
@@ -62,7 +65,7 @@ def opened(data: bytes, bases: Sources | None = None) -> Container:
     return container
 
 
-def units_of(source: UnitSource) -> Array:
+def units_of(source: TensorSource) -> Array:
     return source.units(0, source.dtype.n_units(source.shape))
 
 
@@ -218,7 +221,7 @@ def test_a_constant_stream_of_two_bytes_is_decoded_as_a_whole_and_refused() -> N
 
 
 @dataclass(frozen=True)
-class Codes:
+class Codes(TensorSource):
     """A base of which units and codes are read apart."""
 
     frame: FrameSource
@@ -249,7 +252,7 @@ OLD, NEW = weights(6400, (64, 100)), weights(6400, (64, 100)) + weights(6400, (6
 @pytest.mark.parametrize(
     "wrap", [lambda frame: frame, Codes, lambda _: of(OLD)], ids=["frame", "apart", "plain"]
 )
-def test_a_lossy_delta_comes_back_within_its_record(wrap: Callable[[FrameSource], UnitSource]) -> None:
+def test_a_lossy_delta_comes_back_within_its_record(wrap: Callable[[FrameSource], TensorSource]) -> None:
     bases = {"w": wrap(opened(write({"w": of(OLD)}, config=LOSSY)[0]).tensors["w"])}
     data, written = write({"w": of(NEW)}, bases, config=LOSSY)
     container = opened(data, bases)
@@ -307,7 +310,7 @@ def check_moments(tensors: Mapping[str, ArraySource], jobs: int) -> Container:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_more_moments_than_plans_are_held_come_back(jobs: int) -> None:
-    tensors = moments_of(MAX_PLANS + 2, 3000)
+    tensors = moments_of(MAX_DRAFTS + 2, 3000)
     container = check_moments(tensors, jobs)
     grouped = [name for name, source in container.tensors.items() if source.companion_names]
     assert grouped == [name for name in tensors if name.endswith("exp_avg")]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, content_of, hf_folder, write_plain
-from conftest import Chain
 
-from ckptz.convert.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
-from ckptz.convert.inspect import inspect_file
-from ckptz.convert.restore import restore_file
-from ckptz.convert.targets import places_for, stem_of
+from ckptz import compress, inspect, restore
+from ckptz.commands.compress import MAX_WRITTEN_DEPTH
 from ckptz.errors import ConfigError, MissingBaseError
+from ckptz.formats.targets import places_for, stem_of
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, write_plain
 
 # --- bases and chains -----------------------------------------------------------------------------
 
@@ -27,13 +25,13 @@ def steps(folder: Path, n: int) -> list[Path]:
 
 def test_a_chain_stores_each_input_against_the_one_before(tmp_path: Path) -> None:
     paths = steps(tmp_path / "run", 4)
-    reports = list(compress_files(paths, tmp_path / "packed", CompressOptions(chain=True)))
+    reports = compress(paths, tmp_path / "packed", chain=True)
     assert [report.depth for report in reports] == [0, 1, 2, 3]
     assert [report.base for report in reports] == [None, "step-00.ckptz", "step-01.ckptz", "step-02.ckptz"]
     assert all(report.stored_bytes < 0.9 * reports[0].stored_bytes for report in reports[1:])
     for path, report in zip(paths, reports, strict=True):
         path.unlink()  # nothing but the packed files may be needed
-        restore_file(Path(report.output), path)
+        restore(Path(report.output), path)
         assert content_of(path)[1] == {"step": path.stem[-1]}
         assert content_of(path) == content_of(Path(report.output))
 
@@ -48,20 +46,20 @@ def test_several_inputs_are_summed_up(tmp_path: Path) -> None:
 def test_a_chain_may_go_on_from_a_base(chain: Chain) -> None:
     third = write_plain(chain.folder / "step-3.safetensors", a_state(drift=0.02))
     fourth = write_plain(chain.folder / "step-4.safetensors", a_state(drift=0.03))
-    reports = list(compress_files([third, fourth], options=CompressOptions(base=chain.delta, chain=True)))
+    reports = compress([third, fourth], base=chain.delta, chain=True)
     assert [(report.base, report.depth) for report in reports] == [("step-2.ckptz", 2), ("step-3.ckptz", 3)]
     assert content_of(chain.folder / "step-4.ckptz") == content_of(fourth)
 
 
 def test_without_chain_every_input_is_stored_against_the_base(chain: Chain) -> None:
     others = [write_plain(chain.folder / f"other-{i}.safetensors", a_state(drift=0.01 * i)) for i in (1, 2)]
-    reports = list(compress_files(others, options=CompressOptions(base=chain.first)))
+    reports = compress(others, base=chain.first)
     assert [(report.base, report.depth) for report in reports] == [("step-1.safetensors", 1)] * 2
 
 
 def test_a_plain_base_and_its_packed_twin_serve_alike(chain: Chain) -> None:
     out = chain.folder / "against-plain.ckptz"
-    [report] = compress_files([chain.second], out, CompressOptions(base=chain.first))
+    [report] = compress([chain.second], out, base=chain.first)
     assert report.base == "step-1.safetensors"
     chain.first.unlink()  # the packed twin has the same content id
     assert content_of(out) == content_of(chain.second)
@@ -72,27 +70,25 @@ def test_a_plain_base_and_its_packed_twin_serve_alike(chain: Chain) -> None:
 
 def test_the_longest_chain_begins_anew(tmp_path: Path) -> None:
     paths = steps(tmp_path / "run", MAX_WRITTEN_DEPTH + 3)
-    reports = list(compress_files(paths, options=CompressOptions(chain=True)))
+    reports = compress(paths, chain=True)
     depths = [report.depth for report in reports]
     assert depths == [*range(MAX_WRITTEN_DEPTH + 1), 0, 1]
     assert "new anchor" in reports[MAX_WRITTEN_DEPTH + 1].notes[0]
     assert content_of(Path(reports[MAX_WRITTEN_DEPTH].output)) == content_of(paths[MAX_WRITTEN_DEPTH])
     late = tmp_path / "late.ckptz"
-    [report] = compress_files(
-        [paths[-1]], late, CompressOptions(base=Path(reports[MAX_WRITTEN_DEPTH].output))
-    )
+    [report] = compress([paths[-1]], late, base=Path(reports[MAX_WRITTEN_DEPTH].output))
     assert (report.depth, report.base) == (0, None)
 
 
 def test_a_base_that_no_tensor_gains_from_is_not_needed(tmp_path: Path) -> None:
     base = write_plain(tmp_path / "base.safetensors", {"other": ("U8", (4,), b"1234")})
     path = write_plain(tmp_path / "model.safetensors", a_state())
-    [report] = compress_files([path], options=CompressOptions(base=base))
+    [report] = compress([path], base=base)
     assert (report.base, report.depth, report.n_deltas) == (None, 0, 0)
     assert "stands alone" in report.notes[0]
     base.unlink()
     assert content_of(Path(report.output)) == content_of(path)
-    assert inspect_file(Path(report.output)).chain == ()
+    assert inspect(Path(report.output)).chain == ()
 
 
 def test_a_base_in_another_folder_is_noted_and_found_by_the_search_path(chain: Chain, tmp_path: Path) -> None:
@@ -108,7 +104,7 @@ def test_a_base_in_another_folder_is_noted_and_found_by_the_search_path(chain: C
 
 def test_a_folder_is_no_base(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a base is a file"):
-        CompressOptions(base=tmp_path)
+        compress([tmp_path / "none.safetensors"], base=tmp_path)
 
 
 def test_a_packed_file_can_be_packed_again_against_another_base(chain: Chain) -> None:

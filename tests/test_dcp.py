@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_support import ckptz
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -27,16 +26,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import ckptz as package
-from ckptz.config import KMeans
 from ckptz.container import reader as container_reader
-from ckptz.convert.boxes import problem_of_parts
-from ckptz.convert.inputs import open_input
-from ckptz.convert.pickled import read_pickled
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.formats.boxes import problem_of_parts
+from ckptz.formats.inputs import open_input
+from ckptz.formats.pickled import read_pickled
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.linked import read_state
+from ckptz.methods.kmeans import KMeans
 from ckptz.store.resolve import open_checkpoint
+from tests.support.cli_support import ckptz
 
 OPTIONS = ChainOptions(jobs=1)
 

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parent.parent / "bench"
+pytestmark = pytest.mark.apps
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, BENCH / "demo.py", "--quick", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.demo", "--quick", "--out", out]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (out / "stdout.txt").write_text(done.stdout)
     return out
@@ -50,10 +52,9 @@ def test_it_shows_a_table_and_a_picture(output: Path) -> None:
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A report in which all is well."""
-    monkeypatch.syspath_prepend(BENCH)
-    from demo_methods import Storage
-    from demo_report import Report, Row
-    from demo_training import Resumption
+    from bench.demo.methods import Storage
+    from bench.demo.report import Report, Row
+    from bench.demo.training import Resumption
 
     got = Resumption(2, 2.0, [2.1, 2.0], [1.9], "digest")
     kept = Storage(
@@ -88,7 +89,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_what_went_wrong_is_said(report: Any, part: str, change: dict[str, Any], complaint: str) -> None:
-    from demo_report import problems
+    from bench.demo.report import problems
 
     assert problems(report) == []
     last = report.rows[-1]

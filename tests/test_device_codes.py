@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from ckptz import Checkpointer, KMeans
-from ckptz.codec.coded import bits_for
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
-from ckptz.hooks import device as coding
+from ckptz.encoding.coded import bits_for
 from ckptz.kernels import cpu
 from ckptz.parallel import Workers
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.quant.sketch import Sketch
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_file
+from ckptz.training import device as coding
 
 DEVICES = [
     "cpu",

@@ -10,15 +10,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cli_support import Row, a_state, bf16, ckptz, hf_folder, write_plain
-from conftest import Chain
 
+from ckptz import compress, diff
 from ckptz.codec.units import CHUNK_UNITS
+from ckptz.commands.diff import DiffReport, TensorDiff
 from ckptz.container import reader
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.diff import DiffOptions, DiffReport, TensorDiff, diff_files
 from ckptz_cli.diff import DIFFERENT
 from ckptz_cli.errors import DAMAGED, INTERNAL, INTERRUPTED, IO, MISSING, USAGE
+from tests.support.cli_support import Chain, Row, a_state, bf16, ckptz, hf_folder, write_plain
 
 ALL_DTYPES = ["F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"]
 OTHERS: dict[str, Any] = {
@@ -35,7 +34,7 @@ def written(tmp_path: Path, a: dict[str, Row], b: dict[str, Row]) -> list[Path]:
 
 def diffed(tmp_path: Path, a: dict[str, Row], b: dict[str, Row], **options: Any) -> DiffReport:
     first, second = written(tmp_path, a, b)
-    return diff_files(first, second, DiffOptions(jobs=1, **options))
+    return diff(first, second, jobs=1, **options)
 
 
 def row(dtype: str, array: np.ndarray) -> Row:
@@ -182,7 +181,7 @@ def test_the_total_is_over_all_tensors(tmp_path: Path) -> None:
 def test_metadata_are_compared_apart(tmp_path: Path) -> None:
     state = {"w": ("U8", (1,), b"a")}
     paths = [write_plain(tmp_path / f"{i}.safetensors", state, {"step": str(i)}) for i in range(2)]
-    report = diff_files(*paths)
+    report = diff(*paths)
     assert (report.is_equal, report.has_same_metadata) == (True, False)
     assert "all 1 tensors are equal bit for bit, metadata differ" in ckptz("diff", *paths).stdout
 
@@ -231,12 +230,12 @@ def test_the_exit_code_tells_only_if_asked_and_is_no_error(chain: Chain) -> None
 
 def test_a_file_and_its_packed_twin_are_equal(chain: Chain) -> None:
     for pair in ((chain.second, chain.delta), (chain.delta, chain.second), (chain.delta, chain.delta)):
-        assert diff_files(*pair).is_equal
+        assert diff(*pair).is_equal
 
 
 def test_every_pair_of_kinds_gives_the_same_figures(chain: Chain) -> None:
     reports = [
-        diff_files(first, second).tensors
+        diff(first, second).tensors
         for first in (chain.first, chain.anchor)
         for second in (chain.second, chain.delta)
     ]
@@ -248,10 +247,10 @@ def test_folders_and_torch_files_are_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     folder = hf_folder(tmp_path / "hf")
     plain = write_plain(tmp_path / "one.safetensors", a_state(n=200))
-    assert diff_files(folder, plain).is_equal
+    assert diff(folder, plain).is_equal
     torch.save({"w": torch.arange(4.0)}, tmp_path / "a.pt")
     write_plain(tmp_path / "b.safetensors", {"w": ("F32", (4,), np.arange(4, dtype="<f4").tobytes())})
-    assert diff_files(tmp_path / "a.pt", tmp_path / "b.safetensors").is_equal
+    assert diff(tmp_path / "a.pt", tmp_path / "b.safetensors").is_equal
 
 
 def test_bases_are_found_by_the_search_path(chain: Chain, tmp_path: Path) -> None:
@@ -270,10 +269,10 @@ def test_codes_that_moved_are_counted(tmp_path: Path) -> None:
     b[:10] = rng.normal(0, 1, (10, 100))
     paths = written(tmp_path, {"w": row("F32", a)}, {"w": row("F32", b)})
     ckptz("compress", *paths, "--chain", "--method", "kmeans", "--levels", 16)
-    found = one(diff_files(tmp_path / "a.ckptz", tmp_path / "b.ckptz"))
+    found = one(diff(tmp_path / "a.ckptz", tmp_path / "b.ckptz"))
     assert found.codes_moved is not None
     assert 0.05 < found.codes_moved < 0.15
-    assert one(diff_files(tmp_path / "a.ckptz", paths[1])).codes_moved is None
+    assert one(diff(tmp_path / "a.ckptz", paths[1])).codes_moved is None
     assert "codes moved" in ckptz("diff", tmp_path / "a.ckptz", tmp_path / "b.ckptz").stdout
     assert "codes moved" not in ckptz("diff", *paths).stdout
 
@@ -298,14 +297,14 @@ def test_chunks_that_are_equal_are_not_decoded_twice(tmp_path: Path, counted: li
     b[CHUNK_UNITS + 5] = 7
     paths = written(tmp_path, {"w": row("U8", a)}, {"w": row("U8", b)})
     for path in paths:
-        list(compress_files([path], options=CompressOptions(jobs=1)))
+        compress([path], jobs=1)
     packed = [path.with_suffix(".ckptz") for path in paths]
-    assert diff_files(packed[0], paths[0]).is_equal
-    assert diff_files(packed[0], packed[0]).is_equal
+    assert diff(packed[0], paths[0]).is_equal
+    assert diff(packed[0], packed[0]).is_equal
     assert not counted
-    found = one(diff_files(*packed, DiffOptions(jobs=1)))
+    found = one(diff(*packed, jobs=1))
     assert (found.max_change, found.changed_share) == (7.0, 1 / len(a))
     assert sorted(counted) == [0, 1, 1, 2]
     counted.clear()
-    assert one(diff_files(packed[0], paths[1])) == found
+    assert one(diff(packed[0], paths[1])) == found
     assert counted == [1]

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.numpy import save_file
-from search_support import model
 
-from ckptz import LOSSLESS, Grid, KMeans
-from ckptz.codec.choices import choose_all
-from ckptz.codec.units import UnitSource
-from ckptz.config import Config
+from ckptz import LOSSLESS, Grid, KMeans, compress
+from ckptz.codec.units import TensorSource
 from ckptz.container import frame_writer
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.contents import Contents, Earlier
+from ckptz.container.contents import Earlier
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
-from ckptz.container.writer import Written, roles_of, write_container
-from ckptz.convert.compress import CompressOptions, compress_files
-from ckptz.convert.searching import SearchOptions
+from ckptz.container.writer import Written, write_container
+from ckptz.methods.method import Choice, Method
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job, prepared
+from ckptz.search_run.run import SearchOptions
 from ckptz.torch import source_of
+from tests.support.search_support import model
 
-Tensors = Mapping[str, UnitSource]
 
-
-def training_state(drift: float = 0.0) -> dict[str, UnitSource]:
+def training_state(drift: float = 0.0) -> dict[str, TensorSource]:
     """Weights, Adam's moments, of which one cannot be lossy, and integers."""
     generator = torch.Generator().manual_seed(7)
     state: dict[str, torch.Tensor] = {"ids": torch.arange(600)}
@@ -42,17 +40,21 @@ def training_state(drift: float = 0.0) -> dict[str, UnitSource]:
     return {name: source_of(name, tensor) for name, tensor in state.items()}
 
 
-def written(tensors: Tensors, contents: Contents) -> tuple[bytes, Written]:
+def written(job: Job, earlier: Earlier | None = None) -> tuple[bytes, Written]:
     sink = io.BytesIO()
-    with Workers(2) as workers:
-        report = write_container(sink, tensors, contents, workers)
+    with Workers(2) as workers, prepared(job) as ready:
+        report = write_container(sink, job.tensors, ready.contents(job.config, earlier), workers)
     return sink.getvalue(), report
 
 
-def earlier_of(tensors: Tensors, contents: Contents) -> Earlier:
-    data, report = written(tensors, contents)
-    choices = choose_all(contents.config, tensors, roles_of(tensors, contents))
-    return Earlier(Container(MemoryBytes(data)).tensors, choices, dict(report.notes))
+def choices_of(job: Job) -> Mapping[str, Choice]:
+    with prepared(job) as ready:
+        return ready.contents(job.config).choices
+
+
+def earlier_of(job: Job) -> Earlier:
+    data, report = written(job)
+    return Earlier(Container(MemoryBytes(data)).tensors, choices_of(job), dict(report.tensor_notes))
 
 
 @pytest.mark.parametrize("has_base", [False, True])
@@ -68,22 +70,22 @@ def earlier_of(tensors: Tensors, contents: Contents) -> Earlier:
     ],
 )
 def test_copying_gives_the_bytes_and_the_report_of_encoding(
-    monkeypatch: pytest.MonkeyPatch, first: Config, second: Config, n_copied: int, has_base: bool
+    monkeypatch: pytest.MonkeyPatch, first: Method, second: Method, n_copied: int, has_base: bool
 ) -> None:
     tensors, bases = training_state(), training_state(drift=1e-3) if has_base else {}
     ref = BaseRef(content_id="0" * 64, file="base.ckptz", depth=1) if has_base else None
-    plain = Contents(config=second, base=ref, bases=bases)
-    expected, report = written(tensors, plain)
-    earlier = earlier_of(tensors, Contents(config=first, base=ref, bases=bases))
+    job = Job(tensors=tensors, config=second, base=ref, bases=bases, guides={})
+    expected, report = written(job)
+    earlier = earlier_of(replace(job, config=first))
     encoded = []
     real = frame_writer.encode_chunk
 
-    def encode_chunk(source: UnitSource, *args: object) -> object:
+    def encode_chunk(source: TensorSource, *args: object) -> object:
         encoded.append(source)
         return real(source, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(frame_writer, "encode_chunk", encode_chunk)
-    found, again = written(tensors, Contents(config=second, base=ref, bases=bases, earlier=earlier))
+    found, again = written(job, earlier)
     assert found == expected
     assert again == report
     assert len(tensors) - len(encoded) == n_copied
@@ -91,9 +93,8 @@ def test_copying_gives_the_bytes_and_the_report_of_encoding(
 
 
 def test_a_moment_is_copied_only_with_the_one_that_its_classes_depend_on() -> None:
-    tensors = training_state()
-    choices = choose_all(Grid(), tensors, roles_of(tensors, Contents()))
-    earlier = earlier_of(tensors, Contents(config=Grid()))
+    job = Job(tensors=training_state(), config=Grid(), guides={})
+    choices, earlier = choices_of(job), earlier_of(job)
     first, second = (f"optimizer.up.weight.exp_avg{end}" for end in ("", "_sq"))
     assert {first, second} <= earlier.settled(choices).keys()
     changed = choices | {second: choices["ids"]}
@@ -102,10 +103,11 @@ def test_a_moment_is_copied_only_with_the_one_that_its_classes_depend_on() -> No
 
 def test_progress_counts_what_is_copied_as_well() -> None:
     tensors = training_state()
-    earlier = earlier_of(tensors, Contents())
+    job = Job(tensors=tensors)
+    earlier = earlier_of(job)
     done: list[int] = []
-    with Workers(1) as workers:
-        write_container(io.BytesIO(), tensors, Contents(earlier=earlier), workers, done.append)
+    with Workers(1) as workers, prepared(job) as ready:
+        write_container(io.BytesIO(), tensors, ready.contents(job.config, earlier), workers, done.append)
     assert sum(done) == sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
 
 
@@ -123,8 +125,7 @@ def test_a_search_encodes_once_what_no_setting_changes(
 
     monkeypatch.setattr(frame_writer, "encode_chunk", encode_chunk)
     asked = SearchOptions(proxy_error=0.05, max_evaluations=3)
-    options = CompressOptions(jobs=1, search=asked)
-    (report,) = compress_files([tmp_path / "step.safetensors"], tmp_path / "out.ckptz", options)
+    (report,) = compress([tmp_path / "step.safetensors"], tmp_path / "out.ckptz", jobs=1, search=asked)
     assert report.search is not None
     n_more = len(report.search.trials) - 1
     assert n_more >= 1

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_support import ckptz
-from spec_files import File, Frame, plan
 
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
 from ckptz.numpy import load_file, save_file
+from tests.support.cli_support import ckptz
+from tests.support.spec_files import File, Frame, plan
 
 # A delta of no elements, in a file that names no base.
 ORPHAN = File({"w": Frame(plan(dtype="F32", predictor=1, mode=2, shape=(0,)), (), b"", "F32", (0,), 0)})

@@ -15,16 +15,18 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from ckptz.codec.units import UnitSource
-from ckptz.container.contents import Contents
+import ckptz
+from ckptz import pipeline
+from ckptz.codec.units import TensorSource
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import publish
-from ckptz.container.writer import write_container
-from ckptz.convert.inputs import Input, open_input
-from ckptz.convert.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
-from ckptz.convert.spool import read_chunks
-from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError
+from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError, UnsupportedError
+from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.portable import check_holds, clashes, is_portable
+from ckptz.formats.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
+from ckptz.tree.unflatten import read_chunks
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,9 +59,9 @@ def compress(source: Path, output: Path) -> None:
     """What `ckptz compress FOLDER -o OUTPUT` comes down to."""
     opened = open_input(source)
     output.mkdir()
-    contents = Contents(metadata=opened.metadata, sharding=opened.sharding, tree=opened.tree)
+    job = Job(tensors=opened.tensors, metadata=opened.metadata, sharding=opened.sharding, tree=opened.tree)
     with Workers(1) as workers, publish(output / f"{opened.stem}.ckptz") as sink:
-        write_container(sink, opened.tensors, contents, workers)
+        pipeline.write(sink, job, workers)
     copy_carried(opened.carried, output)
     opened.close()
 
@@ -316,7 +318,7 @@ def test_a_record_is_checked_when_its_file_is_opened(folder: Path, tmp_path: Pat
     assert opened.sharding is not None
     bad = msgspec.structs.replace(opened.sharding, index_file="../escaped")
     with Workers(1) as workers, publish(tmp_path / "bad.ckptz") as sink:
-        write_container(sink, opened.tensors, Contents(sharding=bad), workers)
+        pipeline.write(sink, Job(tensors=opened.tensors, sharding=bad), workers)
     opened.close()
     with pytest.raises(CorruptionError, match=r"bad\.ckptz: sharding: '\.\./escaped'"):
         open_input(tmp_path / "bad.ckptz")
@@ -348,6 +350,111 @@ def test_files_of_the_same_names_are_several_checkpoints_unless_numbered(name: s
         open_input(tmp_path)
 
 
+NOT_PORTABLE = ["con", "NUL.pt", "aux.tar.gz", "Com1", "lpt9.txt", "COM\u00b2.x", "prn .txt", "conin$"]
+NOT_PORTABLE += ["a.", "a ", "what?.txt", "a*", "<a>", 'q"', "a|b", "deep/nul/x", "deep./x"]
+PORTABLE = [
+    "console.txt",
+    "com.txt",
+    "com10.txt",
+    "nul-1.pt",
+    "aux1",
+    "a b.txt",
+    "d.e/f",
+    "\u00e9.txt",
+    "lpt",
+]
+
+
+def test_names_that_other_systems_cannot_hold_are_known() -> None:
+    assert [name for name in NOT_PORTABLE if is_portable(name)] == []
+    assert [name for name in PORTABLE if not is_portable(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["a", "A"], [("a", "A")]),
+        (["\u00e9.txt", "e\u0301.txt"], [("\u00e9.txt", "e\u0301.txt")]),
+        (["stra\u00dfe", "STRASSE"], [("stra\u00dfe", "STRASSE")]),
+        (["Data/x", "data/y"], [("Data", "data/y")]),
+        (["d/x", "D"], [("d", "D")]),
+        (["d/x", "d/y", "x", "d/z/x"], []),
+    ],
+)
+def test_names_that_some_systems_take_for_one_are_found(
+    paths: list[str], expected: list[tuple[str, str]]
+) -> None:
+    assert list(clashes(paths)) == expected
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        *(["nul.safetensors"], ["a?.safetensors"], ["a:b.safetensors"], ["x\n.safetensors"]),
+        *(["A.safetensors", "a.safetensors"], ["\u00e9.safetensors", "e\u0301.safetensors"]),
+    ],
+    ids=ascii,
+)
+def test_shards_that_other_systems_cannot_hold_are_refused(files: list[str], tmp_path: Path) -> None:
+    for i, file in enumerate(files):
+        save_file({f"t{i}": np.arange(3)}, tmp_path / file)
+    with pytest.raises(ConfigError, match="rename"):
+        open_input(tmp_path)
+
+
+def test_hidden_files_are_no_shards(folder: Path) -> None:
+    (folder / "._model.safetensors").write_bytes(b"of macOS")
+    (folder / INDEX).unlink()
+    opened = open_input(folder)
+    assert list(opened.tensors) == ["a", "empty", "b", "c"]
+    assert "._model.safetensors" in opened.left_out
+    opened.close()
+
+
+def test_other_files_that_other_systems_cannot_hold_are_left_out(folder: Path) -> None:
+    (folder / "data").mkdir()
+    for name in ("README", "Readme", "aux.json", "data/nul", "data/x", "Config.json", "DATA"):
+        (folder / name).write_text("x")
+    opened = open_input(folder)
+    kept = {"1_Pooling/config.json", "Config.json", "DATA", "README"}
+    assert {name for name, _ in opened.carried} == kept
+    lost = {".gitattributes", "Readme", "aux.json", "config.json", "data/nul", "data/x"}
+    assert set(opened.left_out) == lost
+    opened.close()
+
+
+def pack_as(sharding: Sharding, opened: Input, path: Path) -> None:
+    """A file of version 1.0 by another writer."""
+    with Workers(1) as workers, publish(path) as sink:
+        pipeline.write(sink, Job(tensors=opened.tensors, sharding=sharding), workers)
+
+
+def test_a_disk_that_takes_two_names_for_one_is_asked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_input(folder)
+    names = list(opened.tensors)
+    sharding = Sharding((Shard("A.safetensors", tuple(names[:1])), Shard("a.safetensors", tuple(names[1:]))))
+    pack_as(sharding, opened, tmp_path / "two.ckptz")
+    opened.close()
+    ckptz.restore(tmp_path / "two.ckptz", tmp_path / "out")
+    assert set(contents_of(tmp_path / "out")) == {"A.safetensors", "a.safetensors"}
+    monkeypatch.setattr("ckptz.formats.portable._takes_as_one", lambda *_: True)
+    with pytest.raises(UnsupportedError, match=r"'A\.safetensors' and 'a\.safetensors' are one name"):
+        ckptz.restore(tmp_path / "two.ckptz", tmp_path / "out2")
+    assert list((tmp_path / "out2").iterdir()) == []
+
+
+def test_windows_does_not_write_to_devices(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_holds(tmp_path, ["nul.bin"])
+    monkeypatch.setattr("ckptz.formats.portable.SYSTEM", "nt")
+    check_holds(tmp_path, PORTABLE)
+    with pytest.raises(UnsupportedError, match=r"cannot hold a file called 'nul\.bin'"):
+        check_holds(tmp_path, ["nul.bin"])
+
+
 @pytest.mark.parametrize("when", ["decode", "rename"])
 def test_a_restore_that_fails_leaves_the_whole_old_folder(
     when: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -360,7 +467,7 @@ def test_a_restore_that_fails_leaves_the_whole_old_folder(
         (output / shard.file).write_text("old")
     (output / INDEX).write_text("old")
 
-    def failing(tensors: Mapping[str, UnitSource]) -> Iterator[NDArray[Any]]:
+    def failing(tensors: Mapping[str, TensorSource]) -> Iterator[NDArray[Any]]:
         if "c" in tensors:
             raise CorruptionError("the second shard is damaged")
         return read_chunks(tensors)

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_support import (
+
+from ckptz import inspect, restore, verify
+from ckptz.bits.checksum import xxh64
+from ckptz.codec.frame import CHECKSUM_BYTES
+from ckptz.container.index import envelope_metadata
+from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
+from ckptz.errors import CkptzError, FormatError, LimitError, UnsupportedError
+from tests.support.cli_support import (
+    Chain,
     bomb,
     ckptz,
     flipped,
@@ -22,16 +30,6 @@ from cli_support import (
     write_index,
     write_plain,
 )
-from conftest import Chain
-
-from ckptz.bits.checksum import xxh64
-from ckptz.codec.frame import CHECKSUM_BYTES
-from ckptz.container.index import envelope_metadata
-from ckptz.convert.inspect import inspect_file
-from ckptz.convert.restore import RestoreOptions, restore_file
-from ckptz.convert.verify import VerifyOptions, verify_file
-from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
-from ckptz.errors import CkptzError, FormatError, LimitError, UnsupportedError
 
 # --- forgeries: damage with checksums that fit ----------------------------------------------------
 
@@ -46,9 +44,9 @@ def try_everything(path: Path, folder: Path) -> None:
     """Every verb ends well or with an error of ours, in bounded memory; nothing appears elsewhere."""
     target = folder / "forged-out"
     actions: tuple[Callable[[], object], ...] = (
-        lambda: inspect_file(path),
-        lambda: verify_file(path, VerifyOptions(jobs=1)),
-        lambda: restore_file(path, target, RestoreOptions(jobs=1, force=True, max_decoded_bytes=1 << 24)),
+        lambda: inspect(path),
+        lambda: verify(path, jobs=1),
+        lambda: restore(path, target, jobs=1, force=True, max_decoded_bytes=1 << 24),
     )
     for action in actions:
         with contextlib.suppress(CkptzError, FileNotFoundError):
@@ -159,8 +157,8 @@ def test_a_valid_bomb_is_refused_before_the_disk_fills(
 def test_a_limit_of_the_caller_is_kept(tmp_path: Path) -> None:
     path = bomb(tmp_path / "bomb.ckptz", 4)
     with pytest.raises(LimitError, match=r"bomb\.ckptz"):
-        restore_file(path, options=RestoreOptions(max_decoded_bytes=(4 << 20) - 1))
-    restore_file(path, options=RestoreOptions(max_decoded_bytes=4 << 20))
+        restore(path, max_decoded_bytes=(4 << 20) - 1)
+    restore(path, max_decoded_bytes=4 << 20)
     assert (tmp_path / "bomb.safetensors").stat().st_size > 4 << 20
 
 

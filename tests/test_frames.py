@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from frame_support import RULE_SETS, Case, build_case, cases, expected_labels, expected_units, round_trip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptz.codec import decode as decode_module
 from ckptz.codec import frame as frame_module
 from ckptz.codec import values as values_module
-from ckptz.codec.encode import encode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain, Plan, Predictor, exact_plan, planes_plan
-from ckptz.codec.planner import plan_lossless
-from ckptz.codec.sources import ChunkSources, codes_of
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, chunk_bounds
+from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, SourceOf, chunk_bounds
 from ckptz.dtypes import DTYPES, DType, dtype_of
+from ckptz.encoding.chunk import encode_chunk
+from ckptz.encoding.draft import Draft
 from ckptz.entropy import frequency as frequency_module
 from ckptz.entropy import streams as streams_module
 from ckptz.entropy.streams import CoderId
@@ -35,9 +35,19 @@ from ckptz.errors import (
     UnsupportedError,
 )
 from ckptz.kernels import reference
-from ckptz.quant.quant_map import ExplicitTable, QuantizationMap
+from ckptz.methods.lossless import plan_lossless
 from ckptz.transform import classes as classes_module
 from ckptz.transform.planes import PlaneMode
+from tests.support.frame_support import (
+    RULE_SETS,
+    Case,
+    FixedQuantizer,
+    build_case,
+    cases,
+    expected_labels,
+    expected_units,
+    round_trip,
+)
 
 DTYPE_ROWS = sorted(DTYPES.values(), key=lambda row: row.id)
 # Cases are made with compiled kernels, and the first one may wait for their compilation.
@@ -95,7 +105,7 @@ def test_frames_decode_alike_where_subnormals_are_flushed(
 def test_codes_are_read_without_values(case: Case) -> None:
     header, chunks = case.encode()
     codes = case.decode_codes(header, [chunk.payload for chunk in chunks])
-    np.testing.assert_array_equal(codes, case.plan.quantizer.all_codes)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(codes, case.draft.quantizer.all_codes)  # type: ignore[union-attr]
     assert expected_labels(case).max(initial=0) < case.plan.n_classes
 
 
@@ -108,16 +118,15 @@ def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
     assert case.plan.reads_base_codes
     calls = []
 
-    class Base:
-        dtype, shape = case.source.dtype, case.source.shape
-
+    class Base(SourceOf):
         def units_and_codes(self, begin: int, end: int) -> Any:
             calls.append((begin, end))
-            return case.base.units(begin, end), codes_of(case.base, begin, end)  # type: ignore[union-attr,arg-type]
+            return self.source.units(begin, end), self.source.codes(begin, end)
 
     header, chunks = case.encode()
     out = np.empty(42, np.uint32)
-    sources = ChunkSources(0, 42, Base(), reads_both=True)  # type: ignore[arg-type]
+    assert case.base is not None
+    sources = ChunkSources(0, 42, Base(case.base), reads_both=True)
     payload = np.frombuffer(bytearray(chunks[0].payload), np.uint8)
     decode_module.decode_chunk(header, 0, payload, sources, out)
     np.testing.assert_array_equal(out, expected_units(case))
@@ -152,8 +161,8 @@ def fits(dtype: DType, shape: tuple[int, ...]) -> bool:
 
 
 def lossless_case(source: ArraySource, base: ArraySource | None, plan: Plan | None = None) -> Case:
-    plan = plan_lossless(source, base) if plan is None else plan
-    return Case(source, plan, base, source)
+    draft = plan_lossless(source, base) if plan is None else Draft(plan)
+    return Case(source, draft, base, source)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_ROWS, ids=lambda row: row.name)
@@ -238,7 +247,7 @@ def test_a_wrong_base_is_named_as_such() -> None:
     source, base = random_source(dtype_of("F32"), (300,)), random_source(dtype_of("F32"), (300,), 1)
     case = lossless_case(source, base, planes_plan(PlaneMode.XOR))
     header, chunks = case.encode()
-    other = Case(source, case.plan, random_source(dtype_of("F32"), (300,), 2), source)
+    other = Case(source, case.draft, random_source(dtype_of("F32"), (300,), 2), source)
     with pytest.raises(MissingBaseError, match="not the checkpoint"):
         other.decode(header, [chunk.payload for chunk in chunks])
 
@@ -263,10 +272,9 @@ def test_values_that_are_not_finite_must_be_protected() -> None:
     case = build_case(
         np.random.default_rng(0), dtype_of("F32"), (6, 7), Domain.LINEAR, Predictor.ZERO, [], 42
     )
-    plan = Plan(quant_map=quant_map, domain=Domain.LINEAR, quantizer=case.plan.quantizer)
-    codes = np.ones(42, np.uint8)
-    plan = replace(plan, quantizer=type(case.plan.quantizer)(codes))  # type: ignore[call-arg]
-    bad = Case(case.source, plan, None, case.source)
+    plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
+    draft = Draft(plan, FixedQuantizer(np.ones(42, np.uint8)))
+    bad = Case(case.source, draft, None, case.source)
     header, chunks = bad.encode()
     with pytest.raises(CorruptionError, match="not finite"):
         bad.decode(header, [chunk.payload for chunk in chunks])
@@ -275,7 +283,7 @@ def test_values_that_are_not_finite_must_be_protected() -> None:
 def refusing(change: Any) -> None:
     """Parse a small lossless header after `change` of its body, with a right checksum."""
     source = random_source(dtype_of("F32"), (3, 2))
-    chunk = encode_chunk(source, exact_plan(source.dtype), ChunkSources(0, 6))
+    chunk = encode_chunk(source, Draft(exact_plan(source.dtype)), ChunkSources(0, 6))
     header = FrameHeader(source.dtype, (3, 2), exact_plan(source.dtype), (chunk.record,))
     body = bytearray(header.pack()[4:-8])
     body = change(body) or body

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 pytest.importorskip("torch")
 
-from fuzz_foreign import fuzz  # torch is optional
-from fuzz_foreign_targets import TARGETS
+from bench.fuzz.foreign import fuzz  # torch is optional
+from bench.fuzz.foreign_targets import TARGETS
 
 EXECUTIONS = 300
 

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import safe_open
-from ckptz.config import Grid
 from ckptz.errors import FormatError
+from ckptz.methods.grid import Grid
 from ckptz.numpy import load_file, save_file
 from ckptz.quant.grid import (
     ESCAPE,
@@ -28,6 +27,7 @@ from ckptz.quant.grid import (
 )
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
+from tests.support.cli_support import ckptz
 
 Array = np.ndarray[Any, Any]
 WEIGHT, MOMENT = "model.up.weight", "optimizer.up.weight.exp_avg_sq"

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibration_support import Array, check_moments, normal, recorded, second_moments
-from hooks_support import process_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptz.convert.guide_files import CalibrationFile
 from ckptz.errors import CalibrationError, ConfigError
+from ckptz.guidance.files import CalibrationFile
 from ckptz.hooks import Calibration
 from ckptz.hooks import inputs as inputs_module
+from tests.support.calibration_support import Array, check_moments, normal, recorded, second_moments
+from tests.support.hooks_support import process_group
 
 # --- every kind of layer ---------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hooks_support import process_group, rewrite
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -19,10 +18,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ckptz.convert.guide_files import SensitivityFile
-from ckptz.convert.guide_format import KEY_CONTENT, KEY_VERSION
 from ckptz.errors import CalibrationError, ConfigError, UnsupportedError
+from ckptz.guidance.files import SensitivityFile
+from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION
 from ckptz.hooks import SensitivityTracker
+from tests.support.hooks_support import process_group, rewrite
 
 
 def a_model() -> nn.Module:
@@ -245,12 +245,16 @@ def test_a_tied_weight_is_averaged_once_and_found_by_any_of_its_names(tmp_path: 
     assert unmatched == []
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel, torch.compile])
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # the default one would start its own processes
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel, compiled])
 def test_wrapped_models_have_their_own_names(tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = a_model()
     with process_group(tmp_path):
         wrapped = wrap(model)
-        run = model if wrap is torch.compile else wrapped  # no compiler is needed for names
+        run = model if wrap is compiled else wrapped  # no compiler is needed for names
         with SensitivityTracker(wrapped) as tracker:
             plain_step(run, SGD(wrapped.parameters(), lr=0.1), batches()[0])
     assert list(tracker.gradients()) == ["0.weight", "0.bias", "2.weight", "2.bias"]

@@ -15,15 +15,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
+from ckptz import pipeline
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.contents import Contents
 from ckptz.container.plain import PlainFile, plain_regions, write_plain
 from ckptz.container.publish import publish
-from ckptz.container.writer import write_container
-from ckptz.convert.inputs import open_input
-from ckptz.convert.spool import read_chunks
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.formats.inputs import open_input
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
+from ckptz.tree.unflatten import read_chunks
 
 WEIGHTS = np.arange(12, dtype="f4").reshape(3, 4)
 
@@ -57,7 +57,7 @@ def test_a_ckptz_file_brings_its_tree_and_chain(plain: Path, tmp_path: Path) -> 
     opened = open_input(plain)
     tree = {"root": {"tensor": "w"}, "storages": []}
     with Workers(1) as workers, publish(tmp_path / "m.ckptz") as sink:
-        write_container(sink, opened.tensors, Contents(metadata={"a": "b"}, tree=tree), workers)
+        pipeline.write(sink, Job(tensors=opened.tensors, metadata={"a": "b"}, tree=tree), workers)
     opened.close()
     check_weights(tmp_path / "m.ckptz", "ckptz")
     opened = open_input(tmp_path / "m.ckptz")
@@ -129,7 +129,7 @@ def test_duplicate_names_are_corrupt(tmp_path: Path) -> None:
 def test_opening_other_kinds_needs_no_torch(plain: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from ckptz.convert.inputs import open_input\n"
+        "from pathlib import Path; from ckptz.formats.inputs import open_input\n"
         f"open_input(Path({str(plain)!r})); open_input(Path({str(plain.parent)!r}))\n"
         f"path = Path({str(plain.parent)!r}) / 'x.pt'; path.write_bytes(b'PK')\n"
         "try: open_input(path)\n"

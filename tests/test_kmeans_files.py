@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 
@@ -20,6 +19,7 @@ from ckptz import KMeans
 from ckptz.numpy import load_file, save_file
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
+from tests.support.cli_support import ckptz
 
 Array = np.ndarray[Any, Any]
 

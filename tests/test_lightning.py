@@ -30,8 +30,8 @@ from lightning.pytorch.strategies import (
 )
 
 import ckptz
+from ckptz import restore
 from ckptz.container.reader import Container
-from ckptz.convert.restore import restore_file
 from ckptz.errors import (
     ChecksumError,
     ConfigError,
@@ -44,6 +44,8 @@ from ckptz.errors import (
 from ckptz.integrations import linked, plain_types, versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
 from ckptz.store.resolve import open_checkpoint
+
+pytestmark = pytest.mark.apps
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lightning_loop.py"
 N_STEPS = 10
@@ -210,13 +212,13 @@ def test_a_base_stays_while_a_file_is_written_against_it(
 ) -> None:
     io = CkptzIO(jobs=1)
     io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
-    write = linked.write_container
+    write = linked.write
 
     def remove_meanwhile(*args: Any) -> Any:
         io.remove_checkpoint(tmp_path / "0.ckpt")  # from another thread, as around AsyncCheckpointIO
         return write(*args)
 
-    monkeypatch.setattr(linked, "write_container", remove_meanwhile)
+    monkeypatch.setattr(linked, "write", remove_meanwhile)
     io.save_checkpoint(a_state(0.001), tmp_path / "1.ckpt")
     assert same(io.load_checkpoint(tmp_path / "1.ckpt"), a_state(0.001))
 
@@ -273,7 +275,7 @@ def test_a_missing_base_is_named(tmp_path: Path) -> None:
 
 def test_other_tools_read_the_files(tmp_path: Path) -> None:
     CkptzIO(jobs=1).save_checkpoint(a_state(), tmp_path / "0.ckpt")
-    restore_file(tmp_path / "0.ckpt", tmp_path / "0.pt")
+    restore(tmp_path / "0.ckpt", tmp_path / "0.pt")
     assert same(torch.load(tmp_path / "0.pt", weights_only=True), a_state())
     with ckptz.safe_open(tmp_path / "0.ckpt", "pt") as file:
         assert isinstance(open_checkpoint(tmp_path / "0.ckpt").container, Container)

@@ -10,34 +10,28 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from frame_support import Case, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
+from ckptz import compress
 from ckptz.codec.frame_plan import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
-from ckptz.codec.plan_second import plan_second
-from ckptz.codec.units import CHUNK_UNITS, ArraySource
-from ckptz.config import Grid, Moments
-from ckptz.container.companions import MAX_PLANS, Held, PlanBook
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
+from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
+from ckptz.commands.compress import CompressReport
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, Held
+from ckptz.encoding.draft import Draft, Subject
 from ckptz.kernels import reference
+from ckptz.methods.grid import Grid
+from ckptz.methods.second_moment import SecondMoment
+from ckptz.methods.small import Rounding
+from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
-from ckptz.quant.moments import (
-    MAX_LEVELS,
-    Ladder,
-    Rounding,
-    SecondMoment,
-    best_ladder,
-    entropy_of,
-    ladder_step,
-    row_labels,
-    rungs_of,
-)
+from ckptz.quant.moments import MAX_LEVELS, Ladder, best_ladder, entropy_of, ladder_step, row_labels, rungs_of
 from ckptz.store.resolve import open_checkpoint
 from ckptz.transform.classes import Magnitude, Row
+from tests.support.frame_support import Case, round_trip
 
 Array = np.ndarray[Any, Any]
 
@@ -112,18 +106,19 @@ def test_any_second_moments_come_back_live(data: st.DataObject) -> None:
         base = np.clip(units.astype(np.int64) + rng.integers(-9, 9, len(units)), 0, top).astype(unit)
     source = ArraySource(dtype_of(dtype), (40, 20), units)
     base_source = ArraySource(dtype_of(dtype), (40, 20), base) if data.draw(st.booleans()) else None
-    plan = plan_second(source, base_source, SecondMoment(data.draw(st.sampled_from([0.25, 4.0, 60.0]))))
-    from_base = plan.predictor is Predictor.BASE
+    wanted = SecondMoment(data.draw(st.sampled_from([0.25, 4.0, 60.0])))
+    draft = wanted.plan(Subject(source, base_source))
+    from_base = draft.plan.predictor is Predictor.BASE
     assert not from_base or base_source is not None
-    restored = restored_by(plan, source, base_source)
+    restored = restored_by(draft, source, base_source)
     assert np.array_equal(restored == 0, units == 0)
     assert (restored <= top).all()
     assert reference.all_finite(restored, kind)
 
 
-def restored_by(plan: Plan, source: ArraySource, base: ArraySource | None) -> Array:
+def restored_by(draft: Draft, source: ArraySource, base: ArraySource | None) -> Array:
     """Encoded to bytes and decoded again."""
-    return round_trip(Case(source, plan, base, source))
+    return round_trip(Case(source, draft, base, source))
 
 
 def test_the_prediction_is_the_smallest_one(tmp_path: Path) -> None:
@@ -152,16 +147,18 @@ def test_vectors_over_the_limit_are_not_proposed(monkeypatch: pytest.MonkeyPatch
     second = state((96, 80))[SECOND]
     source = ArraySource(dtype_of("F32"), second.shape, second.reshape(-1).view(np.uint32))
     for limit, predictor in ((96 + 80, Predictor.OUTER), (96 + 79, Predictor.ZERO)):
-        monkeypatch.setattr("ckptz.codec.plan_second.MAX_OUTER", limit)
-        assert plan_second(source, None, SecondMoment(1.0)).predictor is predictor
+        monkeypatch.setattr("ckptz.methods.second_moment.MAX_OUTER", limit)
+        assert SecondMoment(1.0).plan(Subject(source)).plan.predictor is predictor
 
 
 def compressed(folder: Path, tensors: dict[str, Array], name: str, base: str | None = None) -> CompressReport:
     save_plain(tensors, folder / f"{name}.safetensors")
-    options = CompressOptions(
-        config=Grid(moments=Moments(second_step=2)), base=None if base is None else folder / base
+    [report] = compress(
+        [folder / f"{name}.safetensors"],
+        folder / f"{name}.ckptz",
+        config=Grid(moments=Moments(second_step=2)),
+        base=None if base is None else folder / base,
     )
-    [report] = compress_files([folder / f"{name}.safetensors"], folder / f"{name}.ckptz", options)
     return report
 
 
@@ -373,8 +370,7 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
     save_plain(tensors, tmp_path / "a.safetensors")
     found = []
     for jobs in (1, 4):
-        options = CompressOptions(config=Grid(), jobs=jobs, force=True)
-        list(compress_files([tmp_path / "a.safetensors"], tmp_path / "a.ckptz", options))
+        compress([tmp_path / "a.safetensors"], tmp_path / "a.ckptz", config=Grid(), jobs=jobs, force=True)
         found.append((tmp_path / "a.ckptz").read_bytes())
     assert found[0] == found[1]
     restored = load_file(tmp_path / "a.ckptz")
@@ -385,15 +381,15 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
 def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
     made, entered = [], threading.Barrier(4)
 
-    def make(name: str, run: object) -> Plan:
+    def make(name: str, run: object) -> Draft:
         made.append(name)
-        return exact_plan(dtype_of("F32"))
+        return Draft(exact_plan(dtype_of("F32")))
 
-    book = PlanBook(make, ["a"])
+    book = DraftBook(make, ["a"])
 
     def ask() -> None:
         entered.wait()
-        book.plan("a")
+        book.draft("a")
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -408,19 +404,19 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 def test_plans_of_long_ago_are_let_go() -> None:
     made: list[str] = []
 
-    def make(name: str, run: object) -> Plan:
+    def make(name: str, run: object) -> Draft:
         made.append(name)
-        return exact_plan(dtype_of("F32"))
+        return Draft(exact_plan(dtype_of("F32")))
 
-    names = [str(i) for i in range(MAX_PLANS + 1)]
-    book = PlanBook(make, names)
+    names = [str(i) for i in range(MAX_DRAFTS + 1)]
+    book = DraftBook(make, names)
     for name in (*names, names[-1], names[0]):
-        book.plan(name)
+        book.draft(name)
     assert made == [*names, names[0]]
 
 
 def test_a_held_base_is_read_once() -> None:
-    class Counting:
+    class Counting(TensorSource):
         dtype, shape, n_codes = dtype_of("F32"), (4,), 3
         n_read = 0
 

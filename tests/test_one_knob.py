@@ -11,28 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
-from search_support import model
 
-from ckptz import Budget, Grid, KMeans
-from ckptz.config import Moments
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.searching import SearchOptions
+from ckptz import Budget, Grid, KMeans, compress
+from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
+from ckptz.methods.grid import MAX_SECOND_STEP
+from ckptz.methods.state import Moments
 from ckptz.search.one_knob import (
     CLOSE_LATER,
     LARGEST,
     MAX_FIRST,
     MAX_LATER,
-    MAX_SECOND_STEP,
     SMALLEST,
     OneKnob,
-    grid_at,
 )
 from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
+from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
+from tests.support.cli_support import ckptz
+from tests.support.search_support import model
 
 TEMPLATE = Grid(moments=None)
 Used = Callable[[float], float]
@@ -57,13 +56,13 @@ def searched(used: Used, *stages: Strategy, workers: int = 1) -> list[Outcome]:
 
 def test_all_steps_grow_with_the_multiplier() -> None:
     template = Grid(dead_zone=0.2, moments=Moments(second_step=3, first_step=0.5))
-    grids = [grid_at(template, multiplier) for multiplier in (0.5, 1, 2, 4)]
+    grids = [template.scaled(multiplier) for multiplier in (0.5, 1, 2, 4)]
     assert [grid.step for grid in grids] == [0.5, 1, 2, 4]
     steps = [(g.moments.second_step, g.moments.first_step) for g in grids if g.moments]
     assert steps == [(1.5, 0.25), (3, 0.5), (6, 1), (MAX_SECOND_STEP, 2)]
     assert {grid.dead_zone for grid in grids} == {0.2}
-    assert grid_at(template, 1) == template
-    assert grid_at(TEMPLATE, 2).moments is None
+    assert template.scaled(1) == template
+    assert TEMPLATE.scaled(2).moments is None
 
 
 # --- where it measures --------------------------------------------------------------------------
@@ -120,7 +119,7 @@ def test_a_cliff_is_found_from_both_sides() -> None:
 
 
 def test_a_failure_below_a_success_is_taken_for_noise() -> None:
-    history = [Outcome(grid_at(TEMPLATE, 1.0), 1.2, 9), Outcome(grid_at(TEMPLATE, 1.4), 0.6, 8)]
+    history = [Outcome(TEMPLATE.scaled(1.0), 1.2, 9), Outcome(TEMPLATE.scaled(1.4), 0.6, 8)]
     (proposed,) = OneKnob(template=TEMPLATE).propose(history, 1)
     assert isinstance(proposed, Grid)
     assert proposed.step > 1.4
@@ -207,7 +206,7 @@ def search(source: Path, output: Path, drop: float = 0.005, **options: Any) -> C
     """Compress under one relative budget; options of the compression begin with an underscore."""
     own = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
     asked = SearchOptions(budgets=(Budget(Error(source), drop),), **options)
-    (report,) = compress_files([source], output, CompressOptions(jobs=1, search=asked, **own))
+    (report,) = compress([source], output, jobs=1, search=asked, **own)
     return report
 
 
@@ -244,8 +243,9 @@ def test_no_evaluation_replays_the_parent_and_promises_nothing(folder: Path) -> 
     first = search(folder / "step-0.safetensors", folder / "0.ckptz")
     quality = Error(folder / "step-1.safetensors")
     options = SearchOptions(budgets=(Budget(quality),), max_evaluations=0)
-    compress = CompressOptions(jobs=1, search=options, base=folder / "0.ckptz")
-    (report,) = compress_files([folder / "step-1.safetensors"], folder / "1.ckptz", compress)
+    (report,) = compress(
+        [folder / "step-1.safetensors"], folder / "1.ckptz", jobs=1, search=options, base=folder / "0.ckptz"
+    )
     assert quality.n_calls == 0
     assert first.search is not None
     assert report.search is not None

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 from torch import Tensor, nn
 
-from ckptz.config import Grid
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.inputs import open_input
-from ckptz.convert.optimizer import Joined, known_roles
-from ckptz.convert.restore import restore_file
+from ckptz import compress, restore
+from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
+from ckptz.formats.inputs import open_input
+from ckptz.guidance.owners import Joined, known_roles
+from ckptz.methods.grid import Grid
 from ckptz.roles import Rule
 from ckptz.torch import load_file
+from tests.support.cli_support import ckptz
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
@@ -78,7 +78,7 @@ def written(folder: Path, factory: Factory = adamw, model: str = "model.pt") -> 
 
 
 def compressed(model: Path, optimizer: Path, out: Path, **more: Any) -> CompressReport:
-    [report] = compress_files([model], out, CompressOptions(optimizer=optimizer, **more))
+    [report] = compress([model], out, optimizer=optimizer, **more)
     return report
 
 
@@ -127,7 +127,7 @@ def test_two_safetensors_files_and_a_folder_of_shards(tmp_path: Path) -> None:
     report = compressed(folder, tmp_path / "moments.safetensors", tmp_path / "s.ckptz", config=Grid())
     assert not any("moments belong" in note for note in report.notes)
     (tmp_path / "config.json").write_text("{}")
-    restore_file(tmp_path / "s.ckptz", tmp_path / "back")
+    restore(tmp_path / "s.ckptz", tmp_path / "back")
     assert {p.name for p in (tmp_path / "back").iterdir()} >= {p.name for p in folder.iterdir()}
     restored = load_plain(tmp_path / "back" / "moments.safetensors")
     assert restored.keys() == moments.keys()
@@ -148,8 +148,8 @@ def test_files_that_cannot_stand_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes a file"):
         compressed(model, tmp_path / "other", tmp_path / "a.ckptz")
     with pytest.raises(ConfigError, match="belongs to one input"):
-        list(compress_files([model, same], None, CompressOptions(optimizer=optimizer)))
-    list(compress_files([model], tmp_path / "m.ckptz"))
+        compress([model, same], None, optimizer=optimizer)
+    compress([model], tmp_path / "m.ckptz")
     with pytest.raises(ConfigError, match="restore it first"):
         compressed(tmp_path / "m.ckptz", optimizer, tmp_path / "a.ckptz")
     odd = tmp_path / "optimizer.state"
@@ -231,8 +231,7 @@ def test_numbers_of_a_file_beside_a_torch_model_follow_its_order(tmp_path: Path)
     model, optimizer = written(tmp_path)
     joined = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid())
     assert not any("no parameter's name" in note for note in joined.notes)
-    options = CompressOptions(read_optimizer=optimizer, config=Grid())
-    [read] = compress_files([model], tmp_path / "w.ckptz", options)
+    [read] = compress([model], tmp_path / "w.ckptz", read_optimizer=optimizer, config=Grid())
     assert not any("second moment" in note for note in read.notes)
     both, weights = load_file(tmp_path / "s.ckptz"), load_file(tmp_path / "w.ckptz")
     for name in ("up.weight", "mid.weight", "out.weight"):
@@ -243,9 +242,10 @@ def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path:
     net, optimizer = trained(adamw)
     whole = saved_together(tmp_path, net, optimizer)
     save_plain(net.state_dict(), tmp_path / "model.safetensors")
-    options = CompressOptions(read_optimizer=whole, config=Grid())
-    [report] = compress_files([tmp_path / "model.safetensors"], tmp_path / "w.ckptz", options)
-    [joined] = compress_files([whole], tmp_path / "s.ckptz", CompressOptions(config=Grid()))
+    [report] = compress(
+        [tmp_path / "model.safetensors"], tmp_path / "w.ckptz", read_optimizer=whole, config=Grid()
+    )
+    [joined] = compress([whole], tmp_path / "s.ckptz", config=Grid())
     assert not any("second moment" in note for note in (*report.notes, *joined.notes))
     both, weights = load_file(tmp_path / "s.ckptz"), load_file(tmp_path / "w.ckptz")
     assert torch.equal(both["model.mid.weight"], weights["mid.weight"])
@@ -253,17 +253,20 @@ def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path:
 
 def test_weights_without_a_second_moment_in_the_file_that_is_read_are_named(tmp_path: Path) -> None:
     model, optimizer = written(tmp_path, model="model.safetensors")
-    options = CompressOptions(read_optimizer=optimizer, config=Grid())
-    [report] = compress_files([model], tmp_path / "w.ckptz", options)
+    [report] = compress([model], tmp_path / "w.ckptz", read_optimizer=optimizer, config=Grid())
     assert any("optimizer.pt: holds no second moment of" in note for note in report.notes)
     (tmp_path / "twins").mkdir()
     twins = {name: torch.randn(96, 96) for name in ("a", "b")}
     save_plain(twins, tmp_path / "twins" / "model.safetensors")
     state = {i: {"exp_avg_sq": torch.rand(96, 96)} for i in range(2)}
     torch.save({"state": state, "param_groups": [{"params": [0, 1]}]}, tmp_path / "twins" / "optimizer.pt")
-    options = CompressOptions(read_optimizer=tmp_path / "twins" / "optimizer.pt", config=Grid())
     with pytest.raises(ConfigError, match=r"'state\.0\.exp_avg_sq'.*order of the model is not known"):
-        list(compress_files([tmp_path / "twins" / "model.safetensors"], None, options))
+        compress(
+            [tmp_path / "twins" / "model.safetensors"],
+            None,
+            read_optimizer=tmp_path / "twins" / "optimizer.pt",
+            config=Grid(),
+        )
 
 
 def test_moments_of_weights_that_are_not_there_stay_lossless(tmp_path: Path) -> None:
@@ -272,14 +275,13 @@ def test_moments_of_weights_that_are_not_there_stay_lossless(tmp_path: Path) -> 
         {"model.a.weight": torch.randn(96, 96), "optimizer.b.weight.exp_avg_sq": moment},
         tmp_path / "state.safetensors",
     )
-    [report] = compress_files([tmp_path / "state.safetensors"], None, CompressOptions(config=Grid()))
+    [report] = compress([tmp_path / "state.safetensors"], None, config=Grid())
     said = "belong to no weight of the checkpoint and stay lossless, first 'optimizer.b.weight.exp_avg_sq'"
     assert any(said in note for note in report.notes)
     restored = load_file(tmp_path / "state.ckptz")
     assert torch.equal(restored["optimizer.b.weight.exp_avg_sq"], moment)
     rules = (Rule(name="optimizer.b.*", role="exp_avg_sq"),)
-    options = CompressOptions(config=Grid(), role_rules=rules, force=True)
-    [report] = compress_files([tmp_path / "state.safetensors"], None, options)
+    [report] = compress([tmp_path / "state.safetensors"], None, config=Grid(), role_rules=rules, force=True)
     assert not any("stay lossless" in note for note in report.notes)
     assert not torch.equal(load_file(tmp_path / "state.ckptz")["optimizer.b.weight.exp_avg_sq"], moment)
 
@@ -306,7 +308,7 @@ def test_an_unknown_optimizer_stays_lossless(tmp_path: Path) -> None:
     torch.save({"state": state, "param_groups": groups}, tmp_path / "odd.pt")
     report = compressed(model, tmp_path / "odd.pt", tmp_path / "s.ckptz", config=Grid())
     assert any("stay lossless" in note and "'state.0.hessian'" in note for note in report.notes)
-    restore_file(tmp_path / "s.ckptz", tmp_path / "back")
+    restore(tmp_path / "s.ckptz", tmp_path / "back")
     restored = torch.load(tmp_path / "back" / "odd.pt")
     assert all(torch.equal(restored["state"][i]["hessian"], state[i]["hessian"]) for i in range(3))
 
@@ -344,9 +346,9 @@ def test_restored_state_trains_on(tmp_path: Path, name: str) -> None:
     """Weights exact, optimizer from the file: losses stay near the exact resumption's."""
     net, optimizer = trained(OPTIMIZERS[name])
     path = saved_together(tmp_path, net, optimizer)
-    [report] = compress_files([path], tmp_path / "s.ckptz", CompressOptions(config=Grid()))
+    [report] = compress([path], tmp_path / "s.ckptz", config=Grid())
     assert report.n_lossy > 4
-    restore_file(tmp_path / "s.ckptz", tmp_path / "restored.pt")
+    restore(tmp_path / "s.ckptz", tmp_path / "restored.pt")
     restored = torch.load(tmp_path / "restored.pt")
     losses = []
     for state in (optimizer.state_dict(), restored["optimizer"]):

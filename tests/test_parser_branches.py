@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spec_files import File, Frame, open_bytes
 
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
@@ -22,6 +21,7 @@ from ckptz.container.index import Index, pack_index
 from ckptz.container.needed import MAX_FRAMES, Decoded, Held, Node, gather
 from ckptz.container.reader import Container, FrameSource
 from ckptz.errors import ConfigError, CorruptionError, FormatError, LimitError, TruncatedError
+from tests.support.spec_files import File, Frame, open_bytes
 
 UNITS = np.zeros(8, np.uint32)
 
@@ -185,10 +185,11 @@ def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
     assert isinstance(source, FrameSource)
     held = reader._Held(source, source.decoded(0, False, {}))
-    assert (held.dtype, held.shape) == (source.dtype, source.shape)
-    assert held.units(0, 4).tobytes() == b"\1\2\3\4"
-    assert held.codes(0, 4) is None
-    assert source.codes(0, 4) is None
+    cached = reader.CachedFrame(source)
+    for one in (held, cached):
+        assert (one.dtype, one.shape) == (source.dtype, source.shape)
+        assert one.units(0, 4).tobytes() == b"\1\2\3\4"
+        assert one.codes(0, 4) is None
 
 
 def test_an_index_that_no_reader_accepts_is_not_written() -> None:

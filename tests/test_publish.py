@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_support import a_state, ckptz, hf_folder, temporaries, write_plain
-from conftest import Chain
 
-from ckptz.container.publish import publish, publish_together, sync_folder
+from ckptz.container.publish import make_folder, publish, publish_together, sync_folder
 from ckptz.errors import ConfigError
 from ckptz.torch import load_file, save_file
+from tests.support.cli_support import Chain, a_state, ckptz, hf_folder, temporaries, write_plain
 
 
 @pytest.fixture(autouse=True)
@@ -193,3 +192,26 @@ def test_a_carried_file_replaces_nothing_but_files(tmp_path: Path) -> None:
     run = ckptz("compress", folder, "-o", tmp_path / "packed", "--force", fails=True)
     assert "config.json: exists already and is not a regular file" in run.error
     assert (tmp_path / "packed" / "config.json").is_symlink()
+
+
+@pytest.mark.parametrize("parents", [True, False])
+def test_a_new_folder_lasts_a_power_cut_and_so_do_those_above_it(
+    parents: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("ckptz.container.publish.sync_folder", synced.append)
+    make_folder(tmp_path / "runs" / "one")
+    make_folder(tmp_path / "runs" / "one", parents=parents)
+    assert synced == [tmp_path, tmp_path / "runs"]
+    make_folder(tmp_path / "runs" / "two", parents=parents)
+    assert synced[2:] == [tmp_path / "runs"]
+
+
+def test_a_folder_is_made_where_it_was_named_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(FileExistsError):
+            make_folder(place)
+    with pytest.raises(FileNotFoundError):
+        make_folder(tmp_path / "missing" / "folder", parents=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

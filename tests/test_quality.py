@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 
 from ckptz import Agreement, Budget, ResumeProbe
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.searching import SearchOptions
+from ckptz import compress as compress_files
+from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
 from ckptz.search.agreement import CHUNK_ENTRIES, agreement_of
 from ckptz.search.budget import Reading, check_consistent
 from ckptz.search.measures import prepare
 from ckptz.search.resumption import DISTURBANCE
+from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
+from tests.support.cli_support import ckptz
 
 State = dict[str, torch.Tensor]
 N_IN, N_OUT, N_ROWS = 64, 96, 128
@@ -98,8 +99,12 @@ def folder(tmp_path: Path, functions: dict[str, Any]) -> Path:
 
 def compress(folder: Path, *budgets: Budget, **options: Any) -> CompressReport:
     """Search for the file of the fixture's state."""
-    asked = CompressOptions(jobs=1, search=SearchOptions(budgets=budgets, **options))
-    (report,) = compress_files([folder / "state.safetensors"], folder / "out.ckptz", asked)
+    (report,) = compress_files(
+        [folder / "state.safetensors"],
+        folder / "out.ckptz",
+        jobs=1,
+        search=SearchOptions(budgets=budgets, **options),
+    )
     return report
 
 

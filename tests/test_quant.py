@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptz.codec.choices import Choice, choose
-from ckptz.codec.plan_tensor import plan_tensor
 from ckptz.codec.units import ArraySource
-from ckptz.config import LOSSLESS, KMeans
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.draft import Subject
 from ckptz.errors import ConfigError
 from ckptz.kernels import reference
+from ckptz.methods.kmeans import Clusters, KMeans
+from ckptz.methods.lossless import EXACT, LOSSLESS
 from ckptz.quant.kmeans import error_bound, fit_centroids, sample_weights, weighted_error
 from ckptz.quant.partitions import Partitions, fit_partitions
 from ckptz.quant.sketch import RELATIVE_ERROR, Sketch
@@ -196,23 +196,23 @@ def test_impossible_configurations_are_refused(wrong: dict[str, Any]) -> None:
 def test_only_large_float_weights_become_lossy() -> None:
     config = KMeans(levels=16, embedding_levels=32, prune=0.1, protect=0.0, layer_prune=(("head", 0.0),))
     f32, i64 = dtype_of("F32"), dtype_of("I64")
-    assert choose(config, WEIGHT, f32, (64, 64)).method == Partitions(16, 0.1)
-    assert choose(LOSSLESS, WEIGHT, f32, (64, 64)).method is None
-    assert choose(config, WEIGHT, f32, (4096,)).method is None
-    assert choose(config, WEIGHT, f32, (8, 8)).method is None
-    assert choose(config, WEIGHT, i64, (64, 64)).method is None
-    assert choose(config, Role("exp_avg", "a", "linear"), f32, (64, 64)).method is None
-    assert choose(config, Role("weight", "a", "embedding"), f32, (64, 64)).method == Partitions(32, 0.1)
-    assert choose(config, Role("weight", "a", "head"), f32, (64, 64)).method == Partitions(16, 0.0)
+    assert config.recipe(WEIGHT, f32, (64, 64)) == Clusters(Partitions(16, 0.1))
+    assert LOSSLESS.recipe(WEIGHT, f32, (64, 64)) == EXACT
+    assert config.recipe(WEIGHT, f32, (4096,)) == EXACT
+    assert config.recipe(WEIGHT, f32, (8, 8)) == EXACT
+    assert config.recipe(WEIGHT, i64, (64, 64)) == EXACT
+    assert config.recipe(Role("exp_avg", "a", "linear"), f32, (64, 64)) == EXACT
+    assert config.recipe(Role("weight", "a", "embedding"), f32, (64, 64)) == Clusters(Partitions(32, 0.1))
+    assert config.recipe(Role("weight", "a", "head"), f32, (64, 64)) == Clusters(Partitions(16, 0.0))
 
 
 def test_a_tensor_with_nan_stays_lossless_and_says_so() -> None:
     values = gaussian(8192)
     values[17] = np.nan
     source = ArraySource(dtype_of("F32"), (64, 128), values.view(np.uint32))
-    plan = plan_tensor(source, None, Choice(WEIGHT, Partitions(16)))
-    assert plan.quant_map is None
-    assert "NaN" in plan.note
+    draft = Clusters(Partitions(16)).plan(Subject(source))
+    assert draft.plan.quant_map is None
+    assert "NaN" in draft.note
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks_worker import KMEANS, PLAYS, SIZES, whole
 
 import ckptz
 import ckptz.torch
 from ckptz.integrations.dcp import CkptzStorageReader
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
+from tests.support.ranks_worker import KMEANS, PLAYS, SIZES, whole
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun_fsdp2.py"
-WORKER = Path(__file__).parent / "ranks_worker.py"
+pytestmark = pytest.mark.apps
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "torchrun_fsdp2.py"
 
 
 def play(name: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Run the scenarios in processes that stay for all of them; what every rank said, by scenario."""
-    subprocess.run(
-        [sys.executable, str(WORKER), name, str(folder)], cwd=WORKER.parent, timeout=1200, check=True
-    )
+    command = [sys.executable, "-m", "tests.support.ranks_worker", name, str(folder)]
+    subprocess.run(command, cwd=ROOT, timeout=1200, check=True)
     said = {}
     for scenario, n_ranks in PLAYS[name]:
         paths = [folder / f"{scenario.__name__}-{n_ranks}-{rank}.json" for rank in range(n_ranks)]

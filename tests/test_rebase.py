@@ -10,7 +10,19 @@ from typing import Any, BinaryIO
 import pytest
 import safetensors
 import torch
-from cli_support import (
+
+from ckptz import compress, inspect, rebase
+from ckptz.codec.frame import FrameHeader
+from ckptz.commands import rebase as rebase_module
+from ckptz.commands.compress import MAX_WRITTEN_DEPTH
+from ckptz.container import index
+from ckptz.container.byte_source import MemoryBytes
+from ckptz.container.reader import Container
+from ckptz.errors import CkptzError, UnsupportedError
+from ckptz.store.resolve import open_checkpoint, open_source
+from ckptz.torch import apply_, load_file, save_file
+from tests.support.cli_support import (
+    Chain,
     Content,
     a_state,
     ckptz,
@@ -22,22 +34,9 @@ from cli_support import (
     temporaries,
     write_plain,
 )
-from conftest import Chain
-from spec_files import STORED, File, Frame, plan, varint
-from sync_support import SPARSE, cloned, moved, same
-from sync_support import a_state as a_torch_state
-
-from ckptz.codec.frame import FrameHeader
-from ckptz.container import index
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.reader import Container
-from ckptz.convert import rebase as rebase_module
-from ckptz.convert.compress import MAX_WRITTEN_DEPTH, CompressOptions, compress_files
-from ckptz.convert.inspect import inspect_file
-from ckptz.convert.rebase import RebaseOptions, rebase_file
-from ckptz.errors import CkptzError, UnsupportedError
-from ckptz.store.resolve import open_checkpoint, open_source
-from ckptz.torch import apply_, load_file, save_file
+from tests.support.spec_files import STORED, File, Frame, plan, varint
+from tests.support.sync_support import SPARSE, cloned, moved, same
+from tests.support.sync_support import a_state as a_torch_state
 
 KMEANS = ("--method", "kmeans", "--levels", 8)
 
@@ -112,7 +111,7 @@ def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
         write_plain(tmp_path / f"{i}.safetensors", state) for i, state in enumerate((first, second, second))
     ]
     ckptz("compress", *paths, "--chain")
-    rebased = rebase_file(tmp_path / "2.ckptz", tmp_path / "alone.ckptz")
+    rebased = rebase(tmp_path / "2.ckptz", tmp_path / "alone.ckptz")
     wanted = {base.file: base.n_tensors for base in rebased.bases}
     with contextlib.closing(open_checkpoint(tmp_path / "alone.ckptz")) as alone:
         assert alone.container is not None
@@ -131,7 +130,7 @@ def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path) -> None:
     base = {"content_id": anchor.content_id(), "file": "0.ckptz", "depth": 1}
     delta = File({"a": Frame(plan(predictor=1, mode=2))}, features="delta,lossless", index={"base": base})
     (tmp_path / "1.ckptz").write_bytes(delta.bytes())
-    assert rebase_file(tmp_path / "1.ckptz").bases[0].n_tensors == 2
+    assert rebase(tmp_path / "1.ckptz").bases[0].n_tensors == 2
     (tmp_path / "0.ckptz").unlink()
     ckptz("verify", tmp_path / "1.ckptz")
 
@@ -174,20 +173,20 @@ def test_deltas_count_what_is_within(tmp_path: Path) -> None:
     a_run(run, 3)
     ckptz("rebase", run / "2.ckptz")
     third = write_plain(run / "3.safetensors", a_state(drift=0.01, n=6000))
-    [report] = compress_files([third], options=CompressOptions(base=run / "2.ckptz"))
+    [report] = compress([third], base=run / "2.ckptz")
     assert (report.depth, report.base) == (3, "2.ckptz")
     for i in range(2):
         (run / f"{i}.ckptz").unlink()
     assert content_of(run / "3.ckptz") == content_of(third)
-    assert [m.depth for m in inspect_file(run / "3.ckptz").chain] == [2, 1, 0]
+    assert [m.depth for m in inspect(run / "3.ckptz").chain] == [2, 1, 0]
 
 
 def test_a_rebased_file_at_the_longest_depth_leads_to_a_new_anchor(tmp_path: Path) -> None:
     state = {"w": ("U8", (3,), b"abc")}
     paths = [write_plain(tmp_path / f"{i:02}.safetensors", state) for i in range(MAX_WRITTEN_DEPTH + 1)]
-    *_, last = compress_files(paths, options=CompressOptions(chain=True))
-    assert rebase_file(Path(last.output)).depth == MAX_WRITTEN_DEPTH
-    [report] = compress_files([paths[0]], tmp_path / "next.ckptz", CompressOptions(base=Path(last.output)))
+    *_, last = compress(paths, chain=True)
+    assert rebase(Path(last.output)).depth == MAX_WRITTEN_DEPTH
+    [report] = compress([paths[0]], tmp_path / "next.ckptz", base=Path(last.output))
     assert (report.depth, report.base) == (0, None)
     assert "new anchor" in report.notes[0]
 
@@ -228,7 +227,7 @@ def test_it_is_applied_to_live_tensors_like_an_anchor(tmp_path: Path, check: Any
     second = moved(first, 1)
     save_file(first, tmp_path / "first.ckptz")
     save_file(second, tmp_path / "second.ckptz", base=tmp_path / "first.ckptz", config=SPARSE)
-    rebase_file(tmp_path / "second.ckptz")
+    rebase(tmp_path / "second.ckptz")
     (tmp_path / "first.ckptz").unlink()
     zeros = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
     for live in (cloned(first), moved(first, 99, share=0.5), zeros):
@@ -367,8 +366,8 @@ def a_small_file(folder: Path) -> bytes:
     """Three tensors, two bases within."""
     states = [{n: ("U8", (40,), bytes([i + k]) * 40) for k, n in enumerate("abc")} for i in range(3)]
     paths = [write_plain(folder / f"{i}.safetensors", state) for i, state in enumerate(states)]
-    *_, last = compress_files(paths, options=CompressOptions(chain=True, jobs=1))
-    rebase_file(Path(last.output), options=RebaseOptions(jobs=1))
+    *_, last = compress(paths, chain=True, jobs=1)
+    rebase(Path(last.output), jobs=1)
     return Path(last.output).read_bytes()
 
 

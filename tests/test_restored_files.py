@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from api_support import bits, every_dtype
-from cli_support import ckptz as run_ckptz
-from transformers_support import AUTO, MAKERS, check_same, expected, folders, torch_folder
 
 import ckptz
 import ckptz.torch
+from tests.support.api_support import bits, every_dtype
+from tests.support.cli_support import ckptz as run_ckptz
+from tests.support.transformers_support import AUTO, MAKERS, check_same, expected, folders, torch_folder
+
+pytestmark = pytest.mark.apps
 
 
 def facts(tensors: dict[str, torch.Tensor]) -> list[Any]:

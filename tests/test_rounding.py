@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 from torch import nn
 
-from ckptz.codec.guides import Guide
-from ckptz.codec.plan_grid import plan_grid
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.draft import Subject
+from ckptz.encoding.guide import Guide
 from ckptz.hooks import Calibration
-from ckptz.quant.grid import ESCAPE, UniformGrid
+from ckptz.methods.grid import UniformGrid
+from ckptz.quant.grid import ESCAPE
 from ckptz.quant.guides import InputMoments
 from ckptz.quant.rounding import (
     BLOCK_COLUMNS,
@@ -30,6 +30,7 @@ from ckptz.quant.rounding import (
 )
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
+from tests.support.cli_support import ckptz
 
 Array = np.ndarray[Any, Any]
 MOST = 20
@@ -304,7 +305,7 @@ def test_levels_are_centroids_of_what_is_rounded_to_them() -> None:
     weight, moments = np.ascontiguousarray(weights(200, 300).T), inputs(200, 300)
     source = ArraySource.from_buffer(dtype_of("F32"), weight.shape, weight.tobytes())
     guide = Guide(inputs=InputMoments(axis=1, n_samples=300, read=lambda: moments))
-    plan = plan_grid(source, None, UniformGrid(4.0), guide)
+    plan = UniformGrid(4.0).plan(Subject(source, guide=guide)).plan
     assert plan.quant_map is not None
     values = plan.quant_map.table.expand().view(np.float32)
 
@@ -324,9 +325,9 @@ def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:
     def codes(array: Array, axis: int) -> Array:
         source = ArraySource.from_buffer(dtype_of("F32"), array.shape, array.tobytes())
         guide = Guide(inputs=InputMoments(axis=axis, n_samples=500, read=lambda: moments))
-        plan = plan_grid(source, None, UniformGrid(), guide)
-        assert plan.quantizer is not None
-        return plan.quantizer.codes(0, array.size, source.units(0, array.size)).reshape(array.shape)
+        draft = UniformGrid().plan(Subject(source, guide=guide))
+        assert draft.quantizer is not None
+        return draft.quantizer.codes(0, array.size, source.units(0, array.size)).reshape(array.shape)
 
     along_first, along_second = codes(weight, 0), codes(np.ascontiguousarray(weight.T), 1).T
     np.testing.assert_array_equal(along_first, along_second)

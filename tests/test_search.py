@@ -10,26 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from search_support import landscape, model
 
-from ckptz import Budget
-from ckptz.codec.guides import NO_GUIDE, Guide
-from ckptz.codec.units import ArraySource, UnitSource
-from ckptz.config import KMeans
+from ckptz import Budget, pipeline
+from ckptz.codec.units import ArraySource, TensorSource
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
-from ckptz.container.writer import roles_of, write_container
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.errors import ConfigError
+from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job, prepared
 from ckptz.search.budget import Limit, Reading, share_used
 from ckptz.search.guided import Exhaustive, Guided
 from ckptz.search.neighbourhood import MAX_TRIALS, Neighbourhood
 from ckptz.search.rate import SizeModel, Sources
 from ckptz.search.space import TEMPLATE, Cube, dominates
 from ckptz.search.trials import Outcome, best_of, run_stages
+from tests.support.search_support import landscape, model
 
 QUARTER = 216 // 4
 BOTH = (Cube(), Cube(prune_by="sensitivity"))
@@ -248,14 +247,14 @@ def test_a_search_stops_after_the_most_trials() -> None:
 # --- predicted sizes ----------------------------------------------------------------------------
 
 
-def sources_of(state: dict[str, Any]) -> dict[str, UnitSource]:
+def sources_of(state: dict[str, Any]) -> dict[str, TensorSource]:
     return {n: ArraySource.from_buffer(dtype_of("F32"), v.shape, v.reshape(-1)) for n, v in state.items()}
 
 
-def file_of(tensors: dict[str, UnitSource], contents: Contents) -> bytes:
+def file_of(job: Job) -> bytes:
     sink = io.BytesIO()
     with Workers(1) as workers:
-        write_container(sink, tensors, contents, workers)
+        pipeline.write(sink, job, workers)
     return sink.getvalue()
 
 
@@ -268,25 +267,27 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
     )
     guides = {n: Guide(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
     cube = Cube(prune_by="sensitivity") if ranked else Cube(template=KMeans())
-    contents = Contents(guides=guides if ranked else {})
+    job = Job(tensors=tensors, guides=guides if ranked else {})
     if is_delta:
-        base = Container(MemoryBytes(file_of(anchor, replace(contents, config=cube.config((2, 1, 1, 1))))))
-        contents = replace(contents, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
-    roles = roles_of(tensors, contents)
-    known = {
-        n: Sources(t, contents.bases.get(n), roles[n], contents.guides.get(n, NO_GUIDE))
-        for n, t in tensors.items()
-    }
+        first = replace(job, tensors=anchor, config=cube.config((2, 1, 1, 1)))
+        base = Container(MemoryBytes(file_of(first)))
+        job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
+    with prepared(job) as ready:
+        known = {
+            n: Sources(t, job.bases.get(n), ready.roles[n], ready.guides.get(n, NO_GUIDE))
+            for n, t in tensors.items()
+        }
     predict = SizeModel(known, [cube.config(point) for point in cube.points])
     for point in ((0, 0, 0, 0), (2, 1, 1, 1), (2, 3, 0, 1), (4, 5, 2, 1), (5, 2, 1, 0)):
         config = cube.config(point)
-        n_bytes = len(file_of(tensors, replace(contents, config=config)))
+        n_bytes = len(file_of(replace(job, config=config)))
         assert predict(config) == pytest.approx(n_bytes, rel=0.03), config
 
 
 def test_lossless_tensors_count_too() -> None:
     state = sources_of(model(0, moments=True))
-    roles = roles_of(state, Contents())
-    predict = SizeModel({n: Sources(t, None, roles[n]) for n, t in state.items()}, [KMeans()])
-    n_bytes = len(file_of(state, Contents(config=KMeans())))
+    job = Job(tensors=state, config=KMeans(), guides={})
+    with prepared(job) as ready:
+        predict = SizeModel({n: Sources(t, None, ready.roles[n]) for n, t in state.items()}, [KMeans()])
+    n_bytes = len(file_of(job))
     assert predict(KMeans()) == pytest.approx(n_bytes, rel=0.02)

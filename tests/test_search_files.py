@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_support import ckptz
 from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
-from search_support import model
 
-from ckptz import Budget, KMeans
-from ckptz.convert.compress import CompressOptions, CompressReport, compress_files
-from ckptz.convert.plans import load_plan, save_plan
-from ckptz.convert.searching import SearchOptions, TrialReport
+from ckptz import Budget, KMeans, compress
+from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
 from ckptz.search.space import TEMPLATE
+from ckptz.search_run.plans import load_plan, save_plan
+from ckptz.search_run.run import SearchOptions, TrialReport
 from ckptz.torch import load_file
+from tests.support.cli_support import ckptz
+from tests.support.search_support import model
 
 KMEANS = ("--method", "kmeans")
 
@@ -107,7 +107,7 @@ def search(
     budgets = (Budget(quality, drop),) if quality is not None else ()
     options = {"prune_metrics": ("magnitude",), "template": TEMPLATE, "max_evaluations": 10, **options}
     asked = SearchOptions(budgets=budgets, **options)
-    (report,) = compress_files([source], output, CompressOptions(jobs=1, search=asked, **own))
+    (report,) = compress([source], output, jobs=1, search=asked, **own)
     return report
 
 
@@ -252,7 +252,7 @@ def test_several_budgets_are_all_kept_and_a_shared_quality_is_called_once(folder
     quality = Quality(source)
     budgets = (Budget(quality, 0.05), Budget(quality, 0.02, relative=False))
     options = SearchOptions(budgets=budgets, template=TEMPLATE)
-    (report,) = compress_files([source], folder / "out.ckptz", CompressOptions(jobs=1, search=options))
+    (report,) = compress([source], folder / "out.ckptz", jobs=1, search=options)
     assert report.search is not None
     assert len(quality.states) == 1 + len(report.search.trials)
     assert [record.is_relative for record in report.search.quality] == [True, False]

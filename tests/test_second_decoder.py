@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_support import ckptz
 from safetensors.numpy import save_file as save_plain
-from spec_cases import ALSO, lenient
-from spec_support import SPEC, page, slug, table
-from test_spec_refusals import CASES
-from vector_support import FOLDER, INVALID, VALID, sessions
 
 from ckptz import KMeans
 from ckptz.numpy import load_file, save_file
+from tests.support.cli_support import ckptz
+from tests.support.spec_cases import ALSO, lenient
+from tests.support.spec_support import SPEC, page, slug, table
+from tests.support.vector_support import FOLDER, INVALID, VALID, sessions
+from tests.test_spec_refusals import CASES
 
 DECODER = SPEC / "decoder" / "ckptz_decode.py"
 SOURCES = sorted(DECODER.parent.glob("*.py"))

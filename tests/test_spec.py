@@ -6,22 +6,21 @@ import re
 from typing import Any
 
 import pytest
-from spec_support import ROOT, SPEC, page, pages, refusals, slug, table
 
 from ckptz.bits import cursor
-from ckptz.codec import frame_plan, units
+from ckptz.codec import frame_plan, quant_map, units
 from ckptz.codec.plan import Domain, Predictor
 from ckptz.container import envelope, index, reader
-from ckptz.convert import sharding
 from ckptz.dtypes import DTYPES
 from ckptz.entropy import frequency, streams
 from ckptz.entropy.streams import LANE_CHOICES, CoderId
+from ckptz.formats import sharding
 from ckptz.kernels import reference
-from ckptz.quant import quant_map
 from ckptz.store import resolve
 from ckptz.transform import classes
 from ckptz.transform.classes import RuleId
 from ckptz.transform.planes import PlaneMode
+from tests.support.spec_support import ROOT, SPEC, page, pages, refusals, slug, table
 
 KINDS_OF_REFUSAL = {row["kind"] for row in table("00-conventions.md", "kinds-of-refusal", "kind", "meaning")}
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spec_files import embedded
-from spec_support import SPEC, hex_bytes, numbers, table
 
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.codec.plan import Domain, Plan, Predictor
+from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import UNIT_TYPES, ArraySource
 from ckptz.codec.values import KINDS, ValueTable
@@ -21,9 +20,10 @@ from ckptz.dtypes import dtype_of
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.kernels import cpu, reference
-from ckptz.quant.quant_map import ExplicitTable, LinearTable, QuantizationMap
 from ckptz.transform.classes import Block, labels_of
 from ckptz.transform.planes import PlaneMode, kernel_mode
+from tests.support.spec_files import embedded
+from tests.support.spec_support import SPEC, hex_bytes, numbers, table
 
 Array = np.ndarray[Any, Any]
 BACKENDS = [pytest.param(lambda: reference, id="reference"), pytest.param(cpu, id="cpu")]

@@ -10,10 +10,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import safetensors.numpy
-from spec_support import SPEC, page, table
 
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.store.resolve import open_source
+from tests.support.spec_support import SPEC, page, table
 
 FIELD_PAGES = ("02-entropy.md", "04-quantization.md", "05-frame.md", "06-container.md")
 

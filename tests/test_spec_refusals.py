@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spec_cases import (
+
+from tests.support.spec_cases import (
     ENTROPY,
     FRAME,
     INTEGERS,
@@ -20,11 +21,11 @@ from spec_cases import (
     lenient,
     outer_frame,
 )
-from spec_cases_files import CHAIN, CONTAINER
-from spec_cases_tree import TREE
-from spec_files import File, Input, Raw, plain_file, read_files, vectors
-from spec_support import page, refusals, table
-from vector_support import ERROR_OF_KIND, INVALID
+from tests.support.spec_cases_files import CHAIN, CONTAINER
+from tests.support.spec_cases_tree import TREE
+from tests.support.spec_files import File, Input, Raw, plain_file, read_files, vectors
+from tests.support.spec_support import page, refusals, table
+from tests.support.vector_support import ERROR_OF_KIND, INVALID
 
 CASES = INTEGERS | ENTROPY | TRANSFORMS | QUANTIZATION | FRAME | CONTAINER | CHAIN | TREE
 COMMITTED = {vector.name for vector in INVALID}

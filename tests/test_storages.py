@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
 from ckptz.codec.units import chunk_bounds  # noqa: E402  # torch is optional
-from ckptz.convert import spool, torch_files  # noqa: E402
-from ckptz.convert.storages import Flat, flatten, geometry_of  # noqa: E402
 from ckptz.errors import ConfigError, UnsupportedError  # noqa: E402
+from ckptz.formats import torch_files  # noqa: E402
+from ckptz.tree import unflatten as spool  # noqa: E402
+from ckptz.tree.flatten import Flat, flatten, geometry_of  # noqa: E402
 
 # Quantized ones are refused, and those of less than a byte torch itself cannot save.
 NOT_SAVED = re.compile(r"torch\.(q|u?int[1-7]$)")
@@ -66,6 +67,16 @@ def test_every_dtype_comes_back(dtype: Any, shape: tuple[int, ...], tmp_path: Pa
     restored = through_files({"t": tensor, "dtype": dtype}, tmp_path)
     assert restored["dtype"] is dtype
     assert_same(restored["t"], tensor)
+
+
+def test_empty_tensors_of_every_dtype_come_back_beside_others(tmp_path: Path) -> None:
+    empties = {str(dtype): torch.empty((0, 3), dtype=dtype) for dtype in sorted(DTYPES, key=str)}
+    full = {f"{dtype} full": torch.zeros(5).to(dtype) for dtype in (torch.bfloat16, torch.int64)}
+    state = {"first": torch.empty(0), **full, **empties, "window": torch.ones(4)[2:2], "last": torch.ones(2)}
+    restored = through_files(state, tmp_path)
+    assert list(restored) == list(state)
+    for name, tensor in state.items():
+        assert_same(restored[name], tensor)
 
 
 def test_names_are_paths_and_tensors_keep_shape_and_type(tmp_path: Path) -> None:
@@ -203,6 +214,7 @@ def windows(draw: st.DrawFn) -> tuple[Any, list[int], list[int], int]:
     return dtype, shape, strides, draw(st.integers(0, room - span))
 
 
+@settings(deadline=None)
 @given(st.lists(windows(), min_size=1, max_size=4), st.integers(0, 3))
 def test_any_views_keep_their_values_and_what_they_share(
     wanted: list[tuple[Any, list[int], list[int], int]], written: int

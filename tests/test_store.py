@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
-from cli_support import ckptz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +23,8 @@ from ckptz.store.retention import keep_policy, prune_folder
 from ckptz.store.spool import Spool
 from ckptz.store.step_files import ChainRule, Listing, StepFile
 from ckptz.store.steps import StepStore
+from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
+from tests.support.cli_support import ckptz
 
 # --- names --------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
     damaged.write_bytes(b"not a checkpoint")
     report = prune_folder(tmp_path, KeepPolicy(last=1))
     assert damaged.exists()
-    assert "step-00000001.ckptz is left alone" in report.notes[0]
+    assert "step-00000001.ckptz cannot be read" in report.notes[0]
 
 
 # --- who may write ------------------------------------------------------------------------------
@@ -276,14 +276,35 @@ def test_a_lease_that_is_renewed_is_respected_and_a_stale_one_is_taken(tmp_path:
     Lease(place, beat=0.05, stale=0.2).release()
 
 
-def test_a_lease_of_a_dead_process_or_without_sense_is_taken_at_once(tmp_path: Path) -> None:
+def test_a_lease_of_a_dead_process_is_taken_at_once(tmp_path: Path) -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
-    for text in (Holder("0", done.pid, Holder.this_process().host, 0.0).pack(), b"", b'{"pid": 1}'):
-        (tmp_path / ".ckptz-lease").write_bytes(text)
+    (tmp_path / ".ckptz-lease").write_bytes(Holder("0", done.pid, Holder.this_process().host, 0.0).pack())
+    start = time.monotonic()
+    Lease(LocalFolder(tmp_path), beat=0.05, stale=60).release()
+    assert time.monotonic() - start < 10
+
+
+def test_half_of_a_lease_may_be_of_one_who_holds_it(tmp_path: Path) -> None:
+    place, path = LocalFolder(tmp_path), tmp_path / ".ckptz-lease"
+    for text in (b"", b'{"pid": 1}'):
+        path.write_bytes(text)
         start = time.monotonic()
-        Lease(LocalFolder(tmp_path), beat=0.05, stale=60).release()
-        assert time.monotonic() - start < 10
+        Lease(place, beat=0.05, stale=0.5).release()
+        assert time.monotonic() - start > 0.5
+
+    class CutOff(Lease):
+        is_first = True
+
+        def _read(self) -> bytes | None:
+            text, self.is_first = super()._read(), not self.is_first
+            return text if text is None or self.is_first else text[:-9]
+
+    lease = Lease(place, beat=0.05, stale=0.5)
+    with pytest.raises(ConfigError, match="is written to by"):
+        CutOff(place, beat=0.05, stale=0.5)
+    lease.check()
+    lease.release()
 
 
 def test_a_lease_that_another_took_is_noticed(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from checkpointer_support import KEEP_TWO, Run, loss_after, names_in
 
 from ckptz import KeepPolicy
 from ckptz.errors import ChecksumError, ConfigError, WriteError
@@ -17,6 +16,7 @@ from ckptz.store import lock, remote
 from ckptz.store.retention import prune_folder
 from ckptz.store.step_files import StepFile
 from ckptz.store.steps import StepStore
+from tests.support.checkpointer_support import KEEP_TWO, Run, loss_after, names_in
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -206,3 +206,118 @@ def test_a_damaged_object_is_named(url: str) -> None:
     with run.checkpointer(url) as checkpointer, pytest.raises(ChecksumError, match=r"step-00000001\.state"):
         checkpointer.restore(1)
     store.close()
+
+
+# --- stores that fail ---------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """As a store's own library raises it."""
+
+
+def failing(name: str, error: Exception) -> Any:
+    """Reads of one object fail, by ranges and whole."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        for method in ("read_range", "open"):
+            real = getattr(remote.UploadFolder, method)
+
+            def read(self: Any, asked: str, *args: Any, real: Any = real) -> Any:
+                if asked == name:
+                    raise error
+                return real(self, asked, *args)
+
+            monkeypatch.setattr(remote.UploadFolder, method, read)
+
+    return patch
+
+
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), Refused("503"), PermissionError(13, "denied")])
+@pytest.mark.parametrize("kind", ["weights", "state"])
+def test_an_object_that_cannot_be_read_keeps_every_older_step(
+    url: str, kind: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Run().losses(4)
+    save_steps(url, 1, 3)
+    before = sizes(url)
+    with monkeypatch.context() as patched:
+        failing(StepFile(3, kind).name, error)(patched)
+        report = prune_folder(url, KeepPolicy(last=1))
+    assert StepFile(3, kind).name in report.notes[0]
+    assert sizes(url) == before
+    assert loss_after(url, 2) == (2, expected[2])
+    assert prune_folder(url, KeepPolicy(last=1)).steps == (3,)
+    assert loss_after(url) == (3, expected[3])
+
+
+@pytest.mark.parametrize("n_lost", [1, 500, 10**6])
+def test_a_connection_that_is_cut_does_not_make_a_step_a_leftover(
+    url: str, n_lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Run().losses(4)
+    save_steps(url, 1, 3)
+    before = sizes(url)
+    real = remote.UploadFolder.read_range
+
+    def read_range(self: remote.UploadFolder, name: str, begin: int, end: int) -> bytes:
+        found = real(self, name, begin, end)
+        return found[: max(0, len(found) - n_lost)]
+
+    def get_file(self: Any, path: str, local: str, **_: Any) -> None:
+        data = self.cat_file(path)
+        Path(local).write_bytes(data[:-n_lost] if "step-" in path else data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote.UploadFolder, "read_range", read_range)
+        patched.setattr(type(fsspec.core.url_to_fs(url)[0]), "get_file", get_file)
+        store = StepStore(url)
+        store.lock()
+        store.close()
+        assert prune_folder(url, KeepPolicy(last=1)).notes
+    assert sizes(url) == before
+    assert loss_after(url) == (3, expected[3])
+
+
+def test_a_listing_without_sizes_does_not_make_a_step_a_leftover(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Run().losses(4)
+    save_steps(url, 1, 3)
+    system = type(fsspec.core.url_to_fs(url)[0])
+    real, told = system.ls, system.size
+
+    def ls(self: Any, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        return [{**entry, "size": None} for entry in real(self, path, detail=True, **kwargs)]
+
+    def size(self: Any, path: str) -> Any:
+        with monkeypatch.context() as undone:
+            undone.setattr(system, "ls", real)
+            return told(self, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(system, "ls", ls)
+        patched.setattr(system, "size", size)
+        before = sizes(url)
+        assert prune_folder(url, KeepPolicy(last=2)).steps == (2, 3)
+        patched.setattr(system, "size", lambda *_: None)
+        with pytest.raises(OSError, match="does not say how long it is"):
+            prune_folder(url, KeepPolicy(last=1))
+    assert sizes(url) == before
+    assert loss_after(url) == (3, expected[3])
+
+
+@pytest.mark.parametrize("method", ["ls", "rm_file"])
+def test_a_store_that_refuses_loses_no_step(url: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Run().losses(4)
+    save_steps(url, 1, 3)
+    system = type(fsspec.core.url_to_fs(url)[0])
+
+    def refuse(self: Any, path: str, **_: Any) -> NoReturn:
+        raise TimeoutError(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(system, method, refuse)
+        with pytest.raises(TimeoutError):
+            prune_folder(url, KeepPolicy(last=1))
+    assert loss_after(url, 2) == (2, expected[2])
+    assert loss_after(url) == (3, expected[3])

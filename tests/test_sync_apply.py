@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file as save_plain
-from sync_support import (
+
+from ckptz.api import apply as applying
+from ckptz.codec.units import CHUNK_UNITS
+from ckptz.container.reader import FrameSource
+from ckptz.errors import ChecksumError, CkptzError, ConfigError, FormatError, LimitError, MissingBaseError
+from ckptz.store.resolve import open_checkpoint
+from ckptz.torch import apply_, save_file
+from tests.support.sync_support import (
     SPARSE,
     State,
     a_pair,
@@ -22,13 +29,6 @@ from sync_support import (
     same,
     untouched,
 )
-
-from ckptz import applying
-from ckptz.codec.units import CHUNK_UNITS
-from ckptz.container.reader import FrameSource
-from ckptz.errors import ChecksumError, CkptzError, ConfigError, FormatError, LimitError, MissingBaseError
-from ckptz.store.resolve import open_checkpoint
-from ckptz.torch import apply_, save_file
 
 
 def delta_of(first: State, second: State, folder: Path, **options: Any) -> Path:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from sync_support import a_state, cloned, moved, published, refused, same, untouched
 
 import ckptz.torch
-from ckptz.convert.deltas import fold_files
+from ckptz import fold
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.store import places
 from ckptz.sync import Follower, Publisher
+from tests.support.sync_support import a_state, cloned, moved, published, refused, same, untouched
 
 # --- following ------------------------------------------------------------------------------------
 
@@ -74,9 +74,7 @@ def test_folded_files_in_the_folder_are_used(tmp_path: Path, check: Any) -> None
     states = published(tmp_path, 8, anchor_every=50)
     live, follower = cloned(a_state(9)), Follower(tmp_path, check=check)
     follower.apply_to(live, step=2)
-    fold_files(
-        f"{tmp_path}/step-000002.from-000001.ckptz..step-000007.from-000006.ckptz", tmp_path / "fold.ckptz"
-    )
+    fold(f"{tmp_path}/step-000002.from-000001.ckptz..step-000007.from-000006.ckptz", tmp_path / "fold.ckptz")
     shutil.move(tmp_path / "fold.ckptz", tmp_path / "step-000007.from-000002.ckptz")
     assert follower.apply_to(live).files == ("step-000007.from-000002.ckptz",)
     assert same(live, states[7])

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from sync_support import State, cloned, moved, same
 
 from ckptz.errors import MissingBaseError
 from ckptz.store import patch
 from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import apply_
+from tests.support.sync_support import State, cloned, moved, same
 
 N_TENSORS, N_ELEMENTS, N_STEPS, N_KILLS = 24, 500, 5, 40
 PAUSE = 0.0005  # between the tensors of one update, so that many are killed on the way

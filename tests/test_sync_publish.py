@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file as load_plain
-from sync_support import a_state, cloned, moved, names_in, published, refused, same, untouched
 
 import ckptz.torch
-from ckptz.convert.restore import restore_file
-from ckptz.convert.verify import verify_file
+from ckptz import restore, verify
 from ckptz.errors import ConfigError
 from ckptz.sync import Follower, Publisher
+from tests.support.sync_support import a_state, cloned, moved, names_in, published, refused, same, untouched
 
 # --- the folder -----------------------------------------------------------------------------------
 
@@ -46,10 +45,10 @@ def test_what_is_older_than_the_anchors_kept_is_removed(tmp_path: Path) -> None:
     assert len(names_in(tmp_path)) == 7
     for path in tmp_path.iterdir():
         step = int(path.name[5:11])
-        restore_file(path, tmp_path / "plain.safetensors")
+        restore(path, tmp_path / "plain.safetensors")
         assert same(load_plain(tmp_path / "plain.safetensors"), states[step])
         (tmp_path / "plain.safetensors").unlink()
-        verify_file(path)
+        verify(path)
 
 
 def test_files_are_ordinary_checkpoints(tmp_path: Path) -> None:
@@ -289,7 +288,7 @@ def test_a_url_without_fsspec_says_what_to_install(monkeypatch: pytest.MonkeyPat
         Publisher("s3://bucket/run")
 
 
-@pytest.mark.parametrize("module", ["ckptz.applying", "ckptz.sync.publisher", "ckptz.sync.follower"])
+@pytest.mark.parametrize("module", ["ckptz.api.apply", "ckptz.sync.publisher", "ckptz.sync.follower"])
 def test_the_examples_in_the_docstrings_are_true(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

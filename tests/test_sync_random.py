@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sync_support import State, cloned, moved, same
 
-from ckptz.convert.deltas import DeltaOptions, fold_files
+from ckptz import fold
 from ckptz.errors import MissingBaseError
 from ckptz.store.versions import Version, versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import apply_, load_file
+from tests.support.sync_support import State, cloned, moved, same
 
 N_ACTIONS = 9
 SHARES = (0.0, 0.01, 0.01, 0.1, 0.4, 1.0)  # the sparse way, the dense way, both in one file
@@ -96,7 +96,7 @@ class World:
             return
         try:
             between = f"{self.run / first.name}..{self.run / last.name}"
-            fold_files(between, self.folder / "folded.ckptz", DeltaOptions(jobs=1))
+            fold(between, self.folder / "folded.ckptz", jobs=1)
         except MissingBaseError:
             return  # the chain of one of them was dropped
         (self.folder / "folded.ckptz").rename(target)

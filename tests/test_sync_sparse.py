@@ -12,22 +12,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
-from ckptz.codec.encode import EncodedChunk, encode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.planner import plan_sparse
 from ckptz.codec.sources import ChunkSources
-from ckptz.codec.sparse import MAX_SPARSE_SHARE, read_changes
+from ckptz.codec.sparse import read_changes
 from ckptz.codec.units import UNIT_TYPES, ArraySource
-from ckptz.config import Lossless
-from ckptz.container.contents import Contents
 from ckptz.container.index import BaseRef
-from ckptz.container.writer import write_container
 from ckptz.dtypes import DTYPES, dtype_of
+from ckptz.encoding.chunk import EncodedChunk, encode_chunk
+from ckptz.encoding.sparse import MAX_SPARSE_SHARE
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import FormatError, MissingBaseError
 from ckptz.kernels import reference, sparse, sparse_reference
+from ckptz.methods.lossless import Lossless, plan_sparse
 from ckptz.parallel import Workers
+from ckptz.pipeline import Job
 from ckptz.transform.planes import kernel_mode
 
 Array = np.ndarray[Any, Any]
@@ -42,9 +42,9 @@ def frame_of(units: Array, base: Array, name: str = "BF16") -> tuple[FrameHeader
     """A tensor of one chunk, planned and encoded as the publisher does it."""
     dtype = dtype_of(name)
     source, old = ArraySource(dtype, (len(units),), units), ArraySource(dtype, (len(base),), base)
-    plan = plan_sparse(source, old)
-    chunk = encode_chunk(source, plan, ChunkSources(0, len(units), old))
-    return FrameHeader(dtype, source.shape, plan, (chunk.record,)), chunk
+    draft = plan_sparse(source, old)
+    chunk = encode_chunk(source, draft, ChunkSources(0, len(units), old))
+    return FrameHeader(dtype, source.shape, draft.plan, (chunk.record,)), chunk
 
 
 def payload_of(chunk: EncodedChunk) -> Array:
@@ -242,13 +242,14 @@ def test_one_percent_of_bf16_takes_less_than_the_bar_and_than_zstd(change: Any) 
     share = np.count_nonzero(units != base) / len(base)
     assert 0.009 < share < 0.013
     sink, bf16 = io.BytesIO(), dtype_of("BF16")
-    contents = Contents(
+    job = Job(
+        tensors={"weight": ArraySource(bf16, units.shape, units)},
         base=BaseRef("0" * 64, "base.ckptz", 1),
         bases={"weight": ArraySource(bf16, base.shape, base)},
         config=Lossless(sparse=True),
     )
     with Workers(1) as workers:
-        write_container(sink, {"weight": ArraySource(bf16, units.shape, units)}, contents, workers)
+        pipeline.write(sink, job, workers)
     own = sink.tell()
     assert own / units.nbytes <= 0.014
     xor = (units ^ base).view(np.uint8).reshape(-1, 2)

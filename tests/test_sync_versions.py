@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sync_support import refused
 
 from ckptz.errors import MissingBaseError
 from ckptz.store.versions import Version, newest_step, route, versions_in
+from tests.support.sync_support import refused
 
 
 @given(st.integers(0, 10**8), st.none() | st.integers(0, 10**8))

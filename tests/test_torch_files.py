@@ -18,9 +18,9 @@ torch = pytest.importorskip("torch")
 
 from ckptz.codec.units import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.container.publish import TEMPORARY_SUFFIX  # noqa: E402
-from ckptz.convert import torch_files  # noqa: E402
-from ckptz.convert.storages import Flat, flatten  # noqa: E402
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError  # noqa: E402
+from ckptz.formats import torch_files  # noqa: E402
+from ckptz.tree.flatten import Flat, flatten  # noqa: E402
 
 
 def values(flat: Flat, name: str) -> Any:
@@ -41,6 +41,61 @@ def test_a_pickle_that_needs_code_is_refused_and_not_run(is_zip: bool, tmp_path:
     torch.save({"args": argparse.Namespace(lr=1)}, path, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(UnsupportedError, match=r"run\.pt: .*\(argparse\.Namespace\).*state_dict"):
         torch_files.read(path)
+
+
+class RunsCommand:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (argparse.Namespace(lr=1), "argparse.Namespace"),
+        (RunsCommand(), "(posix|nt).system"),
+        (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+        (np.float64(1), "numpy.*scalar"),
+        (Path("x"), "pathlib.*Path"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("form", ["zip", "old", "protocol 4", "pickle"])
+def test_a_class_is_named_whatever_the_form_of_the_file(
+    form: str, value: Any, wanted: str, tmp_path: Path
+) -> None:
+    path, state = tmp_path / "run.pt", {"weight": [1.5, "x"], "args": value}
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(state))
+    else:
+        protocol = 4 if form == "protocol 4" else 2
+        torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=form != "old")
+    with pytest.raises(UnsupportedError, match=rf"run\.pt: .*\({wanted}\).*save a plain state_dict"):
+        torch_files.read(path)
+
+
+def test_what_torch_saves_and_only_loads_with_code_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new.pt"
+    torch.save({"a": 1, "w": torch.ones(2)}, path, pickle_protocol=4)
+    assert values(torch_files.read(path), "w").view(np.float32).tolist() == [1, 1]
+    torch.save({"a": 2**5000}, path)
+    assert torch_files.load_state(path) == {"a": 2**5000}
+    needs_grad = torch.zeros(2, dtype=torch.float8_e5m2, requires_grad=True)
+    torch.save({"a": needs_grad}, path)
+    assert torch_files.load_state(path)["a"].requires_grad
+
+
+@pytest.mark.parametrize("form", ["old", "pickle"])
+def test_a_cut_pickle_that_needs_code_is_damage_or_names_it(form: str, tmp_path: Path) -> None:
+    path, state = tmp_path / "run.pt", {"args": argparse.Namespace(lr=1), "tail": "x" * 99}
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(state))
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    for n in range(len(whole) - 1):
+        path.write_bytes(whole[:n])
+        with pytest.raises((FormatError, UnsupportedError), match=r"run\.pt: "):
+            torch_files.read(path)
 
 
 def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
@@ -249,8 +304,9 @@ FULL_DISK = """
 import os, resource, signal, sys
 from pathlib import Path
 import torch
-from ckptz.convert import spool, torch_files
-from ckptz.convert.storages import flatten
+from ckptz.tree import unflatten as spool  # noqa: E402
+from ckptz.formats import torch_files  # noqa: E402
+from ckptz.tree.flatten import flatten
 folder = Path(sys.argv[1])
 flat = flatten({"w": torch.zeros(1 << 20)})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -293,7 +349,7 @@ MEMORY = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from ckptz.convert import torch_files
+from ckptz.formats import torch_files  # noqa: E402
 
 def anonymous():
     line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))

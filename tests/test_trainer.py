@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_support import N_SAVES, Trainer, check_equal, checkpoints, final, tokens, trainer
-from transformers_support import make, transformers
 
 from ckptz import KMeans, safe_open
 from ckptz.errors import CkptzError, ConfigError, MissingBaseError, UnsupportedError, WriteError
 from ckptz.integrations import linked
 from ckptz.integrations.trainer import ChainOptions, CkptzTrainerMixin
 from ckptz.integrations.transformers import from_pretrained
+from tests.support.trainer_support import N_SAVES, Trainer, check_equal, checkpoints, final, tokens, trainer
+from tests.support.transformers_support import make, transformers
+
+pytestmark = pytest.mark.apps
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "trainer.py"
 

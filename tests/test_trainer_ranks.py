@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from trainer_support import Trainer, trainer
 
+from tests.support.trainer_support import Trainer, trainer
+
+pytestmark = pytest.mark.apps
+
+ROOT = Path(__file__).parent.parent
 N_RANKS = 2
 N_STEPS = 4
 
@@ -46,11 +50,11 @@ def one_rank(folder: Path, play: str, n_steps: int) -> None:
 
 def played(folder: Path, play: str, n_steps: int) -> list[dict[str, Any]]:
     """What every rank says of training up to a step."""
-    command = [sys.executable, __file__, str(folder), play, str(n_steps)]
+    command = [sys.executable, "-m", "tests.test_trainer_ranks", str(folder), play, str(n_steps)]
     n_ranks = str(N_RANKS)
     shared = os.environ | {"WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks, "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(command, cwd=ROOT, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(N_RANKS)
     ]
     assert [rank.wait(timeout=900) for rank in ranks] == [0] * N_RANKS

@@ -10,7 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers_support import (
+
+import ckptz
+import ckptz.torch
+from ckptz.errors import (
+    ChecksumError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    LimitError,
+    MissingBaseError,
+    UnsupportedError,
+)
+from ckptz.integrations import transformers as integration
+from ckptz.integrations.transformers import from_pretrained
+from tests.support.transformers_support import (
     AUTO,
     IDS,
     MAKERS,
@@ -30,19 +44,7 @@ from transformers_support import (
     transformers,
 )
 
-import ckptz
-import ckptz.torch
-from ckptz.errors import (
-    ChecksumError,
-    ConfigError,
-    CorruptionError,
-    FormatError,
-    LimitError,
-    MissingBaseError,
-    UnsupportedError,
-)
-from ckptz.integrations import transformers as integration
-from ckptz.integrations.transformers import from_pretrained
+pytestmark = pytest.mark.apps
 
 # --- the same model --------------------------------------------------------------------------------------
 

@@ -8,13 +8,23 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from api_support import run_python
-from transformers_support import AUTO, check_same, enabling, expected, folders, torch_folder, transformers
 
 import ckptz.torch
 from ckptz.errors import UnsupportedError
 from ckptz.integrations import transformers as integration
 from ckptz.integrations.transformers import disable, enable, from_pretrained
+from tests.support.api_support import run_python
+from tests.support.transformers_support import (
+    AUTO,
+    check_same,
+    enabling,
+    expected,
+    folders,
+    torch_folder,
+    transformers,
+)
+
+pytestmark = pytest.mark.apps
 
 modeling = transformers.modeling_utils
 PAGE = Path(__file__).parent.parent / "docs" / "transformers.md"

@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptz.container.envelope import strict_json
-from ckptz.convert import tree as tree_module
-from ckptz.convert.keys import MAX_EQUAL_HASHES, MAX_KEY_INT
-from ckptz.convert.leaves import DTypeName, Size, TensorRef, View
-from ckptz.convert.tree import MAX_DEPTH, pack_node, parse_tree
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
+from ckptz.tree import skeleton as tree_module
+from ckptz.tree.keys import MAX_EQUAL_HASHES, MAX_KEY_INT
+from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
+from ckptz.tree.skeleton import MAX_DEPTH, pack_node, parse_tree
 
 SPEC = Path(__file__).parent.parent / "spec" / "09-tree.md"
 STORAGES = [["a", "b"], ["c"]]
@@ -382,7 +382,7 @@ def test_a_tree_must_name_the_tensors_of_its_file() -> None:
 
 def test_parsing_needs_no_torch() -> None:
     code = (
-        "import sys; from ckptz.convert.tree import parse_tree;"
+        "import sys; from ckptz.tree.skeleton import parse_tree;"
         "parse_tree({'root': [{'Size': [1]}, {'dtype': 'int8'}, {'tensor': 'w'}], 'storages': []});"
         "sys.exit('torch' in sys.modules)"
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from spec_support import SPEC, refusals
-from vector_support import ERROR_OF_KIND, FOLDER, INVALID, VALID, Vector, read_path, vectors
+
+from tests.support.spec_support import SPEC, refusals
+from tests.support.vector_support import ERROR_OF_KIND, FOLDER, INVALID, VALID, Vector, read_path, vectors
 
 MAX_BYTES, MAX_TOTAL, TYPICAL_BYTES = 4096, 1_000_000, 700
 

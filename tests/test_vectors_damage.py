@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vector_support import FOLDER, INVALID, VALID, State, Vector, read_bytes, read_path
 
 from ckptz.errors import CkptzError, TruncatedError
+from tests.support.vector_support import FOLDER, INVALID, VALID, State, Vector, read_bytes, read_path
 
 
 @dataclass(frozen=True)

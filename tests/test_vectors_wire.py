@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spec_support import table
-from vector_support import FOLDER, sessions
 
 from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
@@ -20,6 +18,8 @@ from ckptz.wire import LinkPolicy
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction
 from ckptz.wire.state import Place
+from tests.support.spec_support import table
+from tests.support.vector_support import FOLDER, sessions
 
 Row = dict[str, Any]
 GOOD = [row for row in sessions() if "needs" in row]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from wire_support import BACKWARD, FORWARD, f32_units, rng
 
 from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
@@ -21,6 +20,7 @@ from ckptz.wire.codecs import MIN_ELEMENTS
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, LinkHeader
 from ckptz.wire.state import Place
+from tests.support.wire_support import BACKWARD, FORWARD, f32_units, rng
 
 SHAPE, F32 = (2, MIN_ELEMENTS // 2), dtype_of("F32")
 POLICIES = [

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from wire_support import devices, from_torch, rng, to_torch
 
+from ckptz.codec.quant_map import LinearTable
 from ckptz.kernels import reference, wire_cpu, wire_reference, wire_torch
 from ckptz.kernels import wire_reference as ref
 from ckptz.kernels.codec_cpu import pack_codes, unpack_codes
-from ckptz.quant.quant_map import LinearTable
+from tests.support.wire_support import devices, from_torch, rng, to_torch
 
 BITS = (2, 3, 4, 6, 8)
 

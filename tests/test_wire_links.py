@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from wire_support import BACKWARD, SHAPE, N, f32_units, floats, rng
 
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, WireError
@@ -37,6 +36,7 @@ from ckptz.wire import (
 )
 from ckptz.wire.header import Direction
 from ckptz.wire.state import Place
+from tests.support.wire_support import BACKWARD, SHAPE, N, f32_units, floats, rng
 
 
 def test_every_policy_survives_its_metadata() -> None:

@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from wire_support import (
+
+from ckptz.dtypes import DTYPES, dtype_of
+from ckptz.errors import ConfigError, WireError
+from ckptz.kernels import wire_cpu, wire_reference
+from ckptz.wire import PRESETS, RAW, Adaptive, LinkPolicy, TopK, Uniform, cap
+from ckptz.wire.codecs import Codec, plan_of
+from ckptz.wire.endpoint import Link
+from ckptz.wire.feedback import SampleBuffers, describe_memory, state_bytes
+from ckptz.wire.frames import BITMAP, decode_frame, encode_frame
+from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
+from ckptz.wire.state import Place
+from tests.support.wire_support import (
     BACKWARD,
     FORWARD,
     SHAPE,
@@ -24,17 +35,6 @@ from wire_support import (
     to_torch,
     torch_end,
 )
-
-from ckptz.dtypes import DTYPES, dtype_of
-from ckptz.errors import ConfigError, WireError
-from ckptz.kernels import wire_cpu, wire_reference
-from ckptz.wire import PRESETS, RAW, Adaptive, LinkPolicy, TopK, Uniform, cap
-from ckptz.wire.codecs import Codec, plan_of
-from ckptz.wire.endpoint import Link
-from ckptz.wire.feedback import SampleBuffers, describe_memory, state_bytes
-from ckptz.wire.frames import BITMAP, decode_frame, encode_frame
-from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
-from ckptz.wire.state import Place
 
 CODECS: list[Codec] = [
     *(Uniform(bits) for bits in (2, 3, 4, 6, 8)),

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_worker import POLICIES
 
-WORKER = Path(__file__).parent / "wire_worker.py"
+from tests.support.wire_worker import POLICIES
+
+pytestmark = pytest.mark.apps
+
+ROOT = Path(__file__).parent.parent
 TIMEOUT = 150
 
 
@@ -19,9 +22,9 @@ def launch(task: str, folder: Path) -> list[tuple[int, str]]:
     """(exit code, error output) of both ranks."""
     store = folder / f"store-{task}"
     commands = [
-        [sys.executable, WORKER, task, str(rank), store, folder] for rank in (0, 1)
-    ]  # fmt: skip
-    ranks = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True, cwd=WORKER.parent) for c in commands]
+        [sys.executable, "-m", "tests.support.wire_worker", task, str(rank), store, folder] for rank in (0, 1)
+    ]
+    ranks = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True, cwd=ROOT) for c in commands]
     try:
         return [
             (rank.returncode, error) for rank in ranks for error in [rank.communicate(timeout=TIMEOUT)[1]]

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64
-from ckptz.codec.encode import class_segments
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import Predictor
 from ckptz.codec.sources import ChunkSources
@@ -186,7 +185,7 @@ class _Streams:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
         classes = np.flatnonzero(self._per_class)
         tables = self._header.plan.tables[index]
-        segments = class_segments(classes, self._per_class[classes], tables)
+        segments = tables.segments(classes, self._per_class[classes])
         slots = self._header.slot_tables[index]
         segments = Segments(segments.ends, segments.table_of, segments.tables, slots)
         grouped, plane = np.empty(self._n, np.uint8), np.empty(self._n, np.uint8)

@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.codec.plan import Domain, OuterVectors, Plan, Predictor, StreamTables
-from ckptz.codec.units import UNIT_TYPES, n_rows_of
-from ckptz.dtypes import DType, dtype_of_id
-from ckptz.entropy.frequency import parse_tables, write_tables
-from ckptz.entropy.streams import Embedded, read_embedded, take_embedded, write_embedded
-from ckptz.errors import CorruptionError, UnsupportedError
-from ckptz.kernels import cpu, reference
-from ckptz.quant.quant_map import (
+from ckptz.codec.quant_map import (
     MAX_CODES,
     MAX_ROWS,
     AnyTable,
@@ -31,6 +25,12 @@ from ckptz.quant.quant_map import (
     LinearTable,
     QuantizationMap,
 )
+from ckptz.codec.units import UNIT_TYPES, n_rows_of
+from ckptz.dtypes import DType, dtype_of_id
+from ckptz.entropy.frequency import parse_tables, write_tables
+from ckptz.entropy.streams import Embedded, read_embedded, take_embedded, write_embedded
+from ckptz.errors import CorruptionError, UnsupportedError
+from ckptz.kernels import cpu, reference
 from ckptz.transform.classes import (
     MAX_CLASSES,
     MAX_INDICES,

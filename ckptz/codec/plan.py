@@ -1,18 +1,18 @@
-"""Every choice for one tensor, made before its first byte is written."""
+"""The plan of one tensor: what its frame says of how codes become values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.quant_map import QuantizationMap
 from ckptz.dtypes import DType
-from ckptz.quant.moments import Rounding
-from ckptz.quant.quant_map import QuantizationMap
-from ckptz.transform.classes import BaseCode, ClassCounts, ClassRule, Magnitude, TableMap, n_classes_of
+from ckptz.entropy.streams import Segments
+from ckptz.transform.classes import BaseCode, ClassRule, Magnitude, TableMap, n_classes_of
 from ckptz.transform.planes import BASE_MODES, PlaneMode
 
 
@@ -38,6 +38,15 @@ class StreamTables:
 
     frequencies: NDArray[np.uint16]
     table_map: TableMap
+
+    def segments(self, classes: NDArray[np.int64], per_class: NDArray[np.int64]) -> Segments:
+        """Say how a stream, sorted by class, runs through the tables.
+
+        Args:
+            classes: that occur in the chunk, ascending [n_used].
+            per_class: units of each [n_used].
+        """
+        return Segments(np.cumsum(per_class), self.table_map.table_of[classes], self.frequencies)
 
 
 class OuterVectors(Protocol):
@@ -75,25 +84,9 @@ class Outer:
         """Nothing: they are there."""
 
 
-class Quantizer(Protocol):
-    """The encoder's side of a map: which code each unit takes. Not part of the frame."""
-
-    def codes(self, begin: int, end: int, units: Any) -> NDArray[np.uint8]:
-        """Codes of units begin..end of the tensor."""
-        ...
-
-    def kept(self, units: Any) -> Any:
-        """What escaped and protected positions restore to: `units`, or a rounding of them."""
-        ...
-
-    def protected(self, begin: int, end: int, units: Any) -> NDArray[np.bool_] | None:
-        """Positions that are stored exactly beside their code, or None."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one tensor is framed.
+    """What a frame says of its tensor.
 
     Attributes:
         mode: planes domain only: what happens to a unit before it is split.
@@ -103,11 +96,6 @@ class Plan:
         outer: the vectors of the outer predictor.
         rules: class rules, at most three.
         tables: one entry a code stream if there are rules, else empty.
-        quantizer: encoder only.
-        note: encoder only: what the user should know, or empty.
-        counted: encoder only: codes by class of each stream, if the planner counted the one chunk there is.
-        is_sparse: encoder only: code a chunk of which few units changed by their positions.
-        rounding: encoder only, planes domain: what units are rounded to before they are split, if at all.
     """
 
     mode: PlaneMode = PlaneMode.RAW
@@ -117,11 +105,6 @@ class Plan:
     outer: OuterVectors | None = None
     rules: tuple[ClassRule, ...] = ()
     tables: tuple[StreamTables, ...] = ()
-    quantizer: Quantizer | None = field(default=None, compare=False, repr=False)
-    note: str = field(default="", compare=False)
-    counted: tuple[ClassCounts, ...] = field(default=(), compare=False, repr=False)
-    is_sparse: bool = field(default=False, compare=False)
-    rounding: Rounding | None = field(default=None, compare=False)
 
     @property
     def n_classes(self) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import UnitSource
+from ckptz.codec.units import TensorSource
 from ckptz.errors import CorruptionError, MissingBaseError
 
-Companions = Callable[[str], UnitSource]  # tensors of the same file by name
+Companions = Callable[[str], TensorSource]  # tensors of the same file by name
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class ChunkSources:
 
     begin: int
     end: int
-    base: UnitSource | None = None
+    base: TensorSource | None = None
     companions: Companions | None = None
     reads_both: bool = False
     base_title: str = ""
@@ -56,14 +56,12 @@ class ChunkSources:
         if not self._has_codes and self.reads_both:
             self._read_both(self.base)
         if not self._has_codes:
-            self._codes, self._has_codes = codes_of(self.base, self.begin, self.end), True
+            self._codes, self._has_codes = self.base.codes(self.begin, self.end), True
         return self._codes
 
-    def _read_both(self, base: UnitSource) -> None:
-        read = getattr(base, "units_and_codes", None)
-        if read is not None:
-            self._units, self._codes = read(self.begin, self.end)
-            self._has_codes = True
+    def _read_both(self, base: TensorSource) -> None:
+        self._units, self._codes = base.units_and_codes(self.begin, self.end)
+        self._has_codes = True
 
     def units_of(self, name: str) -> NDArray[Any]:
         """Units of another tensor of the same file."""
@@ -72,20 +70,14 @@ class ChunkSources:
         return self.companions(name).units(self.begin, self.end)
 
 
-def codes_of(source: UnitSource, begin: int, end: int) -> NDArray[np.uint8] | None:
-    """Codes of a tensor that is stored by a quantization map, else None."""
-    read: Callable[[int, int], NDArray[np.uint8] | None] | None = getattr(source, "codes", None)
-    return None if read is None else read(begin, end)
-
-
-def companions_of(tensors: Mapping[str, UnitSource]) -> Companions:
+def companions_of(tensors: Mapping[str, TensorSource]) -> Companions:
     """Looks companions up by name.
 
     Raises:
         CorruptionError: when called with a name that is not there.
     """
 
-    def find(name: str) -> UnitSource:
+    def find(name: str) -> TensorSource:
         if name not in tensors:
             raise CorruptionError(f"classes depend on tensor {name!r}, which the file does not hold")
         return tensors[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,22 +23,62 @@ UNIT_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
 }
 
 
-class UnitSource(Protocol):
-    """A tensor that can be read piece by piece; see `ckptz.dtypes` for what a unit is."""
+class TensorSource:
+    """A tensor that can be read piece by piece; see `ckptz.dtypes` for what a unit is.
+
+    Subclasses have `units`, and the others where the tensor stands in a frame with a quantization map.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def dtype(self) -> DType:
+            """Type of the elements."""
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            """Dimensions, in elements."""
 
     @property
-    def dtype(self) -> DType: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+    def n_codes(self) -> int | None:
+        """Size of the alphabet of the codes of its own frame; None if it has none."""
+        return None
 
     def units(self, begin: int, end: int) -> Units:
-        """Units begin..end as little-endian unsigned integers; may share memory, never written to."""
-        ...
+        """Read units begin..end as little-endian unsigned integers; may share memory, never written to."""
+        raise NotImplementedError
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """Read the codes of units begin..end, uint8; None if no quantization map made them."""
+        del begin, end
+        return None
+
+    def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
+        """Read both from one decoding: two would double with every member of a chain."""
+        return self.units(begin, end), self.codes(begin, end)
 
 
 @dataclass(frozen=True, slots=True)
-class ArraySource:
+class SourceOf(TensorSource):
+    """A tensor that is read from another one of the same dtype and shape; subclasses say how."""
+
+    source: TensorSource
+
+    @property
+    def dtype(self) -> DType:
+        """Type of the elements."""
+        return self.source.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions, in elements."""
+        return tuple(self.source.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySource(TensorSource):
     """Units that are in memory already."""
 
     dtype: DType
@@ -51,7 +91,7 @@ class ArraySource:
         return cls(dtype, tuple(shape), np.frombuffer(buffer, UNIT_TYPES[dtype.unit_bytes]))
 
     def units(self, begin: int, end: int) -> Units:
-        """See `UnitSource.units`."""
+        """See `TensorSource.units`."""
         return self.flat[begin:end]
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptz.codec.choices import Choice
-from ckptz.codec.guides import Guide
-from ckptz.codec.units import UnitSource
-from ckptz.config import LOSSLESS, Config
+from ckptz.codec.units import TensorSource
 from ckptz.container.index import BaseRef, QualityRecord, Sharding
 from ckptz.container.reader import FrameSource
-from ckptz.roles import Role, Rule
+from ckptz.encoding.guide import Guide
+from ckptz.methods.method import Choice
 
 Progress = Callable[[int], None]
 
@@ -39,13 +37,13 @@ class Earlier:
         return {
             name: self.tensors[name]
             for name in same
-            if (companion := choices[name].companion) is None or companion in same
+            if (companion := choices[name].recipe.companion) is None or companion in same
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What goes into a file beside the tensors.
+    """What goes into a file beside the tensors, with every question of how decided.
 
     Attributes:
         metadata: the user's own, kept unchanged.
@@ -54,26 +52,19 @@ class Contents:
         step: training step, if known.
         sharding: how the source folder was split.
         tree: JSON skeleton of a nested checkpoint.
-        config: lossless, or how weights become lossy.
-        role_rules: the user's rows of the table of roles.
-        roles: what tensors are, where more is known than their names say; before `role_rules`.
+        choices: what becomes of each tensor, by name.
         guides: what planners may know of tensors beside their values, by name.
-        trained: parameters whose moments stand in another file, so that their one-dimensional weights are
-            as exact as they would be beside them.
         quality: budgets that were measured on the very tensors of this file.
         earlier: a file to copy from what would be encoded to the same bytes.
     """
 
     metadata: Mapping[str, str] | None = None
     base: BaseRef | None = None
-    bases: Mapping[str, UnitSource] = field(default_factory=dict)
+    bases: Mapping[str, TensorSource] = field(default_factory=dict)
     step: int | None = None
     sharding: Sharding | None = None
     tree: dict[str, Any] | None = None
-    config: Config = LOSSLESS
-    role_rules: Sequence[Rule] = ()
-    roles: Mapping[str, Role] = field(default_factory=dict)
+    choices: Mapping[str, Choice]
     guides: Mapping[str, Guide] = field(default_factory=dict)
-    trained: Collection[str] = ()
     quality: Sequence[QualityRecord] = ()
     earlier: Earlier | None = None

@@ -11,24 +11,24 @@ from typing import BinaryIO
 
 import msgspec
 
-from ckptz.codec.choices import Choice
-from ckptz.codec.encode import Deviation, EncodedChunk, encode_chunk
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
 from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.guides import NO_GUIDE
 from ckptz.codec.plan import Plan, exact_plan
-from ckptz.codec.plan_tensor import plan_tensor
-from ckptz.codec.planner import MapFunction
 from ckptz.codec.sources import ChunkSources, Companions, companions_of
-from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds
-from ckptz.container.companions import Held, PlanBook, Restored
+from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.contents import Contents, Progress
 from ckptz.container.index import LossyRecord, TensorEntry
 from ckptz.container.reader import FrameSource
+from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
+from ckptz.encoding.companions import DraftBook, Held, Restored
+from ckptz.encoding.draft import Draft, MapFunction, Subject
+from ckptz.encoding.guide import NO_GUIDE
+from ckptz.methods.lossless import EXACT
+from ckptz.methods.method import Choice
 from ckptz.parallel import Workers
 
 
-def matching_base(source: UnitSource, base: UnitSource | None) -> UnitSource | None:
+def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
     """The base if its dtype and shape fit, else None: the tensor then stands alone."""
     fits = base is not None and (base.dtype, tuple(base.shape)) == (source.dtype, tuple(source.shape))
     return base if fits else None
@@ -40,8 +40,8 @@ class _Job:
 
     name: str
     planning: _Planning
-    base: UnitSource | None
-    plan: Plan | None
+    base: TensorSource | None
+    draft: Draft | None
     companions: Companions
     begin: int
     end: int
@@ -50,41 +50,46 @@ class _Job:
 class _Planning:
     """Plans the tensors of a file; those that others depend on are planned once for both."""
 
-    def __init__(
-        self, tensors: Mapping[str, UnitSource], choices: Mapping[str, Choice], contents: Contents
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
         self.tensors = tensors
-        self._choices, self._contents = choices, contents
-        sources = (choice.companion for choice in choices.values())
-        self._shared = PlanBook(self._make, (name for name in sources if name is not None))
+        self._contents = contents
+        sources = (contents.choices[name].recipe.companion for name in tensors)
+        self._shared = DraftBook(self._make, (name for name in sources if name is not None))
 
-    def base(self, name: str) -> UnitSource | None:
+    def base(self, name: str) -> TensorSource | None:
         """What a tensor may be stored against."""
         source = self.tensors[name]
         base = matching_base(source, self._contents.bases.get(name))
         is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
         return Held(base) if base is not None and is_short else base
 
-    def plan(
-        self, name: str, base: UnitSource | None, companions: Companions, run: MapFunction = map
-    ) -> Plan:
-        """The plan of a tensor."""
+    def draft(
+        self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
+    ) -> Draft:
+        """Plan a tensor."""
         if name in self._shared:
-            return self._shared.plan(name, run)
-        guide = self._contents.guides.get(name, NO_GUIDE)
-        return plan_tensor(self.tensors[name], base, self._choices[name], guide, run, companions)
+            return self._shared.draft(name, run)
+        return self._planned(name, base, companions, run)
 
-    def _make(self, name: str, run: MapFunction) -> Plan:
+    def _make(self, name: str, run: MapFunction) -> Draft:
+        return self._planned(name, self.base(name), None, run)
+
+    def _planned(
+        self, name: str, base: TensorSource | None, companions: Companions | None, run: MapFunction
+    ) -> Draft:
         guide = self._contents.guides.get(name, NO_GUIDE)
-        return plan_tensor(self.tensors[name], self.base(name), self._choices[name], guide, run)
+        subject = Subject(self.tensors[name], base, guide, companions, run)
+        recipe = self._contents.choices[name].recipe
+        is_empty = not subject.source.dtype.n_units(subject.source.shape)
+        return (EXACT if is_empty else recipe).plan(subject)
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
-        """The tensors that a tensor's classes depend on, as the file restores them."""
-        wanted = self._choices[name].companion
+        """Give the tensors that a tensor's classes depend on, as the file restores them."""
+        wanted = self._contents.choices[name].recipe.companion
         if wanted is None:
             return companions_of({})
         source = self.tensors[wanted]
-        restored = Restored(source, self.base(wanted), self._shared.plan(wanted, run))
+        restored = Restored(source, self.base(wanted), self._shared.draft(wanted, run))
         is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
         return companions_of({wanted: Held(restored) if is_short else restored})
 
@@ -93,21 +98,21 @@ def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterat
     for name in names:
         source = planning.tensors[name]
         n_units = source.dtype.n_units(source.shape)
-        base, plan, companions = planning.base(name), None, companions_of({})
+        base, draft, companions = planning.base(name), None, companions_of({})
         if n_units > CHUNK_UNITS:
             companions = planning.companions(name, workers.map)
-            plan = planning.plan(name, base, companions, workers.map)
+            draft = planning.draft(name, base, companions, workers.map)
         for begin, end in chunk_bounds(n_units):
-            yield _Job(name, planning, base, plan, companions, begin, end)
+            yield _Job(name, planning, base, draft, companions, begin, end)
 
 
-def _encode(job: _Job) -> tuple[Plan, EncodedChunk]:
-    plan, companions = job.plan, job.companions
-    if plan is None:
+def _encode(job: _Job) -> tuple[Draft, EncodedChunk]:
+    draft, companions = job.draft, job.companions
+    if draft is None:
         companions = job.planning.companions(job.name)
-        plan = job.planning.plan(job.name, job.base, companions)
+        draft = job.planning.draft(job.name, job.base, companions)
     sources = ChunkSources(job.begin, job.end, job.base, companions)
-    return plan, encode_chunk(job.planning.tensors[job.name], plan, sources)
+    return draft, encode_chunk(job.planning.tensors[job.name], draft, sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +125,13 @@ class WrittenFrame:
 
 
 def _lossy_record(choice: Choice, header: FrameHeader, deviation: Deviation) -> LossyRecord:
-    method = choice.method
-    assert method is not None
+    recipe = choice.recipe
     return LossyRecord(
-        method=method.name,
+        method=recipe.name,
         role=choice.role.role,
         layer_type=choice.role.layer_type,
-        settings=method.settings(),
-        n_pruned=_n_pruned(header.plan, deviation) if method.prunes else 0,
+        settings=recipe.settings(),
+        n_pruned=_n_pruned(header.plan, deviation) if recipe.prunes else 0,
         n_protected=_n_protected(header.plan, deviation),
         # Doubles round the difference of two floats that are far apart; the bound must not be.
         max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
@@ -160,8 +164,7 @@ def _n_protected(plan: Plan, deviation: Deviation) -> int:
 def write_frames(
     sink: BinaryIO,
     data_offset: int,
-    tensors: Mapping[str, UnitSource],
-    choices: Mapping[str, Choice],
+    tensors: Mapping[str, TensorSource],
     contents: Contents,
     workers: Workers,
     progress: Progress | None,
@@ -169,16 +172,16 @@ def write_frames(
     """Stream all frames; yields each when it is written."""
     offset = 0
     earlier = contents.earlier
-    settled = earlier.settled(choices) if earlier is not None else {}
+    settled = earlier.settled(contents.choices) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
-    encoded = workers.map(_encode, _jobs(_Planning(tensors, choices, contents), fresh, workers))
+    encoded = workers.map(_encode, _jobs(_Planning(tensors, contents), fresh, workers))
     for name, source in tensors.items():
         if earlier is not None and name in settled:
             frame = _copy_frame(sink, offset, settled[name], earlier.notes.get(name, ""))
             if progress:
                 progress(source.dtype.n_bytes(source.shape))
         else:
-            at = _Position(name, choices[name], offset)
+            at = _Position(name, contents.choices[name], offset)
             frame = _write_frame(sink, data_offset, at, source, encoded, progress)
         yield frame
         offset += frame.entry.n_bytes
@@ -205,20 +208,20 @@ def _write_frame(
     sink: BinaryIO,
     data_offset: int,
     at: _Position,
-    source: UnitSource,
-    encoded: Iterator[tuple[Plan, EncodedChunk]],
+    source: TensorSource,
+    encoded: Iterator[tuple[Draft, EncodedChunk]],
     progress: Progress | None,
 ) -> WrittenFrame:
     """Stream the chunks of one frame behind its header, which is written when they are."""
     shape, start = tuple(source.shape), data_offset + at.offset
-    plan, packed_plan = exact_plan(source.dtype), b""
+    draft, packed_plan = Draft(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
     for begin, end in chunk_bounds(source.dtype.n_units(shape)):
-        plan, chunk = next(encoded)
+        draft, chunk = next(encoded)
         if not records:
-            packed_plan = pack_plan(source.dtype, shape, plan)
-            sink.seek(start + header_bytes(source.dtype, shape, plan, packed_plan))
+            packed_plan = pack_plan(source.dtype, shape, draft.plan)
+            sink.seek(start + header_bytes(source.dtype, shape, draft.plan, packed_plan))
         for stream in chunk.streams:
             sink.write(stream)
         records.append(chunk.record)
@@ -226,7 +229,7 @@ def _write_frame(
             deviations.append(chunk.deviation)
         if progress:
             progress((end - begin) * source.dtype.unit_bytes)
-    header = FrameHeader(source.dtype, shape, plan, tuple(records))
+    header = FrameHeader(source.dtype, shape, draft.plan, tuple(records))
     packed = header.pack(packed_plan)
     n_bytes = len(packed) + header.payload_bytes
     sink.seek(start)
@@ -237,4 +240,4 @@ def _write_frame(
     entry = TensorEntry(
         at.name, source.dtype.name, shape, at.offset, n_bytes, f"{header.checksum:016x}", lossy
     )
-    return WrittenFrame(entry, plan.needs_base, plan.note)
+    return WrittenFrame(entry, draft.plan.needs_base, draft.note)

@@ -12,8 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from ckptz.codec.choices import Choice
-from ckptz.codec.units import UnitSource
+from ckptz.codec.units import TensorSource
 from ckptz.container.contents import Contents, Progress
 from ckptz.container.envelope import build_header
 from ckptz.container.frame_writer import write_frames
@@ -32,6 +31,8 @@ from ckptz.container.index import (
 )
 from ckptz.container.reader import Container, FrameSource
 from ckptz.container.writer import blob, reserved_header_bytes
+from ckptz.methods.lossless import EXACT
+from ckptz.methods.method import Choice
 from ckptz.parallel import Workers
 from ckptz.roles import role_of
 
@@ -48,7 +49,7 @@ class NeededBase:
 
     content_id: str
     file: str
-    tensors: Mapping[str, UnitSource]
+    tensors: Mapping[str, TensorSource]
 
 
 def write_inline(
@@ -92,7 +93,7 @@ def bytes_to_write(container: Container, bases: Sequence[NeededBase]) -> int:
     return sum(_n_bytes(source) for tensors in levels for source in tensors.values())
 
 
-def _n_bytes(source: UnitSource) -> int:
+def _n_bytes(source: TensorSource) -> int:
     return source.entry.n_bytes if isinstance(source, FrameSource) else source.dtype.n_bytes(source.shape)
 
 
@@ -120,7 +121,7 @@ class _Writing:
         self._offset = 0
         sink.seek(reserved)
 
-    def level(self, tensors: Mapping[str, UnitSource]) -> tuple[TensorEntry, ...]:
+    def level(self, tensors: Mapping[str, TensorSource]) -> tuple[TensorEntry, ...]:
         """Write all tensors of one checkpoint, which are frames all of them or none; their entries."""
         frames = {name: source for name, source in tensors.items() if isinstance(source, FrameSource)}
         if frames:
@@ -139,14 +140,19 @@ class _Writing:
         self._offset += entry.n_bytes
         return entry
 
-    def _encoded(self, tensors: Mapping[str, UnitSource]) -> Iterator[TensorEntry]:
+    def _encoded(self, tensors: Mapping[str, TensorSource]) -> Iterator[TensorEntry]:
         choices = {
-            name: Choice(role_of(name, source.shape, source.dtype.is_float))
+            name: Choice(role_of(name, source.shape, source.dtype.is_float), EXACT)
             for name, source in tensors.items()
         }
         start = self._offset
         frames = write_frames(
-            self._sink, self._reserved + start, tensors, choices, Contents(), self._workers, self._progress
+            self._sink,
+            self._reserved + start,
+            tensors,
+            Contents(choices=choices),
+            self._workers,
+            self._progress,
         )
         for frame in frames:
             self._offset += frame.entry.n_bytes

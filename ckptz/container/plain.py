@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from numpy.typing import NDArray
 
 from ckptz.bits.checksum import combine, xxh64
-from ckptz.codec.units import UNIT_TYPES, UnitSource, chunk_bounds
+from ckptz.codec.units import UNIT_TYPES, TensorSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.envelope import Envelope, Region, build_header, read_envelope
 from ckptz.container.index import content_id
@@ -17,7 +17,7 @@ from ckptz.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)
-class RegionSource:
+class RegionSource(TensorSource):
     """One tensor of a plain file, read by position."""
 
     file: PlainFile
@@ -34,7 +34,7 @@ class RegionSource:
         return self.region.shape
 
     def units(self, begin: int, end: int) -> NDArray[Any]:
-        """See `UnitSource.units`."""
+        """See `TensorSource.units`."""
         size = self.dtype.unit_bytes
         raw = self.file.read(self.region.begin + begin * size, (end - begin) * size)
         return raw.view(UNIT_TYPES[size])
@@ -65,13 +65,13 @@ class PlainFile:
         self._source.close()
 
 
-def tensor_checksum(source: UnitSource) -> int:
+def tensor_checksum(source: TensorSource) -> int:
     """Checksum of a tensor, as a frame of it would record."""
     bounds = chunk_bounds(source.dtype.n_units(source.shape))
     return combine(xxh64(source.units(begin, end)) for begin, end in bounds)
 
 
-def content_id_of(tensors: Mapping[str, UnitSource]) -> str:
+def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
     """Content id of any set of tensors; reads all of them."""
     return content_id(
         (name, source.dtype.name, tuple(source.shape), tensor_checksum(source))
@@ -79,7 +79,7 @@ def content_id_of(tensors: Mapping[str, UnitSource]) -> str:
     )
 
 
-def plain_regions(tensors: Mapping[str, UnitSource]) -> list[Region]:
+def plain_regions(tensors: Mapping[str, TensorSource]) -> list[Region]:
     """Regions of a file that holds `tensors` one after another."""
     regions, offset = [], 0
     for name, source in tensors.items():

@@ -41,6 +41,36 @@ def sync_folder(folder: Path) -> None:
             raise
 
 
+def make_folder(folder: Path, *, parents: bool = True) -> bool:
+    """Make a folder, if it is missing; a power cut does not take it back.
+
+    Args:
+        folder: which.
+        parents: make those above it that are missing, too.
+
+    Returns:
+        Whether it was made by this very call.
+
+    Raises:
+        FileNotFoundError: one above it is missing, and not to be made.
+        OSError: a file is in the place, or the disk fails.
+    """
+    missing = [] if folder.is_dir() else [folder]
+    while parents and missing and not missing[-1].parent.is_dir():
+        missing.append(missing[-1].parent)
+    is_new = False
+    for new in reversed(missing):
+        try:
+            new.mkdir()
+            is_new = True
+        except FileExistsError:
+            if not new.is_dir():
+                raise
+            is_new = False  # another process made it meanwhile
+        sync_folder(new.parent)
+    return is_new
+
+
 class Publication:
     """New files that replace others together, in the order in which they were begun.
 

@@ -17,7 +17,7 @@ from ckptz.codec.decode import check_stored, decode_chunk, decode_codes
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.codec.sources import ChunkSources, companions_of
 from ckptz.codec.sparse import Changes, read_changes
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, UnitSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.checked_index import read_index
@@ -48,7 +48,7 @@ class _Home(Protocol):
     cache: ChunkCache
     headers: HeaderCache
     features: set[str]
-    bases: Mapping[str, UnitSource]
+    bases: Mapping[str, TensorSource]
     tensors: Mapping[str, FrameSource]
 
     @property
@@ -59,8 +59,11 @@ class _Home(Protocol):
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]: ...
 
 
-class FrameSource:
+class FrameSource(TensorSource):
     """One tensor of an open file, decoded chunk by chunk."""
+
+    dtype: DType
+    shape: tuple[int, ...]
 
     def __init__(self, container: _Home, entry: TensorEntry) -> None:
         self._container = container
@@ -89,7 +92,7 @@ class FrameSource:
             return header
 
     @functools.cached_property
-    def base(self) -> UnitSource | None:
+    def base(self) -> TensorSource | None:
         """The base tensor that the frame needs, or None."""
         if not self.header.plan.needs_base:
             return None
@@ -148,7 +151,7 @@ class FrameSource:
             base = _Held(base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None))
         both = plan.reads_base_units and plan.reads_base_codes
 
-        def companion(name: str) -> UnitSource:
+        def companion(name: str) -> TensorSource:
             found = self._companion(name)
             return _Held(found, held[found, False])
 
@@ -262,7 +265,7 @@ class FrameSource:
         return self.units_and_codes(begin, end)[0]
 
     def units(self, begin: int, end: int) -> Units:
-        """See `UnitSource.units`; decodes only the chunks that it touches."""
+        """See `TensorSource.units`; decodes only the chunks that it touches."""
         n_units = self.header.n_units
         first, last = begin // CHUNK_UNITS, -(-end // CHUNK_UNITS)
         whole = (begin, end) == (first * CHUNK_UNITS, min(last * CHUNK_UNITS, n_units))
@@ -282,7 +285,7 @@ class FrameSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(TensorSource):
     """One chunk of a frame that was decoded already, as a source."""
 
     frame: FrameSource
@@ -290,11 +293,18 @@ class _Held:
 
     @property
     def dtype(self) -> DType:
+        """Type of the elements."""
         return self.frame.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Dimensions, in elements."""
         return self.frame.shape
+
+    @property
+    def n_codes(self) -> int | None:
+        """See `TensorSource.n_codes`."""
+        return self.frame.n_codes
 
     def units(self, begin: int, end: int) -> Units:
         """Units of the chunk, which is begin..end."""
@@ -305,9 +315,39 @@ class _Held:
         """Codes of the chunk."""
         return self.chunk.codes
 
-    def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
-        """Both."""
-        return self.units(begin, end), self.chunk.codes
+
+@dataclass(frozen=True, slots=True)
+class CachedFrame(TensorSource):
+    """A frame read through its file's cache of chunks.
+
+    Where classes depend on other tensors, two ways through a chain may lead to the same chunk; without
+    the cache their number would grow with every member. Planning and encoding both look at a base.
+    """
+
+    frame: FrameSource
+
+    @property
+    def dtype(self) -> DType:
+        """Type of the elements."""
+        return self.frame.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions, in elements."""
+        return self.frame.shape
+
+    @property
+    def n_codes(self) -> int | None:
+        """See `TensorSource.n_codes`."""
+        return self.frame.n_codes
+
+    def units(self, begin: int, end: int) -> Units:
+        """Read units of one chunk, or of its beginning."""
+        return self.frame.chunk(begin // CHUNK_UNITS)[: end - begin]
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """Read codes of one chunk."""
+        return self.frame.codes(begin, end)
 
 
 class _Naming:
@@ -337,7 +377,7 @@ class InlineFrames:
     outer_base: BaseRef | None = None
 
     def __init__(
-        self, container: Container, level: int, record: InlineBase, bases: Mapping[str, UnitSource]
+        self, container: Container, level: int, record: InlineBase, bases: Mapping[str, TensorSource]
     ) -> None:
         self.name = f"{container.name}: inline base {level}"
         self.record = record
@@ -379,7 +419,7 @@ class Container:
         self.name = source.name
         self.cache = ChunkCache()
         self.headers = HeaderCache()
-        self.bases: Mapping[str, UnitSource] = {}
+        self.bases: Mapping[str, TensorSource] = {}
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         try:
@@ -427,7 +467,7 @@ class Container:
         self._source.close()
 
 
-def check_empty(source: UnitSource) -> None:
+def check_empty(source: TensorSource) -> None:
     """Read the frame of a tensor without units, of which no chunk would be decoded.
 
     Raises:

@@ -7,15 +7,14 @@ written last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO, Final
 
 import msgspec
 
-from ckptz.codec.choices import Choice, choose_all
 from ckptz.codec.frame_plan import MAX_DIMS, MAX_ELEMENTS
-from ckptz.codec.units import UnitSource
+from ckptz.codec.units import TensorSource
 from ckptz.container.contents import Contents, Progress
 from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
 from ckptz.container.frame_writer import write_frames
@@ -34,7 +33,6 @@ from ckptz.container.index import (
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.parallel import Workers
-from ckptz.roles import Role, role_of
 
 # Promises of the whole, and so of its tensors together; the first that a file has goes to its tensors.
 PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
@@ -42,7 +40,18 @@ PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write_container` wrote: sizes in bytes, the content id, and notes by tensor name."""
+    """What `write_container` wrote.
+
+    Attributes:
+        n_tensors: tensors.
+        original_bytes: bytes of all tensors.
+        stored_bytes: size of the file.
+        content_id: identity of the values.
+        n_deltas: tensors that are stored against the base.
+        n_lossy: tensors that do not come back bit for bit.
+        tensor_notes: what the user should know of tensors, by name.
+        notes: the same in few lines, and what else the user should know.
+    """
 
     n_tensors: int
     original_bytes: int
@@ -50,7 +59,18 @@ class Written:
     content_id: str
     n_deltas: int
     n_lossy: int
-    notes: tuple[tuple[str, str], ...]
+    tensor_notes: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Make one line for all tensors that a note is about."""
+    names: dict[str, list[str]] = {}
+    for name, note in notes:
+        names.setdefault(note, []).append(name)
+    for note, found in names.items():
+        who = f"tensor {found[0]!r}" if len(found) == 1 else f"{len(found)} tensors, first {found[0]!r}"
+        yield f"{who}: {note}"
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -60,7 +80,7 @@ def check_names(names: Sequence[str]) -> None:
             raise ConfigError(f"tensor name {name!r} is reserved by ckptz; rename the tensor")
 
 
-def _check_shapes(tensors: Mapping[str, UnitSource]) -> None:
+def _check_shapes(tensors: Mapping[str, TensorSource]) -> None:
     for name, source in tensors.items():
         if len(source.shape) > MAX_DIMS:
             raise UnsupportedError(
@@ -72,7 +92,7 @@ def _check_shapes(tensors: Mapping[str, UnitSource]) -> None:
 
 def write_container(
     sink: BinaryIO,
-    tensors: Mapping[str, UnitSource],
+    tensors: Mapping[str, TensorSource],
     contents: Contents,
     workers: Workers,
     progress: Progress | None = None,
@@ -88,14 +108,14 @@ def write_container(
     """
     check_names(list(tensors))
     _check_shapes(tensors)
-    choices = choose_all(contents.config, tensors, roles_of(tensors, contents), contents.trained)
-    features = _features(contents, choices)
+    features = _features(contents)
     raw = sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
     reserved = reserved_header_bytes(list(tensors), raw, features)
     sink.seek(reserved)
-    frames = list(write_frames(sink, reserved, tensors, choices, contents, workers, progress))
+    frames = list(write_frames(sink, reserved, tensors, contents, workers, progress))
     entries = [frame.entry for frame in frames]
     n_deltas = sum(frame.is_delta for frame in frames)
+    notes = tuple((frame.entry.name, frame.note) for frame in frames if frame.note)
     if contents.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
         contents = replace(contents, base=None)
@@ -115,7 +135,8 @@ def write_container(
         content_id=index.content_id,
         n_deltas=n_deltas,
         n_lossy=sum(entry.lossy is not None for entry in entries),
-        notes=tuple((frame.entry.name, frame.note) for frame in frames if frame.note),
+        tensor_notes=notes,
+        notes=tuple(_lines(notes)),
     )
 
 
@@ -170,15 +191,6 @@ def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) 
     )
 
 
-def roles_of(tensors: Mapping[str, UnitSource], contents: Contents) -> dict[str, Role]:
-    """What the tensors of a file are."""
-    found = {}
-    for name, source in tensors.items():
-        role = role_of(name, source.shape, source.dtype.is_float, contents.role_rules)
-        found[name] = contents.roles.get(name, role)
-    return found
-
-
-def _features(contents: Contents, choices: Mapping[str, Choice]) -> list[str]:
+def _features(contents: Contents) -> list[str]:
     features = ["lossless"] + (["delta"] if contents.base else [])
-    return features + (["maps"] if any(choice.method for choice in choices.values()) else [])
+    return features + (["maps"] if any(choice.is_lossy for choice in contents.choices.values()) else [])

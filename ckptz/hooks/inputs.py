@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptz.convert.guide_format import Kind
+from ckptz.guidance.layout import Kind
 
-# Products are summed in float32: bench/hooks_overhead.py measures what float64 would change.
+# Products are summed in float32: bench/product/hooks_overhead.py measures what float64 would change.
 SUM_DTYPE: Final = torch.float32
 PART_ELEMENTS: Final = 1 << 24  # of the inputs that are widened or unfolded at a time: 64 MiB
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckptz.applying import live_tensors
-from ckptz.codec.units import Units, UnitSource, chunk_bounds
+from ckptz.api.apply import live_tensors
+from ckptz.codec.units import TensorSource, Units, chunk_bounds
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
-from ckptz.convert.guide_format import shape_fingerprint
 from ckptz.errors import ConfigError
+from ckptz.guidance.layout import shape_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def save_tensors(
         write_plain(sink, plain_regions(sources), metadata, _chunks(sources))
 
 
-def _chunks(sources: Mapping[str, UnitSource]) -> Iterator[Units]:
+def _chunks(sources: Mapping[str, TensorSource]) -> Iterator[Units]:
     for source in sources.values():
         for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
             yield source.units(begin, end)

@@ -19,9 +19,9 @@ import msgspec
 
 from ckptz.container.index import Count, Shape
 from ckptz.container.publish import publish
-from ckptz.convert.boxes import problem_of_parts
-from ckptz.convert.sharding import is_file_name
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.formats.boxes import problem_of_parts
+from ckptz.formats.sharding import is_file_name
 
 INDEX_FILE: Final = "ckptz-index.json"
 VERSION: Final = 1

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptz.codec.guides import Guide
-from ckptz.codec.units import UnitSource
-from ckptz.convert.storages import flatten
+from ckptz.codec.units import TensorSource
+from ckptz.encoding.guide import Guide
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.frameworks import DTYPE_CODES
 from ckptz.integrations.linked import Draft, on_host
 from ckptz.roles import Rule
 from ckptz.torch import source_of
+from ckptz.tree.flatten import flatten
 
 SHARDS_KEY: Final = "ckptz.shards"  # in a file's metadata: offset and whole shape of each tensor
 RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved
@@ -121,8 +121,8 @@ class Gathered:
     """
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        self.tensors: dict[str, UnitSource] = {}
-        self.pieces: dict[str, list[UnitSource]] = {}
+        self.tensors: dict[str, TensorSource] = {}
+        self.pieces: dict[str, list[TensorSource]] = {}
         self._records: dict[str, dict[str, Any]] = {}
         self._keys: dict[MetadataIndex, str] = {}
         self._trees: dict[str, dict[str, Any]] = {}

@@ -21,12 +21,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptz.convert.spool import unflatten
-from ckptz.convert.tree import parse_tree
+from ckptz.api.safe_open import PathLike, safe_open
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CorruptionError
 from ckptz.frameworks.torch import torch_dtype
-from ckptz.handle import PathLike, safe_open
 from ckptz.integrations.dcp_index import (
     INDEX_FILE,
     FolderIndex,
@@ -37,6 +35,8 @@ from ckptz.integrations.dcp_index import (
 )
 from ckptz.integrations.plain_types import from_plain
 from ckptz.store.resolve import open_checkpoint
+from ckptz.tree.skeleton import parse_tree
+from ckptz.tree.unflatten import unflatten
 
 
 class CkptzStorageReader(StorageReader):

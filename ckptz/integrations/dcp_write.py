@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptz.api.safe_open import PathLike
 from ckptz.codec.values import KINDS
-from ckptz.config import KMeans
-from ckptz.errors import CkptzError, ConfigError, UnsupportedError
-from ckptz.handle import PathLike
+from ckptz.container.publish import make_folder
+from ckptz.errors import CkptzError, UnsupportedError
 from ckptz.integrations.dcp_index import (
     VERSION,
     FolderIndex,
@@ -73,9 +74,8 @@ class CkptzStorageWriter(StorageWriter):
         self._options, self._folder = options, None if path is None else Path(path)
         self._base = None if base is None else Path(base)
         self._rank, self._group = 0, group
-        if isinstance(options.config, KMeans):
-            if {options.config.prune_by, options.config.protect_by} != {"magnitude"}:
-                raise ConfigError("shards are ranked by magnitude; leave prune_by and protect_by out")
+        if options.config.fits_whole_tensors:
+            options.config.of_parts()
             self._group = group or own_group(timeout)
 
     # --- StorageWriter --------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class CkptzStorageWriter(StorageWriter):
             raise UnsupportedError(
                 "CkptzStorageWriter writes one index for all ranks; leave out use_collectives"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Called on all ranks."""
@@ -126,12 +126,10 @@ class CkptzStorageWriter(StorageWriter):
         whole = whole_tensors(plans)
         config = self._options.config
         split: list[str] = []
-        if isinstance(config, KMeans):
+        if config.fits_whole_tensors:
             n_pieces = Counter(piece[0] for pieces in layout.values() for piece in pieces)
             split = sorted(n for n, (code, _) in whole.items() if n_pieces[n] > 1 and code in KINDS)
-        exact = [
-            n for n, (_, shape) in whole.items() if math.prod(shape) < getattr(config, "min_elements", 0)
-        ]
+        exact = [n for n, (_, shape) in whole.items() if math.prod(shape) < config.least_elements]
         orders = Orders(
             token=secrets.token_hex(4),
             n_ranks=len(plans),
@@ -171,9 +169,9 @@ class CkptzStorageWriter(StorageWriter):
 
     def _chain(self, orders: Orders) -> Chain:
         options = self._options
-        if isinstance(options.config, KMeans):
+        if options.config.fits_whole_tensors:
             # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
-            options = replace(options, config=replace(options.config, min_elements=1))
+            options = replace(options, config=options.config.of_parts())
         chain = Chain(options)
         if self._base is not None and not orders.is_anchor:
             name = read_index(self._base).file_of(self._rank)
@@ -185,11 +183,19 @@ class CkptzStorageWriter(StorageWriter):
         """Called on the coordinator, last: the folder becomes a checkpoint."""
         index = _index_of(metadata, results)
         write_index(self.folder, index)
-        listed = {file.name for file in index.files}
-        for path in self.folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):  # of a checkpoint that was in the folder
+        for note in _tidied(self.folder, {file.name for file in index.files}):
+            warnings.warn(f"{self.folder}: {note}", RuntimeWarning, stacklevel=2)
+
+
+def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
+    """Delete the shards of a checkpoint that was in the folder before; the new one is whole. Notes."""
+    try:
+        for path in folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):
             if path.name not in listed:
                 path.unlink(missing_ok=True)
-        drop_unneeded(self.folder)
+        return drop_unneeded(folder)
+    except OSError as error:
+        return (f"files of the checkpoint that was here before stay: {error}",)
 
 
 def _index_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> FolderIndex:

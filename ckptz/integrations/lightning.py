@@ -19,12 +19,13 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
 
-from ckptz.config import LOSSLESS, Config
+from ckptz.api.safe_open import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.handle import PathLike
 from ckptz.integrations.linked import Chain, ChainOptions, Draft, on_host, read_state
 from ckptz.integrations.plain_types import on_device
 from ckptz.integrations.versions import warn_untested
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
 
 TESTED: Final = ((2, 6), (2, 6))  # first and last lightning that tests/test_lightning.py ran with
 warn_untested("lightning", lightning.__version__, TESTED)
@@ -59,7 +60,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         {'state_dict': {'weight': tensor([1., 1.])}, 'epoch': 1}
     """
 
-    def __init__(self, *, config: Config = LOSSLESS, anchor_every: int = 16, jobs: int | None = None) -> None:
+    def __init__(self, *, config: Method = LOSSLESS, anchor_every: int = 16, jobs: int | None = None) -> None:
         self._chain = Chain(ChainOptions(config=config, anchor_every=anchor_every, jobs=jobs))
         self._torch = TorchCheckpointIO()
 

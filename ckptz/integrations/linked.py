@@ -15,39 +15,44 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from ckptz.codec.guides import Guide
-from ckptz.codec.units import UnitSource
-from ckptz.config import LOSSLESS, Config, Lossless
+from ckptz.api.read import check_limit
+from ckptz.codec.units import TensorSource
+from ckptz.commands.restore import decoded_chunks
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.contents import Contents
-from ckptz.container.envelope import read_envelope
+from ckptz.container.envelope import LENGTH_BYTES, read_envelope
 from ckptz.container.index import KEY_DIGEST, BaseRef
-from ckptz.container.publish import publish
+from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish, sync_folder
 from ckptz.container.reader import Container
-from ckptz.container.writer import Written, write_container
-from ckptz.convert.guides import NO_FILES, guides_of
-from ckptz.convert.optimizer import Joined, known_roles
-from ckptz.convert.restore import decoded_chunks
-from ckptz.convert.spool import unflatten
-from ckptz.convert.storages import flatten
+from ckptz.container.writer import Written
+from ckptz.encoding.guide import Guide
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, named
-from ckptz.hooks.snapshot import check_dense
 from ckptz.integrations.plain_types import from_plain, to_plain
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
+from ckptz.methods.table import checked
 from ckptz.parallel import Workers
-from ckptz.reading import check_limit
+from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
+from ckptz.store.needs import needs_of
 from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, open_checkpoint, open_file
+from ckptz.store.steps import ABANDONED_SECONDS
+from ckptz.training.snapshot import check_dense
+from ckptz.tree.flatten import flatten
+from ckptz.tree.unflatten import unflatten
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name
 N_REMEMBERED: Final = 8  # files of which one may become the next base
+LIGHTNING_SUFFIX: Final = ".ckpt"
+ZIP_MAGIC: Final = b"PK\x03\x04"  # of what torch itself saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +65,12 @@ class ChainOptions:
         jobs: threads, all cores by default.
     """
 
-    config: Config = LOSSLESS
+    config: Method = LOSSLESS
     anchor_every: int = 16
     jobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.config, Config):
-            raise ConfigError(f"config must be a configuration such as ckptz.LOSSLESS, got {self.config!r}")
+        checked(self.config)
         if not 1 <= self.anchor_every <= MAX_DEPTH:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {self.anchor_every}")
 
@@ -87,7 +91,7 @@ class Draft:
         role_rules: what tensors are, where their names mislead.
     """
 
-    tensors: Mapping[str, UnitSource]
+    tensors: Mapping[str, TensorSource]
     tree: dict[str, Any] | None = None
     metadata: Mapping[str, str] | None = None
     step: int | None = None
@@ -105,29 +109,22 @@ class Draft:
         """The same with what else is known of its tensors."""
         return replace(self, guides=guides)
 
-    def contents(self, config: Config, base: Checkpoint | None, ref: BaseRef | None) -> Contents:
-        """The same for the writer."""
-        is_lossy = not isinstance(config, Lossless)
-        known = known_roles(self.tensors, self.tree, self.role_rules) if is_lossy else Joined()
-        contents = Contents(
+    def job(self, config: Method, base: Checkpoint | None, ref: BaseRef | None) -> Job:
+        """Describe the file for the writer."""
+        return Job(
+            tensors=self.tensors,
+            config=config,
             metadata=self.metadata,
-            base=ref,
-            bases={} if base is None else base.tensors,
             step=self.step,
             tree=self.tree,
-            config=config,
+            base=ref,
+            bases={} if base is None else base.tensors,
             role_rules=self.role_rules,
-            roles=known.roles,
-        )
-        if self.guides is not None:
-            return replace(contents, guides=self.guides)
-        # Nothing stays open: what guides here are tensors of the draft.
-        return replace(
-            contents, guides=guides_of(self.tensors, contents, NO_FILES, contextlib.ExitStack()).guides
+            guides=self.guides,
         )
 
 
-def _says_nothing(state: Any, tensors: Mapping[str, UnitSource]) -> bool:
+def _says_nothing(state: Any, tensors: Mapping[str, TensorSource]) -> bool:
     """Whether a state is its named tensors and nothing else."""
     return type(state) is dict and list(state) == list(tensors)
 
@@ -138,21 +135,24 @@ def _says_nothing(state: Any, tensors: Mapping[str, UnitSource]) -> bool:
 class Chain:
     """Writes the files of one run, each against the newest of those before it that is still there.
 
-    Threads may share it; files are written one at a time.
+    Threads may share it; files are written one at a time. Nothing is deleted while one is written, and where
+    another thread than the one that writes asks for it, the newest file stays until the next is whole.
 
     Args:
         options: how.
 
     Attributes:
-        notes: what the user should know of the file that was written last.
+        notes: what the user should know of the file that was written last, and of what was removed since.
     """
 
     def __init__(self, options: ChainOptions = DEFAULTS) -> None:
         self.options = options
         self.notes: tuple[str, ...] = ()
         self._saved: list[Path] = []  # oldest first
-        self._pinned: frozenset[str] = frozenset()  # bases of the file that is being written
-        self._writing, self._linking = threading.Lock(), threading.Lock()
+        self._unwanted: list[Path] = []  # to be deleted
+        self._writer: int | None = None  # the thread that wrote last
+        self._is_writing = False
+        self._writing, self._tidying = threading.Lock(), threading.Lock()
 
     def go_on_from(self, path: Path) -> None:
         """Store the next file against this one."""
@@ -171,15 +171,25 @@ class Chain:
             WriteError: the disk is full or fails; what was there stays.
         """
         with self._writing:
+            with self._tidying:
+                self._is_writing, self._writer = True, threading.get_ident()
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 written = self._write(path, draft, is_anchor)
+                for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
+                    sync_folder(above)
             except OSError as error:
                 what = f"{path}: could not be saved: {error.strerror or error}"
                 raise WriteError(error.errno, what) from error
             finally:
-                self._pinned = frozenset()
+                self._is_writing = False
             self.go_on_from(path)
+            with self._tidying:  # what was asked for before is not meant for this file
+                self._unwanted = [other for other in self._unwanted if other != path.absolute()]
+            try:
+                self._tidy()
+            except OSError as error:
+                self.notes += (f"what is not wanted any more stays: {error}",)
             return written
 
     def _write(self, path: Path, draft: Draft, is_anchor: bool) -> Written:
@@ -205,24 +215,40 @@ class Chain:
         return None
 
     def _link(self, base: Checkpoint, folder: Path, notes: list[str]) -> BaseRef | None:
-        with self._linking:
-            names = link_chain(base, folder)
-            self._pinned = frozenset(names)
+        names = link_chain(base, folder)
         if not names:
             notes.append(f"stored as an anchor, because {base.name} cannot be linked into {folder}")
             return None
         return BaseRef(content_id=base.content_id(), file=names[0], depth=base.depth + 1)
 
     def _publish(self, path: Path, draft: Draft, base: Checkpoint | None, ref: BaseRef | None) -> Written:
-        contents = draft.contents(self.options.config, base, ref)
         with publish(path) as sink, Workers(self.options.jobs) as workers:
-            return write_container(sink, draft.tensors, contents, workers)
+            return write(sink, draft.job(self.options.config, base, ref), workers)
 
     def remove(self, path: Path) -> None:
-        """Delete a file, and those bases of its folder that no file there needs any more."""
-        with self._linking:
-            path.unlink(missing_ok=True)
-            drop_unneeded(path.parent, self._pinned)
+        """Delete a file, and those bases of its folder that no file there needs any more.
+
+        Raises:
+            OSError: the file cannot be deleted.
+        """
+        with self._tidying:
+            self._unwanted.append(path.absolute())
+        if threading.get_ident() == self._writer:
+            self._tidy()
+        else:  # the next file may not have been begun
+            self._tidy(spared=self._saved[-1:])
+
+    def _tidy(self, spared: Sequence[Path] = ()) -> None:
+        """Delete what is unwanted, and then what only that needed; while a file is written, nothing."""
+        with self._tidying:
+            if self._is_writing:
+                return
+            gone = [path for path in self._unwanted if path not in spared]
+            self._unwanted = [path for path in self._unwanted if path in spared]
+            for path in gone:
+                path.unlink(missing_ok=True)
+            for folder in dict.fromkeys(path.parent for path in gone):
+                self.notes += drop_unneeded(folder)
 
 
 # --- the second names of bases ----------------------------------------------------------------------
@@ -260,34 +286,65 @@ def _link(path: Path, name: Path) -> bool:
     return True
 
 
-def drop_unneeded(folder: Path, pinned: Collection[str] = ()) -> None:
+def drop_unneeded(folder: Path) -> tuple[str, ...]:
     """Delete the bases in a folder that none of its other files is stored against.
 
-    Args:
-        folder: where.
-        pinned: names of bases that stay.
+    Returns:
+        What the user should know: which files cannot be read, so that all bases stay.
+
+    Raises:
+        OSError: one cannot be deleted.
     """
-    with contextlib.suppress(FileNotFoundError):
-        names = {entry.name for entry in os.scandir(folder) if entry.is_file()}
-        bases = {name for name in names if name.startswith(BASE_PREFIX) and name.endswith(SUFFIX)}
-        needed, waiting = set(pinned), [*(names - bases), *pinned] if bases else []
-        while waiting:
-            base = _base_of(folder / waiting.pop())
-            if base in bases and base not in needed:
-                needed.add(base)
-                waiting.append(base)
-        for name in bases - needed:
-            (folder / name).unlink(missing_ok=True)
+    try:
+        with os.scandir(folder) as entries:
+            files = {folder / entry.name for entry in entries if not entry.is_dir()}
+    except FileNotFoundError:
+        return ()
+    bases = {path for path in files if path.name.startswith(BASE_PREFIX) and path.name.endswith(SUFFIX)}
+    if not bases:
+        return ()
+    needs = needs_of(files - bases, lambda path: _bases_of(path, files), lambda _: bases)
+    for path in bases - needs.known - needs.doubtful:
+        path.unlink(missing_ok=True)
+    return needs.notes
 
 
-def _base_of(path: Path) -> str | None:
-    """Name of the file that another is stored against; None too if it is no `.ckptz` file."""
+def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
+    """The file that another is stored against.
+
+    Raises:
+        OSError, CkptzError: this cannot be found out, and it may be a checkpoint.
+        MissingBaseError: that file is not among `files`.
+    """
     try:
         with contextlib.closing(open_file(FileBytes(path))) as file:
             ref = file.index.base if isinstance(file, Container) else None
-            return None if ref is None else ref.file
-    except (CkptzError, OSError):
-        return None
+    except (OSError, CkptzError):
+        if _is_no_checkpoint(path):
+            return ()
+        raise
+    if ref is None:
+        return ()
+    if path.parent / ref.file not in files:
+        raise MissingBaseError(f"its base {ref.title} is not here")
+    return (path.parent / ref.file,)
+
+
+def _is_no_checkpoint(path: Path) -> bool:
+    """Whether what cannot be read as a checkpoint is certainly none of ours.
+
+    Raises:
+        OSError: it cannot be read at all.
+    """
+    try:
+        if path.name.endswith(TEMPORARY_SUFFIX):  # somebody writes it, or was killed while doing so
+            return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
+        with path.open("rb") as file:
+            head = file.read(LENGTH_BYTES + 1)
+    except FileNotFoundError:  # deleted meanwhile; a link may lead to where nothing is mounted
+        return path.resolve().parent == path.parent.resolve()
+    is_named = path.name.endswith((SUFFIX, LIGHTNING_SUFFIX))
+    return head.startswith(ZIP_MAGIC) or not (is_named or head[LENGTH_BYTES:] == b"{")
 
 
 # --- nested states ----------------------------------------------------------------------------------

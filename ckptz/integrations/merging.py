@@ -15,9 +15,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from ckptz.codec.guides import Guide
-from ckptz.codec.units import UnitSource, chunk_bounds
+from ckptz.codec.units import TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
+from ckptz.encoding.guide import Guide
 from ckptz.quant.sketch import Sketch
 
 TIMEOUT: Final = timedelta(minutes=10)
@@ -38,7 +38,7 @@ def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
 
 def merged_guides(
     names: Sequence[str],
-    shards: Mapping[str, Sequence[UnitSource]],
+    shards: Mapping[str, Sequence[TensorSource]],
     kinds: Mapping[str, str],
     group: dist.ProcessGroup | None,
 ) -> dict[str, Guide]:
@@ -71,7 +71,7 @@ def merged_guides(
     return guides
 
 
-def _sketch(pieces: Sequence[UnitSource], kind: int) -> Sketch:
+def _sketch(pieces: Sequence[TensorSource], kind: int) -> Sketch:
     empty = Sketch(kind, torch.zeros(1 << 16, dtype=torch.int64).numpy())
     chunks = ((s, bounds) for s in pieces for bounds in chunk_bounds(s.dtype.n_units(s.shape)))
     return reduce(add, (Sketch.of(source.units(*bounds), kind) for source, bounds in chunks), empty)

@@ -14,14 +14,14 @@ from typing import Any, Final
 
 import torch
 
+from ckptz.api.safe_open import PathLike, safe_open
 from ckptz.container.byte_source import FileBytes
-from ckptz.convert.leaves import TensorRef
-from ckptz.convert.tree import parse_tree
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.frameworks.torch import torch_dtype
-from ckptz.handle import PathLike, safe_open
 from ckptz.store.resolve import SUFFIX, open_file
+from ckptz.tree.leaves import TensorRef
+from ckptz.tree.skeleton import parse_tree
 
 # --- which files ----------------------------------------------------------------------------------
 

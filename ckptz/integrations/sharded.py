@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 import warnings
@@ -34,13 +35,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from ckptz.api.safe_open import PathLike
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
-from ckptz.handle import PathLike
-from ckptz.hooks.rng import random_state, set_random_state
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
-from ckptz.integrations.dcp_index import INDEX_FILE, read_index
+from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.integrations.linked import DEFAULTS, ChainOptions
 from ckptz.integrations.merging import TIMEOUT, own_group
+from ckptz.store.needs import needs_of
+from ckptz.training.rng import random_state, set_random_state
 
 __all__ = ["ShardedCheckpointer"]
 
@@ -137,12 +139,31 @@ class ShardedCheckpointer:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete old steps, and what saves that failed left; files that others need have names there too."""
+        """Delete old steps, and what saves that failed left; files that others need have names there too.
+
+        What was saved is saved whether this succeeds or not, so what stays is only a warning.
+        """
         if self._rank == 0:
-            kept = set(self.steps()[-self._keep_last :])
-            for step, path in self._folders():
-                if step not in kept and step < max(kept):
-                    shutil.rmtree(path, ignore_errors=True)
+            try:
+                notes = self._delete_old()
+            except OSError as error:
+                notes = (f"older steps stay until the next save: {error}",)
+            for note in notes:
+                warnings.warn(f"{self._folder}: {note}", RuntimeWarning, stacklevel=4)
+
+    def _delete_old(self) -> tuple[str, ...]:
+        """Delete what is older than the steps to be kept, as far as these can be read; notes."""
+        folders, steps = [path for _, path in self._folders()], self.steps()
+        kept = [self._path(step) for step in steps[-self._keep_last :]]
+        if not kept:
+            return ()
+        older = folders[: folders.index(kept[-1])]
+        needs = needs_of(kept, _checked, lambda path: folders[: folders.index(path)])
+        for path in older:
+            if path not in kept and path not in needs.doubtful:
+                (path / INDEX_FILE).unlink(missing_ok=True)  # first, so that half of it is no step
+                shutil.rmtree(path, ignore_errors=True)
+        return needs.notes
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizers)
@@ -157,13 +178,20 @@ class ShardedCheckpointer:
     # --- restoring ------------------------------------------------------------------------------
 
     def steps(self) -> tuple[int, ...]:
-        """Steps that training can resume from, ascending."""
-        return tuple(step for step, path in self._folders() if (path / INDEX_FILE).is_file())
+        """Steps that training can resume from, ascending.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        return tuple(step for step, path in self._folders() if _is_there(path / INDEX_FILE))
 
     def _folders(self) -> list[tuple[int, Path]]:
-        found = self._folder.glob("step-*")
-        matches = [(match, path) for path in found if (match := _FOLDER.fullmatch(path.name))]
-        return sorted((int(match[1]), path) for match, path in matches)
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return []
+        matches = [match for name in names if (match := _FOLDER.fullmatch(name))]
+        return sorted((int(match[1]), self._folder / match[0]) for match in matches)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
@@ -226,6 +254,31 @@ class ShardedCheckpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file; `Path.is_file` takes some errors for a no.
+
+    Raises:
+        OSError: the system cannot tell.
+    """
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _checked(folder: Path) -> tuple[Path, ...]:
+    """Require that a step can be read, as far as its index tells; it needs no other.
+
+    Raises:
+        OSError, FormatError: it cannot.
+    """
+    index = read_index(folder)
+    for number in range(len(index.files)):
+        shard_path(folder, index, number)
+    return ()
 
 
 @contextlib.contextmanager

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 
-from ckptz.codec.extent import moments_energy
-from ckptz.codec.guides import Guide
-from ckptz.codec.units import UnitSource
+from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.config import Lossless
+from ckptz.container.publish import make_folder
+from ckptz.encoding.extent import moments_energy
+from ckptz.encoding.guide import Guide
 from ckptz.errors import UnsupportedError
-from ckptz.hooks.rng import random_state, set_random_state
-from ckptz.hooks.state import check_optimizers_fit, load_optimizers, optimizer_state, saved_training
 from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, Draft, on_host, read_state
 from ckptz.integrations.versions import warn_untested
 from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX
+from ckptz.training.rng import random_state, set_random_state
+from ckptz.training.state import check_optimizers_fit, load_optimizers, optimizer_state, saved_training
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -90,14 +90,14 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if not self.args.should_save:
             return
         folder, model = Path(output_dir), _unwrapped(self)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         parts = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
         for part in parts:
             if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
         draft = Draft.of_state(on_host(dict(model.state_dict())), step=self.state.global_step)
-        if not isinstance(self._ckptz.config, Lossless):
+        if self._ckptz.config.is_lossy:
             draft = draft.guided(_guides(draft.tensors, _training_draft(self).tensors))
         self._ckptz_chains[MODEL_NAME].write(folder / MODEL_NAME, draft)
 
@@ -205,7 +205,7 @@ def _training_draft(trainer: Any) -> Draft:
     return Draft.of_state(on_host(state), step=trainer.state.global_step, role_rules=_EXACT)
 
 
-def _guides(weights: Mapping[str, UnitSource], state: Mapping[str, UnitSource]) -> dict[str, Guide]:
+def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]) -> dict[str, Guide]:
     """Second moments, where Adam has one of each weight's shape."""
     moments = {name: state.get(f"optimizer.{name}.exp_avg_sq") for name in weights}
     found = {

@@ -26,8 +26,8 @@ import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.utils import is_peft_available, logging
 
+from ckptz.api.safe_open import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.handle import PathLike
 from ckptz.integrations.model_files import (
     Reader,
     empty_like,

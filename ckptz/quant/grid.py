@@ -11,12 +11,12 @@ classes are alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.quant.quant_map import LinearTable
+from ckptz.codec.quant_map import LinearTable
 
 Reals = NDArray[np.float64]
 Floats = NDArray[np.float32]
@@ -26,7 +26,7 @@ Counts = NDArray[np.int64]
 
 MAX_MAGNITUDE: Final = 127  # codes of both signs, zero and the escape fill an alphabet of 256
 MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
-REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/grid.py
+REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/studies/grid.py
 # Largest step over spread, for rows that hardly got gradients. 1.5 takes a fifth more bits at an equal loss,
 # and 4 loses more at equal bits: so far from the minimum the loss is no parabola.
 SPREAD_CAP: Final = 2.5
@@ -34,26 +34,6 @@ ESCAPE: Final = 255  # stands for the escape code until the alphabet is known
 ESCAPED_BITS: Final = 40.0  # what a value beside its code takes, with the code
 LEVEL_BITS: Final = 64.0  # of a level in the header
 N_FITS: Final = 8  # rounds of the alternating fit; it has converged to 1e-3 long before
-
-
-@dataclass(frozen=True, slots=True)
-class UniformGrid:
-    """What a tensor's grid is asked to be; `ckptz.config.Grid` checks the ranges.
-
-    Attributes:
-        step: multiple of the reference step.
-        dead_zone: additional share of a step, on both sides of zero, that becomes zero; None for the default.
-    """
-
-    step: float = 1.0
-    dead_zone: float | None = None
-    name: ClassVar[str] = "grid"
-    prunes: ClassVar[bool] = False
-
-    def settings(self) -> dict[str, int | float | bool | str]:
-        """What the file's record says was asked."""
-        chosen = {} if self.dead_zone is None else {"dead_zone": self.dead_zone}
-        return {"step": self.step, **chosen}
 
 
 @dataclass(frozen=True, slots=True)

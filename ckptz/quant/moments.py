@@ -9,13 +9,13 @@ it, class by class. Knows arrays and maps; which tensors belong together is the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
 from ckptz.kernels import reference
-from ckptz.quant.quant_map import ExplicitTable, LinearTable, QuantizationMap
 
 Units = NDArray[Any]
 Integers = NDArray[np.int64]
@@ -30,72 +30,6 @@ MAX_INDEX: Final = 127  # of a first moment's level, on both sides of zero
 N_LABELS: Final = 256  # of a magnitude class
 ROW_LABELS_PER_OCTAVE: Final = 2
 SMALLEST_SCALE: Final = 2.0**-1022  # of a table: subnormal doubles are not allowed there
-
-
-@dataclass(frozen=True, slots=True)
-class SecondMoment:
-    """How a second moment becomes lossy.
-
-    Attributes:
-        step: in octaves; a restored element is within half of it.
-    """
-
-    step: float
-    name: ClassVar[str] = "second-moment"
-    prunes: ClassVar[bool] = False
-
-    def settings(self) -> dict[str, int | float | bool | str]:
-        """What the file's record says was asked."""
-        return {"step": self.step}
-
-
-@dataclass(frozen=True, slots=True)
-class FirstMoment:
-    """How a first moment, or a momentum, becomes lossy.
-
-    Attributes:
-        step: in roots of the restored second moment; without one, in root mean squares of the row.
-        dead_zone: additional share of a step, on both sides of zero, that becomes zero.
-        source: name of the tensor of second moments, or None.
-    """
-
-    step: float
-    dead_zone: float
-    source: str | None = None
-    name: ClassVar[str] = "first-moment"
-    prunes: ClassVar[bool] = False
-
-    def settings(self) -> dict[str, int | float | bool | str]:
-        """What the file's record says was asked."""
-        return {"step": self.step, "dead_zone": self.dead_zone}
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """A small tensor that is kept to a relative precision.
-
-    Attributes:
-        bits: a restored element is within 2^-bits of itself, relatively.
-    """
-
-    bits: int = 10
-    name: ClassVar[str] = "rounding"
-    prunes: ClassVar[bool] = False
-
-    def settings(self) -> dict[str, int | float | bool | str]:
-        """What the file's record says was asked."""
-        return {"bits": self.bits}
-
-    def rounded(self, units: Units, kind: int) -> Units:
-        """Units rounded to nearest; those that would overflow, and subnormal ones, stay as they are."""
-        n_dropped = MANTISSA_BITS[kind] + 1 - self.bits
-        if n_dropped <= 0:
-            return units
-        half, mask = (units.dtype.type(n) for n in (1 << (n_dropped - 1), (1 << n_dropped) - 1))
-        nearest = (units + half) & ~mask
-        exponents = units.dtype.type(exponent_mask(kind))
-        is_kept = ((nearest & exponents) == exponents) | ((units & exponents) == 0)
-        return np.where(is_kept, units, nearest)
 
 
 def exponent_mask(kind: int) -> int:

@@ -7,14 +7,15 @@ quantized, pruned around zero, quantized, protected.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, reference
 from ckptz.quant.kmeans import SIGMA, fit_centroids, sample_weights
-from ckptz.quant.quant_map import ExplicitTable, QuantizationMap
+from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sensitivity import (
     NO_CUT,
     Sensitivities,
@@ -29,7 +30,7 @@ Units = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """What `fit_partitions` is asked for; `ckptz.config.KMeans` checks the ranges.
+    """What `fit_partitions` is asked for; `ckptz.methods.kmeans.KMeans` checks the ranges.
 
     Attributes:
         levels: values that quantized and pruned elements may take, 2..255.
@@ -48,12 +49,6 @@ class Partitions:
     sigma: float = SIGMA
     prune_by: str = "magnitude"
     protect_by: str = "magnitude"
-    name: ClassVar[str] = "kmeans"
-
-    @property
-    def prunes(self) -> bool:
-        """Whether elements become zero by a share."""
-        return self.prune > 0
 
     @property
     def prunes_by_sensitivity(self) -> float:
@@ -74,22 +69,10 @@ class Partitions:
         """The same where no sensitivity is known."""
         return replace(self, prune_by="magnitude", protect_by="magnitude")
 
-    def settings(self) -> dict[str, int | float | bool | str]:
-        """What the file's record says was asked; rankings and roundings only where they are not usual."""
-        asked: dict[str, int | float | bool | str] = {
-            "levels": self.levels,
-            "prune": self.prune,
-            "protect": self.protect,
-        }
-        if self.protect_as_bf16:
-            asked["protect_as"] = "bf16"
-        words = {"prune_by": self.prune_by, "protect_by": self.protect_by}
-        return asked | {name: word for name, word in words.items() if word != "magnitude"}
-
 
 @dataclass(frozen=True, slots=True)
-class RegionQuantizer:
-    """The encoder's side of a map by regions; see `ckptz.codec.plan.Quantizer`."""
+class RegionQuantizer(Quantizer):
+    """Codes by regions of values."""
 
     boundaries: Units
     region_code: NDArray[np.uint8]
@@ -110,10 +93,6 @@ class RegionQuantizer:
         is_infinite = (rounded & np.uint32(0x7FFFFFFF)) == np.uint32(0x7F800000)
         return np.where(is_infinite, units, rounded)
 
-    def protected(self, begin: int, end: int, units: Units) -> None:
-        """Nothing stands beside its code: what is protected takes the escape code."""
-        del begin, end, units
-
 
 def _ordered(value: float, kind: int) -> int:
     """The least ordered unit whose value is at or above `value`."""
@@ -125,7 +104,7 @@ def _ordered(value: float, kind: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SensitivityQuantizer:
+class SensitivityQuantizer(Quantizer):
     """Regions of values, overruled by sensitivity; protecting goes before pruning.
 
     Attributes:
@@ -158,10 +137,6 @@ class SensitivityQuantizer:
     def kept(self, units: Units) -> Units:
         """What protected units restore to."""
         return self.regions.kept(units)
-
-    def protected(self, begin: int, end: int, units: Units) -> None:
-        """Nothing stands beside its code: what is protected takes the escape code."""
-        del begin, end, units
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,10 @@ D[j] * (e U)[j]^2. Rounding column j of w to the grid point nearest to
 leaves (e U)[j] = t[j] - q[j], at most half a step, whatever the errors before it. This is the rounding of
 optimal brain surgeon and GPTQ (arXiv 2208.11580, 2210.17323), which the factor gives without an inverse.
 Columns are taken in blocks, so that nearly all of the work is products of matrices.
+
+Codes are the nearest ones, outside of the dead zone. Weighing errors against bits, at 0.1 squared steps a
+bit, took 5.9 % more bits at 1.3 % more error on a layer of a language model; a trellis of four states took
+5 to 6 % fewer bits at equal error, but was only measured where no errors are pushed on.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.config import Config, KMeans
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.method import Method
 from ckptz.search.space import Cube
 from ckptz.search.trials import FULL, History, Outcome, Predict, best_of
 
@@ -52,7 +53,7 @@ class Guided:
     def _grid(self) -> _Grid:
         return _Grid.of(self.cubes, self.predict)
 
-    def propose(self, history: History, n: int) -> Sequence[Config]:
+    def propose(self, history: History, n: int) -> Sequence[Method]:
         """See `Strategy.propose`."""
         grid = self._grid
         open_ = np.ones(len(grid.configs), np.bool_)
@@ -84,7 +85,7 @@ class Exhaustive:
     predict: Predict
     name: str = "exhaustive"
 
-    def propose(self, history: History, n: int) -> Sequence[Config]:
+    def propose(self, history: History, n: int) -> Sequence[Method]:
         """See `Strategy.propose`."""
         tried = {outcome.config for outcome in history}
         configs = {cube.config(point) for cube in self.cubes for point in cube.points} - tried
@@ -106,7 +107,7 @@ class _Grid:
     """
 
     configs: list[KMeans]
-    places: dict[Config, list[int]]
+    places: dict[Method, list[int]]
     at: NDArray[np.int64]
     home: NDArray[np.int64]
     sizes: NDArray[np.float64]
@@ -120,7 +121,7 @@ class _Grid:
         at = np.array([point for _, point in points])
         home = np.array([i for i, _ in points])
         is_beyond = (at[:, None] >= at[None, :]).all(axis=2) & (home[:, None] == home[None, :])
-        places: dict[Config, list[int]] = {}
+        places: dict[Method, list[int]] = {}
         for i, config in enumerate(configs):
             places.setdefault(config, []).append(i)
         return cls(

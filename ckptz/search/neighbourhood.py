@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
-from ckptz.config import Config, KMeans
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.method import Method
 from ckptz.search.space import Cube, Point, dominates
 from ckptz.search.trials import History, Predict
 
@@ -33,11 +34,11 @@ class Neighbourhood:
     predict: Predict
     name: str = "neighbourhood"
 
-    def propose(self, history: History, n: int) -> Sequence[Config]:
+    def propose(self, history: History, n: int) -> Sequence[Method]:
         """See `Strategy.propose`."""
         if any(outcome.is_feasible for outcome in history):
             return ()
-        broken = [outcome.config for outcome in history]
+        broken = [cast(KMeans, outcome.config) for outcome in history]
         left = [config for config in self._ordered() if not self._is_excluded(config, broken)]
         return left[: max(min(n, MAX_TRIALS - len(history)), 0)]
 
@@ -54,14 +55,14 @@ class Neighbourhood:
         near = [p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH]
         return [cube.config(point) for point in near]
 
-    def _is_excluded(self, config: KMeans, broken: Sequence[Config]) -> bool:
+    def _is_excluded(self, config: KMeans, broken: Sequence[KMeans]) -> bool:
         """Whether it was tried, or is at least as aggressive as something that broke the budget."""
         return any(
             dominates(point, other)
             for cube in self.cubes
             if (point := _point_in(cube, config)) is not None
             for tried in broken
-            if isinstance(tried, KMeans) and (other := _point_in(cube, tried)) is not None
+            if (other := _point_in(cube, tried)) is not None
         )
 
 

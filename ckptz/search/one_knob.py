@@ -1,9 +1,9 @@
-"""The search with one knob: all steps of a grid follow from one multiplier, which is what is looked for.
+"""The search with one knob: all steps follow from one multiplier, which is what is looked for.
 
 The sum of expected loss change and lambda times bits is smallest where every part of a checkpoint pays the
 same loss for its last bit. For small errors the change is a_i * step_i^2 and the bits are n_i * log2(1 /
 step_i), so step_i = sqrt(lambda * n_i / (2 ln 2 * a_i)): all steps are proportional to sqrt(lambda), which is
-the multiplier of `Grid.step`. What is special to a tensor, a_i, is in the reference steps already: in
+the multiplier of `Method.scaled`. What is special to a tensor, a_i, is in the reference steps already: in
 `ckptz.quant.grid.row_steps` for weights, in the roots of second moments for first ones. Moments follow in
 proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for 0.05 bit (docs/search.md).
 
@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Self
 
-from ckptz.config import Config, Grid
+from ckptz.methods.method import Method
 from ckptz.search.trials import FULL, History
 
 MAX_FIRST: Final = 8  # trials of a first checkpoint
 MAX_LATER: Final = 3  # of one whose parent says where to begin
 SMALLEST, LARGEST = 2.0**-6, 2.0**6  # multipliers; below, weights take 8 bits and more
-MAX_SECOND_STEP: Final = 8.0  # octaves: Adam then steps up to 4 times too far, no small error any more
 TARGET: Final = 0.95  # share of the budget to aim at: half of the near misses would be for nothing
 CLOSE: Final = 0.88  # from there on, a larger multiplier saves under 2 % of the bytes
 CLOSE_LATER: Final = 0.7  # likewise, but an evaluation would cost more than the 5 % that it may save
@@ -35,18 +34,6 @@ LEAST_USED: Final = 0.02  # less may be noise, or an improvement
 LONGEST: Final = math.log(4)  # of one extrapolation
 MARGIN: Final = 0.15  # of a bracket, at either end: a trial must narrow it
 APART: Final = 0.12  # in logarithms, of trials side by side
-
-
-def grid_at(template: Grid, multiplier: float) -> Grid:
-    """The configuration of a multiplier: all steps of `template` times it, where moments are lossy too."""
-    moments = template.moments
-    if moments is not None:
-        moments = replace(
-            moments,
-            second_step=min(moments.second_step * multiplier, MAX_SECOND_STEP),
-            first_step=min(moments.first_step * multiplier, LARGEST),
-        )
-    return replace(template, step=multiplier, moments=moments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +49,20 @@ class OneKnob:
         close: share of the budget that is near enough to it.
     """
 
-    template: Grid
+    template: Method
     start: float = 1.0
     most: int = MAX_FIRST
     close: float = CLOSE
     name: str = "one-knob"
 
-    def propose(self, history: History, n: int) -> Sequence[Config]:
+    def propose(self, history: History, n: int) -> Sequence[Method]:
         """See `Strategy.propose`."""
         room = min(n, self.most - len(history))
         points = _Bracket.of(history)
         if room < 1 or points.is_done(self.close):
             return ()
         tried = {outcome.config for outcome in history}
-        found = (grid_at(self.template, _rounded(x)) for x in points.around(math.log(self.start)))
+        found = (self.template.scaled(_rounded(x)) for x in points.around(math.log(self.start)))
         configs = dict.fromkeys(config for config in found if config not in tried)
         return list(configs)[:room]
 
@@ -105,9 +92,8 @@ class _Bracket:
     @classmethod
     def of(cls, history: History) -> Self:
         points = [
-            _Point(math.log(outcome.config.step), math.log(max(outcome.used, LEAST_USED)))
+            _Point(math.log(outcome.config.multiplier), math.log(max(outcome.used, LEAST_USED)))
             for outcome in history
-            if isinstance(outcome.config, Grid)
         ]
         points.sort(key=lambda point: point.x)
         kept = max((p for p in points if p.y <= math.log(FULL)), key=lambda p: p.x, default=None)

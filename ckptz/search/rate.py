@@ -16,23 +16,23 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.choices import choose
-from ckptz.codec.encode import encode_chunk
 from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.guides import NO_GUIDE, Guide
-from ckptz.codec.plan_kmeans import Ranked, rank
-from ckptz.codec.planner import MapFunction, plan_lossless, stream_tables
-from ckptz.codec.sources import ChunkSources, codes_of
-from ckptz.codec.units import CHUNK_UNITS, UnitSource, chunk_bounds, n_chunks_of
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
-from ckptz.config import Config
+from ckptz.encoding.chunk import encode_chunk
+from ckptz.encoding.counts import ClassCounts, stream_tables
+from ckptz.encoding.draft import MapFunction
+from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.kernels import planning
 from ckptz.kernels.reference import F32
+from ckptz.methods.kmeans import Clusters, Ranked, rank
+from ckptz.methods.lossless import plan_lossless
+from ckptz.methods.method import Method
 from ckptz.quant.partitions import Cut, Partitions, fit_levels, region_cuts
 from ckptz.quant.sketch import Sketch
 from ckptz.roles import Role
-from ckptz.transform.classes import ClassCounts
 
 FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables
 CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
@@ -174,8 +174,8 @@ def _code_bytes(counts: Counts) -> float:
 class Sources:
     """What the writer gets for one tensor."""
 
-    tensor: UnitSource
-    base: UnitSource | None
+    tensor: TensorSource
+    base: TensorSource | None
     role: Role
     guide: Guide = NO_GUIDE
 
@@ -190,7 +190,7 @@ class SizeModel:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Sources], configs: Iterable[Config], run: MapFunction = map
+        self, tensors: Mapping[str, Sources], configs: Iterable[Method], run: MapFunction = map
     ) -> None:
         wanted = list(dict.fromkeys(configs))
         sizes = np.full(len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in tensors), float)
@@ -198,12 +198,12 @@ class SizeModel:
             sizes += found
         self._sizes = dict(zip(wanted, sizes.tolist(), strict=True))
 
-    def __call__(self, config: Config) -> float:
+    def __call__(self, config: Method) -> float:
         """Bytes of the file."""
         return self._sizes[config]
 
 
-def _sizes_of(sources: Sources, configs: Sequence[Config]) -> NDArray[np.float64]:
+def _sizes_of(sources: Sources, configs: Sequence[Method]) -> NDArray[np.float64]:
     """Size of one tensor's frame for each configuration."""
     methods = [_method(sources, config) for config in configs]
     profile = _profile(sources, {method for method in methods if method is not None})
@@ -216,10 +216,10 @@ def _sizes_of(sources: Sources, configs: Sequence[Config]) -> NDArray[np.float64
     return np.array([sizes[method] for method in methods])
 
 
-def _method(sources: Sources, config: Config) -> Partitions | None:
+def _method(sources: Sources, config: Method) -> Partitions | None:
     tensor = sources.tensor
-    found = choose(config, sources.role, tensor.dtype, tuple(tensor.shape)).method
-    return found if isinstance(found, Partitions) else None
+    recipe = config.recipe(sources.role, tensor.dtype, tuple(tensor.shape))
+    return recipe.wanted if isinstance(recipe, Clusters) else None
 
 
 def _exact_bytes(sources: Sources) -> float:
@@ -229,10 +229,10 @@ def _exact_bytes(sources: Sources) -> float:
     if not n_units:
         return 0.0
     end = min(CHUNK_UNITS, n_units)
-    plan = plan_lossless(source, sources.base)
-    chunk = encode_chunk(source, plan, ChunkSources(0, end, sources.base))
+    draft = plan_lossless(source, sources.base)
+    chunk = encode_chunk(source, draft, ChunkSources(0, end, sources.base))
     n_bytes = sum(len(stream) for stream in chunk.streams) * n_units / end
-    return n_bytes + len(pack_plan(source.dtype, tuple(source.shape), plan))
+    return n_bytes + len(pack_plan(source.dtype, tuple(source.shape), draft.plan))
 
 
 def _profile(sources: Sources, wanted: set[Partitions]) -> Profile | None:
@@ -278,7 +278,7 @@ class _CellCounter:
         self._place = np.zeros(len(sketch.counts), np.int64)
         self._place[self.buckets] = np.arange(len(self.buckets))
         self._shift = 8 * sources.tensor.dtype.unit_bytes - 16
-        self._n_base: int = getattr(sources.base, "n_codes", None) or 1
+        self._n_base = 1 if sources.base is None else sources.base.n_codes or 1
 
     def count(self, bounds: tuple[int, int]) -> Counts:
         """Occurrences [n_base_codes, n_bands, n_buckets] in one chunk."""
@@ -289,7 +289,7 @@ class _CellCounter:
             bands = self._bands.astype(np.float32)
             cell += shape[2] * np.searchsorted(bands, self._ranked.sensitivities(*bounds, units), side="left")
         if self._n_base > 1 and self._sources.base is not None:
-            labels = codes_of(self._sources.base, *bounds)
+            labels = self._sources.base.codes(*bounds)
             if labels is not None:
                 cell += shape[1] * shape[2] * labels.astype(np.int64)
         return np.bincount(cell, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)

@@ -7,21 +7,16 @@ so does size, along every axis.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from ckptz.config import KMeans
-
-LEVELS: Final = (32, 16, 12, 8, 6, 4)
-EMBEDDING_LEVELS: Final = (32, 16)
-PRUNE: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-PROTECT: Final = (0.01, 0.005, 0.0005)
+from ckptz.methods.kmeans import KMeans
 
 Point: TypeAlias = tuple[int, ...]  # steps from the mildest value along each axis
 
 
-TEMPLATE: Final = KMeans(protect_as="bf16", protect_by="either")  # what the paper keeps, and how
+TEMPLATE: Final = KMeans.reference()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +34,17 @@ class Cube:
     has_embeddings: bool = True
 
     @property
+    def axes(self) -> Mapping[str, tuple[float, ...]]:
+        """Values along each axis: levels, pruned share, protected share, and levels of embeddings if any."""
+        axes = dict(self.template.axes)
+        if not self.has_embeddings:
+            del axes["embedding_levels"]
+        return axes
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Values along each axis: levels, pruned share, protected share, levels of embeddings."""
-        sizes = (len(LEVELS), len(PRUNE), len(PROTECT))
-        return (*sizes, len(EMBEDDING_LEVELS)) if self.has_embeddings else sizes
+        """Number of values along each axis."""
+        return tuple(map(len, self.axes.values()))
 
     @property
     def points(self) -> list[Point]:
@@ -50,32 +52,24 @@ class Cube:
         return list(itertools.product(*map(range, self.shape)))
 
     def config(self, point: Point) -> KMeans:
-        """The configuration of a point; without pruning both metrics mean the same one."""
-        prune = PRUNE[point[1]]
-        return replace(
-            self.template,
-            levels=LEVELS[point[0]],
-            prune=prune,
-            protect=PROTECT[point[2]],
-            embedding_levels=EMBEDDING_LEVELS[point[3]] if self.has_embeddings else None,
-            prune_by=self.prune_by if prune else "magnitude",
-        )
+        """Make the configuration of a point; without pruning both metrics mean the same one."""
+        chosen: dict[str, Any] = {
+            name: values[at] for at, (name, values) in zip(point, self.axes.items(), strict=True)
+        }
+        chosen.setdefault("embedding_levels", None)
+        return replace(self.template, **chosen, prune_by=self.prune_by if chosen["prune"] else "magnitude")
 
     def point(self, config: KMeans) -> Point:
-        """The most aggressive point that is not more so than `config` along any axis, where there is one."""
-        found = (
-            _last(LEVELS, config.levels, rises=False),
-            _last(PRUNE, config.prune, rises=True),
-            _last(PROTECT, config.protect, rises=False),
-        )
-        if not self.has_embeddings:
-            return found
-        levels = config.levels if config.embedding_levels is None else config.embedding_levels
-        return (*found, _last(EMBEDDING_LEVELS, levels, rises=False))
+        """Find the most aggressive point that is not more so than `config` along any axis."""
+        wanted = {name: getattr(config, name) for name in self.axes}
+        if wanted.get("embedding_levels", 0) is None:
+            wanted["embedding_levels"] = config.levels
+        return tuple(_last(values, wanted[name]) for name, values in self.axes.items())
 
 
-def _last(values: Sequence[float], wanted: float, *, rises: bool) -> int:
-    """Index of the last value that is not beyond `wanted`; 0 if all are."""
+def _last(values: Sequence[float], wanted: float) -> int:
+    """Index of the last of values that rise or fall that is not beyond `wanted`; 0 if all are."""
+    rises = values[-1] > values[0]
     fits = [value <= wanted if rises else value >= wanted for value in values]
     return max(sum(fits) - 1, 0)
 

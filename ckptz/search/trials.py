@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from ckptz.config import Config
+from ckptz.methods.method import Method
 
 FULL: Final = 1.0  # share of the budget that may be used
 
@@ -25,7 +25,7 @@ class Outcome:
         n_bytes: size of the file.
     """
 
-    config: Config
+    config: Method
     used: float
     n_bytes: int
 
@@ -36,8 +36,8 @@ class Outcome:
 
 
 History = Sequence[Outcome]
-Predict = Callable[[Config], float]
-Try = Callable[[Sequence[Config], str], list[Outcome]]
+Predict = Callable[[Method], float]
+Try = Callable[[Sequence[Method], str], list[Outcome]]
 
 
 class Strategy(Protocol):
@@ -46,7 +46,7 @@ class Strategy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def propose(self, history: History, n: int) -> Sequence[Config]:
+    def propose(self, history: History, n: int) -> Sequence[Method]:
         """Up to `n` configurations to try side by side; none if nothing is left to learn.
 
         Args:

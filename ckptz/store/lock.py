@@ -183,14 +183,15 @@ class Lease:
         self._write()
         time.sleep(min(SETTLE_SECONDS, beat))
         if not self._is_ours():
-            raise _refused(place.name, self._read())
+            raise self._refused(self._read())
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="ckptz-lease", daemon=True)
         self._thread.start()
 
     def _wait_for_stale(self) -> None:
         found = self._read()
-        if found is None or found.is_dead:
+        holder = None if found is None else Holder.parse(found)
+        if found is None or (holder is not None and holder.is_dead):
             return
         end = time.monotonic() + self._stale
         while time.monotonic() < end:
@@ -199,12 +200,16 @@ class Lease:
             if now is None:
                 return
             if now != found:
-                raise _refused(self._place.name, now)
+                raise self._refused(now)
 
-    def _read(self) -> Holder | None:
+    def _refused(self, text: bytes | None) -> ConfigError:
+        return _refused(self._place.name, None if text is None else Holder.parse(text))
+
+    def _read(self) -> bytes | None:
+        """The lease; one without sense may be half of one that is held, and is waited for like any."""
         try:
             with contextlib.closing(self._place.open(LEASE_NAME)) as file:
-                return Holder.parse(file.read(0, file.size).tobytes())
+                return file.read(0, file.size).tobytes()
         except FileNotFoundError:
             return None
 
@@ -213,7 +218,8 @@ class Lease:
             file.write(self._holder.pack())
 
     def _is_ours(self) -> bool:
-        found = self._read()
+        text = self._read()
+        found = None if text is None else Holder.parse(text)
         return found is not None and found.token == self._holder.token
 
     def _renew(self) -> None:

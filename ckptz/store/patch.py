@@ -11,13 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import numpy as np
 
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.sparse import Changes, Positions
-from ckptz.codec.units import UNIT_TYPES, Units, UnitSource, chunk_bounds
+from ckptz.codec.units import UNIT_TYPES, TensorSource, Units, chunk_bounds
 from ckptz.container.plain import content_id_of
 from ckptz.container.reader import Container, FrameSource
 from ckptz.entropy.streams import CoderId
@@ -28,20 +28,20 @@ Check = Literal["base", "stored"]
 CHECKS: Final = ("base", "stored")
 
 
-class LiveTensor(UnitSource, Protocol):
-    """A tensor in use: its units may be read and written in place."""
+class LiveTensor(TensorSource):
+    """A tensor in use: its units may be read and written in place; subclasses say how."""
 
     def take(self, positions: Positions) -> Units:
         """Units at positions of the whole tensor, in memory of their own."""
-        ...
+        raise NotImplementedError
 
     def put(self, positions: Positions, units: Units) -> None:
         """Write units at positions."""
-        ...
+        raise NotImplementedError
 
     def write(self, begin: int, units: Units) -> None:
         """Write units one after another from `begin`."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
 from ckptz.container.byte_source import ByteSource, FileBytes
-from ckptz.container.publish import publish
+from ckptz.container.publish import make_folder, publish
 from ckptz.errors import ConfigError
 
 _FILE_URL: Final = "file://"
@@ -69,8 +69,11 @@ class LocalFolder:
         found: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                try:
                     found[entry.name] = entry.stat().st_size
+                except FileNotFoundError:  # removed meanwhile, or a link to what is not here now
+                    if entry.is_symlink():
+                        found[entry.name] = 0
         return found
 
     def open(self, name: str) -> ByteSource:
@@ -79,7 +82,7 @@ class LocalFolder:
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
         """See `Place.publish`."""
-        self._path.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path)
         return publish(self._path / name)
 
     def remove(self, name: str) -> None:
@@ -123,7 +126,11 @@ class RemoteFolder:
             entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return {}
-        return {e["name"].rsplit("/", 1)[-1]: int(e["size"] or 0) for e in entries if e["type"] == "file"}
+        files = (entry for entry in entries if entry["type"] != "directory")
+        return {entry["name"].rsplit("/", 1)[-1]: self._size(entry) for entry in files}
+
+    def _size(self, entry: dict[str, Any]) -> int:
+        return int(entry["size"] or 0)
 
     def open(self, name: str) -> ByteSource:
         """See `Place.open`."""

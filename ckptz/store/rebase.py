@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptz.codec.units import UnitSource
+from ckptz.codec.units import TensorSource
 from ckptz.container.inline_writer import NeededBase
 from ckptz.container.reader import Container, FrameSource
 from ckptz.store.resolve import Checkpoint
 
-Tensors = Mapping[str, UnitSource]
+Tensors = Mapping[str, TensorSource]
 
 
 def needed_bases(checkpoint: Checkpoint) -> tuple[NeededBase, ...]:

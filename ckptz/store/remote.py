@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.publish import publish
 from ckptz.errors import TruncatedError
-from ckptz.store.places import RemoteFolder
+from ckptz.store.places import Place, RemoteFolder
 
 READ_AHEAD: Final = 1 << 16  # header and index of most files are two requests
 
@@ -38,7 +39,7 @@ class _Ranges:
         begin = offset - self._begin
         part = np.frombuffer(self._read, np.uint8)[begin : begin + n_bytes]
         if len(part) < n_bytes:
-            raise TruncatedError(f"{self.name}: was cut at byte {offset + len(part)} while it was read")
+            raise _short(self.name, offset + len(part), end)
         return part.copy()
 
     def close(self) -> None:
@@ -79,6 +80,12 @@ class UploadFolder(RemoteFolder):
         with publish(path) as file:
             self._fs.get_file(self._path(name), file.name)
 
+    def _size(self, entry: dict[str, Any]) -> int:
+        size = entry["size"] if entry["size"] is not None else self._fs.size(entry["name"])
+        if size is None:
+            raise OSError(errno.EIO, f"{entry['name']}: the store does not say how long it is")
+        return int(size)
+
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Bytes begin..end of a file."""
         return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
@@ -89,4 +96,26 @@ class UploadFolder(RemoteFolder):
         with contextlib.suppress(NotImplementedError, ValueError, OSError):
             ranges.read(0, min(size, READ_AHEAD))
             return ranges
-        return self.open(name)
+        whole = self.open(name)
+        if whole.size != size:
+            whole.close()
+            raise _short(whole.name, whole.size, size)
+        return whole
+
+
+def peeked(place: Place, name: str, size: int) -> ByteSource:
+    """A file of any folder whose header and index are wanted.
+
+    Args:
+        place: the folder.
+        name: of the file.
+        size: its bytes, as listed.
+    """
+    if isinstance(place, RemoteFolder):
+        return (place if isinstance(place, UploadFolder) else UploadFolder(place.name)).peek(name, size)
+    return place.open(name)
+
+
+def _short(name: str, found: int, wanted: int) -> OSError:
+    """What a connection that was cut gives; the file itself may be whole."""
+    return OSError(errno.EIO, f"{name}: only {found} of {wanted} bytes came through; try again")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ckptz.codec.units import UnitSource
+from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import ByteSource, FileBytes
 from ckptz.container.envelope import read_envelope
 from ckptz.container.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, is_ckptz
@@ -42,7 +42,7 @@ class Checkpoint:
     """
 
     name: str
-    tensors: Mapping[str, UnitSource]
+    tensors: Mapping[str, TensorSource]
     metadata: Mapping[str, str] | None
     container: Container | None
     files: tuple[Container | PlainFile, ...]

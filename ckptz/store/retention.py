@@ -2,7 +2,8 @@
 
 A file that no rule keeps is deleted, unless a kept one is stored against it, at whatever distance: then
 it is hidden, and goes when the last that needs it goes. Files are deleted from the newest step to the
-oldest, so at no moment does one lack its base, and a prune that was killed is finished by the next.
+oldest, so at no moment does one lack its base, and a prune that was killed is finished by the next. A step
+of which a file cannot be read, or its base not be found, keeps every older step as it is; see needs.py.
 
 How much stays: with `last` = N alone and chains of at most A files, at most N + A - 1 files of weights and
 as many of state; every further step that `every` or `best` keeps adds at most A of each.
@@ -17,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ckptz.errors import CkptzError, ConfigError
+from ckptz.errors import ConfigError, MissingBaseError
+from ckptz.store.needs import needs_of
 from ckptz.store.resolve import Path_
 from ckptz.store.step_files import FileFacts, Listing, StepFile
 from ckptz.store.steps import StepStore
@@ -155,6 +157,7 @@ class _Decision:
     kept: frozenset[StepFile]
     hidden: frozenset[StepFile]
     removed: frozenset[StepFile]
+    notes: tuple[str, ...]
 
 
 def prune(
@@ -167,14 +170,22 @@ def prune(
         policy: what is kept.
         after: remove every step after this one first.
         dry_run: only say what would be done.
+
+    Raises:
+        ConfigError: no step that can be read would be left before those after `after`.
+        OSError: the folder cannot be listed, or a file not be deleted; what is older than that stays.
     """
     start = time.perf_counter()
     listing = store.listing()
     later = {file for file in listing.sizes if after is not None and file.step > after}
-    facts, notes = _facts_of(store, listing.without(later))
-    decision = _decide(listing.without(later), facts, policy)
+    rest = listing.without(later)
+    facts, unread = _facts_of(store, rest)
+    if later:
+        _check_goes_back(store.name, rest, unread)
+    decision = _decide(rest, facts, unread, policy)
     removed = sorted({*later, *decision.removed}, key=_newest_first)
     if not dry_run:
+        store.check_lock()
         for file in sorted(decision.hidden - listing.hidden, reverse=True):
             store.hide(file)
         for file in removed:
@@ -192,48 +203,82 @@ def prune(
         removed_bytes=removed_bytes,
         dry_run=dry_run,
         seconds=time.perf_counter() - start,
-        notes=tuple(notes),
+        notes=decision.notes,
     )
 
 
-def _facts_of(store: StepStore, listing: Listing) -> tuple[dict[StepFile, FileFacts], list[str]]:
-    """What each file says of itself; one that cannot be read is noted and left alone."""
-    facts, notes = {}, []
+Facts = Mapping[StepFile, FileFacts]
+Unread = Mapping[StepFile, Exception]
+
+
+def _facts_of(store: StepStore, listing: Listing) -> tuple[Facts, Unread]:
+    """What each file says of itself, or why it cannot be read."""
+    facts: dict[StepFile, FileFacts] = {}
+    unread: dict[StepFile, Exception] = {}
     for file, n_bytes in sorted(listing.sizes.items()):
         try:
             facts[file] = store.facts(file, n_bytes)
-        except (CkptzError, OSError) as error:
-            notes.append(f"{file.name} is left alone, because it cannot be read: {error}")
-    return facts, notes
+        except Exception as error:  # stores behind URLs have errors of their own
+            unread[file] = error
+    return facts, unread
 
 
-def _decide(listing: Listing, facts: Mapping[StepFile, FileFacts], policy: KeepPolicy) -> _Decision:
+def _check_goes_back(name: str, rest: Listing, unread: Unread) -> None:
+    """Refuse to remove later steps unless there is one to go on from.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    if not rest.weights_steps:
+        raise ConfigError(f"{name}: no step would be left to go on from; name one that is there")
+    newest = rest.weights_steps[-1]
+    for file, error in unread.items():
+        if file.step == newest:
+            raise ConfigError(
+                f"{name}: {file.name} cannot be read, so the steps after {newest} stay; try again, or go "
+                f"back further: {error}"
+            )
+
+
+def _decide(listing: Listing, facts: Facts, unread: Unread, policy: KeepPolicy) -> _Decision:
     metrics = {file.step: fact.metric for file, fact in facts.items() if fact.metric is not None}
     full = policy.kept(listing.full_steps, metrics)
     weights = full if policy.weights is None else full | policy.weights.kept(listing.weights_steps, metrics)
     kept = {StepFile(step, "state") for step in full} | {StepFile(step, "weights") for step in weights}
-    kept |= set(listing.sizes) - set(facts)
-    needed = _needed_by(kept, facts)
-    return _Decision(frozenset(kept), frozenset(needed - kept), frozenset(set(listing.sizes) - kept - needed))
+    needs = needs_of(
+        {*kept, *unread}, lambda file: _bases_of(file, facts, unread), lambda file: _up_to(file, listing)
+    )
+    kept |= needs.doubtful - listing.hidden
+    needed = (needs.known | needs.doubtful) - kept
+    return _Decision(
+        frozenset(kept), frozenset(needed), frozenset(set(listing.sizes) - kept - needed), needs.notes
+    )
 
 
-def _needed_by(kept: Iterable[StepFile], facts: Mapping[StepFile, FileFacts]) -> set[StepFile]:
-    """The files that kept ones are stored against, through whole chains."""
-    by_content = {(file.kind, fact.content_id): file for file, fact in facts.items()}
-    needed: set[StepFile] = set()
-    waiting = [file for file in kept if file in facts]
-    while waiting:
-        file = waiting.pop()
-        fact = facts[file]
-        if fact.base is None:
-            continue
-        named = StepFile.parse(fact.base)
-        # A reader would also find the base under another name, by its content.
-        base = named if named in facts else by_content.get((file.kind, fact.base_id or ""))
-        if base is not None and base not in needed:
-            needed.add(base)
-            waiting.append(base)
-    return needed
+def _up_to(file: StepFile, listing: Listing) -> set[StepFile]:
+    """A step's files and all older ones: without its metric or its base, none of them may go."""
+    return {other for other in listing.sizes if other.step <= file.step}
+
+
+def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:
+    """What a file is stored against; where several files hold those values, any may be it.
+
+    Raises:
+        MissingBaseError: none that can be read does.
+    """
+    if file in unread:
+        raise unread[file]
+    fact = facts[file]
+    if fact.base is None:
+        return []
+    named = StepFile.parse(fact.base)
+    if named is not None and named in unread:
+        return [named]
+    # Readers, too, look first for the name, and then for the content under any other.
+    found = [other for other, of in facts.items() if of.content_id == fact.base_id and other != file]
+    if not found:
+        raise MissingBaseError(f"its base {fact.base} is not here")
+    return [named] if named is not None and named in found else found
 
 
 def _newest_first(file: StepFile) -> tuple[int, bool]:

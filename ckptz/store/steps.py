@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from ckptz.container.publish import TEMPORARY_SUFFIX, publish_together
+from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import (
@@ -33,7 +33,7 @@ from ckptz.errors import (
 )
 from ckptz.store.lock import Lock, acquire
 from ckptz.store.places import LocalFolder, place_of
-from ckptz.store.remote import UploadFolder
+from ckptz.store.remote import UploadFolder, peeked
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
 from ckptz.store.spool import Spool
 from ckptz.store.step_files import (
@@ -112,11 +112,12 @@ class StepStore:
         return replace(found, leftovers=(*found.leftovers, *(file.name for file in sorted(cut))))
 
     def _ends_early(self, file: StepFile, listing: Listing) -> bool:
+        """Whether a file is certainly shorter than it says: what cannot be read now may be whole."""
         try:
             self.facts(file, listing.sizes[file])
         except TruncatedError:
             return True
-        except (CkptzError, OSError):
+        except Exception:  # stores behind URLs have errors of their own
             return False
         return False
 
@@ -136,11 +137,7 @@ class StepStore:
         return known[1]
 
     def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        if isinstance(self._place, UploadFolder):
-            source = self._place.peek(file.name, n_bytes)
-        else:
-            source = self._place.open(file.name)
-        with contextlib.closing(open_file(source)) as opened:
+        with contextlib.closing(open_file(peeked(self._place, file.name, n_bytes))) as opened:
             if not isinstance(opened, Container):
                 raise FormatError(f"{opened.name}: not a .ckptz file")
             index = opened.index
@@ -217,7 +214,7 @@ class StepStore:
         if self._lock is not None:
             return
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
         self._lock = acquire(self._place, self._folder)
         for name in (*self.listing().leftovers, *self._abandoned()):
             self._place.remove(name)
@@ -271,6 +268,9 @@ class StepStore:
         assert self._lock is not None, "write without a lock"
         notes: list[str] = []
         weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
+        for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
+            self._place.remove(file.marker)
+            self._facts.pop(file, None)
         folder = self.local_folder
         with publish_together(OWNER) as files:
             with (
@@ -343,11 +343,21 @@ class StepStore:
             for file in files:
                 (self._spool.folder / file.name).unlink(missing_ok=True)
             raise
-        sizes = self.listing().sizes
-        chains = [self.chain(file, sizes) for file in files]
-        self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
+        with contextlib.suppress(Exception):  # the step is there; these copies only save downloads
+            sizes = self.listing().sizes
+            chains = [self.chain(file, sizes) for file in files]
+            self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
 
     # --- retention's tools ----------------------------------------------------------------------
+
+    def check_lock(self) -> None:
+        """Require to be the folder's one writer.
+
+        Raises:
+            WriteError: another one took it.
+        """
+        assert self._lock is not None, "changes without a lock"
+        self._lock.check()
 
     def hide(self, file: StepFile) -> None:
         """Take a file from users and keep it as a base."""

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptz.applying import State, live_tensors
+from ckptz.api.apply import State, live_tensors
+from ckptz.api.read import check_limit
 from ckptz.container.plain import content_id_of
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.parallel import Workers
-from ckptz.reading import check_limit
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
 from ckptz.store.places import place_of
 from ckptz.store.resolve import open_file

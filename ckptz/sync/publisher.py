@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from ckptz.applying import State, live_tensors
-from ckptz.codec.units import UNIT_TYPES, ArraySource, UnitSource, chunk_bounds
-from ckptz.config import LOSSLESS, Config, Lossless
-from ckptz.container.contents import Contents
+from ckptz.api.apply import State, live_tensors
+from ckptz.api.save import check_tensor_names, check_texts
+from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, chunk_bounds
 from ckptz.container.index import BaseRef
-from ckptz.container.writer import Written, write_container
-from ckptz.errors import CkptzError, ConfigError
+from ckptz.container.reader import Container
+from ckptz.container.writer import Written
+from ckptz.errors import CkptzError, ConfigError, CorruptionError
+from ckptz.methods.lossless import LOSSLESS, Lossless
+from ckptz.methods.method import Method
 from ckptz.parallel import Workers
-from ckptz.saving import check_tensor_names, check_texts
+from ckptz.pipeline import Job, write
+from ckptz.store.needs import needs_of
 from ckptz.store.places import place_of
-from ckptz.store.resolve import MAX_DEPTH, open_checkpoint
+from ckptz.store.remote import peeked
+from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
 from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
 Snapshot = dict[str, ArraySource]
@@ -58,7 +61,7 @@ class _Base:
 
     step: int
     ref: BaseRef
-    tensors: Mapping[str, UnitSource]
+    tensors: Mapping[str, TensorSource]
 
 
 class Publisher:
@@ -111,7 +114,7 @@ class Publisher:
             raise ConfigError(f"keep_anchors must be at least 1, or None to keep all, got {keep_anchors}")
         self._place = place_of(folder_or_url)
         self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
-        self._config: Config = LOSSLESS if smallest else SPARSE
+        self._config: Method = LOSSLESS if smallest else SPARSE
         self._jobs = jobs
         self._base: _Base | None = None
         self._snapshot: Snapshot = {}
@@ -145,10 +148,10 @@ class Publisher:
             snapshot = _copied(state_dict, self._spare, workers)
             if base is not None and _layout(base.tensors) != _layout(snapshot):
                 base, note = None, "other tensors than in the step before, so this is an anchor"
-            contents = Contents(metadata=metadata, step=step)
-            written = self._write(snapshot, contents, base, self._is_anchor_due(base, versions), workers)
+            job = Job(tensors=snapshot, metadata=metadata, step=step)
+            written = self._write(job, base, self._is_anchor_due(base, versions), workers)
         self._advance(step, snapshot, written, base)
-        self._retire()
+        notes = (note, *self._retire())
         first = next(iter(written.values()))
         return Published(
             step=step,
@@ -157,7 +160,7 @@ class Publisher:
             tensor_bytes=first.original_bytes,
             content_id=first.content_id,
             seconds=time.perf_counter() - start,
-            note=note,
+            note="; ".join(filter(None, notes)),
         )
 
     def _checked_step(self, step: int | None, versions: list[Version]) -> int:
@@ -220,32 +223,26 @@ class Publisher:
 
     def _write(
         self,
-        snapshot: Snapshot,
-        contents: Contents,
+        job: Job,
         base: _Base | None,
         with_anchor: bool,
         workers: Workers,
     ) -> dict[Version, Written]:
         """Write the files of one step; they appear when all of them are written."""
-        assert contents.step is not None
-        wanted: dict[Version, Contents] = {}
+        assert job.step is not None
+        wanted: dict[Version, Job] = {}
         if with_anchor:
-            wanted[Version(contents.step, None)] = contents
+            wanted[Version(job.step, None)] = job
         if base is not None and base.ref.depth <= MAX_DEPTH:
-            wanted[Version(contents.step, base.step)] = Contents(
-                metadata=contents.metadata,
-                step=contents.step,
-                base=base.ref,
-                bases=base.tensors,
-                config=self._config,
+            wanted[Version(job.step, base.step)] = replace(
+                job, base=base.ref, bases=base.tensors, config=self._config
             )
         written = {}
         try:
             with contextlib.ExitStack() as files:
                 for version, one in wanted.items():
-                    target: AbstractContextManager[object] = self._place.publish(version.name)
-                    sink = files.enter_context(target)
-                    written[version] = write_container(sink, snapshot, one, workers)  # type: ignore[arg-type]
+                    sink = files.enter_context(self._place.publish(version.name))
+                    written[version] = write(sink, one, workers)
         except BaseException:
             for version in wanted:
                 with contextlib.suppress(Exception):
@@ -262,21 +259,45 @@ class Publisher:
         self._base = _Base(step, BaseRef(one.content_id, version.name, depth + 1), snapshot)
         self._spare, self._snapshot = self._snapshot, snapshot
 
-    def _retire(self) -> None:
-        """Remove what is older than the anchors to be kept."""
-        versions = versions_in(self._place.sizes())
+    def _retire(self) -> tuple[str, ...]:
+        """Remove what is older than the anchors to be kept, as far as these can be read; notes.
+
+        The step is published whether this succeeds or not, and what stays is tried again.
+        """
+        try:
+            versions = versions_in(self._place.sizes())
+        except Exception as error:  # stores behind URLs have errors of their own
+            return (f"what is older stays until the next step: {error}",)
         anchors = anchors_of(versions)
         if self._keep_anchors is None or len(anchors) <= self._keep_anchors:
-            return
-        oldest_kept = anchors[-self._keep_anchors].step
-        for version in versions:
-            # The delta that leads to the oldest anchor loses its base; what stays can be restored.
-            if version.step < oldest_kept or (version.step == oldest_kept and version.base is not None):
-                with contextlib.suppress(OSError):  # the step is published; what stays is tried again
+            return ()
+        oldest = anchors[-self._keep_anchors]
+        # The delta that leads to the oldest anchor loses its base; what stays can be restored.
+        needs = needs_of(anchors[-self._keep_anchors :], self._checked, lambda one: _before(one, versions))
+        for version in _before(oldest, versions):
+            if version not in needs.doubtful:
+                with contextlib.suppress(Exception):
                     self._place.remove(version.name)
+        return needs.notes
+
+    def _checked(self, anchor: Version) -> tuple[Version, ...]:
+        """Require that the header of an anchor can be read; it needs no other file.
+
+        Raises:
+            OSError, CkptzError: it cannot, or it is none.
+        """
+        with contextlib.closing(open_file(peeked(self._place, anchor.name, anchor.n_bytes))) as file:
+            if not isinstance(file, Container) or file.index.base is not None:
+                raise CorruptionError("it is no anchor")
+            return ()
 
 
-def _layout(tensors: Mapping[str, UnitSource]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _before(anchor: Version, versions: Sequence[Version]) -> list[Version]:
+    """What a follower needs only if it does not start from this anchor."""
+    return [one for one in versions if (one.step, one.base is None) < (anchor.step, True)]
+
+
+def _layout(tensors: Mapping[str, TensorSource]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (source.dtype.name, tuple(source.shape)) for name, source in tensors.items()}
 
 
@@ -300,6 +321,6 @@ def _copied(state: State, spare: Snapshot, workers: Workers) -> Snapshot:
     return snapshot
 
 
-def _copy_chunk(task: tuple[UnitSource, ArraySource, tuple[int, int]]) -> None:
+def _copy_chunk(task: tuple[TensorSource, ArraySource, tuple[int, int]]) -> None:
     source, copy, (begin, end) = task
     copy.flat[begin:end] = source.units(begin, end)

@@ -17,18 +17,13 @@ from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
-from ckptz.kernels import cpu, planning
+from ckptz.kernels import cpu
 
 MAX_RULES: Final = 3
 MAX_CLASSES: Final = 1 << 12
 MAX_INDICES: Final = 1 << 24  # labels that a header may hold for rows or blocks
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CLASSES: Final = 256
-
-# Encoder only: bits that one more frequency table must save to stand for itself, measured as the
-# typical size of a packed table.
-TABLE_COST_BITS_PER_SYMBOL: Final = 6.0
-TABLE_COST_BITS: Final = 40.0
 
 Labels = NDArray[Any]  # uint8 or uint16
 
@@ -162,59 +157,3 @@ class TableMap:
             table_of[position : position + n] = table
             position += n
         return cls(table_of)
-
-
-@dataclass(frozen=True, slots=True)
-class ClassCounts:
-    """How often each code occurs in each class; classes that do not occur have no row.
-
-    Attributes:
-        classes: ascending [n_used].
-        counts: occurrences [n_used, 256].
-    """
-
-    classes: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
-        """Count some codes."""
-        return cls(*planning().used_class_histogram(labels, codes, n_classes))
-
-    def __add__(self, other: Self) -> Self:
-        classes = np.union1d(self.classes, other.classes)
-        counts = np.zeros((len(classes), 256), np.int64)
-        for part in (self, other):
-            counts[np.searchsorted(classes, part.classes)] += part.counts
-        return type(self)(classes, counts)
-
-    @property
-    def total(self) -> NDArray[np.int64]:
-        """Occurrences [256] of each code in any class."""
-        return self.counts.sum(axis=0)
-
-    @property
-    def per_class(self) -> NDArray[np.int64]:
-        """Units of each class [n_used]."""
-        return self.counts.sum(axis=1)
-
-
-def share_tables(
-    found: ClassCounts, n_classes: int, most: int = MAX_TABLES
-) -> tuple[NDArray[np.int64], TableMap]:
-    """Merge neighbouring classes while one table for both costs less than two.
-
-    Args:
-        found: occurrences of each code in each class, of a tensor that is not empty.
-        n_classes: classes of the frame.
-        most: tables allowed.
-
-    Returns:
-        Counts of each table [n_tables, 256] and the map from classes to tables.
-    """
-    group_of, sums = planning().merge_neighbours(
-        found.counts, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
-    )
-    # Classes that do not occur use the table of the one before them, which keeps the runs long.
-    before = np.searchsorted(found.classes, np.arange(n_classes), side="right") - 1
-    return sums, TableMap(group_of[np.maximum(before, 0)])

@@ -40,12 +40,13 @@ def apply(
 
     FILE may be called anything and stand anywhere, but must hold what DELTA was made from.
     """
-    from ckptz.convert.deltas import DeltaOptions, apply_file
+    import ckptz
     from ckptz_cli.render_deltas import applied_line
 
     if in_place == (output is not None):
         raise click.UsageError("name an output with -o, or replace FILE with --in-place")
-    options = DeltaOptions(jobs=jobs, force=force, search_path=search_path)
     with progress_bar() as progress:
-        report = apply_file(delta, base, output, options, progress)
+        report = ckptz.apply(
+            delta, base, output, jobs=jobs, force=force, search_path=search_path, progress=progress
+        )
     session.show(report, applied_line(report))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 if TYPE_CHECKING:
-    from ckptz.convert.functions import NamedFunction
     from ckptz.search.budget import Budget
+    from ckptz.search_run.functions import NamedFunction
 
 KINDS: Final = ("quality", "logits", "resume")
 KIND_OF: Final[Mapping[str, str]] = {"kl": "logits", "top1": "logits", "resume": "resume"}  # of a metric
@@ -103,7 +103,7 @@ class Evaluation:
     @classmethod
     def parse(cls, text: str) -> Evaluation:
         """From `WHERE`, whose name tells the kind, or from `KIND=WHERE`; loads it, to fail early."""
-        from ckptz.convert.functions import NamedFunction
+        from ckptz.search_run.functions import NamedFunction
 
         kind, equals, where = text.partition("=")
         if not equals or kind not in KINDS:

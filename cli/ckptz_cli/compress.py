@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptz_cli.methods import method_options
+from ckptz_cli.methods import MethodCommand
 from ckptz_cli.options import PATH, only_one, writing_options
 from ckptz_cli.search_options import choose, require_budgets, save_plan, search_options
 from ckptz_cli.search_view import view_of
 from ckptz_cli.session import Session
 
 if TYPE_CHECKING:
+    from ckptz.commands.compress import CompressReport
     from ckptz.roles import Rule
 
 EPILOG = """\b
@@ -35,7 +36,7 @@ Where nothing keeps it, the file is written without loss and the exit code is 6.
 """
 
 
-@click.command(epilog=EPILOG, short_help="Compress checkpoints, by default without loss.")
+@click.command(cls=MethodCommand, epilog=EPILOG, short_help="Compress checkpoints, by default without loss.")
 @click.argument("inputs", nargs=-1, required=True, type=PATH, metavar="INPUT...")
 @click.option(
     "-o", "--output", type=PATH, metavar="OUT", help="Output file; a folder if there are several inputs."
@@ -50,7 +51,6 @@ Where nothing keeps it, the file is written without loss and the exit code is 6.
 )
 @click.option("--chain", is_flag=True, help="Store each input against the one before it.")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="The training step, to be recorded.")
-@method_options
 @search_options
 @click.option(
     "--roles", type=PATH, metavar="FILE", help="TOML rows that name the role or layer type of tensors."
@@ -91,32 +91,35 @@ def compress(
     INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
     folder of torch.distributed.checkpoint. The output is INPUT with the suffix .ckptz, or OUT.
     """
-    from ckptz.convert.compress import CompressOptions, compress_files
+    import ckptz
     from ckptz_cli.render import compressed_line, total_line
 
-    reports = []
+    def show(report: CompressReport) -> None:
+        session.add(report, compressed_line(report))
+        for note in report.notes:
+            session.note(f"{report.output}: {note}")
+
     with view_of(lossy) as view:
         chosen = choose(lossy, view.on_trial)
-        options = CompressOptions(
+        reports = ckptz.compress(
+            inputs,
+            output,
+            config=chosen.config,
+            search=chosen.search,
             base=base,
             chain=chain,
             step=step,
-            jobs=jobs,
-            force=force,
-            search_path=search_path,
-            config=chosen.config,
-            search=chosen.search,
-            role_rules=_rules_in(roles) if roles else (),
             optimizer=optimizer,
             read_optimizer=read_optimizer,
             calibration=calibration,
             sensitivity=sensitivity,
+            role_rules=_rules_in(roles) if roles else (),
+            jobs=jobs,
+            force=force,
+            search_path=search_path,
+            progress=view.progress,
+            on_report=show,
         )
-        for report in compress_files(inputs, output, options, view.progress):
-            reports.append(report)
-            session.add(report, compressed_line(report))
-            for note in report.notes:
-                session.note(f"{report.output}: {note}")
     if len(reports) > 1:
         session.say(total_line(reports))
     save_plan(session, lossy["save_plan"], chosen, reports)

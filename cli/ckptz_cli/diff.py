@@ -12,7 +12,7 @@ from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
 if TYPE_CHECKING:
-    from ckptz.convert.diff import Sort
+    from ckptz.commands.diff import Sort
 
 DIFFERENT: Final = 10  # no code of an error, so that a script can tell them apart
 
@@ -56,12 +56,13 @@ def diff(
     Each may be a .ckptz, .safetensors or torch file, or a folder of shards. Chunks that are equal by their
     checksums are not decoded twice. Ends with 0 also where they differ, unless --exit-code is given.
     """
-    from ckptz.convert.diff import DiffOptions, diff_files
+    import ckptz
     from ckptz_cli.render_chains import diffed_text
 
-    options = DiffOptions(sort=sort, top=top, jobs=jobs, search_path=search_path)
     with progress_bar() as progress:
-        report = diff_files(first, second, options, progress)
+        report = ckptz.diff(
+            first, second, sort=sort, top=top, jobs=jobs, search_path=search_path, progress=progress
+        )
     session.show(report, diffed_text(report))
     if exit_code and not report.is_equal:
         session.exit_code = DIFFERENT

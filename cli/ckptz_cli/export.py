@@ -38,12 +38,13 @@ def export(
 
     STEP is a file, or a step that a file in DIR records. The suffix of FILE says what to write.
     """
-    from ckptz.convert.deltas import DeltaOptions, export_file
+    import ckptz
     from ckptz_cli.render_deltas import exported_line
 
     if not step:
         raise click.UsageError("a step is empty")
-    options = DeltaOptions(folder=folder, jobs=jobs, force=force, search_path=search_path)
     with progress_bar() as progress:
-        report = export_file(step, output, options, progress)
+        report = ckptz.export(
+            step, output, folder=folder, jobs=jobs, force=force, search_path=search_path, progress=progress
+        )
     session.show(report, exported_line(report))

@@ -36,10 +36,11 @@ def fold(
 
     A and B are files, or steps that files in DIR record.
     """
-    from ckptz.convert.deltas import DeltaOptions, fold_files
+    import ckptz
     from ckptz_cli.render_deltas import folded_line
 
-    options = DeltaOptions(folder=folder, jobs=jobs, force=force, search_path=search_path)
     with progress_bar() as progress:
-        report = fold_files(between, output, options, progress)
+        report = ckptz.fold(
+            between, output, folder=folder, jobs=jobs, force=force, search_path=search_path, progress=progress
+        )
     session.show(report, folded_line(report))

@@ -30,8 +30,8 @@ def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path
     Shows format and writer, identity, chain, metadata, sizes, and how each tensor is stored. Works where
     the base is missing.
     """
-    from ckptz.convert.inspect import inspect_file
+    import ckptz
     from ckptz_cli.render import inspected_text
 
-    report = inspect_file(file, search_path)
+    report = ckptz.inspect(file, search_path=search_path)
     session.show(report, inspected_text(report, with_tensors=tensors))

@@ -29,11 +29,11 @@ def log(session: Session, folder: Path, search_path: tuple[Path, ...]) -> None:
     Reads headers and indexes only. Files that cannot be read and bases that are not here are shown as
     such; the first of them decides the exit code. DIR is the working folder by default.
     """
-    from ckptz.convert.chain_log import log_folder
+    import ckptz
     from ckptz_cli.render_chains import logged_text
 
     problems: list[Exception] = []
-    report = log_folder(folder, search_path, problems.append)
+    report = ckptz.log(folder, search_path=search_path, tell=problems.append)
     session.show(report, logged_text(report))
     for problem in problems:
         session.fail(problem)

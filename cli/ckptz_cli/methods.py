@@ -1,122 +1,103 @@
-"""Options that say how weights become lossy, and the configuration they mean."""
+"""Options that say how tensors become lossy, from the table of methods, and what they mean.
+
+The table loads the library, so the options are made when a command line is read.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ckptz_cli.options import together
-
 if TYPE_CHECKING:
-    from ckptz.config import Config
+    from ckptz.methods.method import Method, Option
 
-AUTO = "grid"  # what --method auto is
-METHODS = ("lossless", "auto", "kmeans", "grid")
-GRID_OPTIONS = {"grid_step": "step", "dead_zone": "dead_zone"}  # option -> field of `ckptz.config.Grid`
+NEXT: Final = "eval"  # the option before which those of methods stand in the help
 
 
-def _layer_shares(
-    context: click.Context, option: click.Parameter, values: tuple[str, ...]
-) -> tuple[tuple[str, float], ...]:
-    """`head=0.1` as a layer type and its share."""
-    from ckptz.roles import LAYER_TYPES
+@functools.cache
+def options_of_methods() -> Mapping[str, tuple[str, Option]]:
+    """Give the options of all methods by their keyword, each with the name of its method."""
+    from ckptz.methods.table import METHODS
 
-    shares = []
-    for value in values:
-        layer_type, _, share = value.partition("=")
-        if layer_type not in LAYER_TYPES:
-            raise click.BadParameter(
-                f"{layer_type!r} is not one of {', '.join(LAYER_TYPES)}", context, option
-            )
-        try:
-            shares.append((layer_type, float(share)))
-        except ValueError:
-            raise click.BadParameter(f"{value!r} is not TYPE=SHARE", context, option) from None
-    return tuple(shares)
+    return {option.keyword: (method.name, option) for method in METHODS.values() for option in method.options}
 
 
 def is_given(value: Any) -> bool:
-    """Whether an option was used; one that may be repeated arrives as an empty tuple if not."""
+    """Tell whether an option was used; one that may be repeated arrives as an empty tuple if not."""
     return value is not None and value != ()
 
 
-# The options of all methods; they arrive as one keyword each.
-method_options = together(
-    click.option(
-        "--method",
-        type=click.Choice(METHODS),
-        help=f"lossless (the default), kmeans, grid, or auto, which is {AUTO}.",
-    ),
-    click.option(
-        "--levels", type=int, metavar="N", help="kmeans: values an element may take, 2 to 255 (default 16)."
-    ),
-    click.option(
-        "--embedding-levels",
-        type=int,
-        metavar="N",
-        help="kmeans: the same for embeddings (default as --levels).",
-    ),
-    click.option(
-        "--prune", type=float, metavar="F", help="kmeans: share of smallest elements made zero (default 0)."
-    ),
-    click.option(
-        "--protect", type=float, metavar="F", help="kmeans: share of largest elements kept (default 0.005)."
-    ),
-    click.option(
-        "--protect-as",
-        type=click.Choice(("exact", "bf16")),
-        help="kmeans: how they are kept (default exact).",
-    ),
-    click.option(
-        "--prune-by",
-        type=click.Choice(("magnitude", "sensitivity")),
-        help="kmeans: what smallest means (default magnitude).",
-    ),
-    click.option(
-        "--protect-by",
-        type=click.Choice(("magnitude", "sensitivity", "either")),
-        help="kmeans: what largest means (default magnitude).",
-    ),
-    click.option(
-        "--layer-prune",
-        multiple=True,
-        callback=_layer_shares,
-        metavar="TYPE=F",
-        help="kmeans: another share to prune for a layer type, such as head=0; repeatable.",
-    ),
-    click.option(
-        "--grid-step", type=float, metavar="S", help="grid: multiple of the reference step (default 1)."
-    ),
-    click.option(
-        "--dead-zone",
-        type=float,
-        metavar="D",
-        help="grid: share of a step added to zero's own (default 0.1).",
-    ),
-)
+def _parsed(option: Option) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], Any]:
+    """Make the callback of an option that may be repeated."""
+
+    def parse(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Any:
+        from ckptz.errors import ConfigError
+
+        assert option.parse is not None
+        try:
+            return option.parse(values)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from None
+
+    return parse
 
 
-def config_of(method: str | None, **given: Any) -> Config:
-    """The configuration that the options mean.
+def _click_option(method: str, option: Option) -> click.Option:
+    kind = click.Choice(option.type) if isinstance(option.type, tuple) else option.type
+    more: dict[str, Any] = {} if option.parse is None else {"multiple": True, "callback": _parsed(option)}
+    return click.Option(
+        [option.flag], type=kind, metavar=option.metavar, help=f"{method}: {option.help}", **more
+    )
+
+
+@functools.cache
+def _params() -> tuple[click.Parameter, ...]:
+    """Make the options of all methods; they arrive as one keyword each."""
+    from ckptz.methods.table import AUTO, METHODS
+
+    first, *others = METHODS
+    method = click.Option(
+        ["--method"],
+        type=click.Choice((first, "auto", *others)),
+        help=f"{', '.join(METHODS)}, or auto, which is {AUTO} (default lossless).",
+    )
+    return method, *(_click_option(name, option) for name, option in options_of_methods().values())
+
+
+class MethodCommand(click.Command):
+    """A command that takes the options of all methods as well."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """See `click.Command.get_params`."""
+        own = super().get_params(ctx)
+        at = [param.name for param in own].index(NEXT)
+        return [*own[:at], *_params(), *own[at:]]
+
+
+def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn options that were used into fields of their method."""
+    options = options_of_methods()
+    return {options[name][1].field: value for name, value in given.items() if is_given(value)}
+
+
+def config_of(method: str | None, **given: Any) -> Method:
+    """Make the configuration that the options mean.
 
     Raises:
         click.UsageError: options of a method that was not asked for.
         ConfigError: values out of range.
     """
-    from ckptz.config import LOSSLESS, Grid, KMeans
+    from ckptz.methods.table import AUTO, METHODS
 
-    wanted = {name: value for name, value in given.items() if is_given(value)}
-    method = AUTO if method == "auto" else method
-    is_lossy = method not in (None, "lossless")
-    for name in wanted:
-        owner = "grid" if name in GRID_OPTIONS else "kmeans"
-        if owner != method:
-            option = name.replace("_", "-")
-            instead = f"not to --method {method}" if is_lossy else "and without it nothing is lost"
-            raise click.UsageError(f"--{option} belongs to --method {owner}, {instead}")
-    if method == "kmeans":
-        return KMeans(**wanted)
-    if method == "grid":
-        return Grid(**{GRID_OPTIONS[name]: value for name, value in wanted.items()})
-    return LOSSLESS
+    name = AUTO if method == "auto" else method or "lossless"
+    for keyword in (keyword for keyword, value in given.items() if is_given(value)):
+        owner, option = options_of_methods()[keyword]
+        if owner != name:
+            instead = (
+                f"not to --method {name}" if METHODS[name].is_lossy else "and without it nothing is lost"
+            )
+            raise click.UsageError(f"{option.flag} belongs to --method {owner}, {instead}")
+    return METHODS[name](**fields_of(given))

@@ -12,7 +12,7 @@ from ckptz_cli.errors import printable
 if TYPE_CHECKING:
     import rich.progress
 
-    from ckptz.convert.progress import Progress
+    from ckptz.progress import Progress
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -21,7 +21,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 class _Bar:
-    """A `ckptz.convert.progress.Progress` that rich draws."""
+    """A `ckptz.progress.Progress` that rich draws."""
 
     def __init__(self, display: rich.progress.Progress) -> None:
         self._display = display
@@ -42,7 +42,7 @@ class _Bar:
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
     """A bar on stderr if that is a terminal."""
-    from ckptz.convert.progress import SILENT
+    from ckptz.progress import SILENT
 
     if not is_terminal(sys.stderr):
         yield SILENT

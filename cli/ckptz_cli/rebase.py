@@ -36,10 +36,11 @@ def rebase(
     FILE go on working, and the size is about that of the chain. FILE is replaced when the new one was read
     back and found right.
     """
-    from ckptz.convert.rebase import RebaseOptions, rebase_file
+    import ckptz
     from ckptz_cli.render_chains import rebased_line
 
-    options = RebaseOptions(jobs=jobs, force=force, search_path=search_path)
     with progress_bar() as progress:
-        report = rebase_file(file, output, options, progress)
+        report = ckptz.rebase(
+            file, output, jobs=jobs, force=force, search_path=search_path, progress=progress
+        )
     session.show(report, rebased_line(report))

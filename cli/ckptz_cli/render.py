@@ -8,11 +8,11 @@ from typing import Final
 
 from rich.table import Table
 
+from ckptz.commands.compress import CompressReport
+from ckptz.commands.inspect import InspectReport, TensorReport
+from ckptz.commands.restore import RestoreReport
+from ckptz.commands.verify import VerifyReport
 from ckptz.container.index import QualityRecord
-from ckptz.convert.compress import CompressReport
-from ckptz.convert.inspect import InspectReport, TensorReport
-from ckptz.convert.restore import RestoreReport
-from ckptz.convert.verify import VerifyReport
 from ckptz_cli.errors import printable
 from ckptz_cli.tables import add_row, drawn, facts_table, table_of
 

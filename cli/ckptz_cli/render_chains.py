@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from ckptz.commands.diff import DiffReport, TensorDiff
+from ckptz.commands.log import LogEntry, LogReport
+from ckptz.commands.rebase import RebaseReport
 from ckptz.container.index import QualityRecord
-from ckptz.convert.chain_log import LogEntry, LogReport
-from ckptz.convert.diff import DiffReport, TensorDiff
-from ckptz.convert.rebase import RebaseReport
 from ckptz_cli.errors import printable
 from ckptz_cli.progress import is_terminal
 from ckptz_cli.render import ratio, size

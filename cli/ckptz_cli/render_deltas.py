@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptz.convert.deltas import DeltaReport
+from ckptz.commands.fold import DeltaReport
 from ckptz_cli.errors import printable
 from ckptz_cli.render import ratio, size
 

@@ -12,7 +12,7 @@ from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
 if TYPE_CHECKING:
-    from ckptz.convert.restore import Kind
+    from ckptz.commands.restore import Kind
 
 EPILOG = """\b
 Examples:
@@ -49,12 +49,13 @@ def restore(
     Every chunk is checked against the checksum of what the writer decoded. A folder of shards comes back as
     one, a torch file as a torch file.
     """
-    from ckptz.convert.restore import RestoreOptions, restore_file
+    import ckptz
     from ckptz_cli.render import restored_line
 
-    options = RestoreOptions(kind=kind, jobs=jobs, force=force, search_path=search_path)
     with progress_bar() as progress:
-        report = restore_file(file, output, options, progress)
+        report = ckptz.restore(
+            file, output, to=kind, jobs=jobs, force=force, search_path=search_path, progress=progress
+        )
     session.show(report, restored_line(report))
     for note in report.notes:
         session.note(note)

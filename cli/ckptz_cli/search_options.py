@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ckptz_cli.budgets import amount_of, budgets_of
-from ckptz_cli.methods import AUTO, GRID_OPTIONS, config_of, is_given
+from ckptz_cli.methods import config_of, fields_of, is_given, options_of_methods
 from ckptz_cli.options import PATH, together
 
 if TYPE_CHECKING:
-    from ckptz.config import Config
-    from ckptz.convert.compress import CompressReport
-    from ckptz.convert.searching import SearchOptions, TrialReport
+    from ckptz.commands.compress import CompressReport
+    from ckptz.methods.method import Method
+    from ckptz.search_run.run import SearchOptions, TrialReport
     from ckptz_cli.session import Session
 
 STRATEGIES: Final = ("auto", "one-knob", "guided", "neighbourhood", "exhaustive")
-KNOBS: Final = ("levels", "embedding_levels", "prune", "protect", "grid_step")  # what a search looks for
 EVAL_ONLY: Final = ("max_drop", "budget", "lower_is_better", "resume_steps", "eval_workers")
 SEARCH_ONLY: Final = ("strategy", "max_evaluations", "dry_run", *EVAL_ONLY[1:])
 NAMES: Final = ("eval", "max_drop", "proxy_error", *SEARCH_ONLY, "plan", "save_plan", "verbose")
@@ -112,7 +111,7 @@ def is_search(given: Mapping[str, Any]) -> bool:
 class Chosen:
     """A configuration, or what to search for; one of them."""
 
-    config: Config
+    config: Method
     search: SearchOptions | None
 
 
@@ -127,7 +126,7 @@ def choose(given: Mapping[str, Any], on_trial: Callable[[TrialReport], None]) ->
     if not is_search(given):
         _refuse_without_search(given)
         return Chosen(_fixed(given["plan"], method), None)
-    return Chosen(config_of("lossless"), _search(given, method, on_trial))
+    return Chosen(config_of(None), _search(given, method, on_trial))
 
 
 def _refuse_without_search(given: Mapping[str, Any]) -> None:
@@ -140,13 +139,13 @@ def _refuse_without_search(given: Mapping[str, Any]) -> None:
             raise click.UsageError(f"{_flag(name)} belongs to a search: --eval with --max-drop or --budget")
 
 
-def _fixed(plan: Path | None, method: dict[str, Any]) -> Config:
+def _fixed(plan: Path | None, method: dict[str, Any]) -> Method:
     if plan is None:
         return config_of(**method)
     for name, value in method.items():
         if is_given(value):
             raise click.UsageError(f"{_flag(name)} contradicts --plan, which has all settings")
-    from ckptz.convert.plans import load_plan
+    from ckptz.search_run.plans import load_plan
 
     return load_plan(plan)
 
@@ -154,11 +153,11 @@ def _fixed(plan: Path | None, method: dict[str, Any]) -> Config:
 def _search(
     given: Mapping[str, Any], method: dict[str, Any], on_trial: Callable[[TrialReport], None]
 ) -> SearchOptions:
-    from ckptz.convert.searching import SearchOptions
+    from ckptz.search_run.run import SearchOptions
 
     parent = _parent(given["plan"])
-    is_kmeans = _is_kmeans(method["method"], parent)
-    _refuse_in_search(given, method, is_kmeans=is_kmeans)
+    searched = _searched_method(method["method"], parent)
+    _refuse_in_search(given, method, searched)
     prune_by = method.pop("prune_by")
     options: dict[str, Any] = {
         "strategy": given["strategy"],
@@ -170,62 +169,49 @@ def _search(
     }
     return SearchOptions(
         budgets=budgets_of(given),
-        template=_template(method, is_kmeans=is_kmeans),
+        template=dataclasses.replace(searched.reference(), **fields_of(method)),
         on_trial=on_trial,
         is_dry_run=bool(given["dry_run"]),
         **{name: value for name, value in options.items() if value is not None},
     )
 
 
-def _is_kmeans(method: str | None, parent: Config | None) -> bool:
-    """Whether the search is for k-means maps: as asked, or else as the plan that it begins at."""
-    from ckptz.config import KMeans
+def _searched_method(name: str | None, parent: Method | None) -> type[Method]:
+    """Find the method that the search is for: as asked, or else that of the plan that it begins at."""
+    from ckptz.methods.table import AUTO, method_named
 
-    if method == "lossless":
-        raise click.UsageError("--method lossless has no search")
-    if method is None and parent is not None:
-        return isinstance(parent, KMeans)
-    return (AUTO if method in (None, "auto") else method) == "kmeans"
+    if name is None and parent is not None:
+        return type(parent)
+    method = method_named(AUTO if name in (None, "auto") else name)
+    if not method.is_lossy:
+        raise click.UsageError(f"--method {method.name} has no search")
+    return method
 
 
-def _refuse_in_search(given: Mapping[str, Any], method: Mapping[str, Any], *, is_kmeans: bool) -> None:
+def _refuse_in_search(given: Mapping[str, Any], method: dict[str, Any], searched: type[Method]) -> None:
     if given["eval"] and given["proxy_error"] is not None:
         raise click.UsageError("--eval measures a quality, --proxy-error stands in for one; give one of them")
     if given["proxy_error"] is not None:
         for name in EVAL_ONLY:
             if is_given(given[name]):
                 raise click.UsageError(f"{_flag(name)} belongs to --eval, not to --proxy-error")
-    _refuse_methods({n: v for n, v in method.items() if is_given(v) and n != "method"}, is_kmeans=is_kmeans)
+    del method["method"]
+    for name in (name for name, value in method.items() if is_given(value)):
+        owner, option = options_of_methods()[name]
+        if option.is_searched:
+            raise click.UsageError(f"{option.flag} is what a search looks for; leave it out")
+        if owner != searched.name:
+            raise click.UsageError(f"{option.flag} belongs to --method {owner}")
 
 
-def _refuse_methods(method: Mapping[str, Any], *, is_kmeans: bool) -> None:
-    for name in method:
-        if name in KNOBS:
-            raise click.UsageError(f"{_flag(name)} is what a search looks for; leave it out")
-        if (name in GRID_OPTIONS) == is_kmeans:
-            owner = "grid" if is_kmeans else "kmeans"
-            raise click.UsageError(f"{_flag(name)} belongs to --method {owner}")
-
-
-def _template(method: Mapping[str, Any], *, is_kmeans: bool) -> Any:
-    from ckptz.convert.strategies import REFERENCE
-    from ckptz.search.space import TEMPLATE
-
-    fixed = {name: value for name, value in method.items() if is_given(value) and name != "method"}
-    if is_kmeans:
-        return dataclasses.replace(TEMPLATE, **fixed)
-    return dataclasses.replace(REFERENCE, **{GRID_OPTIONS[name]: value for name, value in fixed.items()})
-
-
-def _parent(plan: Path | None) -> Any:
+def _parent(plan: Path | None) -> Method | None:
     if plan is None:
         return None
-    from ckptz.config import Lossless
-    from ckptz.convert.plans import load_plan
     from ckptz.errors import ConfigError
+    from ckptz.search_run.plans import load_plan
 
     found = load_plan(plan)
-    if isinstance(found, Lossless):
+    if not found.is_lossy:
         raise ConfigError(f"{plan}: a search begins at settings of a lossy method, and these are of none")
     return found
 
@@ -234,7 +220,7 @@ def save_plan(session: Session, path: Path | None, chosen: Chosen, reports: Sequ
     """Write the settings of the last file, if that was asked for."""
     if path is None or not reports:
         return
-    from ckptz.convert import plans
+    from ckptz.search_run import plans
 
     search = reports[-1].search
     if search is not None and search.config is None:

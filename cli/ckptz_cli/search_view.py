@@ -16,8 +16,8 @@ from ckptz_cli.search_options import is_search
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckptz.convert.progress import Progress
-    from ckptz.convert.searching import TrialReport
+    from ckptz.progress import Progress
+    from ckptz.search_run.run import TrialReport
 
 LAST_SHOWN: Final = 12
 
@@ -34,7 +34,7 @@ class View:
 def view_of(given: Mapping[str, Any]) -> Iterator[View]:
     """Trials if the options ask for a search, else bytes."""
     if is_search(given):
-        from ckptz.convert.progress import SILENT
+        from ckptz.progress import SILENT
 
         with search_view(is_verbose=given["verbose"]) as on_trial:
             yield View(SILENT, on_trial)

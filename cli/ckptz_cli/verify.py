@@ -40,15 +40,16 @@ def verify(
     decides the exit code. Of a folder, every `.ckptz` file and its chain is checked, and of a
     training run also that the two files of each step belong together.
     """
-    from ckptz.convert.verify import VerifyOptions, verify_file
+    import ckptz
     from ckptz_cli.folders import expanded, report_folders
     from ckptz_cli.render import verified_line
 
-    options = VerifyOptions(against=against, jobs=jobs, search_path=search_path)
     for file in expanded(files, session):
         try:
             with progress_bar() as progress:
-                report = verify_file(file, options, progress)
+                report = ckptz.verify(
+                    file, against=against, jobs=jobs, search_path=search_path, progress=progress
+                )
             session.add(report, verified_line(report))
         except Exception as error:
             session.add_failure(str(file), error)

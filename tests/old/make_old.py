@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file as save_plain
 
-from ckptz import Grid, KMeans
-from ckptz.config import Moments
+from ckptz import Grid, KMeans, compress, rebase
 from ckptz.container.index import FORMAT_VERSION
-from ckptz.convert.compress import compress_files
-from ckptz.convert.rebase import rebase_file
+from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parent
@@ -62,19 +60,19 @@ def write(folder: Path) -> None:
     state = Grid(moments=Moments(second_step=1.0))
     save_file(training(0), folder / "moments.ckptz", config=state)
     save_file(training(1), folder / "moments-delta.ckptz", base=folder / "moments.ckptz", config=state)
-    rebase_file(folder / "maps-delta.ckptz", folder / "inline.ckptz")
+    rebase(folder / "maps-delta.ckptz", folder / "inline.ckptz")
     with tempfile.TemporaryDirectory() as name:
         nested = Path(name) / "nested.pt"
         state = {"model": {"w": torch.arange(40.0).reshape(5, 8).T}, "step": 3, "rates": (0.5, None)}
         torch.save(state, nested)
-        list(compress_files([nested], folder / "nested.ckptz"))
+        compress([nested], folder / "nested.ckptz")
         shards = Path(name) / "sharded"
         shards.mkdir()
         save_plain({"a": weights(0)["µ"]}, shards / "model-00001-of-00002.safetensors")
         save_plain({"b": weights(0)["count"]}, shards / "model-00002-of-00002.safetensors")
         places = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
         (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-        list(compress_files([shards], folder / "sharded.ckptz"))
+        compress([shards], folder / "sharded.ckptz")
 
 
 def digests(folder: Path) -> dict[str, dict[str, str]]:

@@ -1,0 +1,1 @@
+"""What ckptz promises in figures: benches, studies, the demo and fuzzing; see README.md."""

@@ -1,0 +1,1 @@
+"""What the benches share: timing and tables, sources of weights, other packages, a small GPT, the summary."""

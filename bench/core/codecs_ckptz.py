@@ -1,0 +1,136 @@
+"""How the benches call ckptz and the plain XOR + zstd delta: in memory, on one thread, checksums included.
+
+Two levels: *codec* is frames only (plan and chunks, what a wire or a container carries), *file* is a whole
+`.ckptz` file with envelope, index, content id and their checks.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from bench.core.sources import Tensors, concatenated
+from ckptz import pipeline
+from ckptz.codec.decode import decode_chunk
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import chunk_bounds
+from ckptz.container.byte_source import MemoryBytes
+from ckptz.container.index import BaseRef
+from ckptz.container.reader import Container
+from ckptz.encoding.chunk import encode_chunk
+from ckptz.methods.lossless import plan_lossless
+from ckptz.parallel import Workers
+from ckptz.pipeline import Job
+
+Units = NDArray[Any]
+Outputs = Mapping[str, Units]
+
+BASE_ID = "0" * 64  # as long as any; the benches hand the base over themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A tensor encoded: its header and the payload of each chunk."""
+
+    header: FrameHeader
+    payloads: Sequence[Any]
+
+
+def outputs_for(tensors: Tensors) -> dict[str, Units]:
+    """Buffers to decode into, touched, so that no page is mapped while the clock runs."""
+    return {name: np.ones_like(tensor.flat) for name, tensor in tensors.items()}
+
+
+def equal(tensors: Tensors, outputs: Outputs) -> bool:
+    """Whether every output holds its tensor's bit patterns."""
+    return all(np.array_equal(tensor.flat, outputs[name]) for name, tensor in tensors.items())
+
+
+# --- codec --------------------------------------------------------------------------------------
+
+
+def encode_frames(tensors: Tensors) -> dict[str, Frame]:
+    """Plan and encode every chunk of every tensor."""
+    frames = {}
+    for name, tensor in tensors.items():
+        draft = plan_lossless(tensor, None)
+        bounds = chunk_bounds(tensor.dtype.n_units(tensor.shape))
+        chunks = [encode_chunk(tensor, draft, ChunkSources(begin, end)) for begin, end in bounds]
+        header = FrameHeader(tensor.dtype, tensor.shape, draft.plan, tuple(chunk.record for chunk in chunks))
+        frames[name] = Frame(header, [chunk.payload for chunk in chunks])
+    return frames
+
+
+def as_read(frames: Mapping[str, Frame]) -> dict[str, Frame]:
+    """Frames with their payloads in arrays of their own, as a reader gets them from a file."""
+    return {
+        name: Frame(frame.header, [np.frombuffer(bytearray(payload), np.uint8) for payload in frame.payloads])
+        for name, frame in frames.items()
+    }
+
+
+def decode_frames(frames: Mapping[str, Frame], outputs: Outputs) -> None:
+    """Inverse of `encode_frames`, into `outputs`."""
+    for name, frame in frames.items():
+        out = outputs[name]
+        for i, (begin, end) in enumerate(chunk_bounds(len(out))):
+            decode_chunk(frame.header, i, frame.payloads[i], ChunkSources(begin, end), out[begin:end])
+
+
+def decode_frames_afresh(frames: Mapping[str, Frame]) -> dict[str, Units]:
+    """The same into memory that is allocated while the clock runs, as ZipNN does it."""
+    out = {name: np.empty(frame.header.n_units, f"<u{_width(frame)}") for name, frame in frames.items()}
+    decode_frames(frames, out)
+    return out
+
+
+def _width(frame: Frame) -> int:
+    return frame.header.dtype.unit_bytes
+
+
+# --- file ---------------------------------------------------------------------------------------
+
+
+def write_file(tensors: Tensors, bases: Tensors | None = None, base_file: str = "base.ckptz") -> bytes:
+    """A whole `.ckptz` file; a delta if there are bases."""
+    sink = io.BytesIO()
+    ref = BaseRef(BASE_ID, base_file, 1) if bases is not None else None
+    with Workers(1) as workers:
+        pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases or {}), workers)
+    return sink.getvalue()
+
+
+def read_file(file: bytes, outputs: Outputs, bases: Tensors | None = None) -> None:
+    """Open a file and decode all its tensors into `outputs`."""
+    container = Container(MemoryBytes(file))
+    container.bases = bases or {}
+    for name, source in container.tensors.items():
+        for i, (begin, end) in enumerate(source.chunk_bounds()):
+            source.decode_chunk(i, outputs[name][begin:end])
+
+
+# --- XOR, byte planes, zstd -3 ------------------------------------------------------------------
+
+
+def xor_encode(units: Units, base: Units) -> list[bytes]:
+    """The byte planes of the difference."""
+    planes = (units ^ base).view(np.uint8).reshape(-1, units.itemsize)
+    return [zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(plane)) for plane in planes.T]
+
+
+def xor_zstd_whole(tensors: Tensors, bases: Tensors) -> int:
+    """Bytes of the model's byte planes against the base; no names, shapes or index counted."""
+    return sum(map(len, xor_encode(concatenated(tensors), concatenated(bases))))
+
+
+def xor_zstd_each(tensors: Tensors, bases: Tensors) -> int:
+    """The same, tensor by tensor."""
+    planes = (xor_encode(tensor.flat, bases[name].flat) for name, tensor in tensors.items())
+    return sum(len(blob) for blobs in planes for blob in blobs)

@@ -1,0 +1,182 @@
+"""What every bench shares: the machine line, interleaved timing, tables and result files."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+BENCH = Path(__file__).resolve().parents[1]
+RESULTS = BENCH / "results"
+CACHE = BENCH / ".cache"
+PACKAGES = ("numpy", "numba", "zstandard", "xxhash", "safetensors", "torch")
+
+Row = Mapping[str, object]
+T = TypeVar("T")
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "?")
+
+
+def version(package: str) -> str:
+    """The installed version of a package, or "-"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+def machine(**more: str) -> dict[str, object]:
+    """Where a figure was measured; `more` adds packages that live elsewhere."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES} | more,
+    }
+
+
+def machine_line(facts: Mapping[str, object]) -> str:
+    """The same as one line of text."""
+    packages = facts["packages"]
+    assert isinstance(packages, Mapping)
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    where = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
+    return f"{where}, Python {facts['python']}, {versions}"
+
+
+# --- command lines ------------------------------------------------------------------------------
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the text of a module as it stands."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of every round of one case."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def best(self) -> float:
+        """The round that was disturbed least."""
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        """The usual round."""
+        return statistics.median(self.seconds)
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def cpu_seconds(function: Callable[[], T]) -> tuple[T, float]:
+    """What a call returns, and the CPU seconds of all threads of this process in it."""
+    begin = time.process_time()
+    found = function()
+    return found, time.process_time() - begin
+
+
+def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Timing]:
+    """Time all cases in turn, so that a slow minute of the machine hits each of them.
+
+    Args:
+        cases: by name; each call runs once and returns its own seconds.
+        rounds: how often, after one round that only warms up.
+    """
+    names = list(cases)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds + 1):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            taken = cases[name]()
+            if i:
+                seconds[name].append(taken)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as a Markdown table, columns aligned."""
+    if not rows:
+        return ""
+    names = list(rows[0])
+    cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    lines = [
+        " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells
+    ]
+    lines.insert(1, " | ".join("-" * width for width in widths))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def verdict(passed: bool) -> str:
+    """How a target column ends."""
+    return "met" if passed else "MISSED"
+
+
+def save_rows(name: str, rows: Sequence[Row]) -> None:
+    """Print a table and write it to results/NAME.csv."""
+    print(f"\n{name}\n{table(rows)}", flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_rows(name: str) -> list[dict[str, str]]:
+    """The table in results/NAME.csv."""
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def save_facts(name: str, facts: Mapping[str, object], **more: object) -> None:
+    """Write the command that runs, the machine line and anything else to results/NAME.json."""
+    module = sys.modules["__main__"].__spec__
+    assert module is not None, "run it as python -m"
+    command = shlex.join(["python", "-m", module.name.removesuffix(".__main__"), *sys.argv[1:]])
+    content = {"command": command, "machine": dict(facts), **more}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\n{machine_line(facts)}", flush=True)
+
+
+def misses(rows: Iterable[Row]) -> list[Row]:
+    """Rows of which a target was missed."""
+    return [row for row in rows if "MISSED" in row.values()]

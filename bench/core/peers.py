@@ -1,0 +1,235 @@
+"""Other compressors, in an environment of their own; see `bench.core.elsewhere`.
+
+python -m bench.core.peers             make the environment and print what is in it
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.core.elsewhere import Worker, serve
+
+PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "constriction==0.5.0")
+
+Array = NDArray[Any]
+
+
+# --- the caller's side --------------------------------------------------------------------------
+
+
+class Peers(Worker):
+    """A worker process; use it in a `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__("peers", PINS, "bench.core.peers")
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the peers, and whether z4ai runs its compiled coder."""
+        return self.ask("versions")  # type: ignore[no-any-return]
+
+    def load(self, name: str, array: Array) -> None:
+        """Give the worker an input."""
+        with tempfile.NamedTemporaryFile(prefix="ckptz-peers-", suffix=".npy") as file:
+            np.save(file, array)
+            file.flush()
+            self.ask("load", name=name, path=file.name)
+
+    def compress(self, tool: str, name: str, **options: object) -> tuple[float, int]:
+        """(seconds, bytes) of compressing input `name`; the result stays with the worker."""
+        seconds, n_bytes = self.ask("compress", tool=tool, name=name, options=options)
+        return seconds, n_bytes
+
+    def decompress(self, tool: str, name: str, **options: object) -> float:
+        """Seconds of decompressing what `compress` made last; checked against the input."""
+        return self.ask("decompress", tool=tool, name=name, options=options)  # type: ignore[no-any-return]
+
+    def pack_file(self, source: Path, target: Path) -> None:
+        """Compress a safetensors file the way ZipNN's own script does, tensor by tensor."""
+        self.ask("pack_file", source=str(source), target=str(target))
+
+    def load_file(self, path: Path, source: Path) -> float:
+        """Seconds in which ZipNN's loader reads all tensors of a file; checked against its source."""
+        return self.ask("load_file", path=str(path), source=str(source))  # type: ignore[no-any-return]
+
+
+# --- the worker's side, inside the peers' environment -------------------------------------------
+
+
+class _ZipNN:
+    """One blob of `dtype` ("float32", "bfloat16")."""
+
+    def compress(self, data: Array, dtype: str, threads: int) -> tuple[float, Any, int]:
+        import zipnn  # only installed in the peers' environment
+
+        coder = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=threads)
+        source = bytearray(data.tobytes())  # a copy: it reorders its input in place
+        begin = time.perf_counter()
+        blob = coder.compress(source)
+        return time.perf_counter() - begin, (coder, blob), len(blob)
+
+    def decompress(self, state: Any, data: Array, **_: object) -> tuple[float, Any]:
+        coder, blob = state
+        begin = time.perf_counter()
+        out = coder.decompress(blob)
+        return time.perf_counter() - begin, out
+
+
+class _Z4ai:
+    """Deltas of bf16 models against `base`, whole (`ends` is [n]) or tensor by tensor; its own threads."""
+
+    def compress(self, data: Array, base: str, ends: list[int]) -> tuple[float, Any, int]:
+        import z4ai  # only installed in the peers' environment
+
+        parts, bases = _split(data, ends), _split(_inputs[base], ends)
+        begin = time.perf_counter()
+        blobs = [z4ai.compress_delta(a, b, dtype="bf16") for a, b in zip(parts, bases, strict=True)]
+        return time.perf_counter() - begin, (blobs, bases), sum(map(len, blobs))
+
+    def decompress(self, state: Any, data: Array, **_: object) -> tuple[float, Any]:
+        import z4ai  # only installed in the peers' environment
+
+        blobs, bases = state
+        begin = time.perf_counter()
+        parts = [z4ai.decompress_delta(blob, base) for blob, base in zip(blobs, bases, strict=True)]
+        return time.perf_counter() - begin, b"".join(parts)
+
+
+class _Constriction:
+    """Range ANS over chunks of 2^20 codes with the chunk's own distribution, which is not stored."""
+
+    def compress(self, data: Array) -> tuple[float, Any, int]:
+        import constriction  # only installed in the peers' environment
+
+        models = constriction.stream.model
+        chunks = [chunk.astype(np.int32) for chunk in np.split(data, range(1 << 20, len(data), 1 << 20))]
+        blobs, n_bytes = [], 0
+        begin = time.perf_counter()
+        for chunk in chunks:
+            counts = np.bincount(chunk, minlength=256)
+            model = models.Categorical((counts / len(chunk)).astype(np.float32), perfect=False)
+            coder = constriction.stream.stack.AnsCoder()
+            coder.encode_reverse(chunk, model)
+            blobs.append((coder.get_compressed(), model, len(chunk)))
+            n_bytes += blobs[-1][0].nbytes
+        return time.perf_counter() - begin, blobs, n_bytes
+
+    def decompress(self, state: Any, data: Array) -> tuple[float, Any]:
+        import constriction  # only installed in the peers' environment
+
+        begin = time.perf_counter()
+        parts = [constriction.stream.stack.AnsCoder(words).decode(model, n) for words, model, n in state]
+        return time.perf_counter() - begin, np.concatenate(parts).astype(np.uint8)
+
+
+_TOOLS: Final[dict[str, Any]] = {"zipnn": _ZipNN(), "z4ai": _Z4ai(), "constriction": _Constriction()}
+_inputs: dict[str, Array] = {}
+_states: dict[tuple[str, str], Any] = {}
+
+
+def _split(data: Array, ends: list[int]) -> list[bytes]:
+    return [part.tobytes() for part in np.split(data, ends[:-1])]
+
+
+def _load(name: str, path: str) -> None:
+    _inputs[name] = np.load(path)
+
+
+def _compress(tool: str, name: str, options: dict[str, Any]) -> tuple[float, int]:
+    seconds, state, n_bytes = _TOOLS[tool].compress(_inputs[name], **options)
+    _states[tool, name] = state
+    return seconds, n_bytes
+
+
+def _decompress(tool: str, name: str, options: dict[str, Any]) -> float:
+    data = _inputs[name]
+    seconds, out = _TOOLS[tool].decompress(_states[tool, name], data, **options)
+    if not np.array_equal(np.frombuffer(out, data.dtype), data):
+        raise AssertionError(f"{tool} does not restore {name}")
+    return float(seconds)
+
+
+def _pack_file(source: str, target: str) -> None:
+    import zipnn  # only installed in the peers' environment
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from zipnn.util_safetensors import METADATA_KEY, build_compressed_tensor_info
+
+    tensors, infos = {}, {}
+    with safe_open(source, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  # no dict
+            tensor = tensors[name] = file.get_tensor(name)
+            if tensor.is_floating_point():
+                coder = zipnn.ZipNN(input_format="torch", bytearray_dtype=tensor.dtype, method="HUFFMAN")
+                blob = coder.compress(tensor.clone())  # a copy: it reorders its input in place
+                if len(blob) < tensor.nbytes:
+                    infos[name] = build_compressed_tensor_info(tensor)
+                    tensors[name] = _torch_bytes(blob)
+        metadata = {**(file.metadata() or {}), METADATA_KEY: json.dumps(infos)}
+    save_file(tensors, target, metadata)
+
+
+def _torch_bytes(blob: bytes) -> Any:
+    """Bytes as a tensor."""
+    import torch  # comes with ZipNN
+
+    return torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+
+
+def _load_file(path: str, source: str) -> float:
+    import safetensors.torch
+    import torch  # comes with ZipNN
+    import zipnn  # only installed in the peers' environment
+
+    zipnn.zipnn_safetensors()  # from here on this name is ZipNN's
+    begin = time.perf_counter()
+    with safetensors.torch.safe_open(path, "pt", "cpu") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    seconds = time.perf_counter() - begin
+    with safetensors.safe_open(source, "pt") as file:
+        if not all(torch.equal(tensors[name], file.get_tensor(name)) for name in file.keys()):  # noqa: SIM118
+            raise AssertionError(f"ZipNN does not restore {source}")
+    return seconds
+
+
+def _versions() -> dict[str, str]:
+    from z4ai import rans  # only installed in the peers' environment
+
+    found = {pin.split("==")[0]: importlib.metadata.version(pin.split("==")[0]) for pin in PINS}
+    if not rans.available():
+        found["z4ai"] += " (without its compiled coder)"
+    return found
+
+
+_METHODS: Final[dict[str, Callable[..., object]]] = {
+    "versions": _versions,
+    "load": _load,
+    "compress": _compress,
+    "decompress": _decompress,
+    "pack_file": _pack_file,
+    "load_file": _load_file,
+}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Make the peers' environment and print its versions.")
+    parser.add_argument("--serve", action="store_true", help="answer requests on standard input")
+    if parser.parse_args().serve:
+        serve(_METHODS)
+        return
+    with Peers() as peers:
+        print(peers.versions())
+
+
+if __name__ == "__main__":
+    main()

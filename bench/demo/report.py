@@ -1,0 +1,220 @@
+"""The demo's table, picture and numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from bench.demo.methods import GRID, Storage
+from bench.demo.training import N_CALIBRATION_BATCHES, Resumption
+from ckptz._version import __version__
+
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table; the first is the exact resume that the others are held against.
+
+    Attributes:
+        name: method, or kind of exact resume.
+        is_lossless: whether a difference to the exact resume is an error.
+        resumption: what training did after the restore.
+        storage: None for the exact resumes, which store nothing of their own.
+    """
+
+    name: str
+    is_lossless: bool
+    resumption: Resumption
+    storage: Storage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything the demo measured.
+
+    Attributes:
+        rows: exact resume, exact resume on other threads (the noise floor), then the methods.
+        steps: step of each checkpoint.
+        resume_step: the checkpoint from which training resumed.
+        training: loss of every step of the run itself.
+        state_bytes: fp32 weights and both moments of one checkpoint.
+        plain_bytes: of each checkpoint as it was saved.
+        zstd: bytes and MB/s of zstd level 3 on the same files.
+        first_use_seconds: first compression and restoration, with compilation if it was needed.
+        total_seconds: of the whole demo.
+    """
+
+    rows: list[Row]
+    steps: list[int]
+    resume_step: int
+    training: list[float]
+    state_bytes: int
+    plain_bytes: list[int]
+    zstd: tuple[int, float]
+    first_use_seconds: float
+    total_seconds: float
+
+    @property
+    def exact(self) -> Resumption:
+        """The resume from the uncompressed checkpoint."""
+        return self.rows[0].resumption
+
+    @property
+    def sizes(self) -> dict[str, list[int]]:
+        """Bytes of each checkpoint by name: as it was saved, then as the methods store it."""
+        return {"uncompressed": self.plain_bytes} | {
+            r.name: r.storage.n_bytes for r in self.rows if r.storage
+        }
+
+
+def change_percent(value: float, exact: float) -> float:
+    """Relative change in percent; a rise of the loss is positive."""
+    return 100 * (value - exact) / exact
+
+
+def _percent(value: float) -> str:
+    return "0" if value == 0 else f"{value:+.0e} %" if abs(value) < 0.01 else f"{value:+.2f} %"
+
+
+def print_table(report: Report, console: Console) -> None:
+    """The table, and under it what its columns mean."""
+    title = f"{len(report.steps)} checkpoints of a small GPT, resumed from step {report.resume_step}"
+    table = Table(title=title)
+    table.add_column("method", no_wrap=True)
+    titles = ("run, MB", "ratio", "weights ratio", "compress MB/s", "restore MB/s", "loss at once", "change")
+    for title in (*titles, "loss resumed", "change", "bit equal"):
+        table.add_column(title, justify="right", min_width=max(map(len, title.split())))
+    for row in report.rows:
+        table.add_row(row.name, *_size_cells(row, report), *_loss_cells(row.resumption, report.exact))
+    console.print(table)
+    zstd_bytes, zstd_rate = report.zstd
+    console.print(
+        f"ratio: fp32 weights and both moments, {report.state_bytes / MB:.1f} MB a checkpoint, over bytes on "
+        f"disk; weights ratio: of the weights alone; zstd -3 of everything: "
+        f"{_ratio(report, zstd_bytes):.3f}x at {zstd_rate:.0f} MB/s\n"
+        f"MB/s: of the original files, {os.cpu_count()} cores, reading, writing and, for a delta, its "
+        f"chain included; the first use, with compilation if needed, took {report.first_use_seconds:.1f} s\n"
+        f"grid: weights and moments, step {GRID.step:g} of the reference; the inputs of the layers that its "
+        f"rounding reads are of {N_CALIBRATION_BATCHES} batches at each checkpoint, not counted in MB/s\n"
+        f"loss: validation, nats per byte; resumed: mean over {len(report.exact.training)} further steps; "
+        "change: against the exact resume; on other threads it is the noise floor",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _ratio(report: Report, n_bytes: int) -> float:
+    return report.state_bytes * len(report.steps) / n_bytes
+
+
+def _size_cells(row: Row, report: Report) -> list[str]:
+    if kept := row.storage:
+        speeds = [f"{kept.compress_rate:.0f}", f"{kept.restore_rate:.0f}"]
+        ratios = [f"{kept.ratio:.3f}x", f"{kept.weights_ratio:.3f}x"]
+        return [f"{sum(kept.n_bytes) / MB:.1f}", *ratios, *speeds]
+    if row is not report.rows[0]:
+        return ["-"] * 5
+    n_bytes = sum(report.plain_bytes)
+    return [f"{n_bytes / MB:.1f}", f"{_ratio(report, n_bytes):.3f}x", "1.000x", "-", "-"]
+
+
+def _loss_cells(got: Resumption, exact: Resumption) -> list[str]:
+    at_once = [f"{got.at_once:.4f}", _percent(change_percent(got.at_once, exact.at_once))]
+    resumed = [f"{got.resumed:.4f}", _percent(change_percent(got.resumed, exact.resumed))]
+    return [*at_once, *resumed, "yes" if got.is_bit_equal(exact) else "no"]
+
+
+def draw(report: Report, path: Path) -> None:
+    """Sizes of every checkpoint, the loss of the run with the resumed parts, and their differences."""
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    sizes, losses, gaps = figure.subplots(1, 3)
+    _draw_sizes(sizes, report)
+    _draw_losses(losses, report)
+    _draw_gaps(gaps, report)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_sizes(axes: Any, report: Report) -> None:
+    width = 0.8 / len(report.sizes)
+    for i, (name, n_bytes) in enumerate(report.sizes.items()):
+        at = np.arange(len(n_bytes)) + (i - (len(report.sizes) - 1) / 2) * width
+        bars = axes.bar(at, np.array(n_bytes) / MB, width, label=name, color=f"C{i}" if i else "0.8")
+        axes.bar_label(bars, fmt="%.3g", fontsize=7)
+    axes.set_xticks(range(len(report.steps)), [str(step) for step in report.steps])
+    axes.set(title="Size of each checkpoint", xlabel="step", ylabel="MB")
+    axes.margins(y=0.25)
+    axes.legend(fontsize=8, loc="upper right", ncols=2)
+
+
+def _draw_losses(axes: Any, report: Report) -> None:
+    axes.plot(range(1, len(report.training) + 1), report.training, color="0.75", label="the run itself")
+    steps = report.resume_step + 1 + np.arange(len(report.exact.training))
+    axes.plot(steps, report.exact.training, color="black", linewidth=3, label="exact resume")
+    for i, row in enumerate(report.rows[2:]):
+        axes.plot(steps, row.resumption.training, "--", color=f"C{i + 1}", label=f"resumed: {row.name}")
+    axes.set(title="Training loss", xlabel="step", ylabel="nats per byte")
+    axes.legend(fontsize=8)
+
+
+def _draw_gaps(axes: Any, report: Report) -> None:
+    steps = report.resume_step + 1 + np.arange(len(report.exact.training))
+    exact = np.array(report.exact.training)
+    for i, row in enumerate(report.rows[1:]):
+        gap = 100 * (np.array(row.resumption.training) / exact - 1)
+        axes.plot(steps, gap, color="0.6" if i == 0 else f"C{i}", label=row.name)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 3))
+    axes.set(title="Training loss against the exact resume", xlabel="step", ylabel="change, %")
+    axes.legend(fontsize=8)
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Every number, and where it was measured."""
+    content = asdict(report) | {
+        "ckptz": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        "changes_percent": {
+            row.name: {
+                "at_once": change_percent(row.resumption.at_once, report.exact.at_once),
+                "resumed": change_percent(row.resumption.resumed, report.exact.resumed),
+            }
+            for row in report.rows
+        },
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def problems(report: Report) -> list[str]:
+    """Why the demo has failed: a lossless method that lost something, a number that is missing."""
+    found = []
+    for row in report.rows:
+        if row.is_lossless and not row.resumption.is_bit_equal(report.exact):
+            found.append(f"{row.name}: the resumed training is not bit-equal to the exact resume")
+        if row.is_lossless and row.storage and row.storage.n_bit_equal != len(report.steps):
+            found.append(f"{row.name}: a restored file is not bit-equal to its original")
+        if not _is_complete(row, report):
+            found.append(f"{row.name}: a number is missing")
+    return found
+
+
+def _is_complete(row: Row, report: Report) -> bool:
+    got, exact, kept = row.resumption, report.exact, row.storage
+    numbers = [got.at_once, *got.training, *got.validation]
+    counts = [len(got.training) - len(exact.training), len(got.validation) - len(exact.validation)]
+    if kept:
+        numbers += [*kept.n_bytes, kept.ratio, kept.weights_ratio, kept.compress_rate, kept.restore_rate]
+        counts.append(len(kept.n_bytes) - len(report.steps))
+    return not any(counts) and all(math.isfinite(number) and number > 0 for number in numbers)

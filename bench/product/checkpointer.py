@@ -1,0 +1,299 @@
+"""Checkpoints beside training: how long a save stops the loop, what its writer costs, what memory it takes.
+
+    python -m bench.product.checkpointer [--only stall|memory] [--rounds N] [--small]
+
+*stall*: a transformer trained on the CPU with AdamW, 0.2 GB of weights and moments, a save every few
+steps; the same loop with torch.save, with `torch.distributed.checkpoint.async_save` and with
+`ckptz.Checkpointer`, each in a process of its own, round after round. A method's total is that of all steps
+and the wait for its last save. ckptz syncs its files to the disk and keeps two steps; the others do neither.
+
+*memory*: an anchor and a delta of a 2 GiB state, saved in the background; peak resident memory over what
+the live state takes, and that less the snapshot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from bench.core.measure import Row, machine, misses, parser_of, save_rows, verdict
+from bench.core.report import finish
+from ckptz import Checkpointer, KeepPolicy
+
+METHODS: Final = ("none", "torch.save", "dcp.async_save", "ckptz")
+TOTAL_TARGET: Final = 1.1  # of the better of the two others
+MEMORY_TARGET: Final = 0.5  # GiB beside the snapshot
+WIDTH, LAYERS, VOCABULARY, LENGTH, BATCH = 512, 5, 4096, 64, 4
+N_STEPS, SAVE_EVERY = 90, 30
+GIB: Final = 1 << 30
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What one process measured, in seconds; `beside` are the steps during which a writer was busy."""
+
+    alone: list[float]
+    beside: list[float]
+    stalls: list[float]
+    total: float
+    state_bytes: int
+    stored_bytes: int
+
+
+class Language(nn.Module):
+    """A small transformer on random tokens: what counts is how long its steps take."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embedding(tokens)))
+
+
+class Saver:
+    """A method as the loop sees it."""
+
+    def __init__(self, method: str, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._folder, self._model, self._optimizer = folder, model, optimizer
+        self._future: Any = None
+        self._ckptz = Checkpointer(folder / "ckptz", model, optimizer, keep=KeepPolicy(last=2))
+        self.save: Callable[[int], None] = {
+            "none": lambda step: None,
+            "torch.save": self._torch_save,
+            "dcp.async_save": self._dcp_save,
+            "ckptz": self._ckptz.save,
+        }[method]
+
+    def _torch_save(self, step: int) -> None:
+        state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        torch.save(state, self._folder / f"{step}.pt")
+
+    def _dcp_save(self, step: int) -> None:
+        self.wait()
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        self._future = dcp.async_save(state, checkpoint_id=self._folder / str(step))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a writer runs beside training."""
+        return self._ckptz._writer.is_busy or (self._future is not None and not self._future.done())
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._future is not None:
+            self._future.result()
+        self._ckptz.wait()
+
+
+def train(method: str, folder: Path, width: int, n_steps: int, save_every: int) -> Loop:
+    """Train, save, and measure."""
+    torch.manual_seed(0)
+    model = Language(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    saver = Saver(method, folder, model, optimizer)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+
+    def one_step() -> None:
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    # The first save makes buffers and compiles nothing that the second does not have.
+    one_step()
+    saver.save(0)
+    saver.wait()
+    alone, beside, stalls = [], [], []
+    begin = time.perf_counter()
+    for step in range(1, n_steps + 1):
+        was_busy, start = saver.is_busy, time.perf_counter()
+        one_step()
+        (beside if was_busy else alone).append(time.perf_counter() - start)
+        if step % save_every == 0:
+            start = time.perf_counter()
+            saver.save(step)
+            stalls.append(time.perf_counter() - start)
+    saver.wait()
+    total = time.perf_counter() - begin
+    n_bytes = sum(p.nbytes for p in model.parameters()) * 3
+    stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Loop(alone, beside, stalls, total, n_bytes, stored)
+
+
+def in_process(*arguments: object) -> Any:
+    """The JSON that this module prints when it is run with these arguments."""
+    command = [sys.executable, "-m", "bench.product.checkpointer", *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def stall_rows(rounds: int, small: bool) -> list[Row]:
+    """All methods, round after round, each time in another order."""
+    sizes = (64, 12, 4) if small else (WIDTH, N_STEPS, SAVE_EVERY)
+    loops: dict[str, list[Loop]] = {method: [] for method in METHODS}
+    for i in range(rounds):
+        for method in METHODS[i % len(METHODS) :] + METHODS[: i % len(METHODS)]:
+            folder = Path(tempfile.mkdtemp(prefix="bench-"))
+            try:
+                loops[method].append(
+                    Loop(**in_process("--loop", method, "--folder", folder, "--sizes", *sizes))
+                )
+            finally:
+                shutil.rmtree(folder)
+    best_stall = min(median_stall(loops[m]) for m in ("torch.save", "dcp.async_save"))
+    best_total = min(median_total(loops[m]) for m in ("torch.save", "dcp.async_save"))
+    return [stall_row(method, loops[method], best_stall, best_total) for method in METHODS]
+
+
+def median_stall(loops: list[Loop]) -> float:
+    """Seconds that a save stops the loop."""
+    return statistics.median([stall for loop in loops for stall in loop.stalls])
+
+
+def median_total(loops: list[Loop]) -> float:
+    """Seconds of all steps and the last wait."""
+    return statistics.median([loop.total for loop in loops])
+
+
+def stall_row(method: str, loops: list[Loop], best_stall: float, best_total: float) -> Row:
+    """One method's line of the table."""
+    alone = [second for loop in loops for second in loop.alone]
+    beside = [second for loop in loops for second in loop.beside] or alone
+    stall, total = median_stall(loops), median_total(loops)
+    is_ours = method == "ckptz"
+    return {
+        "method": method,
+        "state, MB": f"{loops[0].state_bytes / 1e6:.0f}",
+        "stall, ms": f"{stall * 1e3:.0f}" if method != "none" else "",
+        "step alone, median ms": f"{statistics.median(alone or beside) * 1e3:.0f}",
+        "step beside the writer, median ms": f"{statistics.median(beside) * 1e3:.0f}",
+        "p95 ms": f"{percentile(beside, 0.95) * 1e3:.0f}",
+        "total, s": f"{total:.1f}",
+        "of the better": f"{total / best_total:.2f}",
+        "target": f"stall no longer, total at most {TOTAL_TARGET}" if is_ours else "",
+        "verdict": verdict(stall <= best_stall and total <= TOTAL_TARGET * best_total) if is_ours else "",
+    }
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value with this share of all at or below it."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def peak_gib() -> float:
+    """Peak resident memory since `reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / GIB
+    raise OSError("this system does not tell peak memory")
+
+
+def reset_peak() -> float:
+    """Forget the peak; memory that is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_gib()
+
+
+def measure_memory(folder: Path, n_gib: float) -> list[dict[str, object]]:
+    """Save an anchor and a delta of a state of `n_gib` GiB in the background."""
+    n = int(n_gib * GIB / 4 / 16)
+    model = nn.ParameterList(nn.Parameter(torch.randn(n // 1024, 1024) * 0.02) for _ in range(16))
+    rows = []
+    with Checkpointer(folder, model) as checkpointer:
+        for step, kind in enumerate(("anchor", "delta")):
+            live = reset_peak() - checkpointer._snapshot.n_bytes / GIB
+            checkpointer.save(step)
+            report = checkpointer.wait()
+            assert report is not None
+            snapshot = checkpointer._snapshot.n_bytes / GIB
+            beside = peak_gib() - live - snapshot
+            rows.append(
+                {"file": kind, "snapshot": snapshot, "beside": beside, "seconds": report.write_seconds}
+            )
+            with torch.no_grad():
+                for parameter in model:
+                    parameter += torch.randn_like(parameter) * 1e-5
+    return rows
+
+
+def memory_rows(small: bool) -> list[Row]:
+    """As the table has them."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    try:
+        found = in_process("--memory", 0.125 if small else 2, "--folder", folder)
+    finally:
+        shutil.rmtree(folder)
+    return [
+        {
+            "file": row["file"],
+            "snapshot, GiB": f"{row['snapshot']:.2f}",
+            "beside it, GiB": f"{row['beside']:.2f}",
+            "seconds": f"{row['seconds']:.1f}",
+            "target": f"at most {MEMORY_TARGET} GiB",
+            "verdict": verdict(row["beside"] <= MEMORY_TARGET),
+        }
+        for row in found
+    ]
+
+
+def main() -> int:
+    """Command line; exits with 1 if a target was missed."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", choices=("stall", "memory"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="sizes that say nothing; writes no results")
+    for name in ("--loop", "--memory", "--folder"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", type=int, nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.loop:
+        print(json.dumps(asdict(train(options.loop, Path(options.folder), *options.sizes))))
+        return 0
+    if options.memory:
+        print(json.dumps(measure_memory(Path(options.folder), float(options.memory))))
+        return 0
+    tables = {
+        "stall": lambda: stall_rows(options.rounds, options.small),
+        "memory": lambda: memory_rows(options.small),
+    }
+    rows: list[Row] = []
+    for name in (options.only,) if options.only else tables:
+        found = tables[name]()
+        rows += found
+        if options.small:
+            print(*found, sep="\n")
+        else:
+            save_rows(f"checkpointer_{name}", found)
+    if not options.small:
+        finish("checkpointer", machine(), rows)
+    return 1 if misses(rows) and not options.small else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

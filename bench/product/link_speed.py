@@ -1,0 +1,243 @@
+"""Speed and size of every codec of the wire on one core, and the link speed below which each pays.
+
+    python -m bench.product.link_speed [--rounds N] [--elements N]
+
+Speeds are raw bytes of fp32 a second, for whole messages: header and checksum included. A link that
+sends raw bytes at L bytes a second gains by a codec, with nothing overlapped, if
+L < (1 - r) E D / (E + D); r is sent / raw bytes, E and D are the speeds of encoding and decoding. With
+encoding and decoding beside the link, it gains while L < min(E, D). Writes results/link_speed.csv,
+link_sizes.csv, link_errors.csv, link_positions.csv and link_speed.json; about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from math import lgamma, log
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.core.measure import machine, save_rows, timed, verdict
+from bench.core.report import finish
+from ckptz.dtypes import dtype_of
+from ckptz.kernels import wire_cpu, wire_torch
+from ckptz.wire import LinkPolicy, TopK, Uniform
+from ckptz.wire.codecs import plan_of
+from ckptz.wire.endpoint import Link
+from ckptz.wire.frames import encode_frame
+from ckptz.wire.header import Direction
+from ckptz.wire.policy import PRESETS
+from ckptz.wire.state import Place
+
+FORWARD, BACKWARD, F32 = Direction.FORWARD, Direction.BACKWARD, dtype_of("F32")
+TOP10 = TopK(0.1, 8, "bitmap")
+POLICIES = {
+    "raw": LinkPolicy(),
+    "q8": LinkPolicy(forward=Uniform(8)),
+    "q4": LinkPolicy(forward=Uniform(4)),
+    "q4, stochastic": LinkPolicy(forward=Uniform(4), rounding="stochastic"),
+    "q4, rANS": LinkPolicy(forward=Uniform(4, rans=True)),
+    "q3": LinkPolicy(forward=Uniform(3)),
+    "q2": LinkPolicy(forward=Uniform(2)),
+    "Top10, bitmap, 8-bit values": LinkPolicy(forward=TOP10),
+    "Top10, bitmap, 16-bit values": LinkPolicy(forward=TopK(0.1, 16, "bitmap")),
+    "Top2, Rice, 8-bit values": LinkPolicy(forward=TopK(0.02, 8, "rice")),
+    "q4, EF21": LinkPolicy(forward=Uniform(4), feedback="ef21"),
+}
+IN_TORCH = ("q8", "q4", "Top10, bitmap, 8-bit values")
+REUSE = "Top10, positions reused"
+
+
+class Case:
+    """One codec on one set of kernels."""
+
+    def __init__(self, policy: LinkPolicy, units: Any, shape: tuple[int, ...], kernels: Any) -> None:
+        self._policy, self._units, self._shape, self._kernels = policy, units, shape, kernels
+        self._links = self._pair()
+        self.message: Any = None
+        self._step = [0, 0]
+
+    def _pair(self) -> tuple[Link, Link]:
+        like = torch.zeros(0, dtype=torch.uint8) if self._kernels is wire_torch else None
+        first, second = (Link(0, 1, self._policy, kernels=self._kernels, like=like) for _ in range(2))
+        return first, second
+
+    def encode(self) -> float:
+        """Seconds of one message."""
+        place, self._step[0] = Place(self._step[0]), self._step[0] + 1
+
+        def run() -> None:
+            self.message = self._links[0].send(FORWARD, self._units, F32, self._shape, place).message
+
+        return timed(run)
+
+    def decode(self) -> float:
+        """Seconds of the last one; encode and decode alternate."""
+        place, self._step[1] = Place(self._step[1]), self._step[1] + 1
+        return timed(lambda: self._links[1].receive(FORWARD, self.message, F32, self._shape, place))
+
+
+class Reused(Case):
+    """Gradients at the activation's positions; only the way back is timed."""
+
+    def encode(self) -> float:
+        """See `Case.encode`."""
+        place = Place(self._step[0])
+        self._step[0] += 1
+        sent = self._links[0].send(FORWARD, self._units, F32, self._shape, place)
+        self._links[1].receive(FORWARD, sent.message, F32, self._shape, place)
+
+        def run() -> None:
+            self.message = self._links[1].send(BACKWARD, self._units, F32, self._shape, place).message
+
+        return timed(run)
+
+    def decode(self) -> float:
+        """See `Case.decode`."""
+        place = Place(self._step[0] - 1)
+        return timed(lambda: self._links[0].receive(BACKWARD, self.message, F32, self._shape, place))
+
+
+def make_cases(values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> dict[str, Case]:
+    """All codecs, compiled; some of them on torch as well."""
+    units = values.view(np.uint32)
+    cases = {name: Case(policy, units, shape, wire_cpu) for name, policy in POLICIES.items()}
+    cases[REUSE] = Reused(PRESETS["paper_top10"], units, shape, wire_cpu)
+    as_torch = torch.from_numpy(values.view(np.int32))
+    for name in IN_TORCH:
+        cases[f"{name}, torch"] = Case(POLICIES[name], as_torch, shape, wire_torch)
+    return cases
+
+
+def _speed_rows(
+    cases: dict[str, Case], n_bytes: int, rounds: int, extra: dict[str, Callable[[], float]]
+) -> list[dict[str, object]]:
+    timed_cases: dict[str, Callable[[], float]] = dict(extra)
+    for name, case in cases.items():
+        timed_cases |= {f"{name}|encode": case.encode, f"{name}|decode": case.decode}
+    order = list(timed_cases)
+    times = best_of(timed_cases, order, rounds)
+    speeds = {name: n_bytes / seconds / 1e9 for name, seconds in times.items()}
+    memcpy = speeds["memcpy"]
+    rows = []
+    for name, case in cases.items():
+        encode, decode = speeds[f"{name}|encode"], speeds[f"{name}|decode"]
+        ratio = len(case.message) / n_bytes
+        link = max((1 - ratio) * encode * decode / (encode + decode), 0)
+        row: dict[str, object] = {
+            "codec": name,
+            "encode GB/s": f"{encode:.2f}",
+            "decode GB/s": f"{decode:.2f}",
+        }
+        row |= {"encode / memcpy": f"{encode / memcpy:.3f}", "sent / raw": f"{ratio:.4f}"}
+        row |= {"pays below, serial, Gb/s": f"{8 * link:.1f}"}
+        row |= {"pays below, overlapped, Gb/s": f"{8 * min(encode, decode) if ratio < 1 else 0:.1f}"}
+        row |= {"target": "", "verdict": ""}
+        if name == "q4":
+            row |= {"target": "encode / memcpy >= 0.25", "verdict": verdict(encode / memcpy >= 0.25)}
+        rows.append(row)
+    for name in extra:
+        row = {"codec": name, "encode GB/s": f"{speeds[name]:.3f}"}
+        rows.append(row | {"encode / memcpy": f"{speeds[name] / memcpy:.3f}"})
+    gain = speeds["TopK threshold and mask, ours"] / speeds["torch.topk"]
+    rows[-1] |= {"target": f"ours >= 10x torch.topk: {gain:.1f}x", "verdict": verdict(gain >= 10)}
+    return rows
+
+
+def best_of(cases: dict[str, Callable[[], float]], order: list[str], rounds: int) -> dict[str, float]:
+    """Best of `rounds`; a decode runs right after its encode, so that it has a message."""
+    best = dict.fromkeys(order, float("inf"))
+    for i in range(rounds + 1):
+        for name in order:
+            seconds = cases[name]()
+            if i:
+                best[name] = min(best[name], seconds)
+    return best
+
+
+def size_rows() -> list[dict[str, object]]:
+    """Bytes an element on the wire, for 2^20 fp32 elements."""
+    n = 1 << 20
+    values = np.random.default_rng(0).standard_normal(n).astype(np.float32).view(np.uint32)
+    shape, rows = (16, n // 16), []
+    targets = {"q8": 1.02, "q4": 0.52, "Top10, bitmap, 8-bit values": 0.23, REUSE: 0.11}
+    for name, policy in (POLICIES | {REUSE: PRESETS["paper_top10"]}).items():
+        link = Link(0, 1, policy)
+        message = link.send(FORWARD, values, F32, shape, Place(0)).message
+        if name == REUSE:
+            message = link.send(BACKWARD, values, F32, shape, Place(0)).message
+        size = len(message) / n
+        row: dict[str, object] = {"codec": name, "bytes": len(message), "bytes / element": f"{size:.4f}"}
+        if name in targets:
+            row |= {"target": f"<= {targets[name]}", "verdict": verdict(size <= targets[name])}
+        rows.append({"target": "", "verdict": ""} | row)
+    return [{n: row[n] for n in ("codec", "bytes", "bytes / element", "target", "verdict")} for row in rows]
+
+
+def error_rows() -> list[dict[str, object]]:
+    """Relative error of one normal tensor scaled from 1e-12 to 1e6."""
+    values, rows = np.random.default_rng(0).standard_normal(1 << 18), []
+    for bits in (4, 8):
+        plan, errors = plan_of(Uniform(bits), F32, (1 << 18,)), []
+        for exponent in range(-12, 7):
+            exact = (values * 10.0**exponent).astype(np.float32)
+            decoded = encode_frame(wire_cpu, plan, exact.view(np.uint32)).decoded().view(np.float32)
+            difference = (decoded.astype(np.float64) - exact).astype(np.float64)
+            errors.append(np.linalg.norm(difference) / np.linalg.norm(exact.astype(np.float64)))
+        row = {"codec": f"q{bits}", "least relative error": f"{min(errors):.5f}"}
+        row |= {"greatest": f"{max(errors):.5f}", "target": "within 2 %"}
+        rows.append(row | {"verdict": verdict(max(errors) <= 1.02 * min(errors))})
+    return rows
+
+
+def index_rows() -> list[dict[str, object]]:
+    """Bits that positions take, for 2^20 elements, against log2 of n over k."""
+    n, rows = 1 << 20, []
+    values = np.random.default_rng(0).standard_normal(n).astype(np.float32).view(np.uint32)
+    for share in (0.1, 0.03, 0.02, 0.01, 0.003, 0.001):
+        index: Any = "bitmap" if share > 0.03 else "rice"
+        plan = plan_of(TopK(share, 8, index), F32, (1, n))
+        frame = encode_frame(wire_cpu, plan, values)
+        bits = 8 * sum(len(part) for part in frame.parts[:-2])
+        bound = (lgamma(n + 1) - lgamma(plan.k + 1) - lgamma(n - plan.k + 1)) / log(2)
+        row = {"share": share, "positions": index, "bits / element": f"{bits / n:.4f}"}
+        row |= {"bound": f"{bound / n:.4f}", "over bound": f"{bits / bound - 1:.2%}"}
+        is_met = bits <= n if index == "bitmap" else bits <= 1.03 * bound
+        rows.append(row | {"target": "1 bit" if share > 0.03 else "<= 3 %", "verdict": verdict(is_met)})
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--elements", type=int, default=1 << 24)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    values = np.random.default_rng(0).standard_normal(args.elements).astype(np.float32)
+    shape, copy, k = (64, args.elements // 64), np.empty_like(values), args.elements // 640
+    rows_of = torch.from_numpy(values).view(shape)
+    extra: dict[str, Callable[[], float]] = {
+        "memcpy": lambda: timed(lambda: np.copyto(copy, values)),
+        "q4 codes alone, ours": lambda: timed(
+            lambda: wire_cpu.pack(wire_cpu.quantize(values.view(np.uint32), 256, 4, None)[2], 4)
+        ),
+        "torch.topk": lambda: timed(lambda: torch.topk(rows_of.abs(), k, dim=1, sorted=False)),
+        "TopK threshold and mask, ours": lambda: timed(
+            lambda: wire_cpu.top_mask(values.view(np.uint32), 64, k)
+        ),
+    }
+    np.copyto(copy, values)
+    save_rows("link_sizes", size_rows())
+    save_rows("link_errors", error_rows())
+    save_rows("link_positions", index_rows())
+    rows = _speed_rows(make_cases(values, shape), values.nbytes, args.rounds, extra)
+    names = list(rows[0])
+    save_rows("link_speed", [{name: row.get(name, "") for name in names} for row in rows])
+    finish("link_speed", machine(), elements=args.elements)
+
+
+if __name__ == "__main__":
+    main()

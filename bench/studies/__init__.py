@@ -1,0 +1,1 @@
+"""Studies that train for minutes to hours: how lossy settings change training, and published claims."""

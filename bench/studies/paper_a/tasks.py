@@ -1,0 +1,282 @@
+"""The two models of paper_a: a language model with AdamW and an image model with SGD momentum.
+
+A task is its model, its optimizer, its learning rate, the batch of every step and the measure of its quality.
+Batches and evaluation data depend on a fixed seed and on the step alone, so that training can go on from any
+checkpoint. Nothing is downloaded: the text is the standard library's source, the images are characters of
+matplotlib's fonts, distorted and noisy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
+
+SEARCH, HELD_OUT = "search", "held out"  # the two slices that quality is measured on
+MODEL_SEED, DATA_SEED = 0, 1
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """What an evaluation measures.
+
+    Attributes:
+        loss: mean cross entropy in nats.
+        accuracy: share of right answers.
+    """
+
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One model and everything that its training needs.
+
+    Attributes:
+        name: key of the cache and of the tables.
+        budgeted: field of `Quality` that the budget of a search is about.
+        moments: names of the optimizer's tensors.
+        first_step: step of the first checkpoint, behind the steep start of the loss.
+        interval: steps between two checkpoints.
+        model: makes the model before step 0.
+        optimizer: makes its optimizer.
+        rate: learning rate of a step.
+        batch: (inputs, targets) of a training step.
+        slices: evaluation batches of a slice, of which the first is the reduced set.
+    """
+
+    name: str
+    budgeted: str
+    moments: tuple[str, ...]
+    first_step: int
+    interval: int
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    rate: Callable[[int], float]
+    batch: Callable[[int], Batch]
+    slices: Callable[[str], Sequence[Batch]]
+
+    def step_of(self, index: int) -> int:
+        """Step of a checkpoint, counted from 0."""
+        return self.first_step + index * self.interval
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross entropy of a batch in nats."""
+        inputs, targets = batch
+        return functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, part: str, n_batches: int | None = None) -> Quality:
+        """Quality on a slice, or on its first `n_batches`; leaves the model as it was."""
+        model.eval()
+        losses, right, total = [], 0, 0
+        for inputs, targets in self.slices(part)[:n_batches]:
+            logits, wanted = model(inputs).flatten(0, -2), targets.flatten()
+            losses.append(functional.cross_entropy(logits, wanted).item())
+            right += int((logits.argmax(1) == wanted).sum())
+            total += wanted.numel()
+        model.train()
+        return Quality(loss=float(np.mean(losses)), accuracy=right / total)
+
+
+def warmup_cosine(peak: float, n_warmup: int, n_steps: int) -> Callable[[int], float]:
+    """Learning rate by step: linear warm-up, then a cosine to a tenth of the peak."""
+
+    def rate(step: int) -> float:
+        if step < n_warmup:
+            return peak * (step + 1) / n_warmup
+        done = min(1.0, (step - n_warmup) / (n_steps - n_warmup))
+        return peak * (0.55 + 0.45 * math.cos(math.pi * done))
+
+    return rate
+
+
+# --- language -----------------------------------------------------------------------------------
+
+GPT: Final = GPTConfig()
+GPT_BATCH, GPT_EVAL_BATCH, GPT_EVAL_BATCHES = 4, 32, 3
+
+
+@functools.cache
+def _texts() -> tuple[Tensor, Tensor]:
+    return read_corpus()
+
+
+def _pair(tokens: Tensor) -> Batch:
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _text_batch(step: int) -> Batch:
+    source = batches(_texts()[0], batch=GPT_BATCH, context=GPT.context, seed=DATA_SEED, start=step)
+    return _pair(next(source))
+
+
+@functools.cache
+def _text_slices(part: str) -> tuple[Batch, ...]:
+    """Each slice is one half of the validation files, so the second shares no file but one with the first."""
+    text = _texts()[1]
+    half = len(text) // 2
+    own = text[:half] if part == SEARCH else text[half:]
+    source = batches(own, batch=GPT_EVAL_BATCH, context=GPT.context, seed=7)
+    return tuple(_pair(next(source)) for _ in range(GPT_EVAL_BATCHES))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def language() -> Task:
+    """A byte-level GPT of 3.3 M parameters with AdamW."""
+    return Task(
+        name="language",
+        budgeted="loss",
+        moments=("exp_avg", "exp_avg_sq"),
+        first_step=500,
+        interval=260,
+        model=TinyGPT,
+        optimizer=_adamw,
+        rate=warmup_cosine(1e-3, 100, 3880),
+        batch=_text_batch,
+        slices=_text_slices,
+    )
+
+
+# --- images -------------------------------------------------------------------------------------
+
+CHARACTERS: Final = string.digits + string.ascii_letters
+FONTS: Final = (
+    *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"),
+    *("DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique"),
+    *("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic"),
+    *("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta"),
+    *("cmr10", "cmss10", "cmtt10", "cmb10"),
+)
+GLYPH_SIZE, IMAGE_SIZE = 40, 16  # pixels of a side
+IMAGE_BATCH, IMAGE_EVAL_BATCH, IMAGE_EVAL_BATCHES = 64, 512, 4
+NOISE: Final = 0.25  # standard deviation, of the ink's range
+WIDTHS: Final = (32, 64, 128, 256)
+
+
+@functools.cache
+def glyphs() -> Tensor:
+    """Every character in every font, [fonts, characters, GLYPH_SIZE, GLYPH_SIZE], ink 1 on 0."""
+    import matplotlib as mpl  # of these benches only this task needs fonts
+    from PIL import Image, ImageDraw, ImageFont
+
+    folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
+    drawn = np.zeros((len(FONTS), len(CHARACTERS), GLYPH_SIZE, GLYPH_SIZE), np.float32)
+    for i, name in enumerate(FONTS):
+        font = ImageFont.truetype(str(folder / f"{name}.ttf"), size=26)
+        for j, character in enumerate(CHARACTERS):
+            image = Image.new("L", (GLYPH_SIZE, GLYPH_SIZE))
+            ImageDraw.Draw(image).text((GLYPH_SIZE // 2,) * 2, character, fill=255, font=font, anchor="mm")
+            drawn[i, j] = np.asarray(image, np.float32) / 255
+    return torch.from_numpy(drawn)
+
+
+def distorted(seed: int, n_images: int) -> Batch:
+    """Images [n, 1, IMAGE_SIZE, IMAGE_SIZE] and labels [n, 1]: turned, sheared, scaled, moved and noisy."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(n_images, generator=generator)
+
+    fonts = torch.randint(len(FONTS), (n_images,), generator=generator)
+    labels = torch.randint(len(CHARACTERS), (n_images,), generator=generator)
+    angle, shear = uniform(-0.4, 0.4), uniform(-0.3, 0.3)
+    width, height = uniform(0.7, 1.1), uniform(0.7, 1.1)
+    cosine, sine = angle.cos(), angle.sin()
+    rows = (
+        torch.stack([cosine * width, (shear - sine) * height, uniform(-0.2, 0.2)], 1),
+        torch.stack([sine * width, cosine * height, uniform(-0.2, 0.2)], 1),
+    )
+    grid = functional.affine_grid(torch.stack(rows, 1), [n_images, 1, IMAGE_SIZE, IMAGE_SIZE], False)
+    images = functional.grid_sample(glyphs()[fonts, labels][:, None], grid, align_corners=False)
+    noise = NOISE * torch.randn(images.shape, generator=generator)
+    return images + noise, labels[:, None]
+
+
+def _image_batch(step: int) -> Batch:
+    return distorted(DATA_SEED * 1_000_003 + step, IMAGE_BATCH)
+
+
+@functools.cache
+def _image_slices(part: str) -> tuple[Batch, ...]:
+    seed = 11_000_000 if part == SEARCH else 12_000_000
+    return tuple(distorted(seed + i, IMAGE_EVAL_BATCH) for i in range(IMAGE_EVAL_BATCHES))
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm, and a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv_1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm_1 = nn.BatchNorm2d(outputs)
+        self.conv_2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm_2 = nn.BatchNorm2d(outputs)
+        self.downsample = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.norm_1(self.conv_1(x)))
+        return functional.relu(self.norm_2(self.conv_2(y)) + self.downsample(x))
+
+
+class GlyphNet(nn.Module):
+    """A residual network of 1.2 M parameters; `forward` returns logits [n, 1, characters]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, WIDTHS[0], 3, 1, 1, bias=False)
+        self.norm = nn.BatchNorm2d(WIDTHS[0])
+        self.stages = nn.ModuleList(
+            Residual(inputs, outputs, 1 if inputs == outputs else 2) for inputs, outputs in _stages()
+        )
+        self.head = nn.Linear(WIDTHS[-1], len(CHARACTERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.norm(self.stem(x)))
+        for stage in self.stages:
+            x = stage(x)
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits[:, None]
+
+
+def _stages() -> Iterator[tuple[int, int]]:
+    return zip((WIDTHS[0], *WIDTHS), WIDTHS, strict=False)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+
+
+def image() -> Task:
+    """A small residual network on distorted characters with SGD momentum."""
+    return Task(
+        name="image",
+        budgeted="accuracy",
+        moments=("momentum_buffer",),
+        first_step=300,
+        interval=100,
+        model=GlyphNet,
+        optimizer=_sgd,
+        rate=warmup_cosine(0.05, 60, 1600),
+        batch=_image_batch,
+        slices=_image_slices,
+    )
+
+
+TASKS: Final = {"language": language, "image": image}

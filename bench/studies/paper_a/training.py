@@ -1,0 +1,206 @@
+"""Training of paper_a: from a state over some steps to the next state, and the cached runs.
+
+    python -m bench.studies.paper_a.training [--only language|image]
+
+A checkpoint is a flat dict of tensors: `model.<name>` (parameters and buffers), `optimizer.<name>.<moment>`
+and `step`, which is also the position in the data. Training is a function of it alone: an exact restart gives
+the same bits on the same number of threads. Beside every checkpoint stand the averages of the
+gradients before it, in a file of their own. All of it is kept in bench/.cache/paper_a/TASK.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bench.core.measure import CACHE
+from bench.studies.paper_a.tasks import HELD_OUT, MODEL_SEED, SEARCH, TASKS, Quality, Task
+from ckptz.hooks import SensitivityTracker
+
+VERSION: Final = 1  # of the runs: a change makes cached checkpoints stale
+N_CHECKPOINTS: Final = 14
+N_THREADS: Final = 1  # of one process: two of them side by side do more than one with two threads
+PROBE_STEPS: Final = (10, 20, 30, 40)  # after a checkpoint, where the resumed loss is measured
+
+State = Mapping[str, Tensor]
+
+
+class Trainer:
+    """A model and its optimizer at a step; `step` is also the position in the data."""
+
+    def __init__(self, task: Task, state: State | None = None) -> None:
+        torch.manual_seed(MODEL_SEED)
+        self.task = task
+        self.model = task.model()
+        self.optimizer = task.optimizer(self.model)
+        self.step = 0
+        self.gradients = SensitivityTracker(self.model)
+        if state is not None:
+            self._load(state)
+
+    def _load(self, state: State) -> None:
+        self.model.load_state_dict(weights_of(state))
+        self.step = int(state["step"])
+        for name, parameter in self.model.named_parameters():
+            own = {m: state[f"optimizer.{name}.{m}"].clone() for m in self.task.moments}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **own}
+
+    def train(self, n_steps: int) -> None:
+        """Train on from where it stands."""
+        for _ in range(n_steps):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.task.rate(self.step)
+            self.optimizer.zero_grad()
+            self.task.loss(self.model, self.task.batch(self.step)).backward()
+            self.optimizer.step()
+            self.step += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the whole state by name."""
+        tensors = {f"model.{name}": tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for moment in self.task.moments:
+                tensors[f"optimizer.{name}.{moment}"] = self.optimizer.state[parameter][moment].clone()
+        tensors["step"] = torch.tensor(self.step)
+        return tensors
+
+    def evaluate(self, part: str) -> Quality:
+        """Quality on a slice."""
+        return self.task.evaluate(self.model, part)
+
+
+def weights_of(state: State) -> dict[str, Tensor]:
+    """Parameters and buffers under their names in the model."""
+    return {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
+
+
+def probe(task: Task, state: State) -> list[float]:
+    """Loss on the held-out slice at each of PROBE_STEPS after a resumption from `state`."""
+    trainer = Trainer(task, state)
+    return probe_on(trainer)
+
+
+def probe_on(trainer: Trainer) -> list[float]:
+    """The same for a trainer, which trains on by the last of PROBE_STEPS."""
+    losses, done = [], 0
+    for n_steps in PROBE_STEPS:
+        trainer.train(n_steps - done)
+        done = n_steps
+        losses.append(trainer.evaluate(HELD_OUT).loss)
+    return losses
+
+
+# --- cached results -----------------------------------------------------------------------------
+
+
+def folder_of(task: Task) -> Path:
+    """Where everything about a task is kept."""
+    folder = CACHE / "paper_a" / task.name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def publish(path: Path, write: Callable[[Path], object]) -> None:
+    """Write through a temporary name, so that an interrupted bench leaves no half file."""
+    partial = path.with_name(f"{path.name}.partial")
+    write(partial)
+    partial.replace(path)
+
+
+def remembered(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The JSON at `path`, made where it is missing, with the seconds that this took."""
+    if not path.exists():
+        begin = time.perf_counter()
+        content = make()
+        content["bench_seconds"] = time.perf_counter() - begin
+        publish(path, lambda p: p.write_text(json.dumps(content, indent=1)))
+    return json.loads(path.read_text())
+
+
+def bench_seconds(task: Task) -> float:
+    """Seconds that everything cached of a task took to make."""
+    found = [json.loads(path.read_text()) for path in folder_of(task).rglob("*.json")]
+    return sum(one.get("bench_seconds", 0.0) for one in found)
+
+
+# --- the uninterrupted run ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """The cached checkpoints of a task's uninterrupted run; indices count from 0."""
+
+    task: Task
+
+    def path(self, index: int) -> Path:
+        """The whole state."""
+        return folder_of(self.task) / f"state-{VERSION}-{index:02d}.safetensors"
+
+    def gradients_path(self, index: int) -> Path:
+        """Averages of the gradients before a checkpoint, as `SensitivityTracker` saves them."""
+        return folder_of(self.task) / f"sensitivity-{VERSION}-{index:02d}.safetensors"
+
+    def state(self, index: int) -> dict[str, Tensor]:
+        """The whole state of a checkpoint."""
+        return load_file(self.path(index))
+
+    def facts(self, index: int) -> dict[str, Any]:
+        """Quality of a checkpoint on both slices, and the seconds of training before it."""
+        return json.loads(self._facts_path(index).read_text())
+
+    def _facts_path(self, index: int) -> Path:
+        return folder_of(self.task) / f"facts-{VERSION}-{index:02d}.json"
+
+    def _seconds_path(self, index: int) -> Path:
+        return folder_of(self.task) / f"seconds-{VERSION}-{index:02d}.json"
+
+    def train(self) -> None:
+        """Make what is missing; the seconds exclude evaluations."""
+        for index in range(N_CHECKPOINTS):
+            if not self.path(index).exists():
+                self._train_to(index)
+        for index in range(N_CHECKPOINTS):
+            remembered(self._facts_path(index), lambda i=index: self._measure(i))
+
+    def _train_to(self, index: int) -> None:
+        trainer = Trainer(self.task, self.state(index - 1) if index else None)
+        begin = time.perf_counter()
+        trainer.train(self.task.step_of(index) - trainer.step)
+        seconds = time.perf_counter() - begin
+        facts = {"training_seconds": seconds, "bench_seconds": seconds}
+        publish(self._seconds_path(index), lambda p: p.write_text(json.dumps(facts)))
+        trainer.gradients.save(self.gradients_path(index))
+        publish(self.path(index), lambda p: save_file(trainer.state(), p))
+        print(f"{self.task.name}: step {trainer.step}, {seconds:.0f} s", flush=True)
+
+    def _measure(self, index: int) -> dict[str, Any]:
+        trainer = Trainer(self.task, self.state(index))
+        seconds = json.loads(self._seconds_path(index).read_text())["training_seconds"]
+        facts: dict[str, Any] = {"step": trainer.step, "training_seconds": seconds}
+        facts |= {part: dataclasses.asdict(trainer.evaluate(part)) for part in (SEARCH, HELD_OUT)}
+        print(f"{self.task.name}: {facts}", flush=True)
+        return facts
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=sorted(TASKS))
+    only = parser.parse_args().only
+    torch.set_num_threads(N_THREADS)
+    for name, make in TASKS.items():
+        if only in (None, name):
+            Run(make()).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Compressed links of pipeline-parallel training, beside a paper's claims."""

@@ -1,0 +1,1 @@
+"""Opening, reading, saving and applying files, for all frameworks alike."""

@@ -1,0 +1,245 @@
+"""`apply_`: a delta written into live PyTorch tensors, in place.
+
+The tensors may be on any device and keep their memory: models, optimizers and CUDA graphs that hold them
+see the new values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ckptz.api.read import check_limit
+from ckptz.api.safe_open import PathLike, checked_path
+from ckptz.codec.sparse import Positions
+from ckptz.codec.units import UNIT_TYPES, Units
+from ckptz.container.byte_source import FileBytes, MemoryBytes
+from ckptz.container.reader import Container
+from ckptz.dtypes import DType, dtype_of
+from ckptz.errors import ConfigError, DTypeError, FormatError
+from ckptz.frameworks import DTYPE_CODES
+from ckptz.parallel import Workers
+from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
+from ckptz.store.resolve import open_file
+
+State = Mapping[str, torch.Tensor]
+
+# PyTorch indexes only some of its unsigned types; a unit's bits are the same in the signed one.
+_SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def apply_(
+    state_dict: State,
+    delta: PathLike | bytes,
+    *,
+    check: Check = "base",
+    max_decoded_bytes: int | None = None,
+    jobs: int | None = None,
+) -> Patched:
+    """Write a delta into the tensors it was made for, in place and bit for bit.
+
+    Either every tensor ends up with the delta's values or none is changed: all is decoded and checked
+    before the first write, and an interrupted write is taken back. Nobody else may write to the tensors
+    meanwhile. A file that stands alone (an anchor) is written over whatever the tensors hold.
+
+    Args:
+        state_dict: tensors by name, on any device; those that the delta does not hold are left alone.
+        delta: a `.ckptz` file, or its bytes. Its base is `state_dict`: no other file is read.
+        check: "base" holds every present value of every tensor in the delta against checksums. "stored"
+            checks the delta's own bytes and trusts the tensors: it reads and writes only what changes.
+        max_decoded_bytes: most memory to take for tensors that are not stored by their changes; by
+            default, the memory that is free.
+        jobs: threads, all cores by default.
+
+    Returns:
+        What was written.
+
+    Raises:
+        MissingBaseError: the tensors are not those that the delta was made from, or have its values already.
+        ConfigError: a tensor is missing, or has another dtype or shape.
+        FormatError: the delta is damaged.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.torch import apply_, save_file
+        >>> trained, live = {"weight": torch.ones(2)}, {"weight": torch.ones(2)}
+        >>> save_file(trained, "step-1.ckptz")
+        >>> trained["weight"][0] = 1.5
+        >>> save_file(trained, "step-2.ckptz", base="step-1.ckptz")
+        >>> report = apply_(live, "step-2.ckptz")
+        >>> live
+        {'weight': tensor([1.5000, 1.0000])}
+    """
+    if check not in CHECKS:
+        raise ConfigError(f"check must be one of {CHECKS}, got {check!r}")
+    live = live_tensors(state_dict)
+    container = _open(delta)
+
+    def allow(n_bytes: int) -> None:
+        check_limit(n_bytes, max_decoded_bytes, container.name)
+
+    try:
+        with Workers(jobs) as workers:
+            return patch(container, live, check=check, workers=workers, allow=allow)
+    finally:
+        container.close()
+
+
+def _open(delta: PathLike | bytes) -> Container:
+    source = MemoryBytes(delta) if isinstance(delta, bytes) else FileBytes(Path(checked_path(delta)))
+    file = open_file(source)
+    if not isinstance(file, Container):
+        file.close()
+        raise FormatError(f"{file.name}: not a .ckptz file; load it with load_file")
+    return file
+
+
+def live_tensors(state_dict: State) -> dict[str, LiveTensor]:
+    """The tensors of a state as sources that can be written to.
+
+    Raises:
+        ConfigError: not a mapping of dense tensors by name.
+        DTypeError: a dtype that the format does not know.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ConfigError(f"a state is a dict of PyTorch tensors by name, got {type(state_dict).__name__}")
+    return {name: _live(name, tensor) for name, tensor in state_dict.items()}
+
+
+def _live(name: str, tensor: Any) -> LiveTensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"tensor {name!r} is a {type(tensor).__name__}, not a PyTorch tensor")
+    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as a DTensor is
+        raise ConfigError(
+            f"tensor {name!r} is a {type(tensor).__name__}; give the plain tensors it is made of"
+        )
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ConfigError(f"tensor {name!r} is {tensor.layout} on {tensor.device}; it has no dense memory")
+    code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+    if code is None:
+        raise DTypeError(f"tensor {name!r} has {tensor.dtype}, which the format does not know; convert it")
+    dtype, shape = dtype_of(code), tuple(tensor.shape)
+    if code == "F4":  # PyTorch counts pairs
+        shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(f"tensor {name!r} is a conjugate or negative view; give the tensor behind it")
+    made = _contiguous if tensor.is_contiguous() else _StridedTensor
+    return made(dtype, shape, tensor)
+
+
+def _contiguous(dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor) -> LiveTensor:
+    flat = tensor.reshape(-1).view(torch.uint8).view(_SIGNED[dtype.unit_bytes])
+    return _HostTensor(dtype, shape, flat) if tensor.device.type == "cpu" else _FlatTensor(dtype, shape, flat)
+
+
+class _FlatTensor(LiveTensor):
+    """A contiguous tensor on any device; `flat` are its units as signed integers."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __init__(self, dtype: DType, shape: tuple[int, ...], flat: torch.Tensor) -> None:
+        self.dtype, self.shape, self._flat = dtype, shape, flat
+
+    def units(self, begin: int, end: int) -> Units:
+        """See `TensorSource.units`."""
+        return _units_of(self._flat[begin:end])
+
+    def take(self, positions: Positions) -> Units:
+        """See `LiveTensor.take`."""
+        return _units_of(self._flat[self._moved(positions)])
+
+    def put(self, positions: Positions, units: Units) -> None:
+        """See `LiveTensor.put`."""
+        self._flat[self._moved(positions)] = self._moved(_signed(units))
+
+    def write(self, begin: int, units: Units) -> None:
+        """See `LiveTensor.write`."""
+        self._flat[begin : begin + len(units)] = self._moved(_signed(units))
+
+    def _moved(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._flat.device)
+
+
+class _HostTensor(LiveTensor):
+    """A contiguous tensor in memory that numpy shares."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __init__(self, dtype: DType, shape: tuple[int, ...], flat: torch.Tensor) -> None:
+        self.dtype, self.shape = dtype, shape
+        self._flat = _units_of(flat)
+
+    def units(self, begin: int, end: int) -> Units:
+        """See `TensorSource.units`."""
+        return np.require(self._flat[begin:end], requirements=["A"])
+
+    def take(self, positions: Positions) -> Units:
+        """See `LiveTensor.take`."""
+        taken: Units = self._flat[positions]
+        return taken
+
+    def put(self, positions: Positions, units: Units) -> None:
+        """See `LiveTensor.put`."""
+        self._flat[positions] = units
+
+    def write(self, begin: int, units: Units) -> None:
+        """See `LiveTensor.write`."""
+        self._flat[begin : begin + len(units)] = units
+
+
+class _StridedTensor(LiveTensor):
+    """A tensor whose elements do not lie in order, such as one in channels_last format.
+
+    It is read once, in order, when it is first asked for; `apply_` reads all before it writes.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __init__(self, dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor) -> None:
+        self.dtype, self.shape, self._tensor = dtype, shape, tensor
+        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self._memory = _contiguous(dtype, (span,), tensor.as_strided((span,), (1,)))
+        self._n_parts = tensor.element_size() // dtype.unit_bytes
+        self._read: LiveTensor | None = None
+
+    @property
+    def _ordered(self) -> LiveTensor:
+        if self._read is None:
+            self._read = _contiguous(self.dtype, self.shape, self._tensor.contiguous())
+        return self._read
+
+    def units(self, begin: int, end: int) -> Units:
+        """See `TensorSource.units`."""
+        return self._ordered.units(begin, end)
+
+    def take(self, positions: Positions) -> Units:
+        """See `LiveTensor.take`."""
+        return self._ordered.take(positions)
+
+    def put(self, positions: Positions, units: Units) -> None:
+        """See `LiveTensor.put`."""
+        element, part = np.divmod(positions, self._n_parts)
+        indices = np.unravel_index(element, tuple(self._tensor.shape))
+        offset = sum(i * stride for i, stride in zip(indices, self._tensor.stride(), strict=True))
+        self._memory.put(offset * self._n_parts + part, units)
+
+    def write(self, begin: int, units: Units) -> None:
+        """See `LiveTensor.write`."""
+        self.put(np.arange(begin, begin + len(units)), units)
+
+
+def _units_of(flat: torch.Tensor) -> Units:
+    array = flat.cpu().numpy()
+    return array.view(UNIT_TYPES[array.itemsize])
+
+
+def _signed(units: Units) -> Any:
+    return units.view(np.uint8 if units.itemsize == 1 else f"<i{units.itemsize}")

@@ -1,0 +1,125 @@
+"""What saving has in common for all frameworks: checks, order, and the way to the writer."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from typing import Any, BinaryIO, Final
+
+from ckptz.api.safe_open import PathLike, checked_path
+from ckptz.codec.units import TensorSource
+from ckptz.container.publish import publish
+from ckptz.container.writer import check_names
+from ckptz.errors import ConfigError, WriteError
+from ckptz.methods.method import Method
+from ckptz.methods.table import checked
+from ckptz.parallel import Workers
+from ckptz.pipeline import Job, write
+from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
+
+# safetensors lays tensors out by falling alignment; files of both list their offset_keys() alike.
+_LAYOUT: Final = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
+)
+
+
+def check_texts(metadata: Mapping[str, str] | None) -> None:
+    """Refuse metadata that is not a dict of text.
+
+    Raises:
+        TypeError: a key or a value is no str.
+        UnicodeEncodeError: one of them is no valid text.
+    """
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata must be a dict of str, got {type(metadata).__name__}")
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise TypeError(f"metadata {key!r}: {value!r} is not text on both sides; keys and values are str")
+        (key + value).encode()
+
+
+def check_tensor_names(tensors: Mapping[str, Any]) -> None:
+    """Refuse names that cannot be written.
+
+    Raises:
+        TypeError: a name is no str.
+        UnicodeEncodeError: a name is no valid text.
+        ConfigError: a name is reserved.
+    """
+    for name in tensors:
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor name is a str, got {name!r}")
+        name.encode()
+    check_names(list(tensors))
+
+
+def save_to_bytes(
+    tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None, config: Method, jobs: int | None
+) -> bytes:
+    """The bytes of a `.ckptz` file."""
+    sink = io.BytesIO()
+    _write(sink, tensors, metadata, config, None, jobs)
+    return sink.getvalue()
+
+
+def save_to_file(
+    tensors: Mapping[str, TensorSource],
+    filename: PathLike,
+    metadata: Mapping[str, str] | None,
+    config: Method,
+    base: PathLike | None,
+    jobs: int | None,
+) -> None:
+    """Write a `.ckptz` file, as a delta if there is a base; it appears whole or not at all."""
+    path = checked_path(filename)
+    check_texts(metadata)
+    if base is None:
+        _publish(path, tensors, metadata, config, None, jobs)
+        return
+    opened = open_checkpoint(checked_path(base))
+    try:
+        if os.path.exists(path) and os.path.samefile(path, base):
+            raise ConfigError(f"{path}: a delta cannot take the place of its base; save under another name")
+        _publish(path, tensors, metadata, config, opened, jobs)
+    finally:
+        opened.close()
+
+
+def _publish(
+    path: str,
+    tensors: Mapping[str, TensorSource],
+    metadata: Mapping[str, str] | None,
+    config: Method,
+    base: Checkpoint | None,
+    jobs: int | None,
+) -> None:
+    try:
+        with publish(path) as sink:
+            _write(sink, tensors, metadata, config, base, jobs)
+    except OSError as error:
+        raise WriteError(error.errno, f"{path}: could not be saved: {error.strerror or error}") from error
+
+
+def _write(
+    sink: BinaryIO,
+    tensors: Mapping[str, TensorSource],
+    metadata: Mapping[str, str] | None,
+    config: Method,
+    base: Checkpoint | None,
+    jobs: int | None,
+) -> None:
+    check_texts(metadata)
+    ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
+    job = Job(
+        tensors=dict(ordered),
+        config=checked(config),
+        metadata=metadata,
+        base=None if base is None else base_ref(base),
+        bases={} if base is None else base.tensors,
+    )
+    with Workers(jobs) as workers:
+        write(sink, job, workers)

@@ -1,0 +1,1 @@
+"""What the verbs of the command line do, as functions: compress, restore, inspect, verify, diff, log."""

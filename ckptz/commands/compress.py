@@ -1,0 +1,465 @@
+"""`ckptz compress`: checkpoints of any kind to `.ckptz` files, alone, against a base, or as a chain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ckptz.codec.units import TensorSource
+from ckptz.container.index import BaseRef
+from ckptz.container.publish import make_folder, publish
+from ckptz.container.writer import Written
+from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
+from ckptz.formats.dcp import dcp_files
+from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
+from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
+from ckptz.guidance.guides import GuideFiles
+from ckptz.guidance.owners import join
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
+from ckptz.methods.table import REFERENCE, checked
+from ckptz.parallel import Workers
+from ckptz.pipeline import Job, write
+from ckptz.progress import SILENT, Progress
+from ckptz.roles import Rule
+from ckptz.search.budget import Budget
+from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
+from ckptz.store.resolve import SUFFIX, base_file_name, base_ref, open_checkpoint
+from ckptz.tree.skeleton import parse_tree
+
+MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressReport:
+    """What one input became.
+
+    Attributes:
+        input: what was read.
+        output: what was written.
+        n_tensors: tensors in it.
+        n_deltas: those that are stored against the base.
+        n_lossy: those that do not come back bit for bit.
+        tensor_bytes: bytes of all tensors, which ratio is counted from.
+        stored_bytes: size of the output.
+        ratio: tensor bytes by stored bytes.
+        content_id: identity of the values.
+        base: file name of the base, or None.
+        depth: deltas between the output and its anchor.
+        step: training step, if it was given.
+        seconds: time taken.
+        notes: what the user should know.
+        search: how the configuration was found, if it was searched for.
+    """
+
+    input: str
+    output: str
+    n_tensors: int
+    n_deltas: int
+    n_lossy: int
+    tensor_bytes: int
+    stored_bytes: int
+    ratio: float
+    content_id: str
+    base: str | None
+    depth: int
+    step: int | None
+    seconds: float
+    notes: tuple[str, ...] = ()
+    search: SearchReport | None = None
+
+
+Stamp = tuple[int, int]  # of a file: time of change, size
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What the next output is stored against: how it is named, and open tensors of the same values."""
+
+    ref: BaseRef
+    folder: Path
+    tensors: Mapping[str, TensorSource]
+    files: Mapping[Path, Stamp]
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What all inputs share; the attributes are arguments of `compress`."""
+
+    config: Method
+    chain: bool
+    step: int | None
+    force: bool
+    search_path: list[Path]
+    role_rules: Sequence[Rule]
+    optimizer: Path | None
+    guide_files: GuideFiles
+    search: SearchOptions | None
+    workers: Workers
+    progress: Progress
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether nothing is written."""
+        return self.search is not None and self.search.is_dry_run
+
+
+def compress(
+    inputs: PathLike | Sequence[PathLike],
+    output: PathLike | None = None,
+    *,
+    config: Method = LOSSLESS,
+    search: SearchOptions | None = None,
+    budget: Budget | Sequence[Budget] = (),
+    base: PathLike | None = None,
+    chain: bool = False,
+    step: int | None = None,
+    optimizer: PathLike | None = None,
+    read_optimizer: PathLike | None = None,
+    calibration: PathLike | None = None,
+    sensitivity: PathLike | None = None,
+    role_rules: Sequence[Rule] = (),
+    jobs: int | None = None,
+    force: bool = False,
+    search_path: Sequence[PathLike] = (),
+    progress: Progress = SILENT,
+    on_report: Callable[[CompressReport], None] | None = None,
+) -> tuple[CompressReport, ...]:
+    """Compress checkpoints of any kind, without loss unless a configuration or a budget says otherwise.
+
+    Args:
+        inputs: `.safetensors`, torch or `.ckptz` files, or folders of shards; one or several.
+        output: for one input a file or an existing folder, for several a folder; by default outputs
+            stand beside their files and in their folders. A folder's other files are copied along.
+        config: lossless, or how tensors become lossy.
+        search: find the configuration for budgets; `config` stays lossless then.
+        budget: the same with all else by default: what may be lost, measured on the decoded tensors.
+        base: store every input against this `.ckptz` or `.safetensors` file.
+        chain: store every input against the one before it, the first against `base` if there is one.
+        step: training step to record.
+        optimizer: a file of optimizer state that goes into the same output as the one input.
+        read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
+        calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
+        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
+        role_rules: the user's rows of the table of roles.
+        jobs: threads, all cores by default.
+        force: replace existing outputs.
+        search_path: folders to look for the base's own bases in.
+        progress: is told of each file and of the bytes done.
+        on_report: is given each report as soon as its file is published.
+
+    Returns:
+        One report for each input.
+
+    Raises:
+        FileNotFoundError: an input is missing.
+        ConfigError: an output exists or would replace a file that is read, or options contradict each other.
+        FormatError: an input is damaged.
+
+    Example:
+        >>> import ckptz
+        >>> ckptz.compress("no-such-file.safetensors")
+        Traceback (most recent call last):
+        FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
+    """
+    sources = [Path(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
+    run = _Run(
+        config=checked(config),
+        chain=chain,
+        step=step,
+        force=force,
+        search_path=paths(search_path),
+        role_rules=role_rules,
+        optimizer=None if optimizer is None else Path(optimizer),
+        guide_files=GuideFiles(
+            read_optimizer=None if read_optimizer is None else Path(read_optimizer),
+            calibration=None if calibration is None else Path(calibration),
+            sensitivity=None if sensitivity is None else Path(sensitivity),
+        ),
+        search=_search_of(search, budget, config),
+        workers=Workers(jobs),
+        progress=progress,
+    )
+    reports = []
+    with run.workers:
+        for report in _compress_all(
+            sources, None if output is None else Path(output), None if base is None else Path(base), run
+        ):
+            reports.append(report)
+            if on_report is not None:
+                on_report(report)
+    return tuple(reports)
+
+
+def _search_of(
+    search: SearchOptions | None, budget: Budget | Sequence[Budget], config: Method
+) -> SearchOptions | None:
+    budgets = (budget,) if isinstance(budget, Budget) else tuple(budget)
+    if not budgets:
+        if search is not None and config.is_lossy:
+            raise ConfigError("a configuration is either given or searched for")
+        return search
+    if search is not None:
+        raise ConfigError("a search names its budgets itself; leave budget out")
+    return SearchOptions(budgets=budgets, template=config if config.is_lossy else REFERENCE)
+
+
+def _check(sources: Sequence[Path], base: Path | None, run: _Run) -> None:
+    """Refuse what cannot be done together, before anything is read."""
+    if base is not None and base.is_dir():
+        raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
+    if run.chain and run.is_dry:
+        raise ConfigError("a dry run writes no file that the next input could be stored against")
+    run.guide_files.check(run.search.template if run.search else run.config)
+    if len(sources) > 1 and run.step is not None:
+        raise ConfigError("a step belongs to one input; compress them one by one")
+    if len(sources) > 1 and run.optimizer is not None:
+        raise ConfigError(f"{run.optimizer}: belongs to one input; compress them one by one")
+
+
+def _compress_all(
+    sources: Sequence[Path], output: Path | None, base_path: Path | None, run: _Run
+) -> Iterator[CompressReport]:
+    """Compress one after another; give the report of each when its file is published."""
+    _check(sources, base_path, run)
+    places = places_for(sources, output, SUFFIX)
+    if output is not None and len(sources) > 1:
+        make_folder(output, parents=False)
+    base = None if base_path is None else _open_base(base_path, run.search_path)
+    try:
+        for source, place in zip(sources, places, strict=True):
+            report, base = _compress(source, place, base, run)
+            yield report
+            if report.search is not None and report.search.is_interrupted and source != sources[-1]:
+                raise KeyboardInterrupt
+    finally:
+        if base is not None:
+            base.close()
+
+
+def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
+    """What changes when one of the files is written to."""
+    return {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in files}
+
+
+def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
+    checkpoint = open_checkpoint(path, search_path)
+    try:
+        stamps = _stamps(Path(file.name) for file in checkpoint.files)
+        return _Base(base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, checkpoint.close)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _compress(
+    source: Path, place: Path, base: _Base | None, run: _Run
+) -> tuple[CompressReport, _Base | None]:
+    """Write one output; returns its report and the base of the next one."""
+    with contextlib.ExitStack() as held:
+        opened = held.enter_context(contextlib.closing(open_input(source, run.search_path)))
+        sources = _files_of(opened, source)
+        if run.optimizer is not None:
+            optimizer = held.enter_context(contextlib.closing(open_input(run.optimizer)))
+            sources += _files_of(optimizer, run.optimizer)
+            opened = join(opened, optimizer)
+        _check_restorable(opened)
+        own = _stamps(sources)
+        read = {**own, **(base.files if base else {})}
+        target, notes = _prepare(opened, source, place, read, run)
+        report = _write(opened, target, base, read, notes, sources, run)
+        if not run.chain:
+            return report, base
+        if base is not None:
+            base.close()
+        if report.n_lossy:
+            return report, _open_base(target, run.search_path)
+        return report, _as_base(report, opened, own, held.pop_all().close)
+
+
+def _check_restorable(opened: Input) -> None:
+    """Require of folder and tree, before anything is written, what a restore will require of them."""
+    try:
+        names: Collection[str] = opened.tensors
+        if opened.sharding is not None:
+            check_sharding(opened.sharding, opened.tensors)
+            names = torch_names(opened.tree, opened.sharding)
+        if opened.tree is not None:
+            parse_tree(opened.tree).check_names(names)
+    except CorruptionError as error:
+        if opened.kind == "ckptz":
+            raise named(error, opened.name) from None
+        raise ConfigError(f"{opened.name}: cannot be kept in one file: {error}") from None
+
+
+def _files_of(opened: Input, source: Path) -> list[Path]:
+    """The files that hold the tensors of an input."""
+    if opened.checkpoint is not None:
+        return [Path(file.name) for file in opened.checkpoint.files]
+    if opened.kind == "dcp":
+        return dcp_files(source)
+    shards = opened.sharding.shards if opened.sharding else ()
+    return [source / shard.file for shard in shards] or [source]
+
+
+def _as_base(
+    report: CompressReport, opened: Input, files: Mapping[Path, Stamp], close: Callable[[], None]
+) -> _Base:
+    # The input holds the same values as the file just written, and need not be decoded.
+    target = Path(report.output)
+    ref = BaseRef(content_id=report.content_id, file=base_file_name(target), depth=report.depth + 1)
+    return _Base(ref, target.parent, opened.tensors, files, close)
+
+
+def _prepare(
+    opened: Input, source: Path, place: Path, read: Iterable[Path], run: _Run
+) -> tuple[Path, list[str]]:
+    """The file to write, and what the user should know of files that go with the tensors."""
+    notes, force = [], run.force or run.is_dry
+    if opened.left_out:
+        notes.append(f"not carried over: {', '.join(opened.left_out)}")
+    if source.is_dir() and place.suffix != SUFFIX:
+        make_folder(place, parents=False)
+        target = place / f"{opened.stem}{SUFFIX}"
+        check_target(target, read, force=force)
+        check_carried(opened.carried, place, force=force)
+        if not run.is_dry:
+            copy_carried(opened.carried, place)
+        return target, notes
+    check_target(place, read, force=force)
+    if opened.carried:
+        notes.append(f"{len(opened.carried)} other files are not copied to {place.parent}; -o FOLDER does")
+    return place, notes
+
+
+def _write(
+    opened: Input,
+    target: Path,
+    base: _Base | None,
+    read: Mapping[Path, Stamp],
+    notes: list[str],
+    like: Sequence[Path],
+    run: _Run,
+) -> CompressReport:
+    start = time.perf_counter()
+    base = _usable(base, target, notes)
+    job = Job(
+        tensors=opened.tensors,
+        config=run.search.template if run.search else run.config,
+        metadata=opened.metadata,
+        step=run.step,
+        sharding=opened.sharding,
+        tree=opened.tree,
+        base=base.ref if base else None,
+        bases=base.tensors if base else {},
+        role_rules=run.role_rules,
+        optimizer_names=opened.optimizer_names,
+        guide_files=run.guide_files,
+    )
+    run.progress.start(opened.name, sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values()))
+    with naming_output(target):
+        written, search = _store(opened, target, job, _Read(base, read, like), run)
+    if base is not None and not written.n_deltas:
+        base = None
+        notes.append("no tensor gains from the base; the file stands alone")
+    notes.extend(_search_notes(search) if search else ())
+    notes.extend(written.notes)
+    notes.extend(_base_differences(opened, base))
+    return CompressReport(
+        input=opened.name,
+        output=str(target),
+        n_tensors=written.n_tensors,
+        n_deltas=written.n_deltas,
+        n_lossy=written.n_lossy,
+        tensor_bytes=written.original_bytes,
+        stored_bytes=written.stored_bytes,
+        ratio=written.original_bytes / written.stored_bytes,
+        content_id=written.content_id,
+        base=base.ref.file if base else None,
+        depth=base.ref.depth if base else 0,
+        step=run.step,
+        seconds=time.perf_counter() - start,
+        notes=tuple(notes),
+        search=search,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What an output is made from beside its input's tensors."""
+
+    base: _Base | None
+    files: Mapping[Path, Stamp]
+    like: Sequence[Path]
+
+
+def _store(
+    opened: Input, target: Path, job: Job, read: _Read, run: _Run
+) -> tuple[Written, SearchReport | None]:
+    """Publish the output: as configured, or as a search finds."""
+    try:
+        if run.search is not None:
+            found = SearchRun(
+                workers=run.workers,
+                base_paths=(read.base.folder / read.base.ref.file,) if read.base is not None else (),
+                search_path=tuple(run.search_path),
+                like=read.like,
+                check=lambda: _check_unchanged(read.files),
+            )
+            return search_and_write(target, job, run.search, found)
+        with publish(target, read.like) as sink:
+            written = write(sink, job, run.workers, run.progress.advance)
+            _check_unchanged(read.files)
+            return written, None
+    except (ConfigError, UnsupportedError) as error:
+        raise named(error, opened.name) from error.__cause__
+
+
+def _search_notes(search: SearchReport) -> Iterator[str]:
+    n = len(search.trials)
+    if search.is_interrupted:
+        yield f"interrupted after {n} evaluations; this is the best of them"
+    yield from search.unmeasurable
+    if search.is_met is None:
+        yield "nothing was measured: the settings of the checkpoint before were used as they are"
+    if search.is_met is False and not search.unmeasurable:
+        yield f"none of the {n} configurations that were tried keeps the budget; without loss"
+    if search.is_dry_run:
+        yield "a dry run: nothing was written"
+
+
+def _base_differences(opened: Input, base: _Base | None) -> list[str]:
+    """What the base and the input do not share."""
+    if base is None:
+        return []
+    new = [name for name in opened.tensors if name not in base.tensors]
+    gone = [name for name in base.tensors if name not in opened.tensors]
+    notes = [f"{len(new)} tensors are new and stand alone, first {new[0]!r}"] if new else []
+    return notes + ([f"{len(gone)} tensors of the base are gone, first {gone[0]!r}"] if gone else [])
+
+
+def _usable(base: _Base | None, target: Path, notes: list[str]) -> _Base | None:
+    """The base, unless its chain is at its longest; adds to `notes` what follows for the user."""
+    if base is None:
+        return None
+    if base.ref.depth > MAX_WRITTEN_DEPTH:
+        notes.append(f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its anchor; this is a new anchor")
+        return None
+    if base.folder.resolve() != target.parent.resolve():
+        where = f"its base {base.ref.file} is in {base.folder}"
+        notes.append(f"{where}; restoring needs both in one folder, or --search-path")
+    return base
+
+
+def _check_unchanged(files: Mapping[Path, Stamp]) -> None:
+    found = _stamps(files)
+    for path, stamp in files.items():
+        if found[path] != stamp:
+            raise OSError(f"{path}: was changed while it was read; compress it again")

@@ -1,0 +1,436 @@
+"""`ckptz diff`: what changed from one checkpoint to another, tensor by tensor, chunk by chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.bits.checksum import xxh64
+from ckptz.codec.plan import Predictor
+from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
+from ckptz.container.reader import FrameSource, check_empty
+from ckptz.formats.inputs import open_input
+from ckptz.formats.targets import PathLike, paths
+from ckptz.parallel import Workers
+from ckptz.progress import SILENT, Progress
+
+Kind = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
+Sort = Literal["change", "max", "share", "name"]
+Units = NDArray[Any]
+Codes = NDArray[np.uint8]
+Tensors = Mapping[str, TensorSource]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDiff:
+    """One tensor. Changes are from A to B; where they are not known or do not apply they are None.
+
+    Attributes:
+        name: its name.
+        kind: whether it is bit for bit equal, and if not, what differs. "retyped" has another dtype and
+            the same shape.
+        dtype_a: safetensors' code in A, `dtype_b` in B.
+        shape_a: dimensions in A, `shape_b` in B.
+        changed_share: share of the units, most of them elements, with other bits; of a retyped tensor with
+            another value.
+        max_change: largest absolute difference.
+        rms_change: root of the mean square of the differences.
+        relative_change: the same relative to the root mean square of A.
+        n_not_finite: units that are an infinity or NaN on either side, which changes leave out; 0 for equal
+            tensors, which need not be looked at.
+        codes_moved: share of the units whose code of the quantization map is another, if both sides are
+            stored by maps without a predictor.
+    """
+
+    name: str
+    kind: Kind
+    dtype_a: str | None = None
+    dtype_b: str | None = None
+    shape_a: tuple[int, ...] | None = None
+    shape_b: tuple[int, ...] | None = None
+    changed_share: float | None = None
+    max_change: float | None = None
+    rms_change: float | None = None
+    relative_change: float | None = None
+    n_not_finite: int = 0
+    codes_moved: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffReport:
+    """Two checkpoints.
+
+    Attributes:
+        first: A.
+        second: B.
+        is_equal: whether names, dtypes, shapes and all bits of the tensors are the same.
+        has_same_metadata: whether the user's own metadata are.
+        n_tensors: tensors of both together.
+        n_equal: those that are bit for bit the same.
+        n_changed: those with other values, dtypes or shapes.
+        n_only_a: those that only A has; `n_only_b` those that only B has.
+        changed_share: share of changed units among all that could be compared; None if there are none.
+        max_change: largest absolute difference.
+        relative_change: rms change relative to rms, over the tensors that changed and have numbers.
+        tensors: one entry each, sorted as asked.
+        seconds: time taken.
+    """
+
+    first: str
+    second: str
+    is_equal: bool
+    has_same_metadata: bool
+    n_tensors: int
+    n_equal: int
+    n_changed: int
+    n_only_a: int
+    n_only_b: int
+    changed_share: float | None
+    max_change: float | None
+    relative_change: float | None
+    tensors: tuple[TensorDiff, ...]
+    seconds: float
+
+
+def diff(
+    first: PathLike,
+    second: PathLike,
+    *,
+    sort: Sort = "change",
+    top: int | None = None,
+    jobs: int | None = None,
+    search_path: Sequence[PathLike] = (),
+    progress: Progress = SILENT,
+) -> DiffReport:
+    """Compare two checkpoints; a few chunks of each are in memory at a time.
+
+    Args:
+        first: A, whatever can be compressed.
+        second: B.
+        sort: "change" by rms change relative to rms, "max" by the largest change, "share" by the share of
+            units changed, all descending behind what cannot be compared; or "name".
+        top: report this many tensors, the first in that order; by default all.
+        jobs: threads, all cores by default.
+        search_path: folders to look for bases in, after each file's own.
+        progress: is told of the bytes of A that are done.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: a file is damaged.
+        MissingBaseError: a chain is incomplete.
+    """
+    start = time.perf_counter()
+    with contextlib.ExitStack() as held:
+        a = held.enter_context(contextlib.closing(open_input(Path(first), paths(search_path))))
+        b = held.enter_context(contextlib.closing(open_input(Path(second), paths(search_path))))
+        workers = held.enter_context(Workers(jobs))
+        pairs = _pairs(a.tensors, b.tensors)
+        progress.start(f"{a.name} and {b.name}", sum(pair.n_bytes for pair in pairs if pair.is_read))
+        sums = _sums(pairs, workers, progress)
+        diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
+        diffs += [_only(name, "only in A", a.tensors[name]) for name in a.tensors if name not in b.tensors]
+        diffs += [_only(name, "only in B", b.tensors[name]) for name in b.tensors if name not in a.tensors]
+        same_metadata = dict(a.metadata or {}) == dict(b.metadata or {})
+        return _report((a.name, b.name), same_metadata, sorted(diffs, key=_ORDERS[sort]), sums, top, start)
+
+
+# --- what is compared ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A tensor that both sides have."""
+
+    name: str
+    a: TensorSource
+    b: TensorSource
+
+    @property
+    def is_same_type(self) -> bool:
+        return self.a.dtype == self.b.dtype and tuple(self.a.shape) == tuple(self.b.shape)
+
+    @property
+    def is_known_equal(self) -> bool:
+        """Whether the checksums of both say so."""
+        a, b = self.a, self.b
+        if not self.is_same_type or not isinstance(a, FrameSource) or not isinstance(b, FrameSource):
+            return False
+        return a.entry.checksum == b.entry.checksum
+
+    @property
+    def is_read(self) -> bool:
+        """Whether units are compared."""
+        if self.is_same_type:
+            return not self.is_known_equal
+        has_numbers = self.a.dtype.name in _NUMBERS and self.b.dtype.name in _NUMBERS
+        return has_numbers and tuple(self.a.shape) == tuple(self.b.shape) and self.n_units == self.n_units_b
+
+    @property
+    def n_units(self) -> int:
+        return self.a.dtype.n_units(self.a.shape)
+
+    @property
+    def n_units_b(self) -> int:
+        return self.b.dtype.n_units(self.b.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.a.dtype.n_bytes(self.a.shape)
+
+
+def _pairs(a: Tensors, b: Tensors) -> list[_Pair]:
+    return [_Pair(name, a[name], b[name]) for name in a if name in b]
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What chunks add up to: counts of units, and over finite numbers the squares."""
+
+    n_units: int = 0
+    n_changed: int = 0
+    n_not_finite: int = 0
+    n_numbers: int = 0
+    largest: float = 0.0
+    error: float = 0.0
+    power: float = 0.0
+    n_codes: int = 0
+    n_codes_moved: int = 0
+
+    def add(self, other: _Sums) -> None:
+        self.n_units += other.n_units
+        self.n_changed += other.n_changed
+        self.n_not_finite += other.n_not_finite
+        self.n_numbers += other.n_numbers
+        self.largest = max(self.largest, other.largest)
+        self.error += other.error
+        self.power += other.power
+        self.n_codes += other.n_codes
+        self.n_codes_moved += other.n_codes_moved
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    pair: _Pair
+    begin: int
+    end: int
+
+
+def _sums(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> dict[str, _Sums]:
+    sums = {pair.name: _Sums() for pair in pairs}
+    for pair in pairs:
+        if not pair.is_read:
+            sums[pair.name].n_units = pair.n_units if pair.is_same_type else 0
+    for task, found in workers.map(_compare, _tasks(pairs)):
+        sums[task.pair.name].add(found)
+        progress.advance((task.end - task.begin) * task.pair.a.dtype.unit_bytes)
+    return sums
+
+
+def _tasks(pairs: Iterable[_Pair]) -> Iterator[_Task]:
+    for pair in pairs:
+        for source in (pair.a, pair.b):
+            check_empty(source)
+        if pair.is_read:
+            for begin, end in chunk_bounds(pair.n_units):
+                yield _Task(pair, begin, end)
+
+
+# --- one chunk ----------------------------------------------------------------------------------
+
+
+def _compare(task: _Task) -> tuple[_Task, _Sums]:
+    pair, sums = task.pair, _Sums(n_units=task.end - task.begin)
+    codes = _both_codes(task)
+    if codes is not None:
+        sums.n_codes, sums.n_codes_moved = len(codes[0]), int(np.count_nonzero(codes[0] != codes[1]))
+    a, b = _both_units(task)
+    has_numbers = pair.a.dtype.name in _NUMBERS and pair.b.dtype.name in _NUMBERS
+    if pair.is_same_type and a is not b:
+        sums.n_changed = int(np.count_nonzero(a != b))
+    if has_numbers:
+        _add_numbers(sums, pair, _NUMBERS[pair.a.dtype.name](a), _NUMBERS[pair.b.dtype.name](b))
+    return task, sums
+
+
+def _both_units(task: _Task) -> tuple[Units, Units]:
+    """The units of both sides; the same array twice if the checksums say that they are equal."""
+    (a, b), (begin, end) = (task.pair.a, task.pair.b), (task.begin, task.end)
+    if not task.pair.is_same_type:
+        return a.units(begin, end), b.units(begin, end)
+    in_a, in_b = _recorded(a, begin), _recorded(b, begin)
+    if in_a is None and in_b is None:
+        return a.units(begin, end), b.units(begin, end)
+    if in_a is not None and in_b is not None:
+        units = a.units(begin, end)
+        return units, units if in_a == in_b else b.units(begin, end)
+    plain, coded = (a, b) if in_a is None else (b, a)
+    units = plain.units(begin, end)
+    other = units if xxh64(units) == (in_b if in_a is None else in_a) else coded.units(begin, end)
+    return (units, other) if in_a is None else (other, units)
+
+
+def _recorded(source: TensorSource, begin: int) -> int | None:
+    """The checksum that a frame records of the chunk that begins here."""
+    return source.header.chunks[begin // CHUNK_UNITS].decoded if isinstance(source, FrameSource) else None
+
+
+def _both_codes(task: _Task) -> tuple[Codes, Codes] | None:
+    """The codes of both sides, if both stand for values of a map, and not for steps from a predictor."""
+    found = []
+    for source in (task.pair.a, task.pair.b):
+        if not task.pair.is_same_type or not isinstance(source, FrameSource):
+            return None
+        plan = source.header.plan
+        if plan.quant_map is None or plan.predictor is not Predictor.ZERO:
+            return None
+        found.append(source)
+    a, b = (source.codes(task.begin, task.end) for source in found)
+    assert a is not None
+    assert b is not None
+    return a, b
+
+
+def _add_numbers(sums: _Sums, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
+    with np.errstate(all="ignore"):  # infinities and NaN are counted, not complained of
+        finite = np.isfinite(a) & np.isfinite(b)
+        sums.n_numbers = int(np.count_nonzero(finite))
+        sums.n_not_finite = len(finite) - sums.n_numbers
+        if not pair.is_same_type:
+            sums.n_changed = int(np.count_nonzero(a != b))
+        if sums.n_not_finite:
+            a, b = a[finite], b[finite]
+        change = _difference(a, b)
+        reference = a.astype(np.float64, copy=False)
+        sums.largest = float(change.max(initial=0.0))
+        sums.error, sums.power = float(change @ change), float(reference @ reference)
+
+
+def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
+    """Absolute differences; those of integers are exact before they become doubles."""
+    if a.dtype == b.dtype and a.dtype.kind in "iu":
+        unsigned = np.dtype(f"<u{a.itemsize}")
+        return (np.maximum(a, b) - np.minimum(a, b)).view(unsigned).astype(np.float64)
+    return np.abs(b.astype(np.float64) - a.astype(np.float64))
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """Value of each byte of F8_E4M3: no infinities, NaN where all bits but the sign are set."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    size = np.where(code & 127 == 127, np.nan, size)
+    return np.where(code >> 7, -size, size).astype(np.float32)
+
+
+def _as(dtype: str) -> Callable[[Units], NDArray[Any]]:
+    return lambda units: units.view(dtype)
+
+
+_E4M3: Final = _e4m3()
+_NUMBERS: Final[Mapping[str, Callable[[Units], NDArray[Any]]]] = {
+    **{name: _as(f"<i{size}") for name, size in (("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))},
+    **{name: _as(f"<u{size}") for name, size in (("U8", 1), ("U16", 2), ("U32", 4), ("U64", 8))},
+    **{name: _as(f"<f{size}") for name, size in (("F16", 2), ("F32", 4), ("F64", 8))},
+    "BOOL": _as("<u1"),
+    "C64": _as("<f4"),  # a unit is a part of an element
+    "BF16": lambda units: (units.astype("<u4") << 16).view("<f4"),
+    "F8_E5M2": lambda units: (units.astype("<u2") << 8).view("<f2"),
+    "F8_E4M3": lambda units: _E4M3[units],
+}
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
+def _only(name: str, kind: Kind, source: TensorSource) -> TensorDiff:
+    dtype, shape = source.dtype.name, tuple(source.shape)
+    if kind == "only in A":
+        return TensorDiff(name=name, kind=kind, dtype_a=dtype, shape_a=shape)
+    return TensorDiff(name=name, kind=kind, dtype_b=dtype, shape_b=shape)
+
+
+def _kind(pair: _Pair, sums: _Sums) -> Kind:
+    if tuple(pair.a.shape) != tuple(pair.b.shape):
+        return "reshaped"
+    if pair.a.dtype != pair.b.dtype:
+        return "retyped"
+    return "changed" if sums.n_changed else "equal"
+
+
+def _tensor_diff(pair: _Pair, sums: _Sums) -> TensorDiff:
+    kind = _kind(pair, sums)
+    has_numbers = bool(sums.n_numbers) and kind != "equal"
+    return TensorDiff(
+        name=pair.name,
+        kind=kind,
+        dtype_a=pair.a.dtype.name,
+        dtype_b=pair.b.dtype.name,
+        shape_a=tuple(pair.a.shape),
+        shape_b=tuple(pair.b.shape),
+        changed_share=sums.n_changed / sums.n_units if sums.n_units else None,
+        max_change=_finite(sums.largest) if has_numbers else None,
+        rms_change=_finite(math.sqrt(sums.error / sums.n_numbers)) if has_numbers else None,
+        relative_change=_relative(sums) if has_numbers else None,
+        n_not_finite=0 if kind == "equal" else sums.n_not_finite,
+        codes_moved=sums.n_codes_moved / sums.n_codes if sums.n_codes else None,
+    )
+
+
+def _finite(value: float) -> float | None:
+    """None for what exceeds a double."""
+    return value if math.isfinite(value) else None
+
+
+def _relative(sums: _Sums) -> float | None:
+    return _finite(math.sqrt(sums.error / sums.power)) if sums.power else None
+
+
+def _report(
+    names: tuple[str, str],
+    same_metadata: bool,
+    diffs: Sequence[TensorDiff],
+    sums: Mapping[str, _Sums],
+    top: int | None,
+    start: float,
+) -> DiffReport:
+    counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
+    total, changed = _Sums(), _Sums()
+    for diff in diffs:
+        total.add(sums.get(diff.name, _Sums()))
+        changed.add(sums[diff.name] if diff.relative_change is not None else _Sums())
+    return DiffReport(
+        first=names[0],
+        second=names[1],
+        is_equal=counts["equal"] == len(diffs),
+        has_same_metadata=same_metadata,
+        n_tensors=len(diffs),
+        n_equal=counts["equal"],
+        n_changed=len(diffs) - sum(counts.values()),
+        n_only_a=counts["only in A"],
+        n_only_b=counts["only in B"],
+        changed_share=total.n_changed / total.n_units if total.n_units else None,
+        max_change=max((d.max_change for d in diffs if d.max_change is not None), default=None),
+        relative_change=_relative(changed),
+        tensors=tuple(diffs[:top]),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _rank(diff: TensorDiff) -> int:
+    return {"equal": 2, "changed": 1}.get(diff.kind, 0)
+
+
+_ORDERS: Final[Mapping[Sort, Callable[[TensorDiff], tuple[Any, ...]]]] = {
+    "change": lambda d: (_rank(d), -(d.relative_change or 0), -(d.changed_share or 0), d.name),
+    "max": lambda d: (_rank(d), -(d.max_change or 0), d.name),
+    "share": lambda d: (_rank(d), -(d.changed_share or 0), d.name),
+    "name": lambda d: (d.name,),
+}

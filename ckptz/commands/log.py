@@ -1,0 +1,291 @@
+"""`ckptz log`: the checkpoints of a folder and what each is stored against, from headers and indexes only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from errno import ENOENT
+from os import strerror
+from pathlib import Path
+from typing import Literal
+
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.index import BaseRef, QualityRecord
+from ckptz.container.plain import PlainFile
+from ckptz.container.reader import Container
+from ckptz.dtypes import dtype_of
+from ckptz.errors import CkptzError, ConfigError
+from ckptz.formats.targets import PathLike, paths
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
+
+Kind = Literal["anchor", "delta", "rebased", "plain", "missing", "broken"]
+Tell = Callable[[Exception], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEntry:
+    """One checkpoint.
+
+    Attributes:
+        file: its name, or its path where it is in another folder.
+        kind: an anchor, a delta, or a file that carries its bases within; a plain safetensors file that
+            deltas are stored against; a base that is not here; a file that cannot be read.
+        parent: `file` of the entry that it is stored against, or None.
+        level: how far it stands from the root of its tree.
+        step: training step, if it is recorded.
+        content_id: identity of the values, where it is known without reading them.
+        depth: deltas between it and its anchor.
+        n_tensors: tensors in it.
+        n_lossy: those whose values are not those of the original.
+        tensor_bytes: decoded size.
+        stored_bytes: size of the file.
+        ratio: decoded by stored size.
+        quality: what was promised and measured when it was written.
+        note: what is wrong or uncertain, or None.
+    """
+
+    file: str
+    kind: Kind
+    parent: str | None = None
+    level: int = 0
+    step: int | None = None
+    content_id: str | None = None
+    depth: int = 0
+    n_tensors: int = 0
+    n_lossy: int = 0
+    tensor_bytes: int = 0
+    stored_bytes: int = 0
+    ratio: float | None = None
+    quality: tuple[QualityRecord, ...] = ()
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogReport:
+    """A folder.
+
+    Attributes:
+        folder: where.
+        entries: every checkpoint behind the one it is stored against, by step and then by name.
+        n_files: `.ckptz` files of the folder that can be read.
+        tensor_bytes: what they decode to in all.
+        stored_bytes: their size.
+        ratio: one by the other; None if there are none.
+        n_broken: files that cannot be read.
+        n_missing: bases that are not here.
+    """
+
+    folder: str
+    entries: tuple[LogEntry, ...]
+    n_files: int
+    tensor_bytes: int
+    stored_bytes: int
+    ratio: float | None
+    n_broken: int
+    n_missing: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A file that was looked at: what is shown of it, and what its base must be."""
+
+    path: Path
+    entry: LogEntry
+    ref: BaseRef | None = None
+
+
+def log(
+    folder: PathLike = ".", *, search_path: Sequence[PathLike] = (), tell: Tell | None = None
+) -> LogReport:
+    """Describe the checkpoints of a folder; broken files and missing bases are told of and shown as such.
+
+    Args:
+        folder: where to look; folders within it are not looked into.
+        search_path: more folders that bases may be in.
+        tell: is given the error of every file that cannot be read and of every base that is not found.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ConfigError: it is a file.
+    """
+    folder, tell = Path(folder), tell or _ignore
+    if not folder.exists():
+        raise FileNotFoundError(ENOENT, strerror(ENOENT), str(folder))
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
+    elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
+    own = [_look(path, path.name, tell) for path in _files(folder, SUFFIX)]
+    others = [_look(path, str(path), _ignore) for where in elsewhere for path in _files(where, SUFFIX)]
+    plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
+    return _report(folder, own, _Tree(folder, [*own, *others], plain, tell).of(own))
+
+
+def _ignore(error: Exception) -> None:
+    """Of a file that nothing here may need."""
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    return [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
+
+
+def _report(folder: Path, own: Iterable[_Found], entries: tuple[LogEntry, ...]) -> LogReport:
+    whole = [found.entry for found in own if found.entry.kind != "broken"]
+    n_bytes, stored = sum(e.tensor_bytes for e in whole), sum(e.stored_bytes for e in whole)
+    return LogReport(
+        folder=str(folder),
+        entries=entries,
+        n_files=len(whole),
+        tensor_bytes=n_bytes,
+        stored_bytes=stored,
+        ratio=n_bytes / stored if stored else None,
+        n_broken=sum(entry.kind == "broken" for entry in entries),
+        n_missing=sum(entry.kind == "missing" for entry in entries),
+    )
+
+
+# --- one file -----------------------------------------------------------------------------------
+
+
+def _look(path: Path, name: str, tell: Tell) -> _Found:
+    try:
+        with contextlib.closing(open_file(FileBytes(path))) as file:
+            return _describe(path, name, file)
+    except (CkptzError, OSError) as error:
+        tell(error)
+        note = str(error).removeprefix(f"{path}: ")
+        return _Found(path=path, entry=LogEntry(file=name, kind="broken", note=note))
+
+
+def _describe(path: Path, name: str, file: Container | PlainFile) -> _Found:
+    if isinstance(file, PlainFile):
+        return _Found(path=path, entry=_plain_entry(name, file))
+    index = file.index
+    if index.base is not None:
+        check_reference(file, index.base)
+    n_bytes = sum(dtype_of(entry.dtype).n_bytes(entry.shape) for entry in index.tensors)
+    entry = LogEntry(
+        file=name,
+        kind="delta" if index.base else "rebased" if index.inline else "anchor",
+        step=index.step,
+        content_id=index.content_id,
+        depth=index.depth,
+        n_tensors=len(index.tensors),
+        n_lossy=sum(tensor.lossy is not None for tensor in index.tensors),
+        tensor_bytes=n_bytes,
+        stored_bytes=file.stored_bytes,
+        ratio=n_bytes / file.stored_bytes,
+        quality=index.quality,
+    )
+    return _Found(path=path, entry=entry, ref=index.base)
+
+
+def _plain_entry(name: str, file: PlainFile) -> LogEntry:
+    n_bytes = sum(source.dtype.n_bytes(source.shape) for source in file.tensors.values())
+    return LogEntry(
+        file=name,
+        kind="plain",
+        n_tensors=len(file.tensors),
+        tensor_bytes=n_bytes,
+        stored_bytes=file.stored_bytes,
+        ratio=n_bytes / file.stored_bytes,
+    )
+
+
+def _may_be_base(plain: Path, delta: Container) -> bool:
+    """Whether a plain file has what the delta needs, by names, dtypes and shapes."""
+    with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(FileBytes(plain))) as file:
+        return isinstance(file, PlainFile) and fits(file, delta)
+    return False
+
+
+# --- the tree -----------------------------------------------------------------------------------
+
+
+class _Tree:
+    """Puts every checkpoint behind its base. Depths fall from delta to base, so there are no circles."""
+
+    def __init__(self, folder: Path, found: Sequence[_Found], plain: Sequence[Path], tell: Tell) -> None:
+        self._folder, self._found, self._plain, self._tell = folder, found, plain, tell
+        self._shown: dict[str, LogEntry] = {}
+        self._children: dict[str | None, list[str]] = {}
+
+    def of(self, wanted: Iterable[_Found]) -> tuple[LogEntry, ...]:
+        """The wanted checkpoints and their bases, each behind the one it is stored against."""
+        for found in wanted:
+            self._show(found)
+        entries: list[LogEntry] = []
+        waiting = [(name, 0) for name in self._sorted(None)]
+        while waiting:
+            name, level = waiting.pop()
+            entries.append(replace(self._shown[name], level=level))
+            waiting += [(child, level + 1) for child in self._sorted(name)]
+        return tuple(entries)
+
+    def _sorted(self, parent: str | None) -> list[str]:
+        """Entries of one parent, the last to be shown first: by step, by name; those without a step last."""
+
+        def order(name: str) -> tuple[bool, int, str]:
+            step = self._shown[name].step
+            return step is None, step or 0, name
+
+        return sorted(self._children.get(parent, ()), key=order, reverse=True)
+
+    def _add(self, entry: LogEntry) -> str:
+        self._shown[entry.file] = entry
+        self._children.setdefault(entry.parent, []).append(entry.file)
+        return entry.file
+
+    def _show(self, found: _Found) -> str:
+        """Add a checkpoint and those that it is stored against; its name."""
+        name = found.entry.file
+        if name in self._shown:
+            return name
+        parent = None if found.ref is None else self._base(found, found.ref)
+        return self._add(replace(found.entry, parent=parent))
+
+    def _base(self, delta: _Found, ref: BaseRef) -> str:
+        """Add what a delta is stored against, looked for as reading does; its name."""
+        usable = [found for found in self._found if _is_base(found.entry, ref)]
+        if usable:
+            return self._show(min(usable, key=lambda found: found.path.name != ref.file))
+        return self._plain_base(delta, ref) or self._missing_base(delta, ref)
+
+    def _plain_base(self, delta: _Found, ref: BaseRef) -> str | None:
+        with contextlib.closing(open_file(FileBytes(delta.path))) as file:
+            assert isinstance(file, Container)
+            fitting = [path for path in self._plain if _may_be_base(path, file)]
+        named = [path for path in fitting if path.name == ref.file]
+        if named:
+            return self._add_plain(named[0])
+        return self._add_renamed(ref, len(fitting)) if fitting else None
+
+    def _add_plain(self, path: Path) -> str:
+        name = path.name if path.parent == self._folder else str(path)
+        if name in self._shown:
+            return name
+        entry = _look(path, name, self._tell).entry
+        return self._add(replace(entry, note="has this name; values are not read here"))
+
+    def _add_renamed(self, ref: BaseRef, n_fitting: int) -> str:
+        name = _title(ref)
+        if name in self._shown:
+            return name
+        note = f"no file has this name; {n_fitting} plain files fit, and their values are not read here"
+        return self._add(LogEntry(file=name, kind="plain", content_id=ref.content_id, note=note))
+
+    def _missing_base(self, delta: _Found, ref: BaseRef) -> str:
+        name = _title(ref)
+        if name in self._shown:
+            return name
+        self._tell(missing_base(str(delta.path), ref))
+        return self._add(LogEntry(file=name, kind="missing", content_id=ref.content_id, note="is not here"))
+
+
+def _title(ref: BaseRef) -> str:
+    """What a base is called of which no file is known."""
+    return f"{ref.file} ({ref.content_id[:16]})"
+
+
+def _is_base(entry: LogEntry, ref: BaseRef) -> bool:
+    return entry.content_id == ref.content_id and entry.depth < ref.depth

@@ -1,0 +1,146 @@
+"""`ckptz rebase`: a delta and all that it is decoded from, in one file; values and codes stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptz.commands.restore import decoded_chunks
+from ckptz.commands.verify import check_stored_bytes
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inline
+from ckptz.container.publish import publish
+from ckptz.container.reader import Container
+from ckptz.errors import CorruptionError, FormatError
+from ckptz.formats.targets import PathLike, check_target, naming_output, paths
+from ckptz.parallel import Workers
+from ckptz.progress import SILENT, Progress
+from ckptz.store.rebase import needed_bases
+from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InlineReport:
+    """One base that went into the file: what it was called, and its tensors that were needed."""
+
+    file: str
+    content_id: str
+    n_tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebaseReport:
+    """What was written.
+
+    Attributes:
+        input: the delta.
+        output: the file that stands alone.
+        is_changed: False if the input stood alone already and was left as it is.
+        bases: what it carries within, nearest first.
+        depth: deltas between the file and its anchor, as before.
+        n_tensors: tensors of the checkpoint.
+        tensor_bytes: their decoded size.
+        stored_bytes: size of the output.
+        chain_bytes: size of all files of the chain that was read.
+        content_id: identity of the values, which is unchanged.
+        seconds: time taken.
+    """
+
+    input: str
+    output: str
+    is_changed: bool
+    bases: tuple[InlineReport, ...]
+    depth: int
+    n_tensors: int
+    tensor_bytes: int
+    stored_bytes: int
+    chain_bytes: int
+    content_id: str
+    seconds: float
+
+
+def rebase(
+    path: PathLike,
+    output: PathLike | None = None,
+    *,
+    jobs: int | None = None,
+    force: bool = False,
+    search_path: Sequence[PathLike] = (),
+    progress: Progress = SILENT,
+) -> RebaseReport:
+    """Make a delta stand alone: write it with the frames of its bases that it is decoded from.
+
+    The new file is read back whole, and every value held against its checksum, before it gets its name.
+    Deltas that were made from `path` go on working with it.
+
+    Args:
+        path: a `.ckptz` file.
+        output: a new file; None replaces `path`, which stays as it is until the new one is verified.
+        jobs: threads, all cores by default.
+        force: replace an existing output.
+        search_path: folders to look for bases in, after the file's own.
+        progress: is told of the bytes copied and then of those decoded.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: a plain file, or a file of the chain is damaged.
+        MissingBaseError: a base is not found.
+        ConfigError: the output cannot be written.
+    """
+    start, path, output = time.perf_counter(), Path(path), None if output is None else Path(output)
+    with contextlib.ExitStack() as held:
+        checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
+        container = _require_container(checkpoint)
+        target = path if output is None else output
+        if output is not None:
+            check_target(output, [Path(file.name) for file in checkpoint.files], force=force)
+        bases = needed_bases(checkpoint)
+        is_changed = output is not None or container.outer_base is not None
+        if is_changed:
+            workers = held.enter_context(Workers(jobs))
+            n_decoded = sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values())
+            progress.start(checkpoint.name, bytes_to_write(container, bases) + n_decoded)
+            with naming_output(target), publish(target, [path]) as sink:
+                write_inline(sink, container, bases, workers, progress.advance)
+                sink.flush()
+                _verify(Path(sink.name), target, container.index.content_id, workers, progress)
+        return RebaseReport(
+            input=checkpoint.name,
+            output=str(target),
+            is_changed=is_changed,
+            bases=tuple(_report(base) for base in bases),
+            depth=len(bases),
+            n_tensors=len(checkpoint.tensors),
+            tensor_bytes=sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values()),
+            stored_bytes=target.stat().st_size,
+            chain_bytes=sum(file.stored_bytes for file in checkpoint.files),
+            content_id=container.index.content_id,
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _require_container(checkpoint: Checkpoint) -> Container:
+    if checkpoint.container is None:
+        raise FormatError(
+            f"{checkpoint.name}: a plain safetensors file has no base; rebase takes a .ckptz file"
+        )
+    return checkpoint.container
+
+
+def _verify(written: Path, target: Path, content_id: str, workers: Workers, progress: Progress) -> None:
+    """Read a file back that has no name yet, by itself; errors name `target`."""
+    source = FileBytes(written)
+    source.name = str(target)
+    with contextlib.closing(open_source(source)) as found:
+        if found.content_id() != content_id:
+            raise CorruptionError(f"{target}: was not written as meant; nothing was replaced")
+        check_stored_bytes(found, workers)
+        for _ in decoded_chunks(found.tensors, workers, progress):
+            pass  # each was held against its checksum
+
+
+def _report(base: NeededBase) -> InlineReport:
+    return InlineReport(file=base.file, content_id=base.content_id, n_tensors=len(base.tensors))

@@ -1,0 +1,211 @@
+"""`ckptz verify`: every stored byte and every decoded value, and whether they are the original's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.values import KINDS
+from ckptz.container.index import Sharding
+from ckptz.container.reader import Container, FrameSource, check_empty
+from ckptz.errors import ConfigError, CorruptionError
+from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.targets import PathLike, paths
+from ckptz.kernels import cpu, planning
+from ckptz.parallel import Workers
+from ckptz.progress import SILENT, Progress
+from ckptz.store.resolve import Checkpoint, open_checkpoint
+
+Tensors = Mapping[str, TensorSource]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was found to be right.
+
+    Attributes:
+        file: the file.
+        chain: the files that its tensors depend on, nearest first.
+        n_tensors: tensors decoded.
+        n_chunks: chunks whose stored bytes were checked, in all files of the chain.
+        tensor_bytes: bytes decoded.
+        content_id: identity of the values.
+        against: the checkpoint compared with.
+        n_lossy: tensors that were compared by their recorded errors instead of bit for bit.
+        seconds: time taken.
+    """
+
+    file: str
+    chain: tuple[str, ...]
+    n_tensors: int
+    n_chunks: int
+    tensor_bytes: int
+    content_id: str
+    against: str | None
+    n_lossy: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One chunk to be decoded and compared."""
+
+    name: str
+    source: TensorSource
+    original: TensorSource | None
+    begin: int
+    end: int
+    max_abs_error: float | None = None
+
+
+def verify(
+    path: PathLike,
+    *,
+    against: PathLike | None = None,
+    jobs: int | None = None,
+    search_path: Sequence[PathLike] = (),
+    progress: Progress = SILENT,
+) -> VerifyReport:
+    """Check the stored bytes of every chunk of a file and its chain, and decode every tensor of the file.
+
+    Args:
+        path: a `.ckptz` file; with `against` also a `.safetensors` file.
+        against: a checkpoint that must hold the same names, types, shapes, metadata and bits.
+        jobs: threads, all cores by default.
+        search_path: folders to look for bases in, after the file's own; also for those of the original.
+        progress: is told of the bytes decoded.
+
+    Raises:
+        ChecksumError: stored bytes were changed.
+        CorruptionError: values decode to others than were written, or differ from the original.
+        MissingBaseError: the chain is incomplete.
+    """
+    start = time.perf_counter()
+    with contextlib.ExitStack() as opened, Workers(jobs) as workers:
+        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(Path(path), paths(search_path))))
+        if checkpoint.container is None and against is None:
+            raise ConfigError(f"{path}: a plain file holds no checksums; compare it with --against")
+        originals: Tensors = {}
+        if against is not None:
+            original = open_input(Path(against), paths(search_path))
+            opened.callback(original.close)
+            check_same_layout(checkpoint, original)
+            originals = original.tensors
+        n_bytes = sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values())
+        progress.start(checkpoint.name, n_bytes)
+        n_chunks = check_stored_bytes(checkpoint, workers)
+        for done in workers.map(_decode_and_compare, _chunks(checkpoint, originals)):
+            progress.advance(done)
+        return VerifyReport(
+            file=checkpoint.name,
+            chain=tuple(file.name for file in checkpoint.files[1:]),
+            n_tensors=len(checkpoint.tensors),
+            n_chunks=n_chunks,
+            tensor_bytes=n_bytes,
+            content_id=checkpoint.content_id(),
+            against=None if against is None else str(against),
+            n_lossy=sum(_recorded_error(source) is not None for source in checkpoint.tensors.values()),
+            seconds=time.perf_counter() - start,
+        )
+
+
+def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
+    """Check the stored bytes of every chunk of all files of a chain; returns how many there are."""
+    return sum(workers.map(_check_stored, _frames(checkpoint)))
+
+
+def _frames(checkpoint: Checkpoint) -> Iterator[FrameSource]:
+    for file in checkpoint.files:
+        if isinstance(file, Container):
+            for level in file.levels:
+                yield from level.tensors.values()
+
+
+def _check_stored(frame: FrameSource) -> int:
+    n_chunks = len(frame.header.chunks)
+    for index in range(n_chunks):
+        frame.check_chunk(index)
+    return n_chunks
+
+
+def _chunks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[_Chunk]:
+    for name, source in checkpoint.tensors.items():
+        check_empty(source)
+        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+            where, error = f"{checkpoint.name}: tensor {name!r}", _recorded_error(source)
+            yield _Chunk(where, source, originals.get(name), begin, end, error)
+
+
+def _recorded_error(source: TensorSource) -> float | None:
+    """Largest absolute error that the file records of a lossy tensor."""
+    lossy = source.entry.lossy if isinstance(source, FrameSource) else None
+    return None if lossy is None else lossy.max_abs_error
+
+
+def _decode_and_compare(chunk: _Chunk) -> int:
+    units = chunk.source.units(chunk.begin, chunk.end)
+    if chunk.original is not None:
+        _compare(chunk, units, chunk.original.units(chunk.begin, chunk.end))
+    return units.nbytes
+
+
+def _compare(chunk: _Chunk, units: NDArray[Any], original: NDArray[Any]) -> None:
+    if np.array_equal(units, original):
+        return
+    if chunk.max_abs_error is not None:
+        kind = KINDS[chunk.source.dtype.name]
+        exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (original, units))
+        largest = float(planning().deviation(exact, restored)[0])
+        if largest <= chunk.max_abs_error:
+            return
+        raise CorruptionError(
+            f"{chunk.name} is {largest:.6g} off the original, the file records {chunk.max_abs_error:.6g}"
+        )
+    first = chunk.begin + int(np.flatnonzero(units != original)[0])
+    raise CorruptionError(f"{chunk.name} differs from the original, first at element {first}")
+
+
+def check_same_layout(checkpoint: Checkpoint, original: Input) -> None:
+    """Require the original's names, types, shapes and metadata, and how it was split or nested.
+
+    Raises:
+        CorruptionError: names the first difference.
+    """
+    differs = f"{checkpoint.name}: differs from {original.name}"
+    _check_same_tensors(checkpoint.tensors, original.tensors, differs)
+    if dict(checkpoint.metadata or {}) != dict(original.metadata or {}):
+        raise CorruptionError(f"{differs}: its metadata are others")
+    index = checkpoint.container.index if checkpoint.container else None
+    if index is None or original.kind == "safetensors":
+        return  # one of the two has no place for more
+    if index.tree != original.tree:
+        raise CorruptionError(f"{differs}: it is nested otherwise, or other values stand between the tensors")
+    if _shards(index.sharding) != _shards(original.sharding):
+        raise CorruptionError(f"{differs}: it is split into other shards")
+
+
+def _shards(sharding: Sharding | None) -> tuple[object, ...]:
+    return (sharding.shards, sharding.index_file, sharding.index_text) if sharding else ()
+
+
+def _check_same_tensors(found: Tensors, original: Tensors, differs: str) -> None:
+    for name, source in original.items():
+        if name not in found:
+            raise CorruptionError(f"{differs}: tensor {name!r} is missing")
+        if _kind(found[name]) != _kind(source):
+            raise CorruptionError(f"{differs}: tensor {name!r} is {_kind(found[name])}, not {_kind(source)}")
+    for name in found:
+        if name not in original:
+            raise CorruptionError(f"{differs}: tensor {name!r} is not in the original")
+
+
+def _kind(source: TensorSource) -> str:
+    return f"{source.dtype.name} {list(source.shape)}"

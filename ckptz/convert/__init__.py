@@ -1,1 +1,0 @@
-"""Files and folders of other formats to `.ckptz` and back."""

@@ -1,0 +1,227 @@
+"""Encoding one chunk of a tensor. The bytes are fixed by the tensor, its plan and its sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.bits.checksum import xxh64, xxh64_of_parts
+from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
+from ckptz.codec.plan import Plan, Predictor, StreamTables
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import TensorSource, Units
+from ckptz.codec.values import KINDS, predicted
+from ckptz.encoding.coded import CodedQuantizer
+from ckptz.encoding.counts import ClassCounts
+from ckptz.encoding.draft import Draft
+from ckptz.encoding.sparse import encode_changes
+from ckptz.entropy.frequency import entropy_bits
+from ckptz.entropy.streams import LANE_CHOICES, CoderId, encode_rans, encode_stream
+from ckptz.errors import ConfigError
+from ckptz.kernels import cpu, planning
+from ckptz.kernels.reference import widen_f64
+from ckptz.quant.quantizer import Quantizer
+from ckptz.transform.classes import Labels, labels_of
+from ckptz.transform.planes import kernel_mode
+
+Bytes = NDArray[np.uint8]
+Stream = tuple[CoderId, bytes | memoryview]
+FLUSHED_BELOW = 2.0**-100  # as in `reference.add_f32`
+MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far decoded values are from the originals: summed over units, so that chunks add up.
+
+    Attributes:
+        largest: greatest absolute error.
+        error: sum of squared errors.
+        power: sum of squared values.
+        n_codes_used: units by code [256].
+    """
+
+    largest: float
+    error: float
+    power: float
+    counts: NDArray[np.int64]
+
+    def __add__(self, other: Deviation) -> Deviation:
+        return Deviation(
+            max(self.largest, other.largest),
+            self.error + other.error,
+            self.power + other.power,
+            self.counts + other.counts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk's record, its streams as buffers, and for lossy plans what was lost."""
+
+    record: ChunkRecord
+    streams: tuple[bytes | memoryview, ...]
+    deviation: Deviation | None = None
+
+    @property
+    def payload(self) -> bytes:
+        """All streams as one copy."""
+        return b"".join(self.streams)
+
+
+def _stored(plane: Bytes) -> Stream:
+    return CoderId.STORED, plane.data
+
+
+def _encode_classed(
+    plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables, found: ClassCounts
+) -> Stream:
+    total = found.total
+    table_of = tables.table_map.table_of[found.classes]
+    bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
+    shared = bits / 8 + MAX_LANE_BYTES
+    coder, data = _stored(plane)
+    if total.max() == len(plane) or entropy_bits(total[None]) / 8 < shared:
+        coder, data = encode_stream(plane, total, beat=shared)
+        if len(data) <= shared:
+            return coder, data
+    grouped = cpu().group(plane, labels, n_classes)
+    classed = encode_rans(grouped, tables.segments(found.classes, found.per_class), shared)
+    return (CoderId.RANS_SHARED, classed) if len(classed) < len(data) else (coder, data)
+
+
+def _encode_codes(planes: Any, draft: Draft, labels: Labels | None) -> list[Stream]:
+    if labels is None:
+        return [encode_stream(plane) for plane in planes]
+    n_classes = draft.plan.n_classes
+    counted = draft.counted or [ClassCounts.of(labels, plane, n_classes) for plane in planes]
+    rows = zip(planes, draft.plan.tables, counted, strict=True)
+    return [_encode_classed(plane, labels, n_classes, tables, found) for plane, tables, found in rows]
+
+
+def encode_values(units: Units) -> list[Stream]:
+    """Units as they are, each byte plane a stream; empty streams for no units."""
+    if not len(units):
+        return [(CoderId.STORED, b"")] * units.itemsize
+    return [encode_stream(plane) for plane in cpu().split_planes(units, units, 0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantized:
+    """Codes of a lossy chunk, the units they decode to, and which of these stand exactly."""
+
+    codes: Bytes
+    decoded: Units
+    escaped: NDArray[np.bool_] | None = None
+    protected: NDArray[np.bool_] | None = None
+
+
+def _quantize(
+    header: FrameHeader,
+    quantizer: Quantizer | None,
+    units: Units,
+    sources: ChunkSources,
+    labels: Labels | None,
+) -> _Quantized:
+    plan = header.plan
+    if plan.quant_map is None or quantizer is None:
+        raise ConfigError("a plan in the linear or bits domain needs a map and a quantizer to encode")
+    begin, end = sources.begin, sources.end
+    codes = quantizer.codes(begin, end, units)
+    base = sources.base_units() if plan.predictor is Predictor.BASE else None
+    decoded = np.empty_like(units)
+    header.value_table.decode(codes, labels, predicted(plan, plan.outer, base, begin, end), decoded)
+    escaped, protected, kept = None, None, quantizer.kept(units)
+    if plan.quant_map.escape_code is not None:
+        escaped = codes == plan.quant_map.escape_code
+        decoded[escaped] = kept[escaped]
+    if plan.quant_map.has_protected:
+        mask = quantizer.protected(begin, end, units)
+        protected = np.zeros(len(units), np.bool_) if mask is None else mask
+        decoded[protected] = kept[protected]
+    return _Quantized(codes, decoded, escaped, protected)
+
+
+def _encode_quantized(draft: Draft, quantized: _Quantized, labels: Labels | None) -> list[Stream]:
+    streams = _encode_codes([quantized.codes], draft, labels)
+    if quantized.escaped is not None:
+        streams += encode_values(quantized.decoded[quantized.escaped])
+    if quantized.protected is not None:
+        streams.append(encode_stream(quantized.protected.view(np.uint8)))
+        streams += encode_values(quantized.decoded[quantized.protected])
+    return streams
+
+
+def _deviation(kind: int, units: Units, quantized: _Quantized) -> Deviation:
+    exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (units, quantized.decoded))
+    largest, error, power = planning().deviation(exact, restored)
+    if largest < FLUSHED_BELOW:
+        # Differences this small may have been flushed to zero by the processor.
+        wide, wide_restored = (widen_f64(f.view(np.uint32)) for f in (exact, restored))
+        difference = wide_restored - wide
+        largest, error, power = np.abs(difference).max(initial=0.0), difference @ difference, wide @ wide
+    return Deviation(float(largest), float(error), float(power), cpu().histogram(quantized.codes))
+
+
+def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) -> Units:
+    """Give what a chunk will decode to, without coding it; other tensors may be classed by it.
+
+    Args:
+        source: the tensor.
+        draft: its plan and quantizer.
+        sources: the chunk's bounds, and what the plan needs.
+    """
+    units = source.units(sources.begin, sources.end)
+    if draft.plan.quant_map is None:
+        return units if draft.rounding is None else draft.rounding.rounded(units, KINDS[source.dtype.name])
+    header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, ())
+    labels = labels_of(draft.plan.rules, sources, header.row_units) if draft.plan.rules else None
+    return _quantize(header, draft.quantizer, units, sources, labels).decoded
+
+
+def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
+    """Encode one chunk.
+
+    Args:
+        source: the tensor.
+        draft: its plan and quantizer.
+        sources: the chunk's bounds, and the base where the plan needs one.
+    """
+    plan = draft.plan
+    header = FrameHeader(source.dtype, tuple(source.shape), plan, ())
+    units = source.units(sources.begin, sources.end)
+    labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
+    deviation, decoded = None, units
+    if plan.quant_map is None:
+        if draft.rounding is not None:
+            kind = KINDS[source.dtype.name]
+            decoded = draft.rounding.rounded(units, kind)
+            deviation = _deviation(kind, units, _Quantized(np.zeros(0, np.uint8), decoded))
+        base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
+        changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
+        if changed is None:
+            planes = cpu().split_planes(decoded, base, kernel_mode(plan.mode, source.dtype))
+            changed = _encode_codes(planes, draft, labels)
+        streams = changed
+    else:
+        quantized = _quantize(header, draft.quantizer, units, sources, labels)
+        streams, decoded = _encode_quantized(draft, quantized, labels), quantized.decoded
+        if isinstance(draft.quantizer, CodedQuantizer):  # its errors were measured where its values are
+            deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(quantized.codes))
+        else:
+            deviation = _deviation(header.value_table.kind, units, quantized)
+    parts = tuple(data for _, data in streams)
+    records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
+    base_codes = _base_codes_checksum(plan, sources)
+    record = ChunkRecord(xxh64_of_parts(parts), xxh64(decoded), records, base_codes)
+    return EncodedChunk(record, parts, deviation)
+
+
+def _base_codes_checksum(plan: Plan, sources: ChunkSources) -> int | None:
+    if not plan.reads_base_codes:
+        return None
+    codes = sources.base_codes()
+    return 0 if codes is None else xxh64(codes)

@@ -1,0 +1,98 @@
+"""A tensor that was coded elsewhere, of which only codes came here: packed, with the values that escaped.
+
+Its map was fitted and its errors were measured where its values are, such as on an accelerator. Encoder only;
+the frame that is written is the one that the values themselves would give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.plan import Domain, Plan
+from ckptz.codec.quant_map import QuantizationMap
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource
+from ckptz.codec.values import ValueTable
+from ckptz.dtypes import DType
+from ckptz.kernels import cpu
+from ckptz.quant.quantizer import Quantizer
+
+Bytes = NDArray[np.uint8]
+Units = NDArray[Any]
+Errors = tuple[float, float, float]
+
+
+def bits_for(n_codes: int) -> int:
+    """Bits of a packed code."""
+    return max(1, (n_codes - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class CodedSource(TensorSource):
+    """See `ckptz.codec.units.TensorSource`; units are what the codes decode to, chunk by chunk.
+
+    Attributes:
+        dtype: of the tensor, F32, BF16 or F16.
+        shape: of the tensor.
+        quant_map: one class, linear, without a base.
+        packed: all codes with `bits_for` bits each.
+        kept: units that escaped, as they are restored, in order.
+        kept_ends: how many of them there are up to the end of each chunk.
+        errors: of each chunk, largest absolute error, sum of squared errors, sum of squared values.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    quant_map: QuantizationMap
+    packed: Bytes
+    kept: Units
+    kept_ends: tuple[int, ...]
+    errors: tuple[Errors, ...]
+
+    def codes_of(self, begin: int, end: int) -> Bytes:
+        """Codes of units begin..end, which are one chunk."""
+        n_bits = bits_for(self.quant_map.n_codes)
+        codes = np.empty(end - begin, np.uint8)
+        first = begin * n_bits // 8
+        cpu().unpack_codes(self.packed[first : first + -(-len(codes) * n_bits // 8)], n_bits, codes)
+        return codes
+
+    def units(self, begin: int, end: int) -> Units:
+        """See `TensorSource.units`."""
+        codes = self.codes_of(begin, end)
+        units = np.empty(len(codes), UNIT_TYPES[self.dtype.unit_bytes])
+        self._table.decode(codes, None, None, units)
+        if self.quant_map.escape_code is not None:
+            chunk = begin // CHUNK_UNITS
+            first = self.kept_ends[chunk - 1] if chunk else 0
+            units[codes == self.quant_map.escape_code] = self.kept[first : self.kept_ends[chunk]]
+        return units
+
+    @cached_property
+    def _table(self) -> ValueTable:
+        return ValueTable.of(self.dtype, Plan(quant_map=self.quant_map, domain=Domain.LINEAR))
+
+    @property
+    def quantizer(self) -> CodedQuantizer:
+        """Gives the codes that are there."""
+        return CodedQuantizer(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedQuantizer(Quantizer):
+    """Gives the codes that are there already."""
+
+    source: CodedSource
+
+    def codes(self, begin: int, end: int, units: Units) -> Bytes:
+        """Codes of some units, whatever these are."""
+        del units
+        return self.source.codes_of(begin, end)
+
+    def errors(self, begin: int) -> Errors:
+        """What was measured on the chunk that begins there."""
+        return self.source.errors[begin // CHUNK_UNITS]

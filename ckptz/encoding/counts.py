@@ -1,0 +1,80 @@
+"""How often each code occurs in each class, and the frequency tables that classes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.plan import StreamTables
+from ckptz.entropy.frequency import normalise
+from ckptz.kernels import planning
+from ckptz.transform.classes import MAX_TABLES, Labels, TableMap
+
+# Bits that one more frequency table must save to stand for itself: the measured size of a packed table.
+TABLE_COST_BITS_PER_SYMBOL: Final = 6.0
+TABLE_COST_BITS: Final = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCounts:
+    """How often each code occurs in each class; classes that do not occur have no row.
+
+    Attributes:
+        classes: ascending [n_used].
+        counts: occurrences [n_used, 256].
+    """
+
+    classes: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
+        """Count some codes."""
+        return cls(*planning().used_class_histogram(labels, codes, n_classes))
+
+    def __add__(self, other: Self) -> Self:
+        classes = np.union1d(self.classes, other.classes)
+        counts = np.zeros((len(classes), 256), np.int64)
+        for part in (self, other):
+            counts[np.searchsorted(classes, part.classes)] += part.counts
+        return type(self)(classes, counts)
+
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """Occurrences [256] of each code in any class."""
+        return self.counts.sum(axis=0)
+
+    @property
+    def per_class(self) -> NDArray[np.int64]:
+        """Units of each class [n_used]."""
+        return self.counts.sum(axis=1)
+
+
+def share_tables(
+    found: ClassCounts, n_classes: int, most: int = MAX_TABLES
+) -> tuple[NDArray[np.int64], TableMap]:
+    """Merge neighbouring classes while one table for both costs less than two.
+
+    Args:
+        found: occurrences of each code in each class, of a tensor that is not empty.
+        n_classes: classes of the frame.
+        most: tables allowed.
+
+    Returns:
+        Counts of each table [n_tables, 256] and the map from classes to tables.
+    """
+    group_of, sums = planning().merge_neighbours(
+        found.counts, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
+    )
+    # Classes that do not occur use the table of the one before them, which keeps the runs long.
+    before = np.searchsorted(found.classes, np.arange(n_classes), side="right") - 1
+    return sums, TableMap(group_of[np.maximum(before, 0)])
+
+
+def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
+    """Frequency tables shared by classes, from how often each code occurs in each."""
+    table_counts, table_map = share_tables(found, n_classes)
+    return StreamTables(np.stack([normalise(row) for row in table_counts]), table_map)

@@ -1,0 +1,1 @@
+"""Files and folders of other formats, read and written without running code from them."""

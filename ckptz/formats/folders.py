@@ -1,0 +1,280 @@
+"""Hugging Face folders: shards of tensors with or without an index, and the files around them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from errno import ENOENT
+from pathlib import Path
+from typing import Any, Final
+
+from ckptz.codec.units import TensorSource
+from ckptz.container.envelope import MAX_HEADER_BYTES, strict_json
+from ckptz.container.index import Shard, Sharding
+from ckptz.container.publish import TEMPORARY_SUFFIX
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, named
+from ckptz.formats.portable import Spellings, clashes, is_portable
+from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
+from ckptz.formats.torch_files import can_share, load_state
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
+from ckptz.tree.flatten import flatten
+
+INDEX_SUFFIX: Final = ".index.json"
+TORCH_SUFFIX: Final = ".bin"
+_NUMBERED: Final = re.compile(r"(.+)-\d+-of-\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """An open folder.
+
+    Attributes:
+        stem: what its checkpoint is called: "model".
+        tensors: of all shards, by name.
+        metadata: what all shards have in common as theirs.
+        sharding: how the tensors lie in files, and which other files there are.
+        tree: of shards that are torch files, else None.
+        carried: the other files.
+        left_out: files and folders that are not carried over.
+        close: releases the files.
+    """
+
+    stem: str
+    tensors: Mapping[str, TensorSource]
+    metadata: Mapping[str, str] | None
+    sharding: Sharding
+    tree: Any
+    carried: tuple[Carried, ...]
+    left_out: tuple[str, ...]
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which files of a folder hold tensors; `places` is the index's map of tensors to files."""
+
+    files: tuple[str, ...]
+    index_file: str | None = None
+    index_text: str | None = None
+    places: Mapping[str, str] | None = None
+
+    @property
+    def is_torch(self) -> bool:
+        return not self.files[0].endswith(PLAIN_SUFFIX)
+
+    @property
+    def stem(self) -> str:
+        if self.index_file is not None:
+            return Path(self.index_file.removesuffix(INDEX_SUFFIX)).stem
+        stems = {Path(file).stem for file in self.files}
+        stems = {found[1] if (found := _NUMBERED.fullmatch(stem)) else stem for stem in stems}
+        return stems.pop() if len(stems) == 1 else "model"
+
+
+def open_folder(folder: Path) -> Folder:
+    """Open a folder of shards.
+
+    Raises:
+        FileNotFoundError: a shard that its index names is missing.
+        ConfigError: no tensors in it, or several checkpoints.
+        FormatError: a shard is damaged, or index and shards disagree.
+    """
+    layout = _find_layout(folder)
+    _check_names(folder, layout)
+    with ExitStack() as opened:
+        shards = _Shards.of_torch if layout.is_torch else _Shards.of_safetensors
+        found = shards(folder, layout, opened)
+        _check_places(folder, layout, found.homes)
+        carried, left_out = find_carried(folder, {*layout.files, layout.index_file})
+        sharding = Sharding(
+            found.shards, layout.index_file, layout.index_text, tuple(name for name, _ in carried)
+        )
+        close = opened.pop_all().close
+    metadata = found.shards[0].metadata if _have_one_metadata(found.shards) else None
+    return Folder(
+        layout.stem, found.tensors, metadata, sharding, found.tree, tuple(carried), tuple(left_out), close
+    )
+
+
+def _have_one_metadata(shards: Sequence[Shard]) -> bool:
+    return all(shard.metadata == shards[0].metadata for shard in shards)
+
+
+def _find_layout(folder: Path) -> _Layout:
+    # No restore may write hidden files, and those of macOS (._model.bin) only look like shards.
+    names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
+    plain = [name for name in names if name.endswith(PLAIN_SUFFIX)]
+    # Trainers keep other pickles beside the model, as training_args.bin, which are no shards.
+    torch = [name for name in names if name.endswith(TORCH_SUFFIX) and "model" in name]
+    for suffix, files in ((PLAIN_SUFFIX, plain), (TORCH_SUFFIX, torch)):
+        indexes = [name for name in names if name.endswith(suffix + INDEX_SUFFIX)]
+        if len(indexes) > 1:
+            raise ConfigError(
+                f"{folder}: holds several checkpoints ({', '.join(indexes)}); give each a folder of its own"
+            )
+        if indexes:
+            return _read_index(folder, indexes[0])
+        if files:
+            return _Layout(tuple(files))
+    if packed := [name for name in names if name.endswith(SUFFIX)]:
+        raise ConfigError(f"{folder}: a folder of {SUFFIX} files; name one of them, such as {packed[0]}")
+    raise ConfigError(
+        f"{folder}: no tensors in this folder: no *{PLAIN_SUFFIX}, no *model*{TORCH_SUFFIX}, no index of "
+        "such; name the files themselves, or the folder that they are in"
+    )
+
+
+def _check_names(folder: Path, layout: _Layout) -> None:
+    """Require that the shards and their index can be restored on every system."""
+    files = [*layout.files, *([] if layout.index_file is None else [layout.index_file])]
+    for file in files:
+        is_named = is_relative_path(file) if file == layout.index_file else is_shard_name(file)
+        if not is_named or not is_portable(file):
+            raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
+    for one, other in clashes(files):
+        raise ConfigError(f"{folder}: {one!r} and {other!r} are one name on some systems; rename one of them")
+
+
+def _read_index(folder: Path, index_file: str) -> _Layout:
+    path = folder / index_file
+    try:
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            raise CorruptionError(f"larger than {MAX_HEADER_BYTES} bytes")
+        raw = path.read_bytes()
+        places = parse_places(strict_json(raw, "index"))
+        text = raw.decode()
+    except UnicodeDecodeError:
+        raise CorruptionError(f"{path}: not UTF-8") from None
+    except CkptzError as error:
+        raise named(error, str(path)) from None
+    files = sorted(set(places.values()))
+    for file in files:
+        if not (folder / file).is_file():
+            raise FileNotFoundError(ENOENT, f"shard missing that {index_file} names", str(folder / file))
+    return _Layout(tuple(files), index_file, text, places)
+
+
+def _check_places(folder: Path, layout: _Layout, homes: Mapping[str, str]) -> None:
+    """Require that every tensor of the index is in the shard that it names."""
+    if layout.places is None:
+        return
+    for name, file in layout.places.items():
+        if name not in homes:
+            raise CorruptionError(
+                f"{folder / file}: tensor {name!r} is not in this shard, as {layout.index_file} says"
+            )
+        if homes[name] != file:
+            raise CorruptionError(
+                f"{folder / file}: tensor {name!r} is in {homes[name]}, not here as {layout.index_file} says"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """The tensors of all shards; `homes` is the shard of each name that its reader would find there."""
+
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorSource]
+    homes: Mapping[str, str]
+    tree: Any = None
+
+    @classmethod
+    def of_safetensors(cls, folder: Path, layout: _Layout, opened: ExitStack) -> _Shards:
+        shards, tensors, homes = [], dict[str, TensorSource](), dict[str, str]()
+        for file in layout.files:
+            checkpoint = _open_shard(folder / file)
+            opened.callback(checkpoint.close)
+            _claim(folder, layout, file, checkpoint.tensors, homes)
+            tensors |= checkpoint.tensors
+            metadata = None if checkpoint.metadata is None else dict(checkpoint.metadata)
+            shards.append(Shard(file, tuple(checkpoint.tensors), metadata))
+        return cls(tuple(shards), tensors, homes)
+
+    @classmethod
+    def of_torch(cls, folder: Path, layout: _Layout, _: ExitStack) -> _Shards:
+        states, homes = dict[str, Any](), dict[str, str]()
+        for file in layout.files:
+            states[file] = load_state(folder / file)
+            if not isinstance(states[file], dict):
+                raise FormatError(f"{folder / file}: not a dict of tensors by name")
+            _claim(folder, layout, file, states[file], homes)
+        try:
+            flat = flatten(states, n_outer=1, can_share=can_share)
+        except CkptzError as error:
+            raise named(error, str(folder)) from None
+        shards = tuple(Shard(file, flat.names_under(file)) for file in layout.files)
+        return cls(shards, flat.tensors, homes, flat.tree)
+
+
+def _open_shard(path: Path) -> Checkpoint:
+    checkpoint = open_checkpoint(path)
+    if checkpoint.container is not None:
+        checkpoint.close()
+        raise ConfigError(f"{path}: is a {SUFFIX} file already; restore it first")
+    return checkpoint
+
+
+def _claim(
+    folder: Path, layout: _Layout, file: str, names: Mapping[Any, object], homes: dict[str, str]
+) -> None:
+    for name in names:
+        if homes.setdefault(name, file) == file:
+            continue
+        if layout.places is None and not _are_numbered(layout.files):
+            raise ConfigError(
+                f"{folder}: holds several checkpoints ({homes[name]} and {file} both have tensor {name!r}); "
+                "name the files themselves"
+            )
+        raise CorruptionError(f"{folder / file}: tensor {name!r} is in {homes[name]} too")
+
+
+def _are_numbered(files: Sequence[str]) -> bool:
+    return all(_NUMBERED.fullmatch(Path(file).stem) for file in files)
+
+
+def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], list[str]]:
+    """The regular files of a folder and its subfolders, and what of it cannot be carried over.
+
+    Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
+    the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
+    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written, and
+    files that not every system could hold beside those before them.
+
+    Args:
+        folder: the folder.
+        taken: names at its top that are looked after elsewhere.
+    """
+    carried: list[Carried] = []
+    left_out: list[str] = []
+    root, spellings = folder.resolve(), Spellings()
+    for name in sorted(filter(None, taken)):
+        spellings.clash(name)
+    for where, folders, files in os.walk(folder):
+        here = Path(where).relative_to(folder)
+        hidden = [name for name in folders if name.startswith(".") or (Path(where) / name).is_symlink()]
+        left_out += [(here / name).as_posix() for name in sorted(hidden)]
+        folders[:] = sorted(set(folders) - set(hidden))
+        for file in sorted(files):
+            name = (here / file).as_posix()
+            if name in taken or file.endswith(TEMPORARY_SUFFIX):
+                continue
+            is_output = here == Path() and file.endswith(SUFFIX)
+            is_safe = is_relative_path(name) and is_portable(name) and is_within(Path(where) / file, root)
+            if is_safe and not is_output and spellings.clash(name) is None:
+                carried.append((name, Path(where) / file))
+            else:
+                left_out.append(name)
+    return carried, left_out
+
+
+def is_within(path: Path, root: Path) -> bool:
+    """Whether `path` is a regular file in `root`, which is resolved, or in the cache that it belongs to."""
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        return False
+    is_cached = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
+    return real.is_file() and (real.is_relative_to(root) or is_cached)

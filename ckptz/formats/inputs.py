@@ -1,0 +1,177 @@
+"""Opens whatever can be compressed: one call for files and folders of all kinds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from errno import ENOENT
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ckptz.codec.units import TensorSource
+from ckptz.container.envelope import MAX_HEADER_BYTES
+from ckptz.container.index import Sharding
+from ckptz.errors import CkptzError, ConfigError, named
+from ckptz.formats.dcp import is_dcp, open_dcp
+from ckptz.formats.folders import is_within, open_folder
+from ckptz.formats.sharding import Carried, check_sharding
+from ckptz.formats.targets import stem_of
+from ckptz.formats.torch_files import TORCH_SUFFIXES, read
+from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
+
+Kind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
+ACCEPTED: Final = (
+    "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "
+    "of torch.distributed.checkpoint"
+)
+_HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An open input; `tensors` can be read until it is closed.
+
+    Attributes:
+        name: for messages.
+        kind: what was opened.
+        stem: what the checkpoint is called, without suffix.
+        tensors: sources by name, in stored order.
+        metadata: the user's own.
+        sharding: how a folder was split.
+        tree: skeleton of a nested checkpoint, as in `Index.tree`.
+        carried: files that go with the tensors, as (path relative to the folder, where it is).
+        left_out: files that would go with them, but are not here or lead out of the folder.
+        checkpoint: the opened file with its chain, if it is one of safetensors or ckptz.
+        close: releases all files.
+        optimizer_names: tensors that come from a file of optimizer state, joined to this one.
+    """
+
+    name: str
+    kind: Kind
+    stem: str
+    tensors: Mapping[str, TensorSource]
+    metadata: Mapping[str, str] | None
+    sharding: Sharding | None
+    tree: Any
+    carried: tuple[Carried, ...]
+    left_out: tuple[str, ...]
+    checkpoint: Checkpoint | None
+    close: Callable[[], None]
+    optimizer_names: frozenset[str] = frozenset()
+
+
+def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
+    """Open a file or a folder, by its content.
+
+    Args:
+        path: what to open.
+        search_path: folders to look for bases of a `.ckptz` file in.
+
+    Raises:
+        FileNotFoundError: nothing there, or a shard of a folder is missing.
+        ConfigError: something else than a checkpoint, or a folder without tensors.
+        FormatError: damaged.
+        UnsupportedError: a torch file that needs code, or something newer than this ckptz.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _of_dcp(path) if is_dcp(path) else _of_folder(path)
+    if not path.exists():
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
+    if not path.is_file():
+        raise ConfigError(f"{path}: not a regular file; give {ACCEPTED}")
+    return _of_torch_file(path) if _is_torch_file(path) else _of_checkpoint(path, search_path)
+
+
+def _is_torch_file(path: Path) -> bool:
+    if path.suffix in (PLAIN_SUFFIX, SUFFIX):
+        return False
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    # Some write safetensors under other names; its first character is one that no torch file has there.
+    if head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES:
+        return False
+    if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)) or path.suffix in TORCH_SUFFIXES:
+        return True
+    raise ConfigError(f"{path}: not a checkpoint that ckptz knows; give {ACCEPTED}")
+
+
+def _of_folder(path: Path) -> Input:
+    folder = open_folder(path)
+    return Input(
+        name=str(path),
+        kind="folder",
+        stem=folder.stem,
+        tensors=folder.tensors,
+        metadata=folder.metadata,
+        sharding=folder.sharding,
+        tree=folder.tree,
+        carried=folder.carried,
+        left_out=folder.left_out,
+        checkpoint=None,
+        close=folder.close,
+    )
+
+
+def _of_dcp(path: Path) -> Input:
+    folder = open_dcp(path)
+    return _nested(path, "dcp", folder.tensors, folder.tree)
+
+
+def _of_torch_file(path: Path) -> Input:
+    flat = read(path)
+    return _nested(path, "torch", flat.tensors, flat.tree)
+
+
+def _nested(
+    path: Path, kind: Literal["dcp", "torch"], tensors: Mapping[str, TensorSource], tree: object
+) -> Input:
+    """A tree of state; what it is read from goes with its last tensor, so nothing stays open."""
+    return Input(
+        name=str(path),
+        kind=kind,
+        stem=stem_of(path),
+        tensors=tensors,
+        metadata=None,
+        sharding=None,
+        tree=tree,
+        carried=(),
+        left_out=(),
+        checkpoint=None,
+        close=lambda: None,
+    )
+
+
+def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
+    checkpoint = open_checkpoint(path, search_path)
+    index = checkpoint.container.index if checkpoint.container else None
+    sharding = index.sharding if index else None
+    try:
+        if sharding is not None:
+            check_sharding(sharding, checkpoint.tensors)
+    except CkptzError as error:
+        checkpoint.close()
+        raise named(error, str(path)) from None
+    carried = _carried_beside(path, sharding)
+    return Input(
+        name=str(path),
+        kind="ckptz" if index else "safetensors",
+        stem=stem_of(path),
+        tensors=checkpoint.tensors,
+        metadata=checkpoint.metadata,
+        sharding=sharding,
+        tree=index.tree if index else None,
+        carried=tuple(carried),
+        left_out=tuple(sorted(set(sharding.carried if sharding else ()) - {name for name, _ in carried})),
+        checkpoint=checkpoint,
+        close=checkpoint.close,
+    )
+
+
+def _carried_beside(path: Path, sharding: Sharding | None) -> list[Carried]:
+    """The files that the record lists and that stand beside the `.ckptz` file."""
+    folder = path.absolute().parent
+    listed = [(name, folder / name) for name in (sharding.carried if sharding else ())]
+    return [(name, file) for name, file in listed if is_within(file, folder.resolve())]

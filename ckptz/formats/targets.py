@@ -1,0 +1,119 @@
+"""Where a conversion writes: names of outputs, and what must not be overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ckptz.errors import ConfigError
+
+PathLike: TypeAlias = str | os.PathLike[str]
+INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin")
+
+
+def paths(many: Iterable[PathLike]) -> list[Path]:
+    """Make paths of what callers give."""
+    return [Path(one) for one in many]
+
+
+def stem_of(path: Path) -> str:
+    """The name without a checkpoint's suffix; other dots belong to the name."""
+    name = Path(os.path.abspath(path)).name  # "." and a trailing slash have none of their own
+    return name.removesuffix(Path(name).suffix) if Path(name).suffix in INPUT_SUFFIXES else name
+
+
+def places_for(sources: Sequence[Path], output: Path | None, suffix: str) -> list[Path]:
+    """Where each source goes: a file, or for a folder a folder (or a file, if `output` has the suffix).
+
+    Without `output`, files go beside their sources, and folders into themselves. Where names collide in
+    one folder, as with `checkpoint-*/model.safetensors`, the name of the source's folder goes before.
+
+    Raises:
+        ConfigError: two sources would go to the same place.
+    """
+    if output is None:
+        places = [s if s.is_dir() else s.with_name(f"{stem_of(s)}{suffix}") for s in sources]
+    elif len(sources) == 1 and (sources[0].is_dir() or not output.is_dir()):
+        places = [output]
+    elif output.exists() and not output.is_dir():
+        raise ConfigError(f"{output}: several inputs need a folder as output, and this is a file")
+    else:
+        names = zip(sources, _distinct_stems(sources), strict=True)
+        places = [output / (stem if source.is_dir() else f"{stem}{suffix}") for source, stem in names]
+    _check_distinct(places)
+    return places
+
+
+def _distinct_stems(sources: Sequence[Path]) -> list[str]:
+    stems = [stem_of(source) for source in sources]
+    taken = Counter(stems)
+    return [
+        f"{Path(os.path.abspath(source)).parent.name}-{stem}" if taken[stem] > 1 else stem
+        for source, stem in zip(sources, stems, strict=True)
+    ]
+
+
+def _check_distinct(places: Sequence[Path]) -> None:
+    for place, n in Counter(places).items():
+        if n > 1:
+            raise ConfigError(f"{place}: {n} inputs would be written here; name their outputs one by one")
+
+
+def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:
+    """Refuse an output that is one of the files to be read, or that exists, or has no folder.
+
+    Pipes and devices are never replaced, nor links to nothing.
+
+    Raises:
+        ConfigError: says which.
+    """
+    for source in read:
+        if _is_same(target, source):
+            raise ConfigError(f"{target}: the output would replace a file that is read; name another with -o")
+    if target.is_dir():
+        raise ConfigError(f"{target}: is a folder; name a file with -o")
+    if os.path.lexists(target):
+        if not target.is_file():
+            raise ConfigError(f"{target}: exists already and is not a regular file; name another with -o")
+        if not force:
+            raise ConfigError(f"{target}: exists already; name another with -o, or replace it with --force")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
+
+
+def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: bool) -> None:
+    """Refuse to copy (name, file) pairs over other files of `folder`.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for name, source in carried:
+        target = folder / name
+        if not os.path.lexists(target) or _is_same(target, source):
+            continue
+        if not target.is_file():
+            raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
+        if not force:
+            raise ConfigError(f"{target}: exists already; name another folder, or replace it with --force")
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    try:
+        return a.samefile(b)
+    except OSError:
+        return a.absolute() == b.absolute()
+
+
+@contextlib.contextmanager
+def naming_output(target: Path) -> Iterator[None]:
+    """Write errors that name no file, as a full disk gives, name `target`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise

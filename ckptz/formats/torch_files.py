@@ -1,0 +1,119 @@
+"""Files of `torch.save`: `.pt`, `.pth`, `.bin`. Read and written without running code from them.
+
+torch is imported when one is read or written, and not before.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from ckptz.codec.units import TensorSource
+from ckptz.container.publish import publish
+from ckptz.errors import CkptzError, ConfigError, FormatError, named
+from ckptz.formats.torch_records import load_torch
+from ckptz.tree.flatten import Flat, flatten
+from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
+
+TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def require_torch(path: Path) -> Any:
+    """The torch module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import torch  # only torch files need it
+    except ImportError:
+        raise ConfigError(f"{path}: torch files need torch; install ckptz[torch]") from None
+    return torch
+
+
+def read(path: Path) -> Flat:
+    """Tensors by name and the tree of a torch file.
+
+    The file stays mapped while the tensors are used, so they take no memory of their own; the form of
+    torch before 1.6 is read into memory.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: damaged, or not a torch file.
+        UnsupportedError: it needs code, or holds what the tree has no place for.
+    """
+    state = load_state(path)
+    try:
+        return flatten(state, can_share=can_share)
+    except CkptzError as error:
+        raise named(error, str(path)) from None
+
+
+def load_state(path: Path) -> Any:
+    """What `torch.save` was given, its tensors on the CPU and mapped where possible."""
+    require_torch(path)
+    if not path.stat().st_size:
+        raise FormatError(f"{path}: the file is empty; try an intact copy")
+    try:
+        return load_torch(np.asarray(np.memmap(path, np.uint8, "c")))
+    except CkptzError as error:
+        raise named(error, str(path)) from None
+
+
+@cache
+def can_share(dtypes: frozenset[str]) -> bool:
+    """Whether torch can save tensors of these types that lie in one memory."""
+    import torch
+
+    memory = torch.empty(1, dtype=torch.uint8).untyped_storage()
+    types = [getattr(torch, dtype) for dtype in dtypes]
+    tensors = [torch.empty(0, dtype=dtype).set_(memory, 0, (0,), (1,)) for dtype in types]
+    try:
+        torch.save(tensors, io.BytesIO())
+    except RuntimeError:
+        return False
+    return True
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, TensorSource],
+    tree: Any,
+    chunks: Chunks = read_chunks,
+    like: Iterable[Path] = (),
+) -> None:
+    """Write a torch file; inverse of `read`.
+
+    Args:
+        path: appears whole or not at all.
+        tensors: by name.
+        tree: `Index.tree`, or None for a flat dict of the tensors.
+        chunks: gives the units of all tensors in order.
+        like: files whose permissions it gets, as `publish` does it.
+    """
+    require_torch(path)
+    state = unflatten(tensors, tree, path.absolute().parent, chunks)
+    save_state(path, state, like)
+
+
+def save_state(path: Path, state: Any, like: Iterable[Path] = ()) -> None:
+    """`torch.save`, with the file appearing whole or not at all."""
+    with publish(path, like) as file:
+        dump_state(file, state, path)
+
+
+def dump_state(file: BinaryIO, state: Any, path: Path) -> None:
+    """`torch.save` into a file that will be `path`, which errors name."""
+    torch = require_torch(path)
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # what the system said, hidden by torch's own writer
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: torch cannot save this ({reason}); restore to safetensors") from None

@@ -1,0 +1,1 @@
+"""What an encoder may know of tensors beside their values: moments, gradients, inputs of layers."""

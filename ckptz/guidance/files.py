@@ -1,0 +1,346 @@
+"""Files that guide an encoder: layer inputs (calibrations) and gradient averages, read with numpy alone.
+
+`ckptz.hooks` writes such files, and only encoders read them. See docs/hooks.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import CalibrationError
+from ckptz.guidance.layout import (
+    CalibrationContent,
+    GuideFile,
+    InputRow,
+    Kind,
+    ModuleRow,
+    SensitivityContent,
+    Shapes,
+)
+from ckptz.quant.guides import InputMoments
+
+WEIGHT_AXIS: Final[Mapping[Kind, int]] = {"linear": 1, "conv": 1, "conv1d_t": 0, "embedding": 0}
+# What PyTorch's wrappers, and states saved as {"model": ...}, put before the names of a model.
+PREFIXES: Final = ("model.", "module.", "_orig_mod.")
+
+
+def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
+    """A checkpoint's names by what they are called with and without `PREFIXES`; exact names go first."""
+    found = {name: name for name in shapes}
+    for name in shapes:
+        bare = name
+        while prefix := next((p for p in PREFIXES if bare.startswith(p)), None):
+            bare = bare.removeprefix(prefix)
+            found.setdefault(bare, name)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedInputs:
+    """What a calibration knows of one weight.
+
+    Attributes:
+        names: of the weight; several where it is tied.
+        shape: of the weight.
+        moments: by the kind of layer that uses it. A head that is tied to an embedding has two.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    moments: Mapping[Kind, InputMoments]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSum:
+    """One tensor of a calibration, the layers that share it, and the input vectors in it."""
+
+    tensor: str
+    kind: Kind
+    modules: tuple[str, ...]
+    n_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientAverage:
+    """What a sensitivity file knows of one parameter: `read` gives the float32 average in its shape."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    read: Callable[[], NDArray[np.float32]]
+
+
+Recorded = TypeVar("Recorded", RecordedInputs, GradientAverage)
+
+
+def _matched(
+    where: str | os.PathLike[str], recorded: Mapping[str, Recorded], shapes: Shapes
+) -> tuple[dict[str, Recorded], list[str]]:
+    called = _checkpoint_names(shapes)
+    matched, unmatched = {}, []
+    for first, one in recorded.items():
+        present = [called[name] for name in one.names if name in called]
+        for name in present:
+            if tuple(shapes[name]) != one.shape:
+                raise CalibrationError(
+                    f"{where}: tensor {name!r} has shape {list(shapes[name])}, and what was recorded is for "
+                    f"{list(one.shape)}; record with this model"
+                )
+            matched[name] = one
+        if not present:
+            unmatched.append(first)
+    return matched, unmatched
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCalibration:
+    """A calibration in memory, by the first name of each weight; see `CalibrationFile`."""
+
+    weights: Mapping[str, RecordedInputs] = field(repr=False)
+
+    def match(self, shapes: Shapes) -> tuple[dict[str, RecordedInputs], list[str]]:
+        """What is known of the tensors of a checkpoint; see `CalibrationFile.match`."""
+        return _matched("calibration", self.weights, shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationFile(Mapping[str, RecordedInputs]):
+    """What `ckptz.hooks.Calibration` saved, by the first name of each weight.
+
+    Example:
+        >>> with CalibrationFile.open("calibration.safetensors") as calibration:  # doctest: +SKIP
+        ...     matched, unmatched = calibration.match({"head.weight": (10, 64)})
+        ...     matched["head.weight"].moments["linear"].read().shape
+        (64, 64)
+    """
+
+    file: GuideFile
+    content: CalibrationContent
+    sums: tuple[StoredSum, ...] = field(repr=False)
+    weights: Mapping[str, RecordedInputs] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open a file and check all but the values, which are checked when they are read.
+
+        Raises:
+            FileNotFoundError: no such file.
+            CalibrationError: another kind of file, or damaged.
+            UnsupportedError: written by a newer ckptz.
+        """
+        file = GuideFile(path, "calibration")
+        try:
+            content = file.content(CalibrationContent)
+            sums = tuple(_stored_sums(file, content.modules))
+            return cls(file, content, sums, dict(_weights(file, content.modules)))
+        except BaseException:
+            file.close()
+            raise
+
+    def match(self, shapes: Shapes) -> tuple[dict[str, RecordedInputs], list[str]]:
+        """What is known of the tensors of a checkpoint.
+
+        Args:
+            shapes: of its tensors by name. Names may begin with "model." or "module.".
+
+        Returns:
+            What was recorded by the checkpoint's names, and the weights that the checkpoint does not hold.
+
+        Raises:
+            CalibrationError: a tensor has another shape than the weight that was recorded.
+        """
+        return _matched(self.file.path, self.weights, shapes)
+
+    def read(self, one: StoredSum) -> NDArray[Any]:
+        """A stored tensor, checked: a matrix, or counts as int64.
+
+        Raises:
+            CalibrationError: its values are not finite, or no sums of squares or counts.
+        """
+        return (_counts if one.kind == "embedding" else _matrix)(self.file, one.tensor)
+
+    def close(self) -> None:
+        """Release the file; nothing more can be read."""
+        self.file.close()
+
+    def __getitem__(self, name: str) -> RecordedInputs:
+        return self.weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityFile(Mapping[str, GradientAverage]):
+    """What `ckptz.hooks.SensitivityTracker` saved, by the first name of each parameter."""
+
+    file: GuideFile
+    content: SensitivityContent
+    parameters: Mapping[str, GradientAverage] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open a file and check all but the values; see `CalibrationFile.open`."""
+        file = GuideFile(path, "sensitivity")
+        try:
+            content = file.content(SensitivityContent)
+            return cls(file, content, dict(_averages(file, content)))
+        except BaseException:
+            file.close()
+            raise
+
+    def match(self, shapes: Shapes) -> tuple[dict[str, GradientAverage], list[str]]:
+        """What is known of the tensors of a checkpoint; see `CalibrationFile.match`."""
+        return _matched(self.file.path, self.parameters, shapes)
+
+    def close(self) -> None:
+        """Release the file; nothing more can be read."""
+        self.file.close()
+
+    def __getitem__(self, name: str) -> GradientAverage:
+        return self.parameters[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# --- calibrations -----------------------------------------------------------------------------------
+
+
+def _stored_sums(file: GuideFile, rows: Iterable[ModuleRow]) -> Iterator[StoredSum]:
+    """The tensors of a file, which the rows of all layers agree on."""
+    users: dict[str, list[tuple[ModuleRow, InputRow]]] = {}
+    for row in rows:
+        _check_row(file, row)
+        for one in row.inputs:
+            users.setdefault(one.tensor, []).append((row, one))
+    for tensor, uses in users.items():
+        modules = tuple(row.module for row, _ in uses)
+        facts = {(row.kind, one.n_samples) for row, one in uses}
+        if len(facts) > 1 or len(set(modules)) < len(modules):
+            raise file.error(f"tensor {tensor!r} is listed with contradictions; record again")
+        kind, n_samples = facts.pop()
+        yield StoredSum(tensor=tensor, kind=kind, modules=modules, n_samples=n_samples)
+
+
+def _weights(file: GuideFile, rows: Sequence[ModuleRow]) -> Iterator[tuple[str, RecordedInputs]]:
+    """What each weight's layers recorded; layers that share a weight are summed up."""
+    by_weight: dict[str, list[ModuleRow]] = {}
+    for row in rows:
+        by_weight.setdefault(row.weight[0], []).append(row)
+    _check_names(file, {row.weight for row in rows})
+    for name, uses in by_weight.items():
+        kinds = dict.fromkeys(row.kind for row in uses)
+        _check_summable(file, uses)
+        moments = {kind: _moments(file, [row for row in uses if row.kind == kind]) for kind in kinds}
+        yield name, RecordedInputs(names=uses[0].weight, shape=uses[0].shape, moments=moments)
+
+
+def _check_names(file: GuideFile, groups: Iterable[tuple[str, ...]]) -> None:
+    """Refuse a name that stands for two parameters."""
+    taken: set[str] = set()
+    for name in (name for group in groups for name in group):
+        if name in taken:
+            raise file.error(f"{name!r} is listed as the name of two parameters; record again")
+        taken.add(name)
+
+
+def _check_row(file: GuideFile, row: ModuleRow) -> None:
+    if len({one.tensor for one in row.inputs}) != len(row.inputs):
+        raise file.error(f"layer {row.module!r} lists a tensor twice; record again")
+    dtypes = ("I64",) if row.kind == "embedding" else ("F32", "F64")
+    for one in row.inputs:
+        shape = file.region(one.tensor, dtypes).shape
+        if not _fits(row.kind, row.shape, shape):
+            raise file.error(
+                f"tensor {one.tensor!r} has shape {list(shape)}, which does not fit the {row.kind} weight "
+                f"{row.weight[0]!r} of shape {list(row.shape)}; record again"
+            )
+
+
+def _check_summable(file: GuideFile, rows: Sequence[ModuleRow]) -> None:
+    """Refuse layers that share a weight and disagree on its shape, or on that of their sums."""
+    layouts = {(row.kind, row.shape, file.shape_of(one.tensor)) for row in rows for one in row.inputs}
+    if len({shape for _, shape, _ in layouts}) > 1 or len({kind for kind, _, _ in layouts}) < len(layouts):
+        raise file.error(f"weight {rows[0].weight[0]!r} is listed with several shapes; record again")
+
+
+def _fits(kind: Kind, weight: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether sums of this shape belong to a weight of that shape."""
+    if kind == "conv":
+        n = math.prod(weight[1:])
+        is_grouped = len(shape) == 3 and shape[0] > 1 and len(weight) > 0 and weight[0] % shape[0] == 0
+        return len(weight) in (3, 4) and shape[-2:] == (n, n) and (len(shape) == 2 or is_grouped)
+    if len(weight) != 2:
+        return False
+    n = weight[WEIGHT_AXIS[kind]]
+    return shape == ((n,) if kind == "embedding" else (n, n))
+
+
+def _moments(file: GuideFile, rows: list[ModuleRow]) -> InputMoments:
+    kind, inputs = rows[0].kind, [one for row in rows for one in row.inputs]
+    return InputMoments(
+        axis=WEIGHT_AXIS[kind],
+        n_samples=sum(one.n_samples for one in inputs),
+        read=functools.partial(_read_sum, file, kind, [one.tensor for one in inputs]),
+    )
+
+
+def _read_sum(file: GuideFile, kind: Kind, tensors: list[str]) -> NDArray[Any]:
+    """The sum of some tensors, as `InputMoments.read` gives it."""
+    read = _counts if kind == "embedding" else _matrix
+    total = read(file, tensors[0])
+    for tensor in tensors[1:]:
+        total = total + read(file, tensor)
+    return total.astype(np.float64) if kind == "embedding" else total
+
+
+def _counts(file: GuideFile, tensor: str) -> NDArray[Any]:
+    counts = file.array(tensor)
+    if counts.size and counts.min() < 0:
+        raise file.error(f"tensor {tensor!r} has negative counts; record again")
+    return counts
+
+
+def _matrix(file: GuideFile, tensor: str) -> NDArray[Any]:
+    matrix = file.array(tensor)
+    diagonal = np.diagonal(matrix, axis1=-2, axis2=-1)
+    if (diagonal < 0).any() or not np.array_equal(matrix, np.swapaxes(matrix, -2, -1)):
+        raise file.error(f"tensor {tensor!r} is not a symmetric sum of squares; record again")
+    return matrix
+
+
+# --- gradient averages ------------------------------------------------------------------------------
+
+
+def _averages(file: GuideFile, content: SensitivityContent) -> Iterator[tuple[str, GradientAverage]]:
+    _check_names(file, content.parameters)
+    for names in content.parameters:
+        shape = file.region(names[0], ("F32",)).shape
+        read = functools.partial(file.array, names[0])
+        yield names[0], GradientAverage(names=names, shape=shape, read=read)

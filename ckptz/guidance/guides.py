@@ -1,0 +1,274 @@
+"""What planners may know of a checkpoint beside its values: second moments, gradients, layer inputs.
+
+Nothing of it is stored, so it may come from files that are gone when the checkpoint is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from ckptz.codec.units import TensorSource
+from ckptz.codec.values import KINDS
+from ckptz.encoding.coded import CodedSource
+from ckptz.encoding.extent import moments_energy
+from ckptz.encoding.guide import Guide
+from ckptz.errors import CalibrationError, ConfigError
+from ckptz.formats.inputs import open_input
+from ckptz.guidance.files import (
+    CalibrationFile,
+    RecordedCalibration,
+    RecordedInputs,
+    SensitivityFile,
+)
+from ckptz.guidance.layout import Shapes
+from ckptz.guidance.owners import roles_beside
+from ckptz.methods.method import CALIBRATION, READ_OPTIMIZER, SENSITIVITY, Method
+from ckptz.methods.table import METHODS
+from ckptz.quant.guides import InputMoments
+from ckptz.roles import Role, Rule, role_of
+
+UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
+Calibrated: TypeAlias = Path | RecordedCalibration  # saved, or in memory
+# A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
+INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuideFiles:
+    """Files that say more of a checkpoint than it does.
+
+    Attributes:
+        read_optimizer: a checkpoint with Adam's second moments.
+        calibration: what `ckptz.hooks.Calibration` saved, or has in memory.
+        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
+    """
+
+    read_optimizer: Path | None = None
+    calibration: Calibrated | None = None
+    sensitivity: Path | None = None
+
+    def check(self, config: Method) -> None:
+        """Refuse files that the method would not read.
+
+        Raises:
+            ConfigError: names the file and the method.
+        """
+        for name in (READ_OPTIMIZER, CALIBRATION, SENSITIVITY):
+            given = getattr(self, name)
+            if given is None or name in config.reads:
+                continue
+            where = f"{given}: " if isinstance(given, Path) else ""
+            what = name.replace("_", "-")
+            if not config.is_lossy:
+                raise ConfigError(f"{where}lossless compression reads no {what} file; name a --method")
+            raise ConfigError(f"{where}the method {config.name} reads no {what}; {_readers(name)}")
+
+
+def _readers(name: str) -> str:
+    """Say which methods a guide is for."""
+    methods = [method.name for method in METHODS.values() if name in method.reads]
+    return f"a {name.replace('_', '-')} guides {' and '.join(methods)} only"
+
+
+NO_FILES: Final = GuideFiles()
+
+
+@dataclass(slots=True)
+class Guided:
+    """Guides by the names of weights, and what the user should know of where they come from.
+
+    Attributes:
+        guides: by name of the tensor.
+        notes: for the user.
+    """
+
+    guides: dict[str, Guide] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def guides_of(
+    tensors: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+    config: Method,
+    files: GuideFiles,
+    held: contextlib.ExitStack,
+    *,
+    tree: dict[str, Any] | None = None,
+    rules: Sequence[Rule] = (),
+) -> Guided:
+    """Find all that is known of the weights of a checkpoint.
+
+    Args:
+        tensors: of the checkpoint, and those that stand beside it.
+        roles: of each of them.
+        config: the method that is guided; one that reads nothing needs nothing.
+        files: where more is known.
+        held: keeps the files open that guides read from.
+        tree: of the checkpoint, as in `Index.tree`.
+        rules: the user's rows of the table of roles.
+
+    Raises:
+        ConfigError: a file does not belong to this checkpoint.
+        CalibrationError: the same, of a calibration or sensitivity file.
+        FileNotFoundError: a file is missing.
+    """
+    files.check(config)
+    if not config.reads:
+        return Guided()
+    weights = {
+        name: source
+        for name, source in tensors.items()
+        if roles[name].role == "weight" and source.dtype.name in KINDS and not isinstance(source, CodedSource)
+    }
+    found = Guided()
+    moments = _own_moments(tensors, weights, roles, found.notes)
+    if files.read_optimizer is not None:
+        moments = _read_moments(files.read_optimizer, weights, roles, tree, rules, held, found.notes)
+    gradients = {}
+    if files.sensitivity is not None:
+        gradients = _read_gradients(files.sensitivity, weights, held, found.notes)
+    inputs: dict[str, InputMoments] = {}
+    if files.calibration is not None:
+        inputs = read_inputs(files.calibration, _shapes(weights), held, found.notes)
+    elif CALIBRATION in config.reads:
+        found.notes.append(UNCALIBRATED)
+    energy = moments_energy([(source, moments[name]) for name, source in weights.items() if name in moments])
+    for name in weights:
+        found.guides[name] = Guide(
+            gradient=gradients.get(name),
+            second_moment=moments.get(name),
+            inputs=inputs.get(name),
+            energy=energy,
+        )
+    return found
+
+
+def _own_moments(
+    tensors: Mapping[str, TensorSource],
+    weights: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+    notes: list[str],
+) -> dict[str, TensorSource]:
+    """Second moments that stand in the same file as their weights."""
+    squares = {roles[n].parameter: s for n, s in tensors.items() if roles[n].role == "exp_avg_sq"}
+    found, unlike = {}, []
+    for name, weight in weights.items():
+        moments = squares.get(roles[name].parameter)
+        if moments is None:
+            continue
+        if _fits(moments, weight):
+            found[name] = moments
+        else:
+            unlike.append(name)
+    if unlike:
+        notes.append(
+            f"{len(unlike)} weights have second moments of another shape or type, which guide nothing, "
+            f"first {unlike[0]!r}"
+        )
+    return found
+
+
+def _fits(moments: TensorSource, weight: TensorSource) -> bool:
+    return moments.dtype.name in KINDS and tuple(moments.shape) == tuple(weight.shape)
+
+
+def _read_moments(
+    path: Path,
+    weights: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+    tree: dict[str, Any] | None,
+    rules: Sequence[Rule],
+    held: contextlib.ExitStack,
+    notes: list[str],
+) -> dict[str, TensorSource]:
+    """Second moments from another checkpoint, by the parameters' names."""
+    opened = held.enter_context(contextlib.closing(open_input(path)))
+    known = roles_beside(opened, weights, tree, rules)
+    squares = {}
+    for name, source in opened.tensors.items():
+        role = known.roles.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
+        if role.role == "exp_avg_sq":
+            squares[role.parameter] = source
+    found = {}
+    for name, weight in weights.items():
+        moments = squares.get(roles[name].parameter)
+        if moments is None:
+            continue
+        if not _fits(moments, weight):
+            raise ConfigError(
+                f"{path}: the second moment of {name!r} is {moments.dtype.name} {list(moments.shape)}, the "
+                f"weight has shape {list(weight.shape)}; give this model's optimizer, in F32, BF16 or F16"
+            )
+        found[name] = moments
+    if not found:
+        reason = "".join(f" ({note})" for note in known.notes[:1])
+        raise ConfigError(
+            f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; give "
+            "the optimizer of this model, or name its tensors with --roles"
+        )
+    without = [name for name, weight in weights.items() if name not in found and len(weight.shape) > 1]
+    if without:
+        notes.append(f"{path}: holds no second moment of {len(without)} weights, first {without[0]!r}")
+    return found
+
+
+def _read_gradients(
+    path: Path, weights: Mapping[str, TensorSource], held: contextlib.ExitStack, notes: list[str]
+) -> dict[str, TensorSource]:
+    """Averages of gradients by the names of weights."""
+    file = held.enter_context(SensitivityFile.open(path))
+    matched, unmatched = file.match(_shapes(weights))
+    if unmatched:
+        notes.append(
+            f"{path}: {len(unmatched)} of its {len(file)} parameters are not in the checkpoint, "
+            f"first {unmatched[0]!r}"
+        )
+    return {name: file.file.region(one.names[0], ("F32",)) for name, one in matched.items()}
+
+
+def read_inputs(
+    calibration: Calibrated, shapes: Shapes, held: contextlib.ExitStack, notes: list[str]
+) -> dict[str, InputMoments]:
+    """Second moments of the inputs of layers by the names of their weights.
+
+    Args:
+        calibration: of this model.
+        shapes: of the weights.
+        held: keeps the file open that they are read from.
+        notes: are told what is missing.
+
+    Raises:
+        CalibrationError: it is of another model.
+    """
+    recorded: CalibrationFile | RecordedCalibration
+    if isinstance(calibration, Path):
+        where, recorded = str(calibration), held.enter_context(CalibrationFile.open(calibration))
+    else:
+        where, recorded = "calibration", calibration
+    matched, unmatched = recorded.match(shapes)
+    n = len(recorded.weights)
+    if not matched:
+        found = f", not even {unmatched[0]!r}" if unmatched else ""
+        raise CalibrationError(
+            f"{where}: none of its {n} modules is in the checkpoint{found}; record this model"
+        )
+    if unmatched:
+        notes.append(
+            f"{where}: {len(unmatched)} of its {n} modules are not in the checkpoint, first {unmatched[0]!r}"
+        )
+    without = [name for name, shape in shapes.items() if name not in matched and len(shape) > 1]
+    if without:
+        notes.append(f"{len(without)} weights are uncalibrated, first {without[0]!r}")
+    return {name: _inputs_of(one) for name, one in matched.items()}
+
+
+def _inputs_of(recorded: RecordedInputs) -> InputMoments:
+    return next(recorded.moments[kind] for kind in INPUT_KINDS if kind in recorded.moments)
+
+
+def _shapes(weights: Mapping[str, TensorSource]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(source.shape) for name, source in weights.items()}

@@ -1,0 +1,374 @@
+"""A model and its optimizer: two files as one checkpoint, and whose moments an optimizer's numbers are.
+
+torch's optimizers number their state by the order of their parameter groups. The parameter of a number is
+found by the names that newer groups carry, by the order of the model where that is a torch state too, or
+by a shape that nothing else has. Where none of this decides, and where a moment belongs to no weight of the
+checkpoint at all, the state stays lossless and a note names it: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ckptz.codec.units import TensorSource
+from ckptz.container.index import Shard, Sharding
+from ckptz.errors import ConfigError
+from ckptz.formats.inputs import Input
+from ckptz.formats.portable import clashes, is_portable
+from ckptz.formats.sharding import PLAIN_SUFFIX, SHARD_SUFFIXES, is_shard_name
+from ckptz.roles import Role, Rule, role_of
+from ckptz.tree.leaves import TensorRef
+from ckptz.tree.skeleton import parse_tree
+
+# Weights of a state_dict that no optimizer knows: statistics of batch normalisation.
+BUFFERS: Final = re.compile(r"(^|\.)running_(mean|var)$")
+MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
+
+
+# --- two files as one ---------------------------------------------------------------------------
+
+
+def join(model: Input, optimizer: Input) -> Input:
+    """One checkpoint of a model and its optimizer, which restores to both under their own names.
+
+    Args:
+        model: a safetensors or torch file, or a folder of shards.
+        optimizer: a safetensors or torch file.
+
+    Raises:
+        ConfigError: they cannot stand in one file; the message says why.
+    """
+    parts = [_part(model), _part(optimizer)]
+    if optimizer.kind == "folder":
+        raise ConfigError(f"{optimizer.name}: --optimizer takes a file, and this is a folder; name the file")
+    shards = [shard for part in parts for shard in part.shards]
+    files = [shard.file for shard in shards]
+    for one, other in [*((f, f) for f, n in Counter(files).items() if n > 1), *clashes(files)]:
+        names = one if one == other else f"{one} and {other}, one name on some systems"
+        raise ConfigError(f"{model.name} and {optimizer.name}: both are called {names}; rename one of them")
+    for name in optimizer.tensors:
+        if name in model.tensors:
+            raise ConfigError(
+                f"{optimizer.name}: tensor {name!r} is in {model.name} too; "
+                "give the optimizer's state alone, under names of its own"
+            )
+    sharding = model.sharding or Sharding(())
+    return replace(
+        model,
+        kind="folder",
+        tensors={**model.tensors, **optimizer.tensors},
+        sharding=Sharding(tuple(shards), sharding.index_file, sharding.index_text, sharding.carried),
+        tree=_joint_tree(parts),
+        checkpoint=None,
+        optimizer_names=frozenset(optimizer.tensors),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Shards of one input; `states` are the JSON nodes of those that are torch files, by file."""
+
+    shards: tuple[Shard, ...]
+    states: list[Any]
+    storages: list[Any]
+
+
+def _part(opened: Input) -> _Part:
+    if opened.kind == "ckptz":
+        raise ConfigError(f"{opened.name}: is a .ckptz file already; restore it first")
+    tree = opened.tree or {"root": {"dict": []}, "storages": []}
+    if opened.sharding is not None:
+        return _Part(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
+    file = Path(opened.name).name
+    if not is_shard_name(file) or not is_portable(file):
+        raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
+    if opened.tree is None and not file.endswith(PLAIN_SUFFIX):
+        raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")
+    metadata = None if opened.metadata is None else dict(opened.metadata)
+    states = [] if opened.tree is None else [[file, tree["root"]]]
+    return _Part((Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"])
+
+
+def _joint_tree(parts: Sequence[_Part]) -> dict[str, Any] | None:
+    states: list[Any] = []
+    storages: list[Any] = []
+    for part in parts:
+        states += _renumbered(part.states, len(storages))
+        storages += part.storages
+    return {"root": {"dict": states}, "storages": storages} if states else None
+
+
+def _renumbered(node: Any, n_before: int) -> Any:
+    """A node of a tree behind `n_before` storages of another one."""
+    if isinstance(node, list):
+        return [_renumbered(item, n_before) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "view" in node:
+        return {**node, "view": node["view"] + n_before}
+    return {key: _renumbered(value, n_before) for key, value in node.items()}
+
+
+# --- whose moments ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Joined:
+    """What is known of a checkpoint's optimizer state.
+
+    Attributes:
+        roles: of its tensors, where names alone do not say it.
+        notes: for the user.
+    """
+
+    roles: dict[str, Role] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The state of one parameter: tensor names by what the optimizer calls them.
+
+    Attributes:
+        key: number or name in the optimizer's state.
+        group: position of its parameter group.
+        tensors: names by word: "exp_avg" and so on.
+        shape: of the parameter, if a state tells it.
+        label: name of the parameter, if the group or the key tells it.
+    """
+
+    key: Any
+    group: int
+    tensors: Mapping[str, str]
+    shape: tuple[int, ...] | None
+    label: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    parameter: str
+    shape: tuple[int, ...]
+
+
+def known_roles(
+    tensors: Mapping[str, TensorSource],
+    tree: Any,
+    rules: Sequence[Rule] = (),
+    own: Collection[str] = (),
+    model_tree: Any = None,
+) -> Joined:
+    """Find the parameters of numbered optimizer state, and say what stays unknown.
+
+    Args:
+        tensors: of the checkpoint.
+        tree: as in `Index.tree`, or None.
+        rules: the user's rows of the table of roles, which nothing here overrules.
+        own: names of tensors that come from a file of optimizer state.
+        model_tree: the tree of the weights, if that is another one.
+    """
+    found = Joined()
+    root = None if tree is None else parse_tree(tree).root
+    states = list(_optimizers(root))
+    inside = {*own, *(ref.name for state in states for ref in _refs(state))}
+    roles = {n: role_of(n, s.shape, s.dtype.is_float, rules) for n, s in tensors.items()}
+    ordered = {ref.name for ref in _refs(root)}
+    if model_tree is not None:
+        ordered |= {ref.name for ref in _refs(parse_tree(model_tree).root)}
+    for state in states:
+        _join(state, tensors, roles, inside, ordered, found)
+    given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
+    found.roles = {name: role for name, role in found.roles.items() if name not in given}
+    _keep_strangers({**roles, **found.roles}, inside, given, tensors, found)
+    return found
+
+
+def roles_beside(
+    read: Input, weights: Mapping[str, TensorSource], model_tree: Any, rules: Sequence[Rule] = ()
+) -> Joined:
+    """Roles of a checkpoint that is read beside the weights of another one.
+
+    A file that holds weights itself says whose moments it has; of optimizer state alone, the model decides.
+
+    Args:
+        read: the checkpoint.
+        weights: of the model that it is read for.
+        model_tree: their tree, as in `Index.tree`, or None.
+        rules: the user's rows of the table of roles.
+    """
+    alone = known_roles(read.tensors, read.tree, rules)
+    for name, source in read.tensors.items():
+        role = alone.roles.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
+        if role.role == "weight":
+            return alone
+    both = {**weights, **read.tensors}
+    return known_roles(both, read.tree, rules, tuple(read.tensors), model_tree)
+
+
+def _optimizers(node: Any) -> Iterator[Mapping[Any, Any]]:
+    """The states of torch optimizers anywhere in a tree."""
+    if isinstance(node, Mapping):
+        if isinstance(node.get("state"), Mapping) and isinstance(node.get("param_groups"), list):
+            yield node
+            return
+        for value in node.values():
+            yield from _optimizers(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _optimizers(value)
+
+
+def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> Iterator[_Entry]:
+    for group, settings in enumerate(state["param_groups"]):
+        if not isinstance(settings, Mapping):
+            continue
+        keys, labels = settings.get("params", []), settings.get("param_names")
+        labels = labels if isinstance(labels, list) and len(labels) == len(keys) else [None] * len(keys)
+        for position, key in enumerate(keys):
+            names = {
+                word: ref.name
+                for word, ref in state["state"].get(key, {}).items()
+                if isinstance(word, str) and isinstance(ref, TensorRef) and ref.name in tensors
+            }
+            label = labels[position] or (key if isinstance(key, str) else None)
+            yield _Entry(key, group, names, _shape(names, tensors), label)
+
+
+def _shape(names: Mapping[str, str], tensors: Mapping[str, TensorSource]) -> tuple[int, ...] | None:
+    """The shape of the parameter, from a state that has one number for each of its elements."""
+    for word in ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "variance"):
+        if word in names:
+            return tuple(tensors[names[word]].shape)
+    return None
+
+
+def _join(
+    state: Mapping[Any, Any],
+    tensors: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+    inside: Collection[str],
+    ordered: Collection[str],
+    found: Joined,
+) -> None:
+    """Give the state of one optimizer the names of parameters."""
+    entries = list(_entries(state, tensors))
+    names = [name for entry in entries for name in entry.tensors.values()]
+    if not names:
+        return
+    weights, is_ordered = [], True
+    for name, source in tensors.items():
+        if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name):
+            weights.append(_Weight(roles[name].parameter, tuple(source.shape)))
+            # A safetensors file has its tensors in an order of its own.
+            is_ordered = is_ordered and name in ordered
+    parameters, fault = _match(entries, weights, is_ordered=is_ordered)
+    if fault and weights:
+        unknown = next(n for e in entries if e.key not in parameters for n in e.tensors.values())
+        found.notes.append(
+            f"optimizer state {unknown!r} and others have no parameter's name: {fault}; save the optimizer "
+            "with names in its parameter groups, or the model with torch.save"
+        )
+    for entry in entries:
+        label = parameters.get(entry.key, f"state.{entry.key}")
+        for word, name in entry.tensors.items():
+            source = tensors[name]
+            found.roles[name] = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
+
+
+def _refs(node: Any) -> Iterator[TensorRef]:
+    if isinstance(node, TensorRef):
+        yield node
+    elif isinstance(node, Mapping):
+        for value in node.values():
+            yield from _refs(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _refs(value)
+
+
+def _match(
+    entries: Sequence[_Entry], weights: Sequence[_Weight], *, is_ordered: bool
+) -> tuple[dict[Any, str], str]:
+    """The parameter of each key, and what kept the others from being found."""
+    shapes = {weight.parameter: weight.shape for weight in weights}
+    labels = {entry.key: (entry.label or "").removeprefix("model.") for entry in entries}
+    if all(label in shapes for label in labels.values()):
+        unlike = [e for e in entries if e.shape not in (None, shapes[labels[e.key]])]
+        fault = f"{labels[unlike[0].key]!r} has another shape in the model" if unlike else ""
+        return ({}, fault) if unlike else (labels, "")
+    pairs = list(zip(entries, weights, strict=False))
+    is_whole = is_ordered and len(entries) == len(weights)
+    if is_whole and all(entry.shape in (None, weight.shape) for entry, weight in pairs):
+        return {entry.key: weight.parameter for entry, weight in pairs}, ""
+    return _match_by_shape(entries, weights, is_ordered=is_ordered)
+
+
+def _match_by_shape(
+    entries: Sequence[_Entry], weights: Sequence[_Weight], *, is_ordered: bool
+) -> tuple[dict[Any, str], str]:
+    parameters: dict[Any, str] = {}
+    faults = []
+    for shape in dict.fromkeys(entry.shape for entry in entries if entry.tensors):
+        own = [entry for entry in entries if entry.shape == shape]
+        theirs = [weight for weight in weights if weight.shape == shape]
+        is_one_group = len({entry.group for entry in own}) == 1
+        if shape is None:
+            faults.append(f"the state of {len(own)} parameters tells no shape")
+        elif len(own) != len(theirs):
+            faults.append(f"{len(own)} have shape {list(shape)}, of the model's parameters {len(theirs)}")
+        elif len(own) > 1 and not (is_ordered and is_one_group):
+            faults.append(f"{len(own)} have shape {list(shape)}, and the order of the model is not known")
+        else:
+            pairs = zip(own, theirs, strict=True)
+            parameters |= {entry.key: weight.parameter for entry, weight in pairs}
+    return parameters, faults[0] if faults else ""
+
+
+def _keep_strangers(
+    roles: Mapping[str, Role],
+    inside: Collection[str],
+    given: Collection[str],
+    tensors: Mapping[str, TensorSource],
+    found: Joined,
+) -> None:
+    """What an optimizer holds under unknown words, or for unknown weights, stays lossless.
+
+    Args:
+        roles: of all tensors.
+        inside: names of tensors that are optimizer state.
+        given: names of tensors whose role the user has given; they keep it.
+        tensors: of the checkpoint.
+        found: gets roles and notes.
+    """
+    free = {name: source for name, source in tensors.items() if name not in given}
+    unknown = [name for name in free if name in inside and roles[name].role == "weight"]
+    found.roles |= {name: replace(roles[name], role="other") for name in unknown}
+    exact = [
+        name
+        for name, source in free.items()
+        if name in inside and roles[name].role in ("weight", "other") and _is_large(source)
+    ]
+    if exact:
+        found.notes.append(
+            f"{len(exact)} tensors of optimizer state have no role that becomes lossy and stay lossless, "
+            f"first {exact[0]!r}"
+        )
+    weights = [name for name in tensors if roles[name].role == "weight" and name not in inside]
+    parameters = {roles[name].parameter for name in weights}
+    alone = [n for n in free if roles[n].role in MOMENT_ROLES and roles[n].parameter not in parameters]
+    # A checkpoint without a model has moments alone, whatever numbers stand beside them.
+    if alone and any(_is_large(tensors[name]) for name in weights):
+        found.roles |= {name: replace(roles[name], role="other") for name in alone}
+        found.notes.append(
+            f"{len(alone)} moments belong to no weight of the checkpoint and stay lossless, "
+            f"first {alone[0]!r}"
+        )
+
+
+def _is_large(source: TensorSource) -> bool:
+    """Whether it holds numbers for elements of a parameter, and not a counter."""
+    return source.dtype.is_float and source.dtype.n_units(tuple(source.shape)) > 1

@@ -1,0 +1,236 @@
+"""What every method is made of: a configuration that a user gives, and the recipes that tensors get from it.
+
+A method is a frozen dataclass of settings, checked when it is made, in a file of its own and a row of
+`ckptz.methods.table`. Everything that other rooms want to know of it is said here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Protocol, Self, TypeVar
+
+import msgspec
+
+from ckptz.codec.units import TensorSource
+from ckptz.codec.values import KINDS
+from ckptz.dtypes import DType
+from ckptz.encoding.draft import Draft, Subject
+from ckptz.errors import ConfigError
+from ckptz.roles import Role
+
+Setting = int | float | bool | str
+READ_OPTIMIZER, CALIBRATION, SENSITIVITY = "read_optimizer", "calibration", "sensitivity"  # what guides
+
+
+class Recipe:
+    """What becomes of one tensor: the settings that a method gives it. Frozen; equal ones write equal frames.
+
+    Attributes:
+        name: in the file's record of the tensor.
+        is_lossy: whether the tensor may come back changed.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str]
+    is_lossy: ClassVar[bool] = True
+
+    @property
+    def prunes(self) -> bool:
+        """Whether elements become zero by a share."""
+        return False
+
+    @property
+    def companion(self) -> str | None:
+        """Name of the tensor of the same file whose restored values the recipe looks at, or None."""
+        return None
+
+    def settings(self) -> dict[str, Setting]:
+        """Give what the file's record says was asked."""
+        raise NotImplementedError
+
+    def plan(self, subject: Subject) -> Draft:
+        """Plan a tensor that is not empty."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a method means for one tensor of a file: what the tensor is, and its recipe."""
+
+    role: Role
+    recipe: Recipe
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the tensor may come back changed."""
+        return self.recipe.is_lossy
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSet:
+    """The tensors of one file, as far as choices depend on them.
+
+    Attributes:
+        tensors: by name.
+        roles: what each of them is.
+        trained: parameters whose moments stand in another file.
+    """
+
+    tensors: Mapping[str, TensorSource]
+    roles: Mapping[str, Role]
+    trained: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option of `ckptz compress` that sets a field of a method.
+
+    Attributes:
+        flag: as it is written, such as "--levels".
+        field: of the method.
+        type: int, float, or the words that there are.
+        metavar: what the help calls the value; unused for words.
+        help: one sentence, with the default.
+        is_searched: whether a search looks for it, so that it cannot be given with one.
+        parse: what makes the field of all values, where the option may be repeated.
+    """
+
+    flag: str
+    field: str
+    type: Any
+    metavar: str | None = None
+    help: str
+    is_searched: bool = False
+    parse: Callable[[Sequence[str]], Any] | None = None
+
+    @property
+    def keyword(self) -> str:
+        """The flag as a name of Python."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+class Record(Protocol):
+    """What a file says of one of its lossy tensors; see `ckptz.container.index.LossyRecord`."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def layer_type(self) -> str: ...
+
+    @property
+    def settings(self) -> Mapping[str, Setting]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How the tensors of a file become smaller. Subclasses are frozen dataclasses of their settings.
+
+    Attributes:
+        name: in plans, reports and on the command line.
+        is_lossy: whether tensors may come back changed.
+        reads: what guides it beside the values: READ_OPTIMIZER, CALIBRATION, SENSITIVITY.
+        options: of the command line.
+        axes: settings that a search over a cube tries, each from the mildest to the most aggressive value.
+        is_scalable: whether one multiplier scales all its steps, which a search turns; see `scaled`.
+        fits_whole_tensors: whether the parts of a tensor that is split over ranks need a sketch of the whole.
+    """
+
+    name: ClassVar[str]
+    is_lossy: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset()
+    options: ClassVar[tuple[Option, ...]] = ()
+    axes: ClassVar[Mapping[str, tuple[float, ...]]] = {}
+    is_scalable: ClassVar[bool] = False
+    fits_whole_tensors: ClassVar[bool] = False
+
+    @property
+    def loses_state(self) -> bool:
+        """Whether optimizer state may come back changed."""
+        return False
+
+    @property
+    def least_elements(self) -> int:
+        """Elements below which a tensor stays exact."""
+        return 0
+
+    def of_parts(self) -> Self:
+        """Give the same for tensors that are parts of larger ones, whose own size says nothing.
+
+        Raises:
+            ConfigError: a setting needs whole tensors.
+        """
+        return self
+
+    def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
+        """Say what becomes of a tensor by itself."""
+        raise NotImplementedError
+
+    def choose(self, file: TensorSet) -> dict[str, Choice]:
+        """Say what becomes of each tensor of a file, by name."""
+        chosen = {}
+        for name, source in file.tensors.items():
+            role = file.roles[name]
+            chosen[name] = Choice(role, self.recipe(role, source.dtype, tuple(source.shape)))
+        return chosen
+
+    # --- what a search does with it -------------------------------------------------------------
+
+    @classmethod
+    def reference(cls) -> Self:
+        """Give the settings around which a search looks, unless it is told others."""
+        return cls()
+
+    def searched(self, *, trains: bool) -> Self:
+        """Give the template of a search.
+
+        Args:
+            trains: whether a budget trains on, and so notices what becomes of optimizer state.
+        """
+        del trains
+        return self
+
+    @property
+    def multiplier(self) -> float:
+        """What `scaled` was last called with."""
+        raise NotImplementedError
+
+    def scaled(self, multiplier: float) -> Self:
+        """Give the settings with all steps multiplied; a larger multiplier is a smaller, worse file."""
+        raise NotImplementedError
+
+    def recorded(self, records: Sequence[Record]) -> Self | None:
+        """Give the settings that a file was written with, from what it says of its lossy tensors.
+
+        The receiver is the template: what no record tells. None if the file is of another method.
+        """
+        del records
+        return None
+
+
+M = TypeVar("M", bound=Method)
+MIN_ELEMENTS: Final = 4096  # smaller tensors stay exact: a map and tables would outweigh what they save
+
+
+def is_large_weight(
+    role: Role, dtype: DType, shape: tuple[int, ...], min_elements: int = MIN_ELEMENTS
+) -> bool:
+    """Tell whether a tensor is a weight of two or more dimensions that a map may pay for."""
+    is_weight = role.role == "weight" and dtype.name in KINDS
+    return is_weight and len(shape) >= 2 and dtype.n_units(shape) >= min_elements
+
+
+def usual_setting(records: Sequence[Record], name: str) -> Setting | None:
+    """Find the value that a setting has in most records; None if none has it."""
+    values = [record.settings[name] for record in records if name in record.settings]
+    return Counter(values).most_common(1)[0][0] if values else None
+
+
+def settings_of(method: type[M], settings: Mapping[str, Any]) -> M | None:
+    """Make a configuration of recorded settings; None where they are of another version and mean nothing."""
+    try:
+        return msgspec.convert(settings, method)
+    except (msgspec.ValidationError, ConfigError):
+        return None

@@ -1,0 +1,301 @@
+"""Plans second moments: predicted from zero, from the base, or from two vectors as in Adafactor.
+
+The smallest of these, alone or with classes by the base's codes, is chosen by its size on a sample. What
+is no second moment (infinities, NaN, negative values) leaves its tensor lossless, with a note.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.frame_plan import MAX_OUTER, outer_bytes
+from ckptz.codec.plan import Domain, Outer, Plan, Predictor
+from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
+from ckptz.codec.values import KINDS
+from ckptz.encoding.counts import ClassCounts, stream_tables
+from ckptz.encoding.draft import Draft, Subject
+from ckptz.kernels import cpu, reference
+from ckptz.methods.lossless import plan_lossless
+from ckptz.methods.method import Recipe, Setting
+from ckptz.methods.small import exact_with_note, sketch_of
+from ckptz.quant.moments import (
+    Ladder,
+    LogSums,
+    Rungs,
+    best_ladder,
+    counted,
+    entropy_of,
+    ladder_step,
+    largest_unit,
+    rungs_of,
+    second_map,
+)
+from ckptz.quant.quantizer import Quantizer
+from ckptz.quant.sketch import Sketch
+from ckptz.transform.classes import BaseCode
+
+Units = NDArray[Any]
+Integers = NDArray[np.int64]
+Bounds = tuple[int, int]
+
+MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
+MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
+SAMPLE_UNITS: Final = 1 << 16  # decides between predictions
+BLOCK_UNITS: Final = 1 << 16  # worked on at once, so that 64-bit intermediates stay small
+BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What second moments are told apart from: zero, the base, or an outer product."""
+
+    kind: int
+    predictor: Predictor = Predictor.ZERO
+    base: TensorSource | None = None
+    outer: Outer | None = None
+
+    def orders(self, begin: int, end: int) -> Integers:
+        """Predicted bit patterns of some units, in the order of the values."""
+        if self.base is not None:
+            units = self.base.units(begin, end)
+        elif self.outer is not None:
+            products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
+            units = cpu().from_f32(products, self.kind)
+        else:
+            units = np.zeros(end - begin, np.uint32 if self.kind == reference.F32 else np.uint16)
+        ordered: Integers = reference.order(units).astype(np.int64)
+        return ordered
+
+
+@dataclass(frozen=True, slots=True)
+class LadderQuantizer(Quantizer):
+    """The encoder's side of a second moment's map."""
+
+    prediction: Prediction
+    ladder: Ladder
+    rungs: Rungs | None = None
+
+    def indices(self, begin: int, end: int, units: Units) -> tuple[Integers, NDArray[np.bool_]]:
+        """The level of each unit, and whether that level restores a finite number above zero."""
+        predicted = self.prediction.orders(begin, end)
+        indices, is_restored = np.empty(len(units), np.int64), np.empty(len(units), np.bool_)
+        zero = 1 << (8 * units.itemsize - 1)
+        largest = zero + largest_unit(self.prediction.kind)
+        for at in _blocks(len(units)):
+            indices[at] = self.ladder.indices(reference.order(units[at]).astype(np.int64) - predicted[at])
+            distances = self.ladder.distances(indices[at])
+            if self.prediction.predictor is Predictor.ZERO:
+                distances = np.maximum(distances, 1)
+            restored = predicted[at] + distances
+            is_restored[at] = (restored > zero) & (restored <= largest)
+        return indices, is_restored
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        """Codes of some units: levels, exact zeros, exceptions."""
+        assert self.rungs is not None
+        indices, is_restored = self.indices(begin, end, units)
+        codes = indices - self.rungs.lowest
+        is_level = is_restored & (codes >= 0) & (codes < self.rungs.n_levels)
+        codes[~is_level] = self.rungs.escape_code or 0
+        codes[units == 0] = self.rungs.zero_code or 0
+        return codes.astype(np.uint8)
+
+
+def _fault_of_second(sketch: Sketch) -> str:
+    """Why a tensor is no second moment, or nothing."""
+    if not sketch.is_finite:
+        return "holds NaN or infinity"
+    if sketch.counts[len(sketch.counts) // 2 :].any():
+        return "holds negative second moments"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMoment(Recipe):
+    """How a second moment becomes lossy.
+
+    Attributes:
+        step: in octaves; a restored element is within half of it.
+    """
+
+    step: float
+    name: ClassVar[str] = "second-moment"
+
+    def settings(self) -> dict[str, Setting]:
+        """See `Recipe.settings`."""
+        return {"step": self.step}
+
+    def plan(self, subject: Subject) -> Draft:
+        """Plan a tensor of second moments."""
+        source = subject.source
+        n_units, kind = source.dtype.n_units(source.shape), KINDS[source.dtype.name]
+        if n_units < MIN_LOSSY_UNITS:
+            return plan_lossless(source, subject.base, subject.run)
+        if fault := _fault_of_second(sketch_of(source, subject.run)):
+            return exact_with_note(subject, fault)
+        sample = _Sample.of(source, subject.base)
+        step = ladder_step(self.step, kind)
+        best = min(
+            (sample.candidate(prediction, step) for prediction in _predictions(subject)),
+            key=lambda candidate: candidate.predicted_bits,
+        )
+        return _second_plan(subject, best)
+
+
+def _predictions(subject: Subject) -> Iterator[Prediction]:
+    source, base, run = subject.source, subject.base, subject.run
+    kind = KINDS[source.dtype.name]
+    yield Prediction(kind)
+    if base is not None:
+        yield Prediction(kind, Predictor.BASE, base=base)
+    shape = _matrix(tuple(source.shape))
+    if min(shape) > 1 and sum(shape) <= MAX_OUTER:
+        sums = functools.reduce(
+            operator.add, run(lambda b: _log_sums(source, b, shape), chunk_bounds(shape[0] * shape[1]))
+        )
+        yield Prediction(kind, Predictor.OUTER, outer=Outer(*sums.factors()))
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The matrix that an outer product fills."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def _log_sums(source: TensorSource, bounds: Bounds, shape: tuple[int, int]) -> LogSums:
+    patterns = cpu().to_f32(source.units(*bounds), KINDS[source.dtype.name])
+    return LogSums.of(reference.widen_f64(patterns), bounds[0], shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A prediction with its ladder, and the size that a sample promises."""
+
+    prediction: Prediction
+    ladder: Ladder
+    predicted_bits: float
+    n_base_codes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Every so many-th unit of the chunk in the middle, and the base's codes there."""
+
+    source: TensorSource
+    bounds: Bounds
+    stride: int
+    units: Units
+    base_codes: NDArray[np.uint8] | None
+    n_base_codes: int | None
+
+    @classmethod
+    def of(cls, source: TensorSource, base: TensorSource | None) -> _Sample:
+        n_units = source.dtype.n_units(source.shape)
+        begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS
+        end = min(begin + CHUNK_UNITS, n_units)
+        stride = -(-(end - begin) // SAMPLE_UNITS)
+        n_codes = None if base is None else base.n_codes
+        codes = base.codes(begin, end) if base is not None and n_codes else None
+        codes = None if codes is None else codes[::stride]
+        return cls(source, (begin, end), stride, source.units(begin, end)[::stride], codes, n_codes)
+
+    def candidate(self, prediction: Prediction, step: int) -> _Candidate:
+        """A prediction with the ladder that fits it best, alone or with classes by the base's codes."""
+        is_live = self.units != 0
+        predicted = prediction.orders(*self.bounds)[:: self.stride][is_live]
+        distances = reference.order(self.units[is_live]).astype(np.int64) - predicted
+        is_free = prediction.predictor is not Predictor.BASE and len(distances)
+        ladder = best_ladder(distances, step) if is_free else Ladder(step)
+        indices = ladder.indices(distances)
+        scale = self.source.dtype.n_units(self.source.shape) / len(self.units)
+        bits = entropy_of(indices) * scale
+        side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
+        classed = self._classed_bits(indices, is_live) * scale
+        bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
+        if self.base_codes is not None and classed < bits * BASE_BIAS * bias:
+            return _Candidate(prediction, ladder, classed / BASE_BIAS + side_bits, self.n_base_codes)
+        return _Candidate(prediction, ladder, bits / bias + side_bits)
+
+    def _classed_bits(self, indices: Integers, is_live: NDArray[np.bool_]) -> float:
+        if self.base_codes is None or not len(indices):
+            return math.inf
+        labels = self.base_codes[is_live]
+        return sum(entropy_of(indices[labels == label]) for label in np.unique(labels))
+
+
+def _blocks(n_units: int) -> Iterator[slice]:
+    for at in range(0, n_units, BLOCK_UNITS):
+        yield slice(at, min(at + BLOCK_UNITS, n_units))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """How often each level occurs, exact zeros, and elements that their level does not restore."""
+
+    indices: Integers
+    counts: Integers
+    n_zeros: int
+    n_exceptions: int
+
+    @classmethod
+    def of(cls, quantizer: LadderQuantizer, source: TensorSource, bounds: Bounds) -> _Found:
+        units = source.units(*bounds)
+        indices, is_restored = quantizer.indices(*bounds, units)
+        is_live = units != 0
+        levels, counts = counted(indices[is_live & is_restored])
+        n_live = int(is_live.sum())
+        return cls(levels, counts, len(units) - n_live, n_live - int(counts.sum()))
+
+    def __add__(self, other: _Found) -> _Found:
+        indices = np.union1d(self.indices, other.indices)
+        counts = np.zeros(len(indices), np.int64)
+        for part in (self, other):
+            counts[np.searchsorted(indices, part.indices)] += part.counts
+        n_exceptions = self.n_exceptions + other.n_exceptions
+        return _Found(indices, counts, self.n_zeros + other.n_zeros, n_exceptions)
+
+
+def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
+    source, base, run = subject.source, subject.base, subject.run
+    n_units = source.dtype.n_units(source.shape)
+    quantizer = LadderQuantizer(chosen.prediction, chosen.ladder)
+    found = functools.reduce(
+        operator.add, run(lambda b: _Found.of(quantizer, source, b), chunk_bounds(n_units))
+    )
+    if found.n_exceptions > MAX_EXCEPTIONS * n_units:
+        return plan_lossless(source, base, run)
+    rungs = rungs_of(found.indices, found.counts, found.n_zeros, found.n_exceptions)
+    quantizer = replace(quantizer, rungs=rungs)
+    prediction, n_classes = chosen.prediction, chosen.n_base_codes or 1
+    is_absolute = prediction.predictor is Predictor.ZERO
+    plan = Plan(
+        quant_map=second_map(chosen.ladder, rungs, prediction.kind, n_classes, is_absolute=is_absolute),
+        domain=Domain.BITS,
+        predictor=prediction.predictor,
+        outer=prediction.outer,
+    )
+    if base is None or chosen.n_base_codes is None:
+        return Draft(plan, quantizer)
+    joint = functools.reduce(
+        operator.add,
+        run(lambda b: _joint_counts(source, base, quantizer, n_classes, b), chunk_bounds(n_units)),
+    )
+    plan = replace(plan, rules=(BaseCode(n_classes),), tables=(stream_tables(joint, n_classes),))
+    return Draft(plan, quantizer)
+
+
+def _joint_counts(
+    source: TensorSource, base: TensorSource, quantizer: LadderQuantizer, n_classes: int, bounds: Bounds
+) -> ClassCounts:
+    """Codes by the code of the base."""
+    codes = quantizer.codes(*bounds, source.units(*bounds))
+    labels = base.codes(*bounds)
+    labels = np.zeros(len(codes), np.uint8) if labels is None else labels
+    return ClassCounts.of(labels, codes, n_classes)

@@ -1,0 +1,157 @@
+"""The one way to write a file: tensors and what is known of them go in, a file and one report come out.
+
+Roles, guidance and choices are found here and nowhere else. The command line, `save_file`, the
+Checkpointer, adapters, weight sync and searches all hand in a `Job`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO
+
+from ckptz.codec.units import TensorSource
+from ckptz.container.contents import Contents, Earlier, Progress
+from ckptz.container.index import BaseRef, QualityRecord, Sharding
+from ckptz.container.writer import Written, write_container
+from ckptz.encoding.guide import Guide
+from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
+from ckptz.guidance.owners import known_roles
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method, TensorSet
+from ckptz.methods.table import checked
+from ckptz.parallel import Workers
+from ckptz.roles import Role, Rule, role_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One file to write.
+
+    Attributes:
+        tensors: by name; their order is kept.
+        config: lossless, or how tensors become lossy.
+        metadata: the user's own, kept unchanged.
+        step: training step, if known.
+        sharding: how the source folder was split.
+        tree: JSON skeleton of a nested checkpoint.
+        base: the checkpoint that the tensors are stored against.
+        bases: its tensors by name; a tensor without a base of its dtype and shape stands alone.
+        role_rules: the user's rows of the table of roles.
+        roles: what tensors are, where the caller knows better than their names; None to find the owners of
+            numbered optimizer state.
+        optimizer_names: names of tensors that come from a file of optimizer state.
+        trained: parameters whose moments stand in another file, so that their one-dimensional weights are
+            as exact as they would be beside them.
+        guide_files: where more is known of the tensors.
+        guides: what is known of them, by name; None to find it.
+        beside: tensors of another file that tell of these: optimizer state beside weights.
+        quality: budgets that were measured on the very tensors of this file.
+    """
+
+    tensors: Mapping[str, TensorSource]
+    config: Method = LOSSLESS
+    metadata: Mapping[str, str] | None = None
+    step: int | None = None
+    sharding: Sharding | None = None
+    tree: dict[str, Any] | None = None
+    base: BaseRef | None = None
+    bases: Mapping[str, TensorSource] = field(default_factory=dict)
+    role_rules: Sequence[Rule] = ()
+    roles: Mapping[str, Role] | None = None
+    optimizer_names: Collection[str] = ()
+    trained: Collection[str] = ()
+    guide_files: GuideFiles = NO_FILES
+    guides: Mapping[str, Guide] | None = None
+    beside: Mapping[str, TensorSource] = field(default_factory=dict)
+    quality: Sequence[QualityRecord] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job of which all is known that its files need, whatever their configuration.
+
+    Attributes:
+        job: what to write.
+        roles: what its tensors are.
+        guides: what is known of them, by name.
+        notes: for the user.
+    """
+
+    job: Job
+    roles: Mapping[str, Role]
+    guides: Mapping[str, Guide]
+    notes: tuple[str, ...]
+
+    def lossy(self, config: Method) -> list[str]:
+        """Name the tensors of the file that may come back changed under a configuration."""
+        choices = config.choose(TensorSet(self.job.tensors, self.roles, self.job.trained))
+        return [name for name, choice in choices.items() if choice.is_lossy]
+
+    def contents(self, config: Method, earlier: Earlier | None = None) -> Contents:
+        """Choose what becomes of each tensor under a configuration.
+
+        Args:
+            config: of this file.
+            earlier: a file of the same tensors to copy frames from.
+        """
+        job = self.job
+        return Contents(
+            metadata=job.metadata,
+            base=job.base,
+            bases=job.bases,
+            step=job.step,
+            sharding=job.sharding,
+            tree=job.tree,
+            choices=config.choose(TensorSet(job.tensors, self.roles, job.trained)),
+            guides=self.guides,
+            quality=job.quality,
+            earlier=earlier,
+        )
+
+
+@contextlib.contextmanager
+def prepared(job: Job) -> Iterator[Prepared]:
+    """Find roles and guidance, and keep the files open that guides read from.
+
+    Raises:
+        ConfigError: a configuration of no method, or a file that does not belong to these tensors.
+        CalibrationError: the same, of a calibration or sensitivity file.
+        FileNotFoundError: a file is missing.
+    """
+    method = checked(job.config)
+    known, notes = dict(job.roles or {}), []
+    if method.is_lossy and job.roles is None:
+        owners = known_roles(job.tensors, job.tree, job.role_rules, job.optimizer_names)
+        known, notes = owners.roles, owners.notes
+    everything = {**job.tensors, **job.beside}
+    roles = {
+        name: known.get(name) or role_of(name, tuple(s.shape), s.dtype.is_float, job.role_rules)
+        for name, s in everything.items()
+    }
+    with contextlib.ExitStack() as held:
+        guides = job.guides
+        if guides is None:
+            found = guides_of(
+                everything, roles, method, job.guide_files, held, tree=job.tree, rules=job.role_rules
+            )
+            guides, notes = found.guides, [*notes, *found.notes]
+        yield Prepared(job, roles, guides, tuple(notes))
+
+
+def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None = None) -> Written:
+    """Write one file.
+
+    Args:
+        sink: an empty file, which must seek.
+        job: what to write.
+        workers: threads.
+        progress: called with the original bytes of each chunk written.
+
+    Raises:
+        ConfigError: what is asked for is impossible; see `prepared`.
+    """
+    with prepared(job) as ready:
+        written = write_container(sink, job.tensors, ready.contents(job.config), workers, progress)
+        return replace(written, notes=(*written.notes, *ready.notes))

@@ -1,0 +1,29 @@
+"""The encoder's side of a quantization map: which code each unit takes. No frame holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Units = NDArray[Any]
+
+
+class Quantizer:
+    """Gives the codes of one tensor; by default what its map cannot hold is kept exactly."""
+
+    __slots__ = ()
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        """Give the codes of units begin..end of the tensor."""
+        raise NotImplementedError
+
+    def kept(self, units: Units) -> Units:
+        """Give what escaped and protected positions restore to: `units`, or a rounding of them."""
+        return units
+
+    def protected(self, begin: int, end: int, units: Units) -> NDArray[np.bool_] | None:
+        """Mark positions that are stored exactly beside their code; None where there are none."""
+        del begin, end, units
+        return None

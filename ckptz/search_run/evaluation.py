@@ -1,0 +1,254 @@
+"""Measures budgets on tensors as they are decoded from a written file, here or in other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ckptz.codec.units import TensorSource
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.index import Promise, QualityRecord
+from ckptz.container.reader import Container
+from ckptz.encoding.draft import MapFunction
+from ckptz.errors import ConfigError
+from ckptz.parallel import default_jobs
+from ckptz.search.budget import Budget, Limit, Reading, share_used
+from ckptz.search.trials import FULL
+from ckptz.search_run.quality import Readings, Scope, measure_exact, measure_trial, promise_of
+from ckptz.store.resolve import open_checkpoint, open_file
+
+
+@dataclass(frozen=True, slots=True)
+class TrialFile:
+    """A written file that is to be measured; can be sent to another process.
+
+    Attributes:
+        path: the file.
+        base_paths: what its deltas are made from; of several files, each has other tensors.
+        search_path: folders to look for the base's own bases in.
+    """
+
+    path: Path
+    base_paths: tuple[Path, ...] = ()
+    search_path: tuple[Path, ...] = ()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Mapping[str, TensorSource]]:
+        """Its tensors by name."""
+        with contextlib.ExitStack() as held:
+            file = held.enter_context(contextlib.closing(open_file(FileBytes(self.path))))
+            # It was written against these very bases, which need not be read to know that they are the ones.
+            if isinstance(file, Container) and file.index.base is not None:
+                bases: dict[str, TensorSource] = {}
+                for path in self.base_paths:
+                    base = held.enter_context(contextlib.closing(open_checkpoint(path, self.search_path)))
+                    bases |= base.tensors
+                file.bases = bases
+            yield file.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class FileReader:
+    """Measures the budgets of a trial; can be sent to another process."""
+
+    budgets: tuple[Budget, ...]
+    scope: Scope
+
+    def __call__(self, file: TrialFile, run: MapFunction = map) -> Readings:
+        """Decode and measure."""
+        with file.opened() as tensors:
+            return measure_trial(self.budgets, self.scope, tensors, run)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured on one trial."""
+
+    readings: Readings
+    seconds: float
+
+
+Waiting = Callable[[], Measured]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Says what a trial used of its budgets.
+
+    Attributes:
+        limits: at least one.
+        exact: what drops are measured from, one a limit.
+        promises: what a file that keeps them promises, by each.
+        begin: starts to measure a trial; what it returns waits for the result.
+        digests: of the data of each.
+        noise: differences up to these say nothing, one a limit.
+    """
+
+    limits: tuple[Limit, ...]
+    exact: Readings
+    promises: tuple[Promise, ...]
+    begin: Callable[[TrialFile], Waiting]
+    digests: tuple[str | None, ...]
+    noise: tuple[float, ...]
+
+    @property
+    def unmeasurable(self) -> tuple[str, ...]:
+        """Of limits below the noise of their measurement, which nothing can be said to keep: what to tell."""
+        rows = zip(self.limits, self.exact, self.noise, strict=True)
+        return tuple(
+            _below_noise(limit, exact, noise)
+            for limit, exact, noise in rows
+            if noise and not limit.is_measurable(exact, noise)
+        )
+
+    def used(self, readings: Readings) -> float:
+        """Share that is used of the tightest limit."""
+        return share_used(self.limits, self.exact, readings)
+
+    def records(self, readings: Readings) -> tuple[QualityRecord, ...]:
+        """What the file says of its budgets; values that are not finite have no place in it."""
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        rows = zip(self.promises, self.limits, self.exact, readings, self.digests, strict=True)
+        return tuple(
+            QualityRecord(
+                promise=promise,
+                metric=found.metric,
+                max_drop=limit.max_drop,
+                is_relative=limit.is_relative,
+                lower_is_better=found.lower_is_better,
+                exact=exact.value,
+                measured=found.value,
+                is_met=limit.used(exact, found) <= FULL,
+                date=date,
+                data_digest=digest,
+            )
+            for promise, limit, exact, found, digest in rows
+        )
+
+
+def _below_noise(limit: Limit, exact: Reading, noise: float) -> str:
+    """A sentence for the user."""
+    shown = f"{noise / abs(exact.value):.2%}" if limit.is_relative else f"{noise:.3g}"
+    allowed = f"{limit.max_drop:.2%}" if limit.is_relative else f"{limit.max_drop:.3g}"
+    return (
+        f"{exact.metric} cannot be measured to its budget of {allowed}: exact states differ by {shown} "
+        "(the noise floor), so nothing counts as keeping it; allow more, or average over more steps or data"
+    )
+
+
+def measured_here(read: Callable[[TrialFile], Readings]) -> Callable[[TrialFile], Waiting]:
+    """Measures on the caller's own thread, at once."""
+
+    def begin(file: TrialFile) -> Waiting:
+        found = _timed(read, file)
+        return lambda: found
+
+    return begin
+
+
+def _timed(read: Callable[[TrialFile], Readings], file: TrialFile) -> Measured:
+    start = time.perf_counter()
+    readings = read(file)
+    return Measured(readings, time.perf_counter() - start)
+
+
+class Processes:
+    """Measures trials side by side in processes of their own, as models and their globals are not shared.
+
+    Args:
+        n: processes.
+        read: what each of them does; sent to them, so what it refers to must be importable.
+
+    Raises:
+        ConfigError: it cannot be sent.
+    """
+
+    def __init__(self, n: int, read: FileReader) -> None:
+        self._read = read
+        try:
+            ForkingPickler.dumps(read)
+        except Exception as error:
+            names = ", ".join(budget.name for budget in read.budgets)
+            raise ConfigError(
+                f"{names}: cannot be sent to other processes ({error}); with several workers the quality "
+                "must be a function of a module, or use one worker"
+            ) from None
+        spawn = multiprocessing.get_context("spawn")  # a fork would inherit PyTorch's threads half dead
+        self._pool = ProcessPoolExecutor(n, spawn, _prepare, (max(default_jobs() // n, 1),))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def begin(self, file: TrialFile) -> Waiting:
+        """See `Judge.begin`."""
+        future = self._pool.submit(_timed, self._read, file)
+
+        def wait() -> Measured:
+            try:
+                return future.result()
+            except BrokenProcessPool:
+                raise ConfigError(
+                    "an evaluation process ended by itself, perhaps for want of memory; use fewer workers"
+                ) from None
+
+        return wait
+
+
+def _prepare(n_threads: int) -> None:
+    """In a new process: Ctrl-C ends it silently, and PyTorch shares the cores."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))
+
+
+@contextlib.contextmanager
+def judging(
+    budgets: tuple[Budget, ...],
+    tensors: Mapping[str, TensorSource],
+    scope: Scope,
+    n_workers: int,
+    run: MapFunction,
+) -> Iterator[Judge]:
+    """A judge by quality; measures the exact tensors, once.
+
+    Args:
+        budgets: what must be kept.
+        tensors: the original ones, by name.
+        scope: which of them qualities are called with.
+        n_workers: evaluations side by side; one runs on the caller's thread, more in processes.
+        run: maps a function over chunks.
+
+    Raises:
+        ConfigError: the exact tensors have no quality that a drop can be measured from.
+    """
+    baseline = measure_exact(budgets, scope, tensors, run)
+    read = FileReader(baseline.budgets, scope)
+    with contextlib.ExitStack() as held:
+        begin = measured_here(functools.partial(read, run=run))
+        if n_workers > 1:
+            begin = held.enter_context(Processes(n_workers, read)).begin
+        yield Judge(
+            limits=tuple(budget.limit for budget in budgets),
+            exact=baseline.exact,
+            promises=tuple(map(promise_of, budgets)),
+            begin=begin,
+            digests=tuple(budget.data_digest for budget in budgets),
+            noise=baseline.noise,
+        )

@@ -1,0 +1,130 @@
+"""What a search is asked for, and what it says of how it went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptz.container.index import QualityRecord
+from ckptz.errors import ConfigError
+from ckptz.methods.method import Method
+from ckptz.methods.table import REFERENCE
+from ckptz.search.budget import Budget
+from ckptz.search.strategies import StrategyName, check_strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialReport:
+    """One configuration that was tried.
+
+    Attributes:
+        config: its settings.
+        strategy: what proposed it.
+        predicted_bytes: size expected before anything was encoded, if it was predicted.
+        n_bytes: size of its file.
+        drop: share of the tightest budget that is used; at most 1 keeps it, None if a value is not finite.
+        is_feasible: whether all budgets are kept.
+        values: one a budget, measured on the decoded tensors; None where not finite.
+        seconds: taken to write and to measure it.
+        evaluation_seconds: taken to decode and evaluate alone.
+    """
+
+    config: dict[str, Any]
+    strategy: str
+    predicted_bytes: int | None
+    n_bytes: int
+    drop: float | None
+    is_feasible: bool
+    values: tuple[float | None, ...]
+    seconds: float
+    evaluation_seconds: float
+
+
+def _ignore(trial: TrialReport) -> None:
+    del trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """What to search for, and how.
+
+    Attributes:
+        budgets: all of them must be kept.
+        proxy_error: instead of budgets, the largest sensitivity-weighted relative RMS error.
+        strategy: "one-knob" for grids; for kmeans "guided", "exhaustive" or "neighbourhood" (then guided). Or
+            "auto": the first, or the neighbourhood if the base or `parent` says where to begin, else guided.
+        prune_metrics: "magnitude" and "sensitivity"; the second is left out where no gradients are known.
+        template: the method, and everything that is not searched. A grid's moments become lossy only under a
+            budget that trains on: no other would notice.
+        parent: where the search begins, of the template's method; by default what the base records.
+        workers: evaluations side by side; more than one run in processes of their own.
+        max_evaluations: stop there and keep the best so far. With 0 the parent's settings are used as they
+            are: nothing is measured, and the file promises nothing.
+        on_trial: told of each trial.
+        is_dry_run: write nothing.
+    """
+
+    budgets: tuple[Budget, ...] = ()
+    proxy_error: float | None = None
+    strategy: StrategyName = "auto"
+    prune_metrics: tuple[str, ...] = ("magnitude", "sensitivity")
+    template: Method = REFERENCE
+    parent: Method | None = None
+    workers: int = 1
+    max_evaluations: int | None = None
+    on_trial: Callable[[TrialReport], None] = _ignore
+    is_dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.budgets) == (self.proxy_error is not None):
+            raise ConfigError("a search needs either budgets or a proxy error")
+        if self.proxy_error is not None and not (math.isfinite(self.proxy_error) and self.proxy_error >= 0):
+            raise ConfigError(f"proxy_error must be a number from 0, got {self.proxy_error}")
+        check_strategy(self.strategy, self.template, self.parent)
+        if not self.prune_metrics or set(self.prune_metrics) - {"magnitude", "sensitivity"}:
+            raise ConfigError(f"prune metrics are magnitude and sensitivity, got {self.prune_metrics}")
+        if self.workers < 1:
+            raise ConfigError(f"workers must be at least 1, got {self.workers}")
+        if self.max_evaluations is not None and self.max_evaluations < 0:
+            raise ConfigError(f"max_evaluations must be at least 0, got {self.max_evaluations}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchReport:
+    """How a search went.
+
+    Attributes:
+        method: name of the method of the settings.
+        strategy: what proposed the winner, or the last that was tried.
+        is_met: whether the budgets are kept; if not, the file is lossless. None if that was not measured.
+        is_interrupted: stopped by Ctrl-C; the file is the best that was found until then.
+        is_dry_run: nothing was written.
+        config: settings of the winner, None for a lossless file.
+        metrics: what was measured, one a budget.
+        exact: its values for the exact tensors.
+        trials: in order.
+        n_predicted: configurations whose size was predicted.
+        noise: differences of each budget's value that say nothing, 0 where that was not measured.
+        unmeasurable: what to tell of budgets below their noise, which count as not kept.
+        quality: what the file records of its budgets.
+        seconds: taken in all.
+        evaluation_seconds: taken to decode and evaluate, in all processes, the exact tensors included.
+    """
+
+    method: str
+    strategy: str
+    is_met: bool | None
+    is_interrupted: bool
+    is_dry_run: bool
+    config: dict[str, Any] | None
+    metrics: tuple[str, ...]
+    exact: tuple[float, ...]
+    trials: tuple[TrialReport, ...]
+    n_predicted: int
+    noise: tuple[float, ...]
+    unmeasurable: tuple[str, ...]
+    quality: tuple[QualityRecord, ...]
+    seconds: float
+    evaluation_seconds: float

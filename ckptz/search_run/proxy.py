@@ -1,0 +1,116 @@
+"""The error that stands in for a quality where there is no evaluation: sensitivity-weighted, relative, RMS.
+
+    sqrt( sum(g^2 * (w - w')^2) / sum(g^2 * w^2) )     over all lossy tensors
+
+with averages of gradients g; tensors without one have the mean square of the others, or 1 if none has
+one. It is a proxy, and is called so wherever it is shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.values import KINDS
+from ckptz.encoding.draft import MapFunction
+from ckptz.encoding.guide import NO_GUIDE, Guide
+from ckptz.encoding.sensitivity import GuidedSensitivities, sensitivities_of
+from ckptz.quant.sensitivity import Floats, floats_of
+from ckptz.search.budget import Limit, Reading
+from ckptz.search_run.evaluation import Judge, TrialFile, measured_here
+from ckptz.search_run.quality import Readings
+
+METRIC: Final = "proxy: sensitivity-weighted relative RMS error"
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighted:
+    """One tensor and the gradients that its errors are weighted with."""
+
+    source: TensorSource
+    gradients: GuidedSensitivities | None
+
+    @property
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        return chunk_bounds(self.source.dtype.n_units(self.source.shape))
+
+    def values(self, source: TensorSource, begin: int, end: int) -> Floats:
+        return floats_of(source.units(begin, end), KINDS[source.dtype.name])
+
+    def weighted(self, values: Floats, begin: int, end: int) -> float:
+        """Sum of squares of g * values, g being 1 where it is not known."""
+        if self.gradients is not None:
+            values = self.gradients.gradients_of(begin, end) * values
+        wide = values.astype(np.float64)
+        return float(wide @ wide)
+
+
+class ProxyMeter:
+    """Measures trials against the original tensors.
+
+    Args:
+        tensors: those that become lossy, by name.
+        guides: their gradients.
+        run: maps a function over tensors.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, TensorSource], guides: Mapping[str, Guide], run: MapFunction = map
+    ) -> None:
+        self._run = run
+        known = {n: sensitivities_of(source, guides.get(n, NO_GUIDE)) for n, source in tensors.items()}
+        found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
+        squares = dict(zip(known, found, strict=True))
+        usable = {name: square for name, square in squares.items() if math.isfinite(square)}
+        sizes = {name: tensors[name].dtype.n_units(tensors[name].shape) for name in usable}
+        mean = sum(usable[n] * sizes[n] for n in usable) / max(sum(sizes.values()), 1) if usable else 1.0
+        self._tensors = {n: _Weighted(s, known[n] if n in usable else None) for n, s in tensors.items()}
+        self._scale = {name: 1.0 if name in usable else mean for name in tensors}
+        self._power = self._sum({})
+
+    def __call__(self, file: TrialFile) -> Readings:
+        """The error of the tensors decoded from a trial."""
+        with file.opened() as decoded:
+            error = self._sum(decoded)
+        return (Reading(METRIC, math.sqrt(error / self._power) if self._power else 0.0, True),)
+
+    def _sum(self, decoded: Mapping[str, TensorSource]) -> float:
+        """Weighted sum of squares of the errors, or of the originals where nothing is decoded."""
+
+        def one(name: str) -> float:
+            tensor, total = self._tensors[name], 0.0
+            for begin, end in tensor.bounds:
+                values = tensor.values(tensor.source, begin, end)
+                if name in decoded:
+                    values = values - tensor.values(decoded[name], begin, end)
+                total += tensor.weighted(values, begin, end)
+            return self._scale[name] * total
+
+        return sum(self._run(one, self._tensors))
+
+
+def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float:
+    """Of the gradients of one tensor; not finite where there are none that can be used."""
+    source, gradients = item
+    if gradients is None:
+        return math.nan
+    n_units = source.dtype.n_units(source.shape)
+    total = 0.0
+    for begin, end in chunk_bounds(n_units):
+        found = gradients.gradients_of(begin, end).astype(np.float64)
+        total += float(found @ found)
+    return total / max(n_units, 1)
+
+
+def proxy_judge(
+    limit: float, tensors: Mapping[str, TensorSource], guides: Mapping[str, Guide], run: MapFunction
+) -> Judge:
+    """A judge that wants the error to be at most `limit`."""
+    meter = ProxyMeter(tensors, guides, run)
+    exact = (Reading(METRIC, 0.0, True),)
+    return Judge((Limit(limit, False),), exact, ("rmse",), measured_here(meter), (None,), (0.0,))

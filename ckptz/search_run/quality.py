@@ -1,0 +1,196 @@
+"""Calls qualities with decoded tensors: the exact ones once, and those of each trial.
+
+Most qualities are of a model and get its weights. Those that train on get everything in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.container.index import Promise
+from ckptz.encoding.draft import MapFunction
+from ckptz.errors import ConfigError
+from ckptz.frameworks import framework
+from ckptz.search.budget import Budget, Reading, check_consistent
+from ckptz.search.measures import Prepared, State, prepare
+
+Readings = tuple[Reading, ...]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def is_of_training(budget: Budget) -> bool:
+    """Whether a budget is about going on with the training, and so needs optimizer state."""
+    return bool(getattr(budget.quality, "trains", False))
+
+
+def promise_of(budget: Budget) -> Promise:
+    """What a file promises that keeps the budget."""
+    return "resume-gap" if is_of_training(budget) else "quality-drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Names of the tensors that qualities are called with.
+
+    Attributes:
+        weights: those of the model: parameters and buffers.
+        others: optimizer state, for qualities that train on.
+        tied: other names of these tensors, and what they are stored as.
+        prefix: what begins names in the file, and not those that qualities see.
+    """
+
+    weights: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+    def names(self, budget: Budget) -> tuple[str, ...]:
+        """What the budget's quality gets."""
+        return (*self.weights, *self.others) if is_of_training(budget) else self.weights
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Decodes the state that one budget's quality is called with; see `ckptz.search.measures.Exact`.
+
+    Attributes:
+        tensors: by name.
+        names: those that it gets.
+        scope: of all budgets.
+        run: maps a function over chunks.
+    """
+
+    tensors: Mapping[str, TensorSource]
+    names: Sequence[str]
+    scope: Scope
+    run: MapFunction = map
+
+    def state(self) -> State:
+        """A fresh copy."""
+        state = state_of({name: self.tensors[name] for name in self.names}, self.run)
+        state |= {n: state[stored] for n, stored in self.scope.tied.items() if stored in state}
+        return {name.removeprefix(self.scope.prefix): tensor for name, tensor in state.items()}
+
+    def disturbed(self, share: float, seed: int) -> State:
+        """A fresh copy with noise on weights of two or more dimensions, `share` of the spread of each."""
+        state, rng = self.state(), np.random.default_rng(seed)
+        for name in self.scope.weights:
+            _disturb(state[name.removeprefix(self.scope.prefix)], share, rng)
+        return state
+
+
+def _disturb(tensor: Any, share: float, rng: np.random.Generator) -> None:
+    is_matrix = tensor.dim() > 1 and tensor.numel() > 1
+    if is_matrix and tensor.is_floating_point() and tensor.element_size() > 1:  # 8-bit floats do not add
+        spread = float(tensor.float().std())
+        noise = rng.standard_normal(tuple(tensor.shape), np.float32)
+        tensor.add_(tensor.new_tensor(noise * np.float32(share * spread)))
+
+
+def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> State:
+    """Decoded tensors as CPU torch tensors by name, in memory of their own.
+
+    Args:
+        tensors: sources by name.
+        run: maps a function over chunks.
+    """
+    torch = framework("torch", "cpu", "mmap")
+    state, places = {}, []
+    for name, source in tensors.items():
+        shape = torch.shape_of(source.dtype, tuple(source.shape))
+        state[name], units = torch.allocate(source.dtype, shape)
+        bounds = chunk_bounds(source.dtype.n_units(source.shape))
+        places += [(source, units, begin, end) for begin, end in bounds]
+    for _ in run(_fill, places):
+        pass
+    return state
+
+
+def _fill(place: tuple[TensorSource, Any, int, int]) -> None:
+    source, units, begin, end = place
+    units[begin:end] = source.units(begin, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What drops are measured from.
+
+    Attributes:
+        budgets: with qualities that have seen the exact tensors.
+        exact: values of the exact tensors, one a budget.
+        noise: differences up to these say nothing, one a budget.
+    """
+
+    budgets: tuple[Budget, ...]
+    exact: Readings
+    noise: tuple[float, ...]
+
+
+def measure_exact(
+    budgets: Sequence[Budget], scope: Scope, tensors: Mapping[str, TensorSource], run: MapFunction = map
+) -> Baseline:
+    """Show the exact tensors to every quality; one that several budgets share sees them once.
+
+    Args:
+        budgets: at least one.
+        scope: which tensors they are called with.
+        tensors: the exact ones, by name.
+        run: maps a function over chunks.
+
+    Raises:
+        ConfigError: a quality raises, or the exact tensors have no value that a drop can be measured from;
+            or budgets contradict each other.
+    """
+    found: dict[int, Prepared] = {}
+    for budget in budgets:
+        if id(budget.quality) not in found:
+            exact = Decoder(tensors, scope.names(budget), scope, run)
+            found[id(budget.quality)] = _called(budget, prepare, budget.quality, exact)
+    prepared = [found[id(budget.quality)] for budget in budgets]
+    exact_values = tuple(b.read(one.exact) for b, one in zip(budgets, prepared, strict=True))
+    check_consistent(budgets, exact_values)
+    for budget, reading in zip(budgets, exact_values, strict=True):
+        budget.check_exact(reading)
+    ready = tuple(replace(b, quality=one.quality) for b, one in zip(budgets, prepared, strict=True))
+    return Baseline(ready, exact_values, tuple(one.noise for one in prepared))
+
+
+def measure_trial(
+    budgets: Sequence[Budget], scope: Scope, tensors: Mapping[str, TensorSource], run: MapFunction = map
+) -> Readings:
+    """What each budget's quality says of decoded tensors; one that several budgets share is called once.
+
+    Args:
+        budgets: those of a `Baseline`.
+        scope: which tensors they are called with.
+        tensors: by name.
+        run: maps a function over chunks.
+
+    Raises:
+        ConfigError: a quality raises, or returns no number.
+    """
+    results: dict[int, Any] = {}
+    for budget in budgets:
+        quality = budget.quality
+        if callable(quality) and id(quality) not in results:
+            state = Decoder(tensors, scope.names(budget), scope, run).state()
+            results[id(quality)] = _called(budget, quality, state)
+    return tuple(budget.read(results[id(budget.quality)]) for budget in budgets)
+
+
+def _called(budget: Budget, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a user's function returns; whatever it raises is told by the name of the budget."""
+    try:
+        return call(*args, **kwargs)
+    except (MemoryError, ConfigError):
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        raise ConfigError(f"{budget.name}: the evaluation raised {what}; --debug shows where") from error

@@ -1,0 +1,170 @@
+"""Searches for the smallest configuration that keeps a budget, and writes its file.
+
+What is tried comes from `ckptz.search_run.strategies`, what becomes of each trial is in
+`ckptz.search_run.trial_files`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ckptz.container.writer import Written
+from ckptz.errors import ConfigError
+from ckptz.pipeline import Job, Prepared, prepared
+from ckptz.roles import role_of
+from ckptz.search.trials import Strategy, run_stages
+from ckptz.search_run.evaluation import Judge, judging
+from ckptz.search_run.options import SearchOptions, SearchReport, TrialReport
+from ckptz.search_run.proxy import proxy_judge
+from ckptz.search_run.quality import Scope
+from ckptz.search_run.strategies import parent_config, route_of, searched_template
+from ckptz.search_run.trial_files import Searcher, SearchRun, stage
+from ckptz.tree.tied import tied_names
+
+__all__ = ["SearchOptions", "SearchReport", "SearchRun", "TrialReport", "search_and_write"]
+
+
+def search_and_write(
+    target: Path, job: Job, options: SearchOptions, run: SearchRun
+) -> tuple[Written, SearchReport]:
+    """Find the smallest configuration that keeps the budgets and publish its file.
+
+    Where nothing keeps them, the file is lossless and the report says so.
+
+    Args:
+        target: where the file goes.
+        job: the exact tensors and everything else; its configuration is what is searched for.
+        options: budgets and strategy.
+        run: threads, the base's file, and what to tell and to check.
+
+    Raises:
+        ConfigError: an evaluation fails, or the exact tensors have no quality to measure a drop from.
+        KeyboardInterrupt: before any trial kept the budgets; nothing is written.
+    """
+    start = time.perf_counter()
+    with prepared(replace(job, config=options.template)) as ready:
+        if options.max_evaluations == 0:
+            written, report = _replay(target, ready, options, run, start)
+        else:
+            written, report = _searched(target, ready, options, run, start)
+    return replace(written, notes=(*written.notes, *ready.notes)), report
+
+
+def _searched(
+    target: Path, ready: Prepared, options: SearchOptions, run: SearchRun, start: float
+) -> tuple[Written, SearchReport]:
+    template = searched_template(options)
+    lossy = ready.lossy(template)
+    with contextlib.ExitStack() as held:
+        judge = held.enter_context(_judge(ready, lossy, options, run))
+        exact_seconds = time.perf_counter() - start
+        route = route_of(options, ready, run.workers.map)
+        searcher = Searcher(target, ready, options, run, judge, route.predict)
+        held.enter_context(searcher)
+        is_interrupted = _search(searcher, route.stages if lossy and not judge.unmeasurable else [])
+        written, records = searcher.publish()
+    best = searcher.best
+    report = SearchReport(
+        method=template.name,
+        strategy=_deciding(searcher, route.stages),
+        is_met=best is not None or not lossy,
+        is_interrupted=is_interrupted,
+        is_dry_run=options.is_dry_run,
+        config=best.trial.config if best else None,
+        metrics=tuple(reading.metric for reading in judge.exact),
+        exact=tuple(reading.value for reading in judge.exact),
+        trials=tuple(searcher.trials),
+        n_predicted=route.n_predicted,
+        noise=judge.noise,
+        unmeasurable=judge.unmeasurable if lossy else (),
+        quality=records,
+        seconds=time.perf_counter() - start,
+        evaluation_seconds=exact_seconds + sum(t.evaluation_seconds for t in searcher.trials),
+    )
+    return written, report
+
+
+def _replay(
+    target: Path, ready: Prepared, options: SearchOptions, run: SearchRun, start: float
+) -> tuple[Written, SearchReport]:
+    """Write with the parent's settings; nothing is measured, so the file promises nothing.
+
+    Raises:
+        ConfigError: there is no parent.
+    """
+    config = parent_config(options, ready.job)
+    if config is None:
+        raise ConfigError("no evaluations, and no settings to replay: neither a base nor a plan records any")
+    staged = stage(target, ready, ready.contents(config), run)
+    try:
+        run.check()
+        if not options.is_dry_run:
+            staged.publication.commit()
+    finally:
+        staged.drop()  # nothing if it has its name
+    report = SearchReport(
+        method=options.template.name,
+        strategy="replay",
+        is_met=None,
+        is_interrupted=False,
+        is_dry_run=options.is_dry_run,
+        config=asdict(config),
+        metrics=(),
+        exact=(),
+        trials=(),
+        n_predicted=0,
+        noise=(),
+        unmeasurable=(),
+        quality=(),
+        seconds=time.perf_counter() - start,
+        evaluation_seconds=0.0,
+    )
+    return staged.written, report
+
+
+def _search(searcher: Searcher, stages: Sequence[Strategy]) -> bool:
+    """Try until the strategies are done; whether Ctrl-C came before."""
+    options = searcher.options
+    try:
+        for _ in run_stages(stages, searcher.try_all, options.workers, options.max_evaluations):
+            pass
+    except KeyboardInterrupt:
+        if searcher.best is None:
+            raise
+        return True
+    return False
+
+
+def _deciding(searcher: Searcher, stages: Sequence[Strategy]) -> str:
+    if searcher.best is not None:
+        return searcher.best.trial.strategy
+    return searcher.trials[-1].strategy if searcher.trials else stages[0].name
+
+
+@contextlib.contextmanager
+def _judge(ready: Prepared, lossy: Sequence[str], options: SearchOptions, run: SearchRun) -> Iterator[Judge]:
+    tensors = ready.job.tensors
+    if options.proxy_error is not None:
+        chosen = {name: tensors[name] for name in lossy}
+        yield proxy_judge(options.proxy_error, chosen, ready.guides, run.workers.map)
+        return
+    weights = tuple(name for name in tensors if _is_of_model(name, ready))
+    others = tuple(name for name in tensors if name not in set(weights))
+    scope = Scope(weights, others, tied_names(ready.job.tree, tensors), run.prefix)
+    with judging(options.budgets, tensors, scope, options.workers, run.workers.map) as judge:
+        yield judge
+
+
+def _is_of_model(name: str, ready: Prepared) -> bool:
+    """Whether a model has the tensor: weights, and buffers of integers, but no optimizer state."""
+    role = ready.roles[name]
+    if not ready.job.tensors[name].dtype.is_float:
+        shape = tuple(ready.job.tensors[name].shape)
+        role = (ready.job.roles or {}).get(name) or role_of(
+            name, shape, is_float=True, rules=ready.job.role_rules
+        )
+    return role.role == "weight"

@@ -1,0 +1,118 @@
+"""The way that one search goes: strategies for the method that it is for, and predicted sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from ckptz.container.frame_writer import matching_base
+from ckptz.encoding.draft import MapFunction
+from ckptz.errors import ConfigError
+from ckptz.methods.kmeans import KMeans
+from ckptz.methods.method import Method
+from ckptz.pipeline import Job, Prepared
+from ckptz.search.guided import Exhaustive, Guided
+from ckptz.search.neighbourhood import Neighbourhood
+from ckptz.search.one_knob import CLOSE_LATER, MAX_LATER, OneKnob
+from ckptz.search.rate import SizeModel, Sources
+from ckptz.search.space import Cube
+from ckptz.search.trials import Predict, Strategy
+from ckptz.search_run.options import SearchOptions
+from ckptz.search_run.plans import recorded_in
+from ckptz.search_run.quality import is_of_training
+
+
+def searched_template(options: SearchOptions) -> Method:
+    """Give the template of a search, as its budgets need it."""
+    return options.template.searched(trains=any(map(is_of_training, options.budgets)))
+
+
+def parent_config(options: SearchOptions, job: Job) -> Method | None:
+    """Give what the user says, or what the checkpoint before was written with, if by the same method."""
+    template = searched_template(options)
+    parent = options.parent if options.parent is not None else recorded_in(job.bases, template)
+    if parent is None or not template.is_scalable:
+        return parent
+    return template.scaled(parent.multiplier)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How a search goes.
+
+    Attributes:
+        stages: strategies, one after another.
+        predict: sizes of configurations before they are tried, if the strategies need them.
+        n_predicted: configurations that it was prepared for.
+    """
+
+    stages: Sequence[Strategy]
+    predict: Predict | None = None
+    n_predicted: int = 0
+
+
+def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
+    """Find the strategies for the options.
+
+    Args:
+        options: of the search.
+        ready: the exact tensors, their roles, bases and guides.
+        run: maps a function over tensors.
+
+    Raises:
+        ConfigError: the strategy needs a parent, and there is none.
+    """
+    template, parent = searched_template(options), parent_config(options, ready.job)
+    if template.is_scalable:
+        return Route(stages=_knob_stages(template, parent))
+    cubes = _cubes(template, options.prune_metrics, ready)
+    predict, n_predicted = _size_model(ready, cubes, run)
+    stages = _cube_stages(options.strategy, parent, cubes, predict)
+    return Route(stages=stages, predict=predict, n_predicted=n_predicted)
+
+
+def _knob_stages(template: Method, parent: Method | None) -> list[Strategy]:
+    if parent is None:
+        return [OneKnob(template=template)]
+    # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
+    start = parent.multiplier
+    later = OneKnob(template=template, start=start, most=MAX_LATER, close=CLOSE_LATER)
+    return [later, OneKnob(template=template, start=start)]
+
+
+def _cubes(template: Method, prune_metrics: Sequence[str], ready: Prepared) -> tuple[Cube, ...]:
+    lossy = ready.lossy(template)
+    guides = [ready.guides[name] for name in lossy if name in ready.guides]
+    is_ranked = any(guide.gradient or guide.second_moment for guide in guides)
+    paper = cast(KMeans, template)  # the one method with axes
+    paper = paper if is_ranked else replace(paper, protect_by="magnitude")
+    has_embeddings = any(ready.roles[name].layer_type == "embedding" for name in lossy)
+    metrics = [m for m in prune_metrics if is_ranked or m == "magnitude"] or ["magnitude"]
+    return tuple(Cube(template=paper, prune_by=m, has_embeddings=has_embeddings) for m in metrics)
+
+
+def _size_model(ready: Prepared, cubes: Sequence[Cube], run: MapFunction) -> tuple[Predict, int]:
+    """Predict sizes, and say for how many configurations that was prepared."""
+    sources = {}
+    for name, tensor in ready.job.tensors.items():
+        base = matching_base(tensor, ready.job.bases.get(name))
+        guide = ready.guides.get(name)
+        sources[name] = Sources(tensor, base, ready.roles[name], *([guide] if guide else []))
+    configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
+    return SizeModel(sources, configs, run), len(configs)
+
+
+def _cube_stages(
+    strategy: str, parent: Method | None, cubes: Sequence[Cube], predict: Predict
+) -> list[Strategy]:
+    if strategy == "exhaustive":
+        return [Exhaustive(cubes=cubes, predict=predict)]
+    guided = Guided(cubes=cubes, predict=predict)
+    if strategy == "guided":
+        return [guided]
+    if parent is not None:
+        return [Neighbourhood(parent=cast(KMeans, parent), cubes=cubes, predict=predict), guided]
+    if strategy == "neighbourhood":
+        raise ConfigError("the neighbourhood of no configuration: neither a base nor a plan records one")
+    return [guided]

@@ -1,0 +1,189 @@
+"""What a save may lose: settings that a search finds for a budget, and calibrations that guide them.
+
+Knows snapshots and the store that they go into, and no training loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+from ckptz.errors import ConfigError, FormatError, MissingBaseError
+from ckptz.guidance.guides import Calibrated, read_inputs
+from ckptz.guidance.layout import Shapes
+from ckptz.hooks.calibration import Calibration
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import CALIBRATION, Method
+from ckptz.parallel import Workers
+from ckptz.search.budget import Budget
+from ckptz.search_run.plans import config_of, recorded_in
+from ckptz.search_run.quality import is_of_training
+from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
+from ckptz.store.resolve import Checkpoint, base_ref
+from ckptz.store.step_files import OWNER, ChainRule, Kind, StepFile
+from ckptz.store.steps import StepStore
+from ckptz.training.files import MODEL, StepState, WhatMayBeLost, id_of, remembering
+
+# A calibration, what makes one when it is needed, or a file that one was saved to.
+CalibrationLike: TypeAlias = Calibration | Callable[[], Calibration] | str | os.PathLike[str]
+
+
+def calibrated(calibration: CalibrationLike | None) -> Calibrated | None:
+    """What a user gave, as encoders take it: sums in memory are copied, and a callable is called.
+
+    Raises:
+        CalibrationError: nothing was recorded.
+        ConfigError: it is something else.
+    """
+    if calibration is None:
+        return None
+    if isinstance(calibration, str | os.PathLike):
+        return Path(calibration)
+    made = calibration if isinstance(calibration, Calibration) else calibration()
+    if not isinstance(made, Calibration):
+        raise ConfigError(f"calibration must return a ckptz.hooks.Calibration, returned {made!r}")
+    return made.recorded()
+
+
+def check_calibration(calibration: CalibrationLike | None, config: Method) -> None:
+    """Refuse what is no calibration, or what the method does not read.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if calibration is None:
+        return
+    if not (isinstance(calibration, Calibration | str | os.PathLike) or callable(calibration)):
+        raise ConfigError(
+            "calibration must be a ckptz.hooks.Calibration, a callable that returns one, or a file, "
+            f"got {calibration!r}"
+        )
+    if CALIBRATION not in config.reads:
+        raise ConfigError("a calibration guides the grid method only; give config=Grid(...) or a budget")
+
+
+def check_fits(calibration: Calibrated | None, shapes: Shapes) -> None:
+    """Refuse a calibration of another model; nothing but names and shapes is read.
+
+    Args:
+        calibration: see `calibrated`.
+        shapes: of the model's tensors.
+
+    Raises:
+        CalibrationError: names the tensor.
+        FileNotFoundError: no such file.
+    """
+    if calibration is not None:
+        with contextlib.ExitStack() as held:
+            read_inputs(calibration, shapes, held, [])
+
+
+class BudgetSearch:
+    """Finds what each save may lose; begins where the one before has ended.
+
+    Args:
+        budget: one or several, all of which are kept.
+        config: the method, and everything that is not searched; without loss for the default method.
+
+    Raises:
+        ConfigError: they are none, or name no method.
+    """
+
+    def __init__(self, budget: Budget | Sequence[Budget], config: Method) -> None:
+        budgets = tuple(budget) if isinstance(budget, Sequence) else (budget,)
+        if not budgets or not all(isinstance(one, Budget) for one in budgets):
+            raise ConfigError(f"budget must be a ckptz.Budget or several, got {budget!r}")
+        options = SearchOptions(budgets=budgets)
+        if config == LOSSLESS:
+            config = options.template
+        if not config.is_lossy:
+            raise ConfigError(f"a budget is kept by a lossy method, got {config!r}")
+        self._options = replace(options, template=config)
+        self._last: Method | None = None
+
+    @property
+    def template(self) -> Method:
+        """The method, and everything that is not searched."""
+        return self._options.template
+
+    @property
+    def _kinds(self) -> tuple[Kind, ...]:
+        """Files that qualities look at."""
+        is_whole = any(map(is_of_training, self._options.budgets))
+        return ("weights", "state") if is_whole else ("weights",)
+
+    def method(
+        self,
+        state: StepState,
+        calibration: Calibrated | None,
+        store: StepStore,
+        file: StepFile,
+        rule: ChainRule,
+        jobs: int,
+    ) -> tuple[WhatMayBeLost, SearchReport]:
+        """Search on the caller's thread; trials are files in the store's folder, which are gone afterwards.
+
+        Args:
+            state: the snapshot; qualities get copies of what trials decode to.
+            calibration: inputs of layers, or None.
+            store: with the bases.
+            file: the weights that will be written.
+            rule: what they will be stored against.
+            jobs: threads.
+
+        Raises:
+            ConfigError: an evaluation fails, or the snapshot has no quality to measure a drop from.
+        """
+        with contextlib.ExitStack() as held:
+            bases = {kind: held.enter_context(store.base(kind, rule, []))[0] for kind in self._kinds}
+            target = store.local_folder / file.name
+            try:
+                report = self._search(state, calibration, target, bases, jobs)
+            except (FormatError, MissingBaseError):
+                if not any(bases.values()):
+                    raise
+                # What a base holds is damaged; the files will be anchors.
+                bases = dict.fromkeys(self._kinds)
+                report = self._search(state, calibration, target, bases, jobs)
+            ids = {kind: id_of(base) for kind, base in bases.items()}
+        if report.config is None:
+            self._last = None
+            return WhatMayBeLost(config=LOSSLESS), report
+        config = config_of(report.method, report.config)
+        self._last = config
+        return WhatMayBeLost(
+            config=config, calibration=calibration, quality=report.quality, bases=ids
+        ), report
+
+    def _search(
+        self,
+        state: StepState,
+        calibration: Calibrated | None,
+        target: Path,
+        bases: Mapping[Kind, Checkpoint | None],
+        jobs: int,
+    ) -> SearchReport:
+        found = [base for base in bases.values() if base is not None]
+        stored = {name: source for base in found for name, source in base.tensors.items()}
+        parent = self._last or recorded_in(stored, self.template)
+        options = replace(self._options, parent=parent, is_dry_run=True)
+        method = WhatMayBeLost(config=self.template, calibration=calibration)
+        job = replace(
+            state.job(state.weights, method),
+            tensors={**state.weights.tensors, **(state.optimizer if "state" in bases else {})},
+            base=base_ref(found[0]) if found else None,
+            bases=remembering(stored),
+        )
+        with Workers(jobs) as workers:
+            run = SearchRun(
+                workers=workers,
+                base_paths=tuple(Path(base.files[0].name) for base in found),
+                owner=OWNER,
+                prefix=f"{MODEL}.",
+            )
+            _, report = search_and_write(target, job, options, run)
+        return report

@@ -1,0 +1,463 @@
+"""Checkpoints in a training loop: short stalls, small files, a folder that cannot lose a step."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptz.encoding.coded import CodedSource
+from ckptz.errors import CkptzError, ConfigError, WriteError, named
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
+from ckptz.methods.table import checked
+from ckptz.parallel import Workers, default_jobs
+from ckptz.search.budget import Budget
+from ckptz.search_run.run import SearchReport
+from ckptz.store.resolve import MAX_DEPTH, Path_
+from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
+from ckptz.store.step_files import ChainRule, StepFile
+from ckptz.store.steps import StepStore, WrittenStep
+from ckptz.training.background import Background
+from ckptz.training.budget_search import (
+    BudgetSearch,
+    CalibrationLike,
+    calibrated,
+    check_calibration,
+    check_fits,
+)
+from ckptz.training.device import code_where_they_live
+from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost
+from ckptz.training.restoring import check_there, model_of, opened_step, optimizers_of, rest_of
+from ckptz.training.rng import random_state, set_random_state
+from ckptz.training.snapshot import Snapshot
+from ckptz.training.state import (
+    Extra,
+    check_extras_fit,
+    check_model_fits,
+    check_optimizers_fit,
+    extra_state,
+    load_extras,
+    load_model,
+    load_optimizers,
+    model_state,
+    optimizer_state,
+)
+
+BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What one save took.
+
+    Attributes:
+        step: the step.
+        stall_seconds: that training stood still for, `waited_seconds` included.
+        waited_seconds: of these, waiting for the save before.
+        write_seconds: encoding, writing and pruning, beside training if that was asked for.
+        stored_bytes: of its two files.
+        tensor_bytes: of all tensors.
+        notes: what the user should know.
+        search: how the budget was searched for, if there is one; its seconds are part of the stall.
+    """
+
+    step: int
+    stall_seconds: float
+    waited_seconds: float
+    write_seconds: float
+    stored_bytes: int
+    tensor_bytes: int
+    notes: tuple[str, ...] = ()
+    search: SearchReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A snapshot: tensors in host memory, and by name the weights that came as codes."""
+
+    state: dict[str, Any]
+    coded: dict[str, CodedSource]
+
+    def flat(self) -> StepState:
+        """As the tensors of two files, without copies."""
+        return StepState(self.state, self.coded)
+
+
+class Checkpointer:
+    """Saves and restores a training run.
+
+    `save` copies the state and returns; the copy is encoded and written beside training, one save at a
+    time. A step is in the folder when it is complete, whatever happens to the process; a later one never
+    puts an earlier one at risk. Random states of Python, NumPy and PyTorch are saved and restored too.
+
+    Args:
+        directory: the run's own folder, or an fsspec URL such as "s3://bucket/run". One writer at a time.
+        model: its parameters and buffers are saved by name; wrappers are looked through.
+        optimizer: one or several of the model's, or None.
+        config: what may be lost; nothing by default.
+        budget: what quality may be lost, one `Budget` or several. Each save then searches for the smallest
+            files that keep it, with the grid method or that of `config`, while training stands still. The
+            quality gets weights by the model's own names, decoded from a trial's file; for a `ResumeProbe`,
+            optimizer state too, as `optimizer.<name>.exp_avg`, and only then moments become lossy. Where
+            nothing keeps the budget, the step is stored without loss; see `SaveReport.search`.
+        calibration: inputs of the model's layers, which the rounding of grids follows: a `Calibration` with
+            what it has recorded by the time of each save, a callable that returns one, called at each save,
+            or a file that one was saved to.
+        extra: by name, what else the run needs: anything with `state_dict` and `load_state_dict`
+            (scheduler, scaler, data loader), a dict of plain values and tensors, a `torch.Generator`.
+        every: `maybe_save` saves steps that are multiples of this.
+        keep: which steps stay; see `KeepPolicy`.
+        anchor_every: every so many saves a file needs no other; 1 to 64. Between them, files hold what
+            changed since an earlier save: the one before, or without loss one of the anchor's branches.
+        background: write beside training; otherwise `save` returns when the step is complete.
+        jobs: threads for encoding; by default a quarter of the cores in the background, else all.
+
+    Raises:
+        ConfigError: an argument is out of range, or they contradict each other.
+
+    Example:
+        >>> import torch
+        >>> from ckptz import Checkpointer
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with Checkpointer("run", model, optimizer, every=10) as checkpointer:
+        ...     for step in range((checkpointer.restore_latest() or 0) + 1, 31):
+        ...         loss = model(torch.randn(8, 2)).square().mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         _ = checkpointer.maybe_save(step)
+        >>> checkpointer.steps()
+        (10, 20, 30)
+    """
+
+    def __init__(
+        self,
+        directory: Path_,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        config: Method = LOSSLESS,
+        budget: Budget | Sequence[Budget] | None = None,
+        calibration: CalibrationLike | None = None,
+        extra: Mapping[str, Extra] | None = None,
+        every: int | None = None,
+        keep: KeepPolicy = KEEP_LAST,
+        anchor_every: int = 16,
+        background: bool = True,
+        jobs: int | None = None,
+    ) -> None:
+        checked(config)
+        if not isinstance(keep, KeepPolicy):
+            raise ConfigError(f"keep must be a KeepPolicy, got {keep!r}")
+        if every is not None and every < 1:
+            raise ConfigError(f"every must be at least 1, got {every}")
+        if not 1 <= anchor_every <= MAX_DEPTH:
+            raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
+        self.model, self.optimizer = model, optimizer
+        self.extra: Mapping[str, Extra] = {} if extra is None else extra
+        self._search = None if budget is None else BudgetSearch(budget, config)
+        self._config, self._keep = config, keep
+        self._calibration = calibration
+        check_calibration(calibration, config if self._search is None else self._search.template)
+        self._every, self._is_background = every, background
+        # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
+        is_lossless = not config.is_lossy and budget is None
+        self._rule = ChainRule(anchor_every, is_forked=is_lossless)
+        self._restore_jobs = jobs or default_jobs()
+        self._jobs = jobs or (max(1, default_jobs() // BACKGROUND_SHARE) if background else default_jobs())
+        self._store = StepStore(directory)
+        self._snapshot = Snapshot()
+        self._writer: Background[SaveReport] = Background()
+        self._at: int | None = None
+        self._saving: int | None = None
+        self._last: SaveReport | None = None
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def save(self, step: int, *, metric: float | None = None) -> None:
+        """Save the run as it is now; training may go on when this returns.
+
+        The step that was saved or restored last is not saved again.
+
+        Args:
+            step: after all that are in the folder.
+            metric: by which `KeepPolicy.best` compares steps.
+
+        Raises:
+            ConfigError: the step is not new, somebody else writes to the folder, a tensor has no values, or
+                a budget's evaluation fails; the step is not saved.
+            CalibrationError: the calibration is of another model, or empty.
+            KeyboardInterrupt: during a search; if it had found something by then, that is saved.
+            WriteError: the save before this one failed; this step is not saved, and may be tried again.
+        """
+        start = time.perf_counter()
+        self._store.lock()
+        self.wait()
+        waited = time.perf_counter() - start
+        if step == self._at:
+            return
+        self._store.check_new(step)
+        method = self._method()
+        taken = self._taken()
+        search = None
+        if self._search is not None:
+            method, search = self._searched(self._search, taken, method, step)
+        self._at = self._saving = step
+        begun = SaveReport(
+            step=step,
+            stall_seconds=time.perf_counter() - start,
+            waited_seconds=waited,
+            write_seconds=0.0,
+            stored_bytes=0,
+            tensor_bytes=0,
+            notes=() if search is None else _search_notes(search),
+            search=search,
+        )
+        self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
+        if not self._is_background:
+            report = self.wait()
+            assert report is not None
+            self._last = replace(report, stall_seconds=time.perf_counter() - start)
+        if search is not None and search.is_interrupted:
+            raise KeyboardInterrupt
+
+    def maybe_save(self, step: int, *, metric: float | None = None) -> bool:
+        """Save if the step is a multiple of `every`; see `save`.
+
+        Returns:
+            Whether it was saved.
+        """
+        if self._every is None:
+            raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
+        self._store.lock()  # a second writer shall be noticed at the first step
+        if step % self._every:
+            return False
+        self.save(step, metric=metric)
+        return True
+
+    def wait(self) -> SaveReport | None:
+        """Wait until no save is under way.
+
+        Returns:
+            The report on the last save that was completed.
+
+        Raises:
+            WriteError: it could not be written; the steps before it are whole.
+        """
+        try:
+            report, _ = self._writer.wait()
+        except Exception as error:
+            step, self._saving, self._at = self._saving, None, None
+            raise _about(error, f"{self._store.name}: step {step} was not saved") from error
+        self._last = report or self._last
+        return self._last
+
+    def _method(self) -> WhatMayBeLost:
+        """What may be lost, before a search; a calibration that does not fit is noticed here."""
+        found = calibrated(self._calibration)
+        if found is not None:
+            live = model_state(self.model).items()
+            shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
+            check_fits(found, shapes)
+        return WhatMayBeLost(config=self._config, calibration=found)
+
+    def _searched(
+        self, search: BudgetSearch, taken: _Taken, method: WhatMayBeLost, step: int
+    ) -> tuple[WhatMayBeLost, SearchReport]:
+        """What a search finds; random numbers that evaluations draw are not the run's."""
+        self._snapshot.synchronize()
+        file, random = StepFile(step, "weights"), random_state()
+        try:
+            state = taken.flat()
+            return search.method(state, method.calibration, self._store, file, self._rule, self._restore_jobs)
+        except CkptzError as error:
+            raise named(error, f"{self._store.name}: step {step} was not saved") from error
+        finally:
+            set_random_state(random)
+
+    def _taken(self) -> _Taken:
+        """A copy of the state; of weights that are to be coded and live elsewhere, their codes."""
+        state = self._state()
+        coded: dict[str, CodedSource] = {}
+        if self._search is None and self._config.is_lossy:
+            with Workers(self._restore_jobs) as workers:
+                coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config, workers)
+        state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
+        return _Taken(self._snapshot.take(state), coded)
+
+    def _state(self) -> dict[str, Any]:
+        optimizers = optimizer_state(self.model, self._optimizers)
+        return {
+            MODEL: model_state(self.model),
+            "optimizer": optimizers["state"],
+            "classes": optimizers["classes"],
+            "groups": optimizers["groups"],
+            "extra": extra_state(self.extra),
+            "rng": random_state(),
+        }
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        if self.optimizer is None:
+            return []
+        return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
+
+    def _write(
+        self, taken: _Taken, method: WhatMayBeLost, metric: float | None, begun: SaveReport
+    ) -> SaveReport:
+        """Encode and write a snapshot; on the writer's thread."""
+        start = time.perf_counter()
+        self._snapshot.synchronize()
+        written = self._written(taken.flat(), method, metric, begun.step)
+        pruned = self._pruned()
+        return replace(
+            begun,
+            write_seconds=time.perf_counter() - start,
+            stored_bytes=written.stored_bytes,
+            tensor_bytes=written.tensor_bytes,
+            notes=(*begun.notes, *written.notes, *pruned),
+        )
+
+    def _pruned(self) -> tuple[str, ...]:
+        """Remove what no rule keeps; what became of that. The step is there whether it succeeds or not."""
+        try:
+            return prune(self._store, self._keep).notes
+        except Exception as error:  # stores behind URLs have errors of their own
+            return (f"older steps stay until the next save, because one cannot be removed: {error}",)
+
+    def _written(
+        self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int
+    ) -> WrittenStep:
+        try:
+            return self._write_step(StepEncoder(state, step, metric, method, self._jobs), step)
+        except RuntimeError:
+            # At the end of the program no pool takes new work; this thread alone still can.
+            if threading.main_thread().is_alive() or self._jobs == 1:
+                raise
+            return self._write_step(StepEncoder(state, step, metric, method, 1), step)
+
+    def _write_step(self, encoder: StepEncoder, step: int) -> WrittenStep:
+        written = self._store.write(step, encoder.weights, encoder.state, self._rule)
+        return replace(written, notes=(*written.notes, *encoder.notes))
+
+    # --- restoring ------------------------------------------------------------------------------
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps that training can resume from, ascending."""
+        return self._store.listing().full_steps
+
+    def weights_steps(self) -> tuple[int, ...]:
+        """Steps whose weights are there, with or without the rest, ascending."""
+        return self._store.listing().weights_steps
+
+    def restore_latest(self) -> int | None:
+        """Restore the newest step; None, and nothing changed, if there is none."""
+        self.wait()
+        steps = self.steps()
+        return self.restore(steps[-1]) if steps else None
+
+    def restore(self, step: int, *, weights_only: bool = False) -> int:
+        """Bring the run back to a step, random numbers included.
+
+        Everything is read and checked before anything is changed. To go on from a step that is not the
+        newest, `discard_after` it first.
+
+        Args:
+            step: one of `steps`, or with `weights_only` of `weights_steps`.
+            weights_only: restore the model and leave everything else as it is.
+
+        Returns:
+            The step.
+
+        Raises:
+            ConfigError: there is no such step, or the model, the optimizer or the extras are others.
+            FormatError: a file is damaged.
+            MissingBaseError: a file that others are stored against is missing.
+        """
+        self.wait()
+        check_there(self._store, step, weights_only)
+        with opened_step(self._store, step, weights_only) as (weights, state):
+            check_model_fits(self.model, model_of(weights.outline(), weights), weights.name)
+            self._check_state_fits(state)
+            model = model_of(weights.load(self._restore_jobs), weights)
+            rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
+        if rest is not None:
+            load_optimizers(self.model, self._optimizers, optimizers_of(rest))
+            load_extras(self.extra, rest["extra"])
+        load_model(self.model, model)
+        if rest is not None:
+            set_random_state(rest["rng"])
+            self._at = step
+        return step
+
+    def _check_state_fits(self, state: StepReader | None) -> None:
+        if state is None:
+            return
+        rest = rest_of(state.outline(), state)
+        check_optimizers_fit(self.model, self._optimizers, optimizers_of(rest), state.name)
+        check_extras_fit(self.extra, rest["extra"], state.name)
+
+    # --- the folder -----------------------------------------------------------------------------
+
+    def discard_after(self, step: int) -> None:
+        """Remove every later step, to go on from this one.
+
+        Raises:
+            ConfigError: neither it nor an earlier one is there, or it cannot be read; nothing is removed.
+        """
+        self.wait()
+        self._store.lock()
+        self._at = None
+        prune(self._store, KEEP_ALL, after=step)
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and let others write to the folder.
+
+        Raises:
+            WriteError: it could not be written.
+        """
+        try:
+            self.wait()
+        except Exception:  # but not Ctrl-C: then the writer goes on, and needs the store
+            self._store.close()
+            raise
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as loss:
+            if error is None:
+                raise
+            error.add_note(str(loss))  # what ended training is not to be hidden
+
+
+def _search_notes(search: SearchReport) -> tuple[str, ...]:
+    met = () if search.is_met else ("nothing that was tried keeps the budget, so nothing is lost",)
+    return (*search.unmeasurable, *met)
+
+
+def _about(error: Exception, what: str) -> Exception:
+    """The same kind of error that says what was lost."""
+    if isinstance(error, OSError):
+        remedy = "the steps before it are whole; make room or repair the disk, and save again"
+        return WriteError(error.errno, f"{what}: {error.strerror or error}; {remedy}")
+    if isinstance(error, CkptzError):
+        return named(error, what)
+    error.add_note(what)
+    return error

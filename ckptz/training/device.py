@@ -1,0 +1,198 @@
+"""Codes weights where they live, so that only codes cross to the host: a few bits for each value.
+
+Histogram, codes, packing and errors are torch operations on the tensor's own device. The map is fitted to the
+histogram on the host. Codes are bit for bit those that the CPU kernels give for the same map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+
+from ckptz.codec.plan import Domain, Plan
+from ckptz.codec.quant_map import QuantizationMap
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
+from ckptz.codec.values import KINDS, ValueTable
+from ckptz.dtypes import DType, dtype_of
+from ckptz.encoding.coded import CodedSource, Errors, bits_for
+from ckptz.frameworks import DTYPE_CODES
+from ckptz.kernels import torch as kernels
+from ckptz.methods.kmeans import Clusters
+from ckptz.methods.method import Method
+from ckptz.parallel import Workers
+from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
+from ckptz.quant.sketch import Sketch
+from ckptz.roles import role_of
+
+SLAB_UNITS: Final = 16 * CHUNK_UNITS  # coded at once: torch's operations take 8 bytes a value or more aside
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A tensor to code."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    flat: torch.Tensor
+    wanted: Partitions
+
+
+def lives_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are not in host memory."""
+    return tensor.device.type != "cpu"
+
+
+def code_where_they_live(
+    weights: Mapping[str, Any], prefix: str, config: Method, workers: Workers
+) -> dict[str, CodedSource]:
+    """Those weights that a configuration makes codes of and that are not in host memory.
+
+    Args:
+        weights: the model's state by name.
+        prefix: what the names begin with in the file.
+        config: what may be lost.
+        workers: threads; maps of several tensors are fitted at once.
+
+    Returns:
+        By name. Tensors that are not finite, that share memory with others, or that are ranked by
+        sensitivity are left out: they are copied as they are.
+    """
+    tasks = [task for task in (_task(name, t, prefix, config) for name, t in weights.items()) if task]
+    tasks = _unshared(tasks, weights)
+    sketches = [_sketch(task) for task in tasks]
+    fitted = workers.map(_fit, zip(tasks, sketches, strict=True))
+    return {
+        task.name: _coded(task, *found)
+        for task, found in zip(tasks, fitted, strict=True)
+        if found is not None
+    }
+
+
+def _task(name: str, tensor: Any, prefix: str, config: Method) -> _Task | None:
+    if not isinstance(tensor, torch.Tensor) or not lives_elsewhere(tensor) or not tensor.numel():
+        return None
+    code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+    if code not in KINDS or hasattr(tensor, "__tensor_flatten__"):
+        return None
+    dtype, shape = dtype_of(code), tuple(tensor.shape)
+    recipe = config.recipe(role_of(prefix + name, shape, dtype.is_float), dtype, shape)
+    if not isinstance(recipe, Clusters) or recipe.wanted.needs_sensitivity:
+        return None
+    flat = tensor.detach().reshape(-1).view(kernels.UNIT_TYPES[dtype.unit_bytes])
+    return _Task(name, dtype, shape, flat, recipe.wanted)
+
+
+def _unshared(tasks: list[_Task], weights: Mapping[str, Any]) -> list[_Task]:
+    # Such a model needs a tree, whose tensors are all of one kind.
+    at = [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in weights.values()]
+    is_plain = all(at) and len(set(at)) == len(at)
+    return tasks if is_plain else []
+
+
+def _parts(flat: torch.Tensor, n_units: int) -> tuple[torch.Tensor, ...]:
+    return torch.split(flat, n_units)
+
+
+def _sketch(task: _Task) -> Sketch:
+    counts = sum(kernels.top_histogram(slab) for slab in _parts(task.flat, SLAB_UNITS))
+    assert isinstance(counts, torch.Tensor)
+    return Sketch(KINDS[task.dtype.name], counts.cpu().numpy())
+
+
+def _fit(task: tuple[_Task, Sketch]) -> tuple[QuantizationMap, RegionQuantizer] | None:
+    tensor, sketch = task
+    if not sketch.is_finite:
+        return None
+    quant_map, quantizer = fit_partitions(sketch, tensor.wanted)
+    assert isinstance(quantizer, RegionQuantizer)
+    return quant_map, quantizer
+
+
+def _coded(task: _Task, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> CodedSource:
+    coder = _Coder(task, quant_map, quantizer)
+    for slab in _parts(task.flat, SLAB_UNITS):
+        coder.add(slab)
+    return coder.finished()
+
+
+class _Coder:
+    """Codes one tensor, slab by slab; what it makes stays on the device until the end."""
+
+    def __init__(self, task: _Task, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> None:
+        device = task.flat.device
+        table = ValueTable.of(task.dtype, Plan(quant_map=quant_map, domain=Domain.LINEAR))
+        self._task, self._quant_map, self._quantizer = task, quant_map, quantizer
+        self._boundaries = _on(quantizer.boundaries, device)
+        self._region_code = _on(quantizer.region_code, device)
+        self._entries = _on(table.entries[0], device)
+        self._packed: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+        self._n_kept: list[torch.Tensor] = []
+        self._errors: list[torch.Tensor] = []
+
+    def add(self, slab: torch.Tensor) -> None:
+        """Code some chunks."""
+        codes = kernels.region_codes(slab, self._boundaries, self._region_code)
+        self._packed.append(kernels.pack_codes(codes, bits_for(self._quant_map.n_codes)))
+        restored = self._entries[codes.to(torch.int64)]
+        escape = self._quant_map.escape_code
+        escaped = codes == (-1 if escape is None else escape)
+        kept = slab[escaped]
+        self._kept.append(kept)
+        restored[escaped] = _on(self._restored_kept(kept), slab.device)
+        chunks = (_parts(part, CHUNK_UNITS) for part in (slab, restored, escaped))
+        for exact, decoded, mask in zip(*chunks, strict=True):
+            self._n_kept.append(mask.sum())
+            self._errors.append(self._measured(exact, decoded))
+
+    def _restored_kept(self, kept: torch.Tensor) -> Array:
+        units: Array = kept.cpu().numpy().view(UNIT_TYPES[self._task.dtype.unit_bytes])
+        return self._quantizer.kept(units)
+
+    def _measured(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+        kind = KINDS[self._task.dtype.name]
+        values, restored = (
+            kernels.to_f32(units, kind).view(torch.float32).to(torch.float64) for units in (exact, decoded)
+        )
+        error = restored - values
+        return torch.stack([error.abs().max(), error.square().sum(), values.square().sum()])
+
+    def finished(self) -> CodedSource:
+        """Bring everything to the host."""
+        task = self._task
+        kept = torch.cat(self._kept)
+        return CodedSource(
+            dtype=task.dtype,
+            shape=task.shape,
+            quant_map=self._quant_map,
+            packed=_to_host(torch.cat(self._packed)),
+            kept=np.ascontiguousarray(self._restored_kept(kept)),
+            kept_ends=tuple(torch.stack(self._n_kept).cumsum(0).tolist()),
+            errors=tuple(_errors(row) for row in torch.stack(self._errors).tolist()),
+        )
+
+
+def _errors(row: list[float]) -> Errors:
+    largest, error, power = row
+    return largest, error, power
+
+
+def _on(array: Array, device: torch.device) -> torch.Tensor:
+    """Unsigned units or codes as torch's integers of the same size."""
+    signed = np.uint8 if array.itemsize == 1 else f"<i{array.itemsize}"
+    return torch.from_numpy(np.ascontiguousarray(array).view(signed)).to(device)
+
+
+def _to_host(tensor: torch.Tensor) -> Array:
+    if tensor.device.type != "cuda":
+        return tensor.cpu().numpy()
+    # Pinned memory is what a device writes to at full speed.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor)
+    return host.numpy()

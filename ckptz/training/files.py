@@ -1,0 +1,298 @@
+"""A snapshot to the two files of a step, and back to nested tensors. Knows no training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, BinaryIO, Final
+
+import torch
+
+from ckptz.api.read import check_limit, read_tensors
+from ckptz.codec.units import TensorSource
+from ckptz.container.index import QualityRecord
+from ckptz.container.reader import CachedFrame, Container, FrameSource
+from ckptz.container.writer import Written
+from ckptz.errors import CorruptionError, FormatError, UnsupportedError
+from ckptz.frameworks.torch import TorchTensors, torch_dtype
+from ckptz.guidance.guides import Calibrated, GuideFiles
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Method
+from ckptz.parallel import Workers
+from ckptz.pipeline import Job, write
+from ckptz.roles import Role, Rule, role_of
+from ckptz.store.resolve import Checkpoint, base_ref
+from ckptz.store.step_files import METRIC_KEY, POSITION_KEY, WEIGHTS_KEY, Kind
+from ckptz.tree.flatten import flatten
+from ckptz.tree.leaves import DTypeName, Size, TensorRef
+from ckptz.tree.skeleton import parse_tree
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_HOST: Final = TorchTensors("cpu", False)
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum", "factor")
+
+# What is neither a weight nor a moment stays exact whatever the configuration.
+_EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in ("rng", "extra", "groups", "classes"))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the two files, flat.
+
+    Attributes:
+        tensors: by name.
+        tree: how they are nested, where their names do not tell.
+    """
+
+    tensors: Mapping[str, TensorSource]
+    tree: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatMayBeLost:
+    """What a save may lose.
+
+    Attributes:
+        config: for all of it.
+        calibration: inputs of layers, which the rounding of grids follows.
+        quality: budgets that were measured on tensors that were made with this very configuration.
+        bases: of the files that were measured, content ids of what they were stored against, None for an
+            anchor. Against anything else they would have other tensors, so nothing is lost then.
+    """
+
+    config: Method
+    calibration: Calibrated | None = None
+    quality: tuple[QualityRecord, ...] = ()
+    bases: Mapping[Kind, str | None] = field(default_factory=dict)
+
+    def against(self, kind: Kind, base: Checkpoint | None) -> WhatMayBeLost:
+        """The same for a file that is stored against a base."""
+        if kind not in self.bases or self.bases[kind] == id_of(base):
+            return self
+        return WhatMayBeLost(config=LOSSLESS)
+
+
+def id_of(base: Checkpoint | None) -> str | None:
+    """Content id of a base."""
+    return None if base is None else base.content_id()
+
+
+class StepState:
+    """A snapshot as the tensors of the two files.
+
+    Args:
+        state: nested; the weights under `MODEL`, what goes into the other file under other names.
+        coded: weights by name that are codes already, and so not in `state`.
+
+    Attributes:
+        weights: of the first file.
+        rest: of the second one.
+        roles: of weights and of optimizer state, by name. The state says what they are: names may mislead.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], coded: Mapping[str, TensorSource] = MappingProxyType({})
+    ) -> None:
+        uncoded = _part({MODEL: state[MODEL]})
+        more = {f"{MODEL}.{name}": source for name, source in coded.items()}
+        self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
+        self.rest = _part({name: value for name, value in state.items() if name != MODEL})
+        self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
+            _moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
+        )
+
+    @property
+    def optimizer(self) -> dict[str, TensorSource]:
+        """Tensors of optimizers."""
+        return {n: s for n, s in self.rest.tensors.items() if n.startswith(f"{OPTIMIZER}.")}
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Parameters that have moments."""
+        return frozenset(role.parameter for role in self.roles.values() if role.role in _MOMENTS)
+
+    def job(self, part: Part, method: WhatMayBeLost) -> Job:
+        """Describe one of the two files.
+
+        Args:
+            part: `weights` or `rest`.
+            method: what may be lost.
+        """
+        return Job(
+            tensors=part.tensors,
+            config=method.config,
+            tree=part.tree,
+            role_rules=_EXACT,
+            roles=self.roles,
+            trained=self.trained,
+            guide_files=GuideFiles(calibration=method.calibration),
+            beside=self.optimizer,
+        )
+
+
+def _weight_roles(weights: Mapping[str, TensorSource]) -> Iterator[tuple[str, Role]]:
+    for name, source in weights.items():
+        if source.dtype.is_float:
+            layer_type = role_of(name, source.shape, is_float=True).layer_type
+            yield name, Role("weight", name.removeprefix(f"{MODEL}."), layer_type)
+
+
+def _moment_roles(
+    optimizer: Mapping[str, Any], tensors: Mapping[str, TensorSource]
+) -> Iterator[tuple[str, Role]]:
+    for parameter, state in optimizer.items():
+        for key in state:
+            name = f"{OPTIMIZER}.{parameter}.{key}"
+            if name in tensors:
+                source = tensors[name]
+                yield name, replace(role_of(name, source.shape, source.dtype.is_float), parameter=parameter)
+
+
+class StepEncoder:
+    """Writes the files of one snapshot.
+
+    Args:
+        state: what to write.
+        step: the step.
+        metric: by which the best steps are kept, or None.
+        method: what may be lost.
+        jobs: threads.
+    """
+
+    def __init__(
+        self, state: StepState, step: int, metric: float | None, method: WhatMayBeLost, jobs: int
+    ) -> None:
+        self._state, self._step, self._metric, self._method, self._jobs = state, step, metric, method, jobs
+        self._notes: dict[Kind, list[str]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the files that are written."""
+        return [note for notes in self._notes.values() for note in notes]
+
+    def weights(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
+        """Write the weights; see `ckptz.store.steps.Encoder`."""
+        metadata = {POSITION_KEY: str(position)}
+        if self._metric is not None:
+            metadata[METRIC_KEY] = repr(self._metric)
+        method = self._against("weights", base)
+        job = replace(self._state.job(self._state.weights, method), quality=method.quality)
+        return self._write("weights", sink, job, base, metadata)
+
+    def state(self, sink: BinaryIO, base: Checkpoint | None, position: int, weights_id: str) -> Written:
+        """Write the rest; see `ckptz.store.steps.StateEncoder`."""
+        metadata = {POSITION_KEY: str(position), WEIGHTS_KEY: weights_id}
+        method = self._against("state", base)
+        quality = method.quality if method.config.loses_state else ()
+        # Nothing in it is a weight that could be guided.
+        job = replace(self._state.job(self._state.rest, method), guides={}, beside={}, quality=quality)
+        return self._write("state", sink, job, base, metadata)
+
+    def _against(self, kind: Kind, base: Checkpoint | None) -> WhatMayBeLost:
+        method = self._method.against(kind, base)
+        is_other = method is not self._method
+        self._notes[kind] = [f"{kind}: stored without loss: its base is not the one of the search"] * is_other
+        return method
+
+    def _write(
+        self, kind: Kind, sink: BinaryIO, job: Job, base: Checkpoint | None, metadata: Mapping[str, str]
+    ) -> Written:
+        job = replace(
+            job,
+            metadata=metadata,
+            step=self._step,
+            base=None if base is None else base_ref(base),
+            bases={} if base is None else remembering(base.tensors),
+        )
+        with Workers(self._jobs) as workers:
+            written = write(sink, job, workers)
+        self._notes[kind] += written.notes
+        return written
+
+
+def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+    """Tensors of a base that read through their file's cache of chunks."""
+    return {
+        name: CachedFrame(base) if isinstance(base, FrameSource) else base for name, base in bases.items()
+    }
+
+
+def _part(state: Mapping[str, Any]) -> Part:
+    flat = flatten(dict(state))
+    return Part(flat.tensors, None if _says_nothing(state, flat.tensors) else flat.tree)
+
+
+def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> bool:
+    """Whether the names of the tensors tell all: one level below `MODEL`, no two of one memory."""
+    if set(state) != {MODEL}:
+        return False
+    return [f"{MODEL}.{name}" for name in state[MODEL]] == list(tensors)
+
+
+# --- and back -----------------------------------------------------------------------------------
+
+
+class StepReader:
+    """Reads one of the two files.
+
+    Args:
+        checkpoint: the open file with its chain.
+
+    Raises:
+        FormatError: it is not one of a store.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.container is None:
+            raise FormatError(f"{checkpoint.name}: not a .ckptz file")
+        self.name = checkpoint.name
+        self._container: Container = checkpoint.container
+        self.content_id = self._container.index.content_id
+        self.metadata: Mapping[str, str] = self._container.index.metadata or {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(s.dtype.n_bytes(s.shape) for s in self._container.tensors.values())
+
+    def outline(self) -> dict[str, Any]:
+        """The nested state without its values: tensors on the meta device. Nothing is decoded."""
+        return self._assembled(
+            {
+                name: torch.empty(source.shape, dtype=torch_dtype(source.dtype), device="meta")
+                for name, source in self._container.tensors.items()
+            }
+        )
+
+    def load(self, jobs: int) -> dict[str, Any]:
+        """The nested state, every chunk held against its checksum.
+
+        Raises:
+            LimitError: it does not fit into memory.
+            FormatError: the file is damaged.
+        """
+        check_limit(self.n_bytes, None, self.name)
+        return self._assembled(dict(read_tensors(self._container.tensors, _HOST, jobs)))
+
+    def _assembled(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        tree = self._container.index.tree
+        if tree is None:
+            prefix = f"{MODEL}."
+            if odd := [name for name in tensors if not name.startswith(prefix)]:
+                raise CorruptionError(f"{self.name}: tensor {odd[0]!r} is no weight of a step")
+            return {MODEL: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}}
+        parse_tree(tree).check_names(tensors)
+        root = parse_tree(tree, lambda leaf: self._leaf(leaf, tensors)).root
+        if not isinstance(root, dict):
+            raise CorruptionError(f"{self.name}: its tree is not that of a step")
+        return root
+
+    def _leaf(self, leaf: object, tensors: Mapping[str, torch.Tensor]) -> Any:
+        if isinstance(leaf, TensorRef):
+            return tensors[leaf.name]
+        if isinstance(leaf, Size):
+            return torch.Size(leaf.dims)
+        if isinstance(leaf, DTypeName) and isinstance(getattr(torch, leaf.name, None), torch.dtype):
+            return getattr(torch, leaf.name)
+        raise UnsupportedError(f"{self.name}: no Checkpointer wrote this; restore it with ckptz restore")

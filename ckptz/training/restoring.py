@@ -1,0 +1,80 @@
+"""The two files of a step, opened to be restored, and the parts of the run that they hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ckptz.errors import ConfigError, CorruptionError
+from ckptz.store.step_files import StepFile
+from ckptz.store.steps import StepStore
+from ckptz.training.files import MODEL, StepReader
+
+_REST: Final = ("optimizer", "classes", "groups", "extra", "rng")
+
+
+def check_there(store: StepStore, step: int, weights_only: bool) -> None:
+    """Require a step.
+
+    Raises:
+        ConfigError: it is not there, or only its weights are and the rest is wanted too.
+    """
+    listing = store.listing()
+    there = listing.weights_steps if weights_only else listing.full_steps
+    if step in there:
+        return
+    if step in listing.weights_steps:
+        raise ConfigError(
+            f"{store.name}: of step {step} only the weights are left; restore them with weights_only=True"
+        )
+    newest = f"the newest is {there[-1]}" if there else "there is none"
+    raise ConfigError(f"{store.name}: step {step} is not there; {newest}, steps() lists all")
+
+
+@contextlib.contextmanager
+def opened_step(
+    store: StepStore, step: int, weights_only: bool
+) -> Iterator[tuple[StepReader, StepReader | None]]:
+    """The file of weights, and that of everything else unless only weights are wanted.
+
+    Raises:
+        CorruptionError: they do not belong together.
+    """
+    with contextlib.ExitStack() as held:
+        weights = StepReader(held.enter_context(store.opened(StepFile(step, "weights"))))
+        if weights_only:
+            yield weights, None
+            return
+        state = StepReader(held.enter_context(store.opened(StepFile(step, "state"))))
+        if state.metadata.get("weights") != weights.content_id:
+            raise CorruptionError(f"{state.name}: belongs to other weights than {weights.name} holds")
+        yield weights, state
+
+
+def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
+    """The model's part of what the file of weights holds.
+
+    Raises:
+        CorruptionError: it holds something else.
+    """
+    found = state.get(MODEL)
+    if not isinstance(found, dict):
+        raise CorruptionError(f"{reader.name}: holds no weights of a step")
+    return found
+
+
+def rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
+    """What the other file holds, complete.
+
+    Raises:
+        CorruptionError: a part is missing.
+    """
+    if missing := [name for name in _REST if name not in state]:
+        raise CorruptionError(f"{reader.name}: holds no {missing[0]!r}; it is no state of a step")
+    return state
+
+
+def optimizers_of(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizers' part of it, as `ckptz.training.state` takes them."""
+    return {"state": rest["optimizer"], "classes": rest["classes"], "groups": rest["groups"]}

@@ -1,0 +1,293 @@
+"""What a training run consists of, as named tensors and plain values, and the way back.
+
+Everything is keyed by the name of a parameter, by `torch.distributed.checkpoint.state_dict`, so that
+wrappers (DDP, `torch.compile`) and the order of parameter groups do not matter. Knows no files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from ckptz.errors import ConfigError, CorruptionError
+from ckptz.training.snapshot import check_dense
+
+OptimizerState = dict[str, Any]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What schedulers, scalers and data loaders have in common."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+Extra: TypeAlias = Stateful | MutableMapping[str, Any] | torch.Generator
+
+
+# --- model --------------------------------------------------------------------------------------
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """The model's state by name, sharing its memory."""
+    return dict(get_model_state_dict(model))
+
+
+def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> None:
+    """Require that a saved state has exactly the model's names, shapes and dtypes.
+
+    Raises:
+        ConfigError: names the first difference.
+    """
+    live = model_state(model)
+    if missing := [name for name in live if name not in saved]:
+        raise ConfigError(f"{where}: has no {missing[0]!r}{_more(missing)}; the model has gained parameters")
+    if unknown := [name for name in saved if name not in live]:
+        raise ConfigError(f"{where}: has {unknown[0]!r}{_more(unknown)}, which this model does not have")
+    for name, tensor in live.items():
+        if isinstance(tensor, torch.Tensor):
+            check_dense(tensor, name)
+            _check_kind(name, tensor, saved[name], where)
+
+
+def _check_kind(name: str, live: torch.Tensor, saved: Any, where: str) -> None:
+    wanted, found = _kind(live), _kind(saved)
+    if wanted != found:
+        raise ConfigError(f"{where}: {name!r} is {found}, and {wanted} in this model; it is another model")
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Write a saved state, which fits, into the model."""
+    set_model_state_dict(model, dict(saved), options=StateDictOptions(strict=True))
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> OptimizerState:
+    """State by parameter name, parameter groups and classes of some optimizers, sharing their memory.
+
+    Raises:
+        ConfigError: an optimizer has parameters that the model does not have.
+    """
+    if not optimizers:
+        return {"classes": [], "state": {}, "groups": []}
+    _check_parameters(model, optimizers)
+    with _unstepped(optimizers):
+        found: Any = get_optimizer_state_dict(model, list(optimizers))
+    return {
+        "classes": [type(optimizer).__name__ for optimizer in optimizers],
+        "state": {name: dict(state) for name, state in found["state"].items() if state},
+        "groups": [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]],
+    }
+
+
+def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    known = set(model.parameters())
+    for optimizer in optimizers:
+        for i, group in enumerate(optimizer.param_groups):
+            if not known.issuperset(group["params"]):
+                raise ConfigError(
+                    f"{type(optimizer).__name__}: group {i} has parameters that are not the model's; "
+                    "was one of the two replaced? Give the Checkpointer the model and its optimizer"
+                )
+
+
+@contextlib.contextmanager
+def _unstepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """PyTorch makes an optimizer without state take a step, to give it one; here it must stay as it is."""
+    touched = [(o.state, next(_parameters(o))) for o in optimizers if not o.state]
+    for state, parameter in touched:
+        state[parameter] = {}
+    try:
+        yield
+    finally:
+        for state, parameter in touched:
+            if parameter in state and not state[parameter]:
+                del state[parameter]
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def check_optimizers_fit(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: OptimizerState, where: str
+) -> None:
+    """Require that a saved state is of such optimizers for the same parameters.
+
+    Raises:
+        ConfigError: names the first difference.
+        CorruptionError: it is no state of optimizers.
+    """
+    check_saved(saved, where)
+    live = optimizer_state(model, optimizers)
+    if live["classes"] != saved["classes"]:
+        raise ConfigError(
+            f"{where}: was saved with {_named(saved['classes'])}, now there is {_named(live['classes'])}; "
+            "resume with the same optimizer, or restore with weights_only=True"
+        )
+    ours, theirs = _parameters_of(live), _parameters_of(saved)
+    if differing := sorted(ours ^ theirs):
+        which = "not in the checkpoint" if differing[0] in ours else "not in the optimizer"
+        raise ConfigError(
+            f"{where}: parameter {differing[0]!r}{_more(differing)} is {which}; give the optimizer the same "
+            "parameters, or restore with weights_only=True"
+        )
+
+
+def check_saved(saved: Any, where: str) -> None:
+    """Require that a value from a file has the form of what `optimizer_state` gives.
+
+    Raises:
+        CorruptionError: it has another.
+    """
+    kinds = {"classes": list, "state": dict, "groups": list}
+    if not isinstance(saved, dict) or any(type(saved.get(name)) is not kind for name, kind in kinds.items()):
+        raise CorruptionError(f"{where}: holds no state of optimizers")
+    is_right = all(type(name) is str for name in saved["classes"])
+    is_right &= all(type(name) is str and isinstance(one, dict) for name, one in saved["state"].items())
+    for group in saved["groups"]:
+        names = group.get("params") if isinstance(group, dict) else None
+        is_right &= type(names) is list and all(type(name) is str for name in names)
+    if not is_right:
+        raise CorruptionError(f"{where}: its state of optimizers is damaged")
+
+
+def saved_training(state: Any, where: str) -> OptimizerState:
+    """The optimizers of a state that holds them with a scheduler and a scaler, each perhaps None.
+
+    Raises:
+        CorruptionError: it holds something else.
+    """
+    if not isinstance(state, dict) or any(
+        not isinstance(state.get(name, ""), dict | None) for name in ("scheduler", "scaler")
+    ):
+        raise CorruptionError(f"{where}: holds no state of a scheduler and a scaler")
+    saved = {"state": state.get("optimizer"), "classes": state.get("classes"), "groups": state.get("groups")}
+    check_saved(saved, where)
+    return saved
+
+
+def _named(classes: Sequence[str]) -> str:
+    return " and ".join(classes) or "no optimizer"
+
+
+def _parameters_of(state: OptimizerState) -> set[str]:
+    return {name for group in state["groups"] for name in group["params"]}
+
+
+def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: OptimizerState) -> None:
+    """Give optimizers a saved state, which fits."""
+    if not optimizers:
+        return
+    # PyTorch takes a state without any name for one that is keyed by numbers; no parameter is called "".
+    by_name = {"": {}, **saved["state"]}
+    state: Any = {"state": by_name, "param_groups": [dict(group) for group in saved["groups"]]}
+    with _unstepped(optimizers):
+        # Parameters that never had a gradient have no state; PyTorch calls that not strict.
+        set_optimizer_state_dict(
+            model, list(optimizers), optim_state_dict=state, options=StateDictOptions(strict=False)
+        )
+
+
+# --- extras -------------------------------------------------------------------------------------
+
+
+def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
+    """The states of extras by name, in plain values and tensors."""
+    return {name: plain(_state_of(name, extra)) for name, extra in extras.items()}
+
+
+def _state_of(name: str, extra: Extra) -> Any:
+    if isinstance(extra, torch.Generator):
+        return extra.get_state()
+    if isinstance(extra, Stateful):
+        return extra.state_dict()
+    if isinstance(extra, MutableMapping):
+        return dict(extra)
+    raise ConfigError(
+        f"extra {name!r} is a {type(extra).__name__}; give something with state_dict and load_state_dict, "
+        "a dict, or a torch.Generator"
+    )
+
+
+def check_extras_fit(extras: Mapping[str, Extra], saved: Mapping[str, Any], where: str) -> None:
+    """Require that the same extras were saved.
+
+    Raises:
+        ConfigError: names the first difference.
+    """
+    if differing := sorted(set(extras) ^ set(saved)):
+        which = "was not saved" if differing[0] in extras else "was saved, and is not given now"
+        raise ConfigError(
+            f"{where}: extra {differing[0]!r}{_more(differing)} {which}; give the same extras, or restore "
+            "with weights_only=True"
+        )
+
+
+def load_extras(extras: Mapping[str, Extra], saved: Mapping[str, Any]) -> None:
+    """Give extras their saved states."""
+    for name, extra in extras.items():
+        if isinstance(extra, torch.Generator):
+            extra.set_state(saved[name])
+        elif isinstance(extra, Stateful):
+            extra.load_state_dict(like(saved[name], extra.state_dict()))
+        else:
+            restored = like(saved[name], dict(extra))
+            extra.clear()
+            extra.update(restored)
+
+
+def plain(value: Any) -> Any:
+    """A value with the collections and numbers of libraries made into Python's own.
+
+    A file has no place for their types; `like` brings them back.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        kind = OrderedDict if type(value) is OrderedDict else dict
+        return kind((key, plain(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    return value
+
+
+def like(saved: Any, live: Any) -> Any:
+    """A saved value with the collections that the live one has in its places."""
+    if isinstance(saved, dict) and isinstance(live, Mapping):
+        items = {key: like(value, live.get(key)) for key, value in saved.items()}
+        if isinstance(live, Counter):
+            return Counter(items)
+        if isinstance(live, defaultdict):
+            return defaultdict(live.default_factory, items)
+        return type(saved)(items)
+    return saved

@@ -1,0 +1,346 @@
+"""Nested torch state to named tensors and a tree: which tensors share memory, and what is stored.
+
+Implements spec/09-tree.md#storages. Two tensors share a storage if they lie in the same torch storage.
+Within one, views whose bytes overlap are stored as one tensor, others as themselves, so that names and
+shapes stay those of the checkpoint wherever that is possible.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
+from ckptz.container.index import RESERVED_PREFIX
+from ckptz.dtypes import DTYPES, DType
+from ckptz.errors import UnsupportedError
+from ckptz.frameworks import DTYPE_NAMES
+from ckptz.tree.leaves import TensorRef, View
+from ckptz.tree.skeleton import Path, pack_node, refuse_leaf, type_name, where
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PART_ALIGNMENT: Final = 16  # normative, spec/09-tree.md#storages; the largest element is 16 bytes
+
+# Element types of torch that have a name of their own in a file; others are kept as bytes. F4 packs two
+# elements into one of torch's, whose strides would not be those of the file.
+CODES: Final[Mapping[str, str]] = {name: code for code, name in DTYPE_NAMES.items() if code != "F4"}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the elements of a tensor lie in its storage; strides and offset count elements."""
+
+    dtype: str
+    item_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @cached_property
+    def n_items(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def span(self) -> int:
+        """Elements from the first to the last one in memory."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return sum((n - 1) * stride for n, stride in steps) + 1 if self.n_items else 0
+
+    @property
+    def begin(self) -> int:
+        """First byte."""
+        return self.offset * self.item_bytes
+
+    @property
+    def end(self) -> int:
+        """Byte after the last one."""
+        return self.begin + self.span * self.item_bytes
+
+    def _steps(self) -> list[tuple[int, int]]:
+        return [(stride, n) for n, stride in zip(self.shape, self.strides, strict=True) if n > 1]
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        return not self.n_items or (self.is_dense and self._steps() == sorted(self._steps(), reverse=True))
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether every element of the span belongs to exactly one index."""
+        return not self.n_items or (self.is_injective and self.span == self.n_items)
+
+    @cached_property
+    def is_injective(self) -> bool:
+        """Whether no two indices certainly mean one element: each stride steps over all below it."""
+        reach = 0
+        for stride, n in sorted(self._steps()):
+            if stride <= reach:
+                return False
+            reach += stride * (n - 1)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class StridedSource(TensorSource):
+    """A tensor whose elements do not lie in C order; `items` are its bit patterns, one integer each."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    items: NDArray[Any]
+
+    def units(self, begin: int, end: int) -> NDArray[Any]:
+        """See `TensorSource.units`."""
+        n_per_item = self.items.itemsize // self.dtype.unit_bytes
+        first, last = begin // n_per_item, -(-end // n_per_item)
+        units = self.items.flat[first:last].view(UNIT_TYPES[self.dtype.unit_bytes])
+        return units[begin - first * n_per_item : end - first * n_per_item]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A nested state taken apart.
+
+    Attributes:
+        tensors: by name.
+        tree: as it goes into `Index.tree`.
+        outer: of each tensor, the outer part of its path that is not in its name.
+    """
+
+    tensors: dict[str, TensorSource]
+    tree: dict[str, Any]
+    outer: dict[str, Path]
+
+    def names_under(self, *outer: str) -> tuple[str, ...]:
+        """Names of the tensors whose paths begin so."""
+        return tuple(name for name, path in self.outer.items() if path == outer)
+
+
+@dataclass(slots=True)
+class _Found:
+    """A tensor of the state; `node` is filled when it is known how it is stored."""
+
+    path: Path
+    tensor: Tensor
+    geometry: Geometry
+    node: dict[str, Any]
+
+    def refer(self, ref: TensorRef | View) -> None:
+        self.node.update(ref.pack())
+
+    @property
+    def flags(self) -> tuple[bool, bool]:
+        return self.tensor.requires_grad, type(self.tensor).__name__ == "Parameter"
+
+
+def flatten(
+    state: Any, n_outer: int = 0, can_share: Callable[[frozenset[str]], bool] = lambda dtypes: True
+) -> Flat:
+    """Take a nested state apart; the tensors share its memory.
+
+    Args:
+        state: what `torch.load` gave.
+        n_outer: outer levels whose keys do not go into the tensors' names.
+        can_share: whether tensors of these types of torch may lie in one memory.
+
+    Raises:
+        UnsupportedError: a value that cannot be kept; the message says where and of what type.
+    """
+    found: list[_Found] = []
+
+    def leaf(value: Any, path: Path) -> dict[str, Any]:
+        if type_name(value) == "torch.Size":
+            return {"Size": list(value)}
+        if type_name(value) == "torch.dtype":
+            return {"dtype": _dtype_name(value)}
+        tensor = _checked_tensor(value, path)
+        found.append(_Found(path, tensor, geometry_of(tensor), {}))
+        return found[-1].node
+
+    root = pack_node(state, leaf)
+    storing = _Storing(n_outer)
+    for group in _by_storage(found):
+        _check_types(group, can_share)
+        storing.add(group)
+    return Flat(storing.tensors, {"root": root, "storages": storing.storages}, storing.outer)
+
+
+def _check_types(group: Sequence[_Found], can_share: Callable[[frozenset[str]], bool]) -> None:
+    dtypes = {each.geometry.dtype: each for each in group}
+    if len(dtypes) > 1 and not can_share(frozenset(dtypes)):
+        places = " and ".join(f"{where(each.path)} as {dtype}" for dtype, each in dtypes.items())
+        raise UnsupportedError(f"{places} share memory, which torch.save cannot write; clone one of them")
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _checked_tensor(value: Any, path: Path) -> Tensor:
+    # Only exact types: a subclass means what its code says it means.
+    if type_name(value) not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        refuse_leaf(value, path)
+    tensor: Tensor = value
+    if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        what = "quantized" if tensor.is_quantized else layout
+        raise UnsupportedError(f"{where(path)}: a {what} tensor; make it a dense tensor before saving")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(f"{where(path)}: a tensor on device {tensor.device}; move it to the CPU")
+    if attributes := vars(tensor):
+        raise UnsupportedError(f"{where(path)}: a tensor with an attribute {next(iter(attributes))!r}")
+    # These bits say "not yet computed"; other programs could not read what lies in memory.
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Where a tensor's elements lie."""
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    return Geometry(
+        _dtype_name(tensor.dtype), tensor.element_size(), shape, strides, int(tensor.storage_offset())
+    )
+
+
+def _by_storage(found: Iterable[_Found]) -> list[list[_Found]]:
+    groups: dict[tuple[int, int, int], list[_Found]] = {}
+    for each in found:
+        memory = each.tensor.untyped_storage()
+        # An empty storage has no address; it is its own.
+        place = (memory.data_ptr(), memory.nbytes(), 0)
+        key = place if each.geometry.n_items else (0, 0, id(each.tensor))
+        groups.setdefault(key, []).append(each)
+    return list(groups.values())
+
+
+def _memory(tensor: Tensor) -> NDArray[np.uint8]:
+    # torch is loaded: somebody made a tensor. Its dtypes are not all known to numpy, bytes are.
+    import torch
+
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return np.asarray(raw.numpy())
+
+
+@dataclass(slots=True)
+class _Part:
+    """Bytes of a storage that are stored as one tensor, because the views in it overlap."""
+
+    begin: int
+    end: int
+    members: list[_Found]
+
+    @property
+    def whole(self) -> _Found | None:
+        """A view that is all of it in C order, if there is one."""
+        for member in self.members:
+            g = member.geometry
+            if (g.begin, g.end) == (self.begin, self.end) and g.is_contiguous and g.dtype in CODES:
+                return member
+        return None
+
+    @property
+    def dtype(self) -> DType:
+        """What to store it as where no view is all of it."""
+        names = {member.geometry.dtype for member in self.members}
+        return DTYPES[CODES.get(names.pop(), "U8") if len(names) == 1 else "U8"]
+
+
+def _parts(group: Sequence[_Found]) -> list[_Part]:
+    parts: list[_Part] = []
+    for each in sorted(group, key=lambda each: (each.geometry.begin, -each.geometry.end)):
+        begin, end = each.geometry.begin, each.geometry.end
+        if parts and begin < parts[-1].end:
+            parts[-1].end = max(parts[-1].end, end)
+            parts[-1].members.append(each)
+        else:
+            parts.append(_Part(begin, end, [each]))
+    for part in parts:
+        if len({each.geometry.item_bytes for each in part.members}) > 1:
+            part.begin -= part.begin % PART_ALIGNMENT  # else an element could end up unaligned
+    return parts
+
+
+def part_offsets(sizes: Iterable[int]) -> list[int]:
+    """Where the parts of a storage begin, and as the last number, where it ends."""
+    aligned = (-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes)
+    return [0, *itertools.accumulate(aligned)]
+
+
+@dataclass(slots=True)
+class _Storing:
+    """Decides how storages are stored, one after another."""
+
+    n_outer: int
+    tensors: dict[str, TensorSource] = field(default_factory=dict)
+    outer: dict[str, Path] = field(default_factory=dict)
+    storages: list[list[str]] = field(default_factory=list)
+    _taken: Counter[str] = field(default_factory=Counter)
+
+    def add(self, group: list[_Found]) -> None:
+        geometry = group[0].geometry
+        is_alone = len({each.geometry for each in group}) == 1
+        if is_alone and geometry.dtype in CODES and geometry.is_injective:
+            self._add_alone(group)
+        else:
+            self._add_shared(group)
+
+    def _name(self, path: Path, suffix: str = "") -> str:
+        base = (".".join(path[self.n_outer :]) or "tensor") + suffix
+        if base.startswith(RESERVED_PREFIX) or base == "__metadata__":
+            base = f"tensor.{base}"
+        name = base
+        while name in self.tensors:
+            self._taken[base] += 1
+            name = f"{base}~{self._taken[base] + 1}"
+        self.outer[name] = path[: self.n_outer]
+        return name
+
+    def _add_alone(self, group: list[_Found]) -> None:
+        geometry, name = group[0].geometry, self._name(group[0].path)
+        self.tensors[name] = _source(group[0])
+        # Gaps are not kept: nothing can be seen in them.
+        is_plain = geometry.is_contiguous or not geometry.is_dense
+        for each in group:
+            each.refer(TensorRef(name, None if is_plain else geometry.strides, *each.flags))
+
+    def _add_shared(self, group: list[_Found]) -> None:
+        parts, memory = _parts(group), _memory(group[0].tensor)
+        offsets = part_offsets(part.end - part.begin for part in parts)
+        for part, at in zip(parts, offsets, strict=False):
+            for each in part.members:
+                self._refer(each, at - part.begin)
+        self.storages.append([self._add_part(part, memory) for part in parts])
+
+    def _refer(self, each: _Found, shift: int) -> None:
+        g = each.geometry
+        offset = (g.begin + shift) // g.item_bytes
+        each.refer(View(len(self.storages), g.dtype, g.shape, g.strides, offset, *each.flags))
+
+    def _add_part(self, part: _Part, memory: NDArray[np.uint8]) -> str:
+        if (whole := part.whole) is not None:
+            name = self._name(whole.path)
+            self.tensors[name] = _source(whole)
+            return name
+        name, dtype = self._name(part.members[0].path, ".storage"), part.dtype
+        shape = ((part.end - part.begin) * 8 // dtype.bits,)
+        self.tensors[name] = ArraySource.from_buffer(dtype, shape, memory[part.begin : part.end])
+        return name
+
+
+def _source(each: _Found) -> TensorSource:
+    g, memory = each.geometry, _memory(each.tensor)
+    dtype = DTYPES[CODES[g.dtype]]
+    if g.is_contiguous:
+        return ArraySource.from_buffer(dtype, g.shape, memory[g.begin : g.end])
+    strides = tuple(stride * g.item_bytes for stride in g.strides)
+    items: NDArray[Any] = np.ndarray(g.shape, UNIT_TYPES[g.item_bytes], memory, g.begin, strides)
+    return StridedSource(dtype, g.shape, items)

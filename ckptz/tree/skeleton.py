@@ -1,0 +1,397 @@
+"""The tree: a nested checkpoint without its tensors, as JSON. Implements spec/09-tree.md.
+
+    {"root": node, "storages": [[tensor name, ...], ...]}
+
+Knows the grammar only; `storages.py` finds out which tensors share memory. Parsing needs no torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
+from ckptz.tree.keys import KEY_KINDS, SeenKeys, is_key, key_problem
+from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
+
+MAX_DEPTH: Final = 64  # normative, spec/09-tree.md#bounds
+MAX_NODES: Final = 1 << 21  # normative, spec/09-tree.md#bounds
+MAX_PLAIN_INT: Final = (1 << 53) - 1  # what every JSON reader keeps exactly
+MAX_NUMBER: Final = (1 << 63) - 1
+
+Path = tuple[str, ...]
+Leaf = Callable[[Any, Path], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A parsed tree.
+
+    Attributes:
+        root: plain Python values, with `Size`, `DTypeName`, `TensorRef` and `View` (or what the
+            caller made of them) at the leaves.
+        storages: names of the stored tensors that each shared storage consists of.
+        refs: every `TensorRef` and `View`, in order.
+    """
+
+    root: Any
+    storages: tuple[tuple[str, ...], ...]
+    refs: tuple[TensorRef | View, ...]
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Require that the tree speaks of exactly the tensors `names`."""
+        used = {ref.name for ref in self.refs if isinstance(ref, TensorRef)}.union(*self.storages)
+        if missing := sorted(used - set(names)):
+            raise CorruptionError(f"tree: tensor {missing[0]!r} is not in the file")
+        if unused := sorted(set(names) - used):
+            raise CorruptionError(f"tree: tensor {unused[0]!r} has no place in it")
+
+
+def where(path: Path) -> str:
+    """A place in a tree, for messages."""
+    return repr(".".join(path)) if path else "the root"
+
+
+def label(key: Any) -> str:
+    """A key as a part of a path and of a tensor's name."""
+    if isinstance(key, str):
+        return key
+    if type(key) is int and abs(key) > MAX_PLAIN_INT:
+        return hex(key)  # Python refuses to write very long ones in decimal
+    if type(key) is tuple:
+        return f"({','.join(map(label, key))})"
+    return str(key)
+
+
+class _Packer:
+    """Values to nodes; what is no plain Python value goes to `leaf`."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._n_nodes = 0
+
+    def node(self, value: Any, path: Path) -> Any:
+        self._n_nodes += 1
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(f"{where(path)}: nested deeper than {MAX_DEPTH} levels; save a flatter state")
+        if self._n_nodes > MAX_NODES:
+            raise ConfigError(f"{where(path)}: more than {MAX_NODES} values; keep large lists as tensors")
+        pack = _PACKERS.get(type(value))
+        return self._leaf(value, path) if pack is None else pack(self, value, path)
+
+    def plain(self, value: Any, _: Path) -> Any:
+        return value
+
+    def text(self, value: str, path: Path) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UnsupportedError(
+                f"{where(path)}: a string with a lone surrogate is not Unicode; store it as bytes"
+            ) from None
+        return value
+
+    def integer(self, value: int, _: Path) -> Any:
+        return value if abs(value) <= MAX_PLAIN_INT else {"int": hex(value)}
+
+    def floating(self, value: float, _: Path) -> Any:
+        return {"float": struct.pack(">d", value).hex()}
+
+    def binary(self, value: bytes, _: Path) -> Any:
+        return {"bytes": base64.b64encode(value).decode()}
+
+    def sequence(self, values: list[Any] | tuple[Any, ...], path: Path) -> list[Any]:
+        return [self.node(value, (*path, str(i))) for i, value in enumerate(values)]
+
+    def tuple_(self, values: tuple[Any, ...], path: Path) -> Any:
+        return {"tuple": self.sequence(values, path)}
+
+    def items(self, mapping: Mapping[Any, Any], path: Path) -> list[Any]:
+        # The key goes first: a label is only made of one that was found to be bounded.
+        seen = SeenKeys()
+        return [
+            [self.key(key, path, seen), self.node(value, (*path, label(key)))]
+            for key, value in mapping.items()
+        ]
+
+    def key(self, key: Any, path: Path, seen: SeenKeys) -> Any:
+        node = self.node(key, (*path, "key"))
+        if not is_key(node):
+            raise UnsupportedError(f"{where(path)}: a key of type {type_name(key)} cannot be kept")
+        if problem := key_problem(node) or seen.problem_with(key, node):
+            raise UnsupportedError(f"{where(path)}: a key {problem}; use strings or small numbers as keys")
+        return node
+
+    def dict_(self, mapping: dict[Any, Any], path: Path) -> Any:
+        return {"dict": self.items(mapping, path)}
+
+    def ordered(self, mapping: OrderedDict[Any, Any], path: Path) -> Any:
+        node: dict[str, Any] = {"OrderedDict": self.items(mapping, path)}
+        # A module's state_dict carries the versions of its modules in this attribute.
+        attributes = dict(vars(mapping))
+        if "_metadata" in attributes:
+            node["_metadata"] = self.node(attributes.pop("_metadata"), (*path, "_metadata"))
+        if attributes:
+            raise UnsupportedError(f"{where(path)}: attribute {next(iter(attributes))!r} cannot be kept")
+        return node
+
+
+_PACKERS: Final[Mapping[type, Callable[[_Packer, Any, Path], Any]]] = {
+    type(None): _Packer.plain,
+    bool: _Packer.plain,
+    int: _Packer.integer,
+    float: _Packer.floating,
+    str: _Packer.text,
+    bytes: _Packer.binary,
+    list: _Packer.sequence,
+    tuple: _Packer.tuple_,
+    dict: _Packer.dict_,
+    OrderedDict: _Packer.ordered,
+    Size: lambda _, value, path: {"Size": list(value.dims)},
+    DTypeName: lambda _, value, path: {"dtype": value.name},
+    TensorRef: lambda _, value, path: value.pack(),
+    View: lambda _, value, path: value.pack(),
+}
+
+
+def type_name(value: Any) -> str:
+    """Module and name of a value's type."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def refuse_leaf(value: Any, path: Path) -> NoReturn:
+    """The `Leaf` that knows nothing."""
+    raise UnsupportedError(
+        f"{where(path)}: a value of type {type_name(value)} cannot be kept without running code; "
+        "remove it from the checkpoint or store it as plain Python values and tensors"
+    )
+
+
+def pack_node(value: Any, leaf: Leaf = refuse_leaf) -> Any:
+    """The JSON node of a value.
+
+    Args:
+        value: plain Python values, nested.
+        leaf: makes the node of anything else, or refuses it.
+
+    Raises:
+        UnsupportedError: a value the grammar has no place for; the message says where and of what type.
+        ConfigError: too deep or too many values.
+    """
+    return _Packer(leaf).node(value, ())
+
+
+_FLAGS: Final = frozenset({"requires_grad", "parameter"})
+# The kind of a node is the first field of these that it has: its required and optional fields.
+_FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
+    "view": (frozenset({"view", "dtype", "shape", "strides", "offset"}), _FLAGS),
+    **{kind: (frozenset({kind}), frozenset()) for kind in (*KEY_KINDS, "tuple", "dict")},
+    "OrderedDict": (frozenset({"OrderedDict"}), frozenset({"_metadata"})),
+    "tensor": (frozenset({"tensor"}), _FLAGS | {"strides"}),
+}
+_HEX_INT: Final = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
+_HEX_FLOAT: Final = re.compile(r"[0-9a-f]{16}")
+_DTYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+class _Parser:
+    """Nodes to values; refuses whatever `_Packer` would not have written."""
+
+    def __init__(self, n_storages: int, make: Callable[[Any], Any]) -> None:
+        self._make = make
+        self._n_storages = n_storages
+        self._n_nodes = 0
+        self.refs: list[TensorRef | View] = []
+
+    def node(self, raw: Any, path: Path) -> Any:
+        self._n_nodes += 1
+        if len(path) > MAX_DEPTH or self._n_nodes > MAX_NODES:
+            self.refuse(path, f"over {MAX_DEPTH} levels or {MAX_NODES} values")
+        if isinstance(raw, dict):
+            return self._object(raw, path)
+        if isinstance(raw, list):
+            return [self.node(item, (*path, str(i))) for i, item in enumerate(raw)]
+        return self._scalar(raw, path)
+
+    def refuse(self, path: Path, what: str) -> NoReturn:
+        raise CorruptionError(f"tree: {where(path)}: {what}")
+
+    def _scalar(self, raw: Any, path: Path) -> Any:
+        if isinstance(raw, str):
+            return self._text(raw, path)
+        if isinstance(raw, float) or (isinstance(raw, int) and abs(raw) > MAX_PLAIN_INT):
+            self.refuse(path, f"number {_shown(raw)} is not in its hexadecimal form")
+        return raw
+
+    def _text(self, raw: Any, path: Path) -> str:
+        try:
+            raw.encode()
+        except (UnicodeEncodeError, AttributeError):
+            self.refuse(path, "not a string of Unicode")
+        return str(raw)
+
+    def _object(self, raw: dict[str, Any], path: Path) -> Any:
+        kind = next((kind for kind in _FIELDS if kind in raw), None)
+        if kind is None:
+            self.refuse(path, f"no node has the fields {_shown(raw)}")
+        required, optional = _FIELDS[kind]
+        if not required <= set(raw) <= required | optional:
+            self.refuse(path, f"a {kind} does not have the fields {_shown(raw)}")
+        return _PARSERS[kind](self, raw, path)
+
+    def integer(self, raw: dict[str, Any], path: Path) -> int:
+        text = self._matched(raw["int"], _HEX_INT, path)
+        value = int(text, 16)
+        if abs(value) <= MAX_PLAIN_INT:
+            self.refuse(path, f"integer {value} is not in its plain form")
+        return value
+
+    def floating(self, raw: dict[str, Any], path: Path) -> float:
+        pattern = bytes.fromhex(self._matched(raw["float"], _HEX_FLOAT, path))
+        return float(struct.unpack(">d", pattern)[0])
+
+    def binary(self, raw: dict[str, Any], path: Path) -> bytes:
+        text = self._text(raw["bytes"], path)
+        try:
+            value = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            self.refuse(path, "bytes are not in base64")
+        if base64.b64encode(value).decode() != text:
+            self.refuse(path, "bytes are not in canonical base64")
+        return value
+
+    def tuple_(self, raw: dict[str, Any], path: Path) -> tuple[Any, ...]:
+        items = self._list(raw["tuple"], path)
+        return tuple(self.node(item, (*path, str(i))) for i, item in enumerate(items))
+
+    def dict_(self, raw: dict[str, Any], path: Path) -> dict[Any, Any]:
+        return dict(self._items(raw["dict"], path))
+
+    def ordered(self, raw: dict[str, Any], path: Path) -> OrderedDict[Any, Any]:
+        mapping = OrderedDict(self._items(raw["OrderedDict"], path))
+        if "_metadata" in raw:
+            vars(mapping)["_metadata"] = self.node(raw["_metadata"], (*path, "_metadata"))
+        return mapping
+
+    def _items(self, raw: Any, path: Path) -> list[tuple[Any, Any]]:
+        items, seen = [], SeenKeys()
+        for pair in self._list(raw, path):
+            if not isinstance(pair, list) or len(pair) != 2:
+                self.refuse(path, "an item is not a pair of a key and a value")
+            key = self._key(pair[0], path, seen)
+            items.append((key, self.node(pair[1], (*path, label(key)))))
+        if len(dict(items)) < len(items):
+            self.refuse(path, "two keys are equal in Python")
+        return items
+
+    def _key(self, raw: Any, path: Path, seen: SeenKeys) -> Any:
+        key = self.node(raw, (*path, "key"))
+        if not is_key(raw):
+            self.refuse(path, "a key is of a type that cannot be one")
+        if problem := key_problem(raw) or seen.problem_with(key, raw):
+            self.refuse(path, f"a key {problem}")
+        return key
+
+    def size(self, raw: dict[str, Any], path: Path) -> Any:
+        dims = self._list(raw["Size"], path)
+        if not all(type(dim) is int and abs(dim) <= MAX_NUMBER for dim in dims):
+            self.refuse(path, "a Size is not a list of integers")
+        return self._make(Size(tuple(dims)))
+
+    def dtype(self, raw: dict[str, Any], path: Path) -> Any:
+        return self._make(DTypeName(self._matched(raw["dtype"], _DTYPE, path)))
+
+    def tensor(self, raw: dict[str, Any], path: Path) -> Any:
+        strides = self._numbers(raw["strides"], path) if "strides" in raw else None
+        return self._ref(TensorRef(self._text(raw["tensor"], path), strides, *self._flags(raw, path)))
+
+    def view(self, raw: dict[str, Any], path: Path) -> Any:
+        dtype = self._matched(raw["dtype"], _DTYPE, path)
+        shape, strides = self._numbers(raw["shape"], path), self._numbers(raw["strides"], path)
+        storage, offset = self._numbers([raw["view"], raw["offset"]], path)
+        if storage >= self._n_storages or len(shape) != len(strides):
+            self.refuse(path, "a view does not fit its storage")
+        return self._ref(View(storage, dtype, shape, strides, offset, *self._flags(raw, path)))
+
+    def _ref(self, ref: TensorRef | View) -> Any:
+        self.refs.append(ref)
+        return self._make(ref)
+
+    def _flags(self, raw: dict[str, Any], path: Path) -> tuple[bool, bool]:
+        if any(raw.get(flag, True) is not True for flag in _FLAGS):
+            self.refuse(path, "a flag is not true")
+        return "requires_grad" in raw, "parameter" in raw
+
+    def _matched(self, raw: Any, pattern: re.Pattern[str], path: Path) -> str:
+        if not isinstance(raw, str) or not pattern.fullmatch(raw):
+            self.refuse(path, f"{_shown(raw)} is malformed")
+        return raw
+
+    def _list(self, raw: Any, path: Path) -> list[Any]:
+        if not isinstance(raw, list):
+            self.refuse(path, "not a list")
+        return raw
+
+    def _numbers(self, raw: Any, path: Path) -> tuple[int, ...]:
+        if not all(map(_is_number, self._list(raw, path))):
+            self.refuse(path, "not a list of numbers from 0 to 2^63 - 1")
+        return tuple(raw)
+
+
+_PARSERS: Final[Mapping[str, Callable[[_Parser, dict[str, Any], Path], Any]]] = {
+    "int": _Parser.integer,
+    "float": _Parser.floating,
+    "bytes": _Parser.binary,
+    "tuple": _Parser.tuple_,
+    "dict": _Parser.dict_,
+    "OrderedDict": _Parser.ordered,
+    "Size": _Parser.size,
+    "dtype": _Parser.dtype,
+    "tensor": _Parser.tensor,
+    "view": _Parser.view,
+}
+
+
+def _shown(raw: Any) -> str:
+    return ", ".join(sorted(raw))[:60] if isinstance(raw, dict) else repr(raw)[:60]
+
+
+def _is_number(raw: Any) -> bool:
+    return type(raw) is int and 0 <= raw <= MAX_NUMBER
+
+
+def parse_tree(raw: Any, make: Callable[[Any], Any] = lambda leaf: leaf) -> Tree:
+    """Parse and check `Index.tree`.
+
+    Args:
+        raw: the JSON value.
+        make: turns a `Size`, `DTypeName`, `TensorRef` or `View` into what shall stand in its place.
+
+    Raises:
+        CorruptionError: not a tree; the message says where.
+    """
+    if not isinstance(raw, dict) or set(raw) != {"root", "storages"}:
+        raise CorruptionError("tree: not an object with the fields root and storages")
+    storages = _parse_storages(raw["storages"])
+    parser = _Parser(len(storages), make)
+    root = parser.node(raw["root"], ())
+    shared = {name for names in storages for name in names}
+    if any(isinstance(ref, TensorRef) and ref.name in shared for ref in parser.refs):
+        raise CorruptionError("tree: a tensor of a shared storage is referred to by its name")
+    return Tree(root, storages, tuple(parser.refs))
+
+
+def _parse_storages(raw: Any) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(raw, list) or not all(isinstance(names, list) for names in raw):
+        raise CorruptionError("tree: storages are not lists of tensor names")
+    names = [name for storage in raw for name in storage]
+    if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+        raise CorruptionError("tree: storages do not name each tensor once")
+    return tuple(map(tuple, raw))

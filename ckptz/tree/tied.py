@@ -1,0 +1,60 @@
+"""Names by which a torch checkpoint holds one tensor several times, as tied weights are.
+
+A file stores such a tensor once; who builds a model from its names needs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptz.codec.units import TensorSource
+from ckptz.frameworks import DTYPE_NAMES
+from ckptz.tree.leaves import TensorRef, View
+from ckptz.tree.skeleton import parse_tree
+
+
+def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
+    """Stored names by other names of the whole tensor; views of parts of it have none.
+
+    Args:
+        tree: as in `Index.tree`, or None.
+        tensors: by stored name.
+    """
+    if tree is None:
+        return {}
+    parsed = parse_tree(tree)
+    found = {}
+    for path, leaf in _leaves(parsed.root, ()):
+        stored = leaf.name if isinstance(leaf, TensorRef) else _whole(leaf, parsed.storages, tensors)
+        name = ".".join(path)
+        if stored is not None and name != stored and name not in tensors:
+            found[name] = stored
+    return found
+
+
+def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], TensorRef | View]]:
+    if isinstance(node, TensorRef | View):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(node, list | tuple):
+        for i, value in enumerate(node):
+            yield from _leaves(value, (*path, str(i)))
+
+
+def _whole(
+    view: View, storages: tuple[tuple[str, ...], ...], tensors: Mapping[str, TensorSource]
+) -> str | None:
+    """The stored tensor that a view shows all of, as it is."""
+    names = storages[view.storage]
+    if len(names) != 1 or names[0] not in tensors:
+        return None
+    source, steps = tensors[names[0]], 1
+    strides: list[int] = []
+    for size in reversed(source.shape):
+        strides.insert(0, steps)
+        steps *= max(size, 1)
+    whole = (DTYPE_NAMES.get(source.dtype.name), tuple(source.shape), tuple(strides), 0)
+    return names[0] if (view.dtype, view.shape, view.strides, view.offset) == whole else None

@@ -1,0 +1,228 @@
+"""Checkpoints as bytes made by hand, the command line in this process, and what restoring gives."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from click.testing import CliRunner
+
+from ckptz.bits.checksum import combine, xxh64
+from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
+from ckptz.codec.plan import exact_plan
+from ckptz.codec.units import CHUNK_UNITS
+from ckptz.container.index import Index, TensorEntry, content_id, envelope_metadata, pack_index
+from ckptz.dtypes import DTYPES
+from ckptz.entropy.streams import CoderId
+from ckptz.formats.inputs import Input, open_input
+from ckptz.kernels.notice import NOTICE
+from ckptz_cli.main import main
+
+Row = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
+Rows = Mapping[str, Row]
+
+NAN_PAYLOADS = np.array([0x7FC00001, 0xFF800123, 0x80000000, 0x7F800000], "<u4")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Two checkpoints of a run: plain files, and an anchor with a delta in the same folder."""
+
+    folder: Path
+
+    @property
+    def first(self) -> Path:
+        return self.folder / "step-1.safetensors"
+
+    @property
+    def second(self) -> Path:
+        return self.folder / "step-2.safetensors"
+
+    @property
+    def anchor(self) -> Path:
+        return self.folder / "step-1.ckptz"
+
+    @property
+    def delta(self) -> Path:
+        return self.folder / "step-2.ckptz"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one command line did; the notice about compiled kernels is left out."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The one line that an error is."""
+        lines = self.stderr.splitlines()
+        assert len(lines) == 1, self.stderr
+        assert lines[0].startswith("ckptz: ")
+        return lines[0]
+
+    @property
+    def json(self) -> Any:
+        """The object on stdout."""
+        return json.loads(self.stdout)
+
+
+def ckptz(*args: object, fails: bool = False) -> Run:
+    """Run a command line in this process; it must end well unless `fails`."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    stderr = "".join(line for line in result.stderr.splitlines(True) if NOTICE not in line)
+    assert (result.exit_code != 0) == fails, result.output
+    return Run(result.exit_code, result.stdout, stderr)
+
+
+def plain_bytes(rows: Rows, metadata: Mapping[str, str] | None = None) -> bytes:
+    """A safetensors file, written from its specification."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    at = 0
+    for name, (dtype, shape, data) in rows.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in rows.values())
+
+
+def write_plain(path: Path, rows: Rows, metadata: Mapping[str, str] | None = None) -> Path:
+    """`plain_bytes` as a file."""
+    path.write_bytes(plain_bytes(rows, metadata))
+    return path
+
+
+def hf_folder(folder: Path) -> Path:
+    """Two shards, their index, and two other files."""
+    (folder / "sub").mkdir(parents=True)
+    state = a_state(n=200)
+    homes = {name: f"model-0000{1 + (i > 3)}-of-00002.safetensors" for i, name in enumerate(state)}
+    for file in set(homes.values()):
+        rows = {name: row for name, row in state.items() if homes[name] == file}
+        write_plain(folder / file, rows, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}, indent=1))
+    (folder / "config.json").write_text("{}")
+    (folder / "sub" / "vocab.txt").write_text("a b c")
+    return folder
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """BF16 patterns of F32 values, cut off."""
+    return (values.astype("<f4").view("<u4") >> 16).astype("<u2")
+
+
+def a_state(seed: int = 0, drift: float = 0.0, n: int = 3000) -> dict[str, Row]:
+    """Tensors of many kinds; `drift` moves the weights a little, as training does."""
+    rng = np.random.default_rng(seed)
+    moves = np.random.default_rng(1000 + int(1e6 * drift))
+    weights = rng.normal(0, 0.05, n)
+    moved = weights + drift * moves.normal(0, 0.05, n)
+    sparse = np.where(rng.random(n) < 0.01, rng.integers(1, 99, n), 0)
+    return {
+        "layer.weight": ("F32", (n // 50, 50), moved.astype("<f4").tobytes()),
+        "layer.half": ("BF16", (n,), bf16(moved).tobytes()),
+        "layer.double": ("F64", (n // 10,), moved[: n // 10].astype("<f8").tobytes()),
+        "sparse": ("U8", (n,), sparse.astype("u1").tobytes()),
+        "counts": ("I64", (3, 4), np.arange(12, dtype="<i8").tobytes()),
+        "scalar": ("F16", (), np.float16(1.5).tobytes()),
+        "empty": ("F32", (0, 7), b""),
+        "odd": ("F32", (4,), NAN_PAYLOADS.tobytes()),
+        "zeros": ("I32", (n,), bytes(4 * n)),
+    }
+
+
+Content = tuple[list[tuple[str, Row]], dict[str, str] | None]
+
+
+def content_of(path: Path) -> Content:
+    """Everything that must come back: tensors in order, bit for bit, and metadata."""
+    with contextlib.closing(open_input(path)) as opened:
+        return _content(opened)
+
+
+def _content(opened: Input) -> Content:
+    rows = []
+    for name, source in opened.tensors.items():
+        units = source.units(0, source.dtype.n_units(source.shape))
+        rows.append((name, (source.dtype.name, tuple(source.shape), units.tobytes())))
+    return rows, None if opened.metadata is None else dict(opened.metadata)
+
+
+def forge(path: Path, target: Path, edit: Callable[[Any], Any]) -> Path:
+    """A copy of a `.ckptz` file whose index is what `edit` makes of it, with a digest that fits."""
+    raw = path.read_bytes()
+    n_header = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + n_header])
+    begin, end = (8 + n_header + at for at in header["__ckptz__.index"]["data_offsets"])
+    index = edit(json.loads(zlib.decompress(raw[begin + 1 : end])))
+    packed = b"\x01" + zlib.compress(json.dumps(index).encode())
+    return write_index(target, header, raw[8 + n_header : begin], packed)
+
+
+def write_index(target: Path, header: dict[str, Any], frames: bytes, packed: bytes) -> Path:
+    """A `.ckptz` file of frames and a packed index, which may say anything."""
+    at = len(frames)
+    blob = {"dtype": "U8", "shape": [len(packed)], "data_offsets": [at, at + len(packed)]}
+    metadata = header["__metadata__"] | {"ckptz.index_sha256": hashlib.sha256(packed).hexdigest()}
+    text = json.dumps(header | {"__metadata__": metadata, "__ckptz__.index": blob}).encode()
+    target.write_bytes(len(text).to_bytes(8, "little") + text + frames + packed)
+    return target
+
+
+def temporaries(folder: Path) -> list[Path]:
+    """What an interrupted write left."""
+    return sorted(folder.rglob("*.ckptz-tmp"))
+
+
+def spread(n: int, most: int) -> Iterable[int]:
+    """At most `most` of 0..n-1, evenly spread, the first and the last included."""
+    return sorted({round(i * (n - 1) / (most - 1)) for i in range(most)}) if n > most else range(n)
+
+
+def bomb(path: Path, n_chunks: int) -> Path:
+    """A valid file of one tensor of zeros: a MiB from every 22 bytes."""
+    zeros = xxh64(bytes(CHUNK_UNITS))
+    record = ChunkRecord(xxh64(b"\0"), zeros, (StreamRecord(CoderId.CONSTANT, 1),))
+    shape = (n_chunks, CHUNK_UNITS)
+    header = FrameHeader(DTYPES["U8"], shape, exact_plan(DTYPES["U8"]), (record,) * n_chunks)
+    frame = header.pack() + bytes(n_chunks)
+    checksum = combine([zeros] * n_chunks)
+    entry = TensorEntry("zeros", "U8", shape, 0, len(frame), f"{checksum:016x}")
+    identity = content_id([("zeros", "U8", shape, checksum)])
+    packed = pack_index(Index("a forger", identity, (entry,)))
+    blob = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [0, len(frame)]}
+    header_rows = {"__metadata__": envelope_metadata(["lossless"], packed), "zeros": blob}
+    return write_index(path, header_rows, frame, packed)
+
+
+def flipped(whole: bytes, bits: Iterable[int]) -> Iterator[bytes]:
+    """Copies of `whole`, each with one bit changed."""
+    for bit in bits:
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield bytes(changed)
+
+
+def regions_of(raw: bytes) -> dict[str, range]:
+    """Header, first frame header, streams, index: bit positions."""
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    index = header["__ckptz__.index"]["data_offsets"][0] + begin
+    n_frame = int.from_bytes(raw[begin : begin + 4], "little")
+    return {
+        "header": range(8 * begin),
+        "frame header": range(8 * begin, 8 * (begin + n_frame)),
+        "payload": range(8 * (begin + n_frame), 8 * index),
+        "index": range(8 * index, 8 * len(raw)),
+    }

@@ -1,0 +1,313 @@
+"""Hand-made frames: random plans over every part of the decode rule, and what they must decode to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ckptz.codec.decode import decode_chunk, decode_codes
+from ckptz.codec.frame import FrameHeader, header_bytes
+from ckptz.codec.frame_plan import pack_plan
+from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
+from ckptz.codec.quant_map import AnyTable, ExplicitTable, IntegerTable, LinearTable, QuantizationMap
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import ArraySource, TensorSource, chunk_bounds
+from ckptz.codec.values import KINDS
+from ckptz.dtypes import DType, dtype_of
+from ckptz.encoding.chunk import EncodedChunk, encode_chunk
+from ckptz.encoding.counts import ClassCounts, share_tables
+from ckptz.encoding.draft import Draft
+from ckptz.entropy.frequency import normalise
+from ckptz.kernels import reference
+from ckptz.quant.quantizer import Quantizer
+from ckptz.transform.classes import BaseCode, Block, ClassRule, Magnitude, Row, TableMap, n_classes_of
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class CodedSource(TensorSource):
+    """A base that has codes of its own, like a frame of an earlier checkpoint."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    flat: Array
+    all_codes: Array
+
+    def units(self, begin: int, end: int) -> Array:
+        return self.flat[begin:end]
+
+    @property
+    def n_codes(self) -> int:
+        return 5
+
+    def codes(self, begin: int, end: int) -> Array:
+        return self.all_codes[begin:end]
+
+
+@dataclass(frozen=True)
+class FixedQuantizer(Quantizer):
+    """Codes and protected positions that are given, not fitted."""
+
+    all_codes: Array
+    mask: Array | None = None
+
+    def codes(self, begin: int, end: int, units: Array) -> Array:
+        return self.all_codes[begin:end]
+
+    def kept(self, units: Array) -> Array:
+        return units
+
+    def protected(self, begin: int, end: int, units: Array) -> Array | None:
+        return None if self.mask is None else self.mask[begin:end]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor, its plan, and what it may look at."""
+
+    source: ArraySource
+    draft: Draft
+    base: TensorSource | None
+    companion: TensorSource
+
+    @property
+    def plan(self) -> Plan:
+        return self.draft.plan
+
+    def sources(self, begin: int, end: int) -> ChunkSources:
+        return ChunkSources(begin, end, self.base, lambda name: self.companion)
+
+    def encode(self) -> tuple[FrameHeader, list[EncodedChunk]]:
+        n = self.source.dtype.n_units(self.source.shape)
+        chunks = [encode_chunk(self.source, self.draft, self.sources(*b)) for b in chunk_bounds(n)]
+        records = tuple(chunk.record for chunk in chunks)
+        return FrameHeader(self.source.dtype, self.source.shape, self.plan, records), chunks
+
+    def decode(self, header: FrameHeader, payloads: list[bytes]) -> Array:
+        n = header.n_units
+        out = np.empty(n, self.source.flat.dtype)
+        for i, (begin, end) in enumerate(chunk_bounds(n)):
+            payload = np.frombuffer(payloads[i], np.uint8).copy()
+            decode_chunk(header, i, payload, self.sources(begin, end), out[begin:end])
+        return out
+
+    def decode_codes(self, header: FrameHeader, payloads: list[bytes]) -> Array:
+        parts = [
+            decode_codes(header, i, np.frombuffer(payloads[i], np.uint8).copy(), self.sources(*bounds))
+            for i, bounds in enumerate(chunk_bounds(header.n_units))
+        ]
+        return np.concatenate(parts)
+
+
+def round_trip(case: Case) -> Array:
+    """Encode, pack and parse the header, decode."""
+    header, chunks = case.encode()
+    packed = header.pack()
+    plan = pack_plan(header.dtype, header.shape, case.plan)
+    assert len(packed) == header_bytes(header.dtype, header.shape, case.plan, plan)
+    return case.decode(FrameHeader.parse(packed), [chunk.payload for chunk in chunks])
+
+
+def expected_units(case: Case) -> Array:
+    """The decode rule once more, element by element in plain Python and numpy, without the codec."""
+    plan, quant_map = case.plan, case.plan.quant_map
+    assert quant_map is not None
+    kind, n = KINDS[case.source.dtype.name], len(case.source.flat)
+    quantizer = case.draft.quantizer
+    assert isinstance(quantizer, FixedQuantizer)
+    table = quant_map.table.expand()
+    rows = quant_map.row_of_class[expected_labels(case)]
+    out = np.empty_like(case.source.flat)
+    width = 8 * out.itemsize
+    for i in range(n):
+        entry = table[rows[i], quantizer.all_codes[i]]
+        pattern = _prediction(case, i, kind)
+        if plan.domain is Domain.LINEAR:
+            total = reference.widen_f64(np.array([pattern], np.uint32)) + reference.widen_f64(
+                np.array([entry], np.uint32)
+            )
+            out[i] = reference.from_f32(reference.round_f64(total), kind)[0]
+        else:
+            unit = reference.from_f32(np.array([pattern], np.uint32), kind)
+            total_int = (int(reference.order(unit)[0]) + int(entry)) % (1 << width)
+            out[i] = reference.unorder(np.array([total_int], out.dtype))[0]
+    if quant_map.zero_code is not None:
+        out[quantizer.all_codes == quant_map.zero_code] = 0
+    kept = np.zeros(n, bool)
+    if quant_map.escape_code is not None:
+        kept |= quantizer.all_codes == quant_map.escape_code
+    if quantizer.mask is not None and quant_map.has_protected:
+        kept |= quantizer.mask
+    out[kept] = case.source.flat[kept]
+    return out
+
+
+def _prediction(case: Case, i: int, kind: int) -> int:
+    """F32 pattern of the predictor of element i."""
+    if case.plan.predictor is Predictor.BASE:
+        assert case.base is not None
+        return int(reference.to_f32(case.base.units(i, i + 1), kind)[0])
+    if case.plan.outer is not None:
+        n_columns = len(case.plan.outer.columns)
+        a = reference.widen_f64(case.plan.outer.rows[i // n_columns : i // n_columns + 1])
+        b = reference.widen_f64(case.plan.outer.columns[i % n_columns : i % n_columns + 1])
+        return int(reference.round_f64(a * b)[0])
+    return 0
+
+
+def expected_labels(case: Case) -> Array:
+    """Classes from the text of the rules, element by element."""
+    n = len(case.source.flat)
+    row_units = max(n // case.source.shape[0], 1)
+    labels = np.zeros(n, np.int64)
+    for rule in case.plan.rules:
+        labels = labels * rule.radix + [_label(case, rule, i, row_units) for i in range(n)]
+    return labels
+
+
+def _label(case: Case, rule: ClassRule, i: int, row_units: int) -> int:
+    if isinstance(rule, Row):
+        return int(rule.indices[i // row_units])
+    if isinstance(rule, Block):
+        return int(rule.indices[i // rule.size])
+    if isinstance(rule, BaseCode):
+        codes = None if case.base is None else case.base.codes(i, i + 1)
+        return 0 if codes is None else int(codes[0])
+    source = case.companion if rule.source else case.base
+    assert source is not None
+    unit = source.units(i, i + 1)
+    return int(unit[0]) >> (8 * unit.itemsize - 9) & 0xFF
+
+
+# --- strategies ---------------------------------------------------------------------------------
+
+
+def _units(rng: np.random.Generator, kind: int, n: int) -> Array:
+    """Finite units of ordinary, tiny and zero values."""
+    values = rng.standard_normal(n) * 10.0 ** rng.choice([-42, -39, -20, -3, 0], n)
+    patterns = reference.round_f64(np.where(rng.random(n) < 0.1, 0.0, values))
+    return reference.from_f32(patterns, kind)
+
+
+def _table(rng: np.random.Generator, domain: Domain, shape: tuple[int, int], dtype: DType) -> AnyTable:
+    n_rows, n_codes = shape
+    if domain is Domain.LINEAR and rng.random() < 0.5:
+        values = rng.standard_normal(shape) * 10.0 ** rng.choice([-41, -3, 0], shape)
+        return ExplicitTable(reference.round_f64(values.reshape(-1)).reshape(shape))
+    if domain is Domain.LINEAR:
+        scale, offset = rng.standard_normal(n_rows) * 1e-3, rng.standard_normal(n_rows) * 1e-4
+        return LinearTable(scale, np.arange(n_codes) - n_codes / 2.0, offset)
+    width = 8 * dtype.unit_bytes
+    if rng.random() < 0.5:
+        steps = rng.integers(0, 100, shape).astype(np.uint32 if width == 32 else np.uint16)
+        return ExplicitTable(steps)
+    scale = rng.integers(1, 9, n_rows)
+    return IntegerTable(scale, np.arange(n_codes) - n_codes // 2, rng.integers(-3, 3, n_rows), width)
+
+
+def _rules(
+    rng: np.random.Generator, names: list[str], n: int, shape: tuple[int, ...]
+) -> tuple[ClassRule, ...]:
+    rules: list[ClassRule] = []
+    for name in names:
+        radix = int(rng.integers(1, 4))
+        if name == "row":
+            rules.append(Row(radix, rng.integers(0, radix, shape[0]).astype(np.uint8)))
+        elif name == "block":
+            size = int(rng.integers(1, n + 3))
+            rules.append(Block(radix, size, rng.integers(0, radix, -(-n // size)).astype(np.uint8)))
+        elif name == "base code":
+            rules.append(BaseCode(5))
+        else:
+            rules.append(Magnitude("companion" if name == "magnitude of companion" else None))
+    return tuple(rules)
+
+
+RULE_SETS = (
+    [],
+    ["row"],
+    ["block"],
+    ["base code"],
+    ["magnitude of base"],
+    ["magnitude of companion"],
+    ["row", "base code"],
+    ["block", "row", "base code"],
+    ["row", "magnitude of companion"],
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any combination of domain, predictor, classes, tables, escape, zero code and protected positions."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    dtype = dtype_of(draw(st.sampled_from(["F32", "BF16", "F16"])))
+    shape = draw(st.sampled_from([(1,), (7,), (5, 9), (3, 4, 11), (40, 30)]))
+    domain = draw(st.sampled_from([Domain.LINEAR, Domain.BITS]))
+    predictor = draw(st.sampled_from(list(Predictor)))
+    names = draw(st.sampled_from(RULE_SETS))
+    n = int(np.prod(shape))
+    return build_case(rng, dtype, shape, domain, predictor, names, n)
+
+
+def build_case(
+    rng: np.random.Generator,
+    dtype: DType,
+    shape: tuple[int, ...],
+    domain: Domain,
+    predictor: Predictor,
+    names: list[str],
+    n: int,
+) -> Case:
+    kind = KINDS[dtype.name]
+    flat, base_units = _units(rng, kind, n), _units(rng, kind, n)
+    rules = _rules(rng, names, n, shape)
+    n_classes, n_codes, n_rows = n_classes_of(rules), int(rng.integers(2, 12)), int(rng.integers(1, 4))
+    quant_map = QuantizationMap(
+        _table(rng, domain, (n_rows, n_codes), dtype),
+        rng.integers(0, n_rows, n_classes),
+        zero_code=int(rng.integers(0, n_codes)) if rng.random() < 0.3 else None,
+        escape_code=n_codes - 1 if rng.random() < 0.5 else None,
+        has_protected=True,
+    )
+    codes = rng.integers(0, n_codes, n).astype(np.uint8)
+    outer = None
+    if predictor is Predictor.OUTER:
+        sizes = shape[0], n // shape[0]
+        outer = Outer(*(reference.round_f64(rng.standard_normal(size) * 1e-2) for size in sizes))
+    has_codes = rng.random() < 0.7
+    base: TensorSource = ArraySource(dtype, shape, base_units)
+    if has_codes:
+        base = CodedSource(dtype, shape, base_units, rng.integers(0, 5, n).astype(np.uint8))
+    companion = ArraySource(dtype, shape, _units(rng, kind, n))
+    plan = Plan(
+        quant_map=quant_map,
+        domain=domain,
+        predictor=predictor,
+        outer=outer,
+        rules=rules,
+        tables=_tables(rng, rules, codes, n_classes),
+    )
+    case = Case(ArraySource(dtype, shape, flat), Draft(plan, FixedQuantizer(codes)), base, companion)
+    # What would not be finite must be protected, and some more is.
+    decoded = expected_units(case)
+    exponent = decoded.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
+    mask = ((decoded & exponent) == exponent) | (rng.random(n) < 0.05)
+    return replace(case, draft=Draft(plan, FixedQuantizer(codes, mask)))
+
+
+def _tables(
+    rng: np.random.Generator, rules: tuple[ClassRule, ...], codes: Array, n_classes: int
+) -> tuple[StreamTables, ...]:
+    if not rules:
+        return ()
+    counts = np.zeros((n_classes, 256), np.int64)
+    np.add.at(counts, (rng.integers(0, n_classes, 4 * len(codes)), np.resize(codes, 4 * len(codes))), 50)
+    counts[:, np.unique(codes)] += 1  # every class has a frequency for every code
+    found = ClassCounts(np.arange(n_classes), counts)
+    table_counts, table_map = share_tables(found, n_classes, most=3)
+    assert isinstance(table_map, TableMap)
+    return (StreamTables(np.stack([normalise(row) for row in table_counts]), table_map),)

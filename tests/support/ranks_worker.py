@@ -1,0 +1,342 @@
+"""Several ranks; `test_ranks.py` starts them and reads what they say.
+
+    python -m tests.support.ranks_worker PLAY FOLDER
+
+Scenarios of two ranks are run by ranks 0 and 1 of four, in groups of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ckptz import Grid, KMeans
+from ckptz.errors import WriteError
+from ckptz.integrations import dcp_write
+from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
+from ckptz.integrations.sharded import ShardedCheckpointer
+
+WAIT = timedelta(minutes=5)  # on a machine with other work to do
+TIMEOUT = timedelta(seconds=120)
+SHORT = timedelta(seconds=30)
+KMEANS = ChainOptions(config=KMeans(levels=16), jobs=1)
+LOSSLESS = ChainOptions(jobs=1)
+GRID = ChainOptions(config=Grid(step=0.5, min_elements=1), jobs=1)
+SIZES = {"wide": (70, 96), "narrow": (96, 50), "odd": (7, 640), "small": (9, 5), "line": (333,)}
+
+
+def whole(step: int = 0) -> dict[str, torch.Tensor]:
+    """The same tensors on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    state = {name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
+    return {name: tensor + 1e-3 * step * tensor.roll(1) for name, tensor in state.items()}
+
+
+def sharded(state: dict[str, torch.Tensor], n_ranks: int) -> dict[str, Any]:
+    """The state as DTensors, some by rows and some by columns, not all evenly."""
+    mesh = init_device_mesh("cpu", (n_ranks,))
+    places = {"narrow": Shard(1)}
+    return {name: distribute_tensor(t, mesh, [places.get(name, Shard(0))]) for name, t in state.items()}
+
+
+def full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
+
+
+# --- scenarios ----------------------------------------------------------------------------------------
+
+
+def save_states(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """Two steps of each method; the second is a delta."""
+    for name, options in (("lossless", LOSSLESS), ("kmeans", KMEANS), ("grid", GRID)):
+        for step in (0, 1):
+            base = folder / f"{name}-{n_ranks}-0" if step else None
+            writer = CkptzStorageWriter(
+                folder / f"{name}-{n_ranks}-{step}", options=options, base=base, timeout=TIMEOUT
+            )
+            dcp.save({**sharded(whole(step), n_ranks), "step": step}, storage_writer=writer)
+    return {}
+
+
+def load_states(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """What the other number of ranks saved, and what a single process made of the unsharded state."""
+    found: dict[str, Any] = {}
+    for name in ("lossless", "kmeans"):
+        for step in (0, 1):
+            empty = {key: torch.zeros_like(tensor) for key, tensor in whole().items()}
+            state = {**sharded(empty, n_ranks), "step": -1}
+            reader = CkptzStorageReader(folder / f"{name}-{6 - n_ranks}-{step}", jobs=1)
+            dcp.load(state, storage_reader=reader)
+            found[f"{name} {step}"] = state.pop("step") == step and same(
+                full(state), torch.load(folder / f"{name}-{step}.pt")
+            )
+    return found
+
+
+def load_grids(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """What the other number of ranks saved on grids, which differ between shards."""
+    for step in (0, 1):
+        state = sharded({key: torch.zeros_like(tensor) for key, tensor in whole().items()}, n_ranks)
+        dcp.load(state, storage_reader=CkptzStorageReader(folder / f"grid-{6 - n_ranks}-{step}", jobs=1))
+        joined = full(state)
+        if rank == 0:
+            torch.save(joined, folder / f"grid-{6 - n_ranks}-{step}.pt")
+    return {}
+
+
+def a_model(n_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 48))
+    mesh = init_device_mesh("cpu", (n_ranks,))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        batch = torch.randn(4, 48, generator=torch.Generator().manual_seed(step))
+        loss = (model(batch) - batch.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return full(dict(model.state_dict()))
+
+
+def fsdp_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """A run of FSDP2 that is saved at every step, in the background, and compared with its own end."""
+    model, optimizer = a_model(n_ranks)
+    extra = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    with ShardedCheckpointer(
+        folder / "fsdp", model, optimizer, extra=extra, options=LOSSLESS, keep_last=2, timeout=TIMEOUT
+    ) as checkpointer:
+        for step in range(4):
+            train(model, optimizer, range(step, step + 1))
+            extra["scheduler"].step()
+            checkpointer.save(step)
+    steps = checkpointer.steps()
+    saved, state = weights(model), optimizer.state_dict()["state"]
+    moments = {str(i): full(dict(one)) for i, one in state.items()}
+    if rank == 0:
+        torch.save((saved, moments), folder / "fsdp.pt")
+    return {"steps": steps, "deltas": len(list((folder / "fsdp" / "step-00000003").glob("base-*")))}
+
+
+def fsdp_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """The same on another number of ranks; the next step is an anchor, for the layout is another."""
+    model, optimizer = a_model(n_ranks)
+    extra = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    checkpointer = ShardedCheckpointer(
+        folder / "fsdp",
+        model,
+        optimizer,
+        extra=extra,
+        options=LOSSLESS,
+        keep_last=2,
+        timeout=TIMEOUT,
+        background=False,
+    )
+    step = checkpointer.restore_latest()
+    saved, moments = torch.load(folder / "fsdp.pt")
+    found = optimizer.state_dict()["state"]
+    is_same = same(weights(model), saved) and all(
+        same(full(dict(found[int(i)])), one) for i, one in moments.items()
+    )
+    train(model, optimizer, range(4, 5))
+    checkpointer.save(4)
+    return {
+        "step": step,
+        "same": is_same,
+        "scheduler": extra["scheduler"].last_epoch,
+        "bases": len(list((folder / "fsdp" / "step-00000004").glob("base-*"))),
+        "steps": checkpointer.steps(),
+    }
+
+
+def disagreements(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """Ranks whose states differ in a dtype, and in names; the folder is no checkpoint after it."""
+    found: dict[str, Any] = {}
+    mesh = init_device_mesh("cpu", (n_ranks,))
+    other = torch.bfloat16 if rank == 1 else torch.float32
+    tensors = {
+        "dtypes": {"weight": DTensor.from_local(torch.ones(3, 4, dtype=other), mesh, [Shard(0)])},
+        "names": {f"weight{rank}": DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])},
+    }
+    for name, state in tensors.items():
+        try:
+            dcp.save(state, storage_writer=CkptzStorageWriter(folder / name, options=LOSSLESS))
+        except CheckpointException as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def a_failing_rank(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """One rank cannot read its tensor: all say so, none waits."""
+    state = sharded(whole(), n_ranks)
+    writer = CkptzStorageWriter(folder / "failing", options=KMEANS, timeout=TIMEOUT)
+    if rank == 1:
+        dcp_write.Gathered = _Failing  # type: ignore[misc, assignment]
+    start = time.monotonic()
+    try:
+        dcp.save(state, storage_writer=writer)
+    except CheckpointException as error:
+        return {"error": str(error), "seconds": time.monotonic() - start}
+    finally:
+        dcp_write.Gathered = _Gathered  # type: ignore[misc]
+    return {}
+
+
+_Gathered = dcp_write.Gathered
+
+
+class _Failing(_Gathered):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        [source] = self.pieces["odd"]
+        self.pieces["odd"] = [_Unreadable(source.dtype, source.shape)]
+
+
+class _Unreadable:
+    def __init__(self, dtype: Any, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def units(self, begin: int, end: int) -> Any:
+        raise OSError(5, "Input/output error")
+
+
+def saves_beside_training(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """Fifty saves with merged sketches while the ranks run collectives of their own."""
+    state = sharded(whole(), n_ranks)
+    model = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in state.items()})
+    n_reduced = 0
+    with ShardedCheckpointer(
+        folder / "busy", model, options=KMEANS, keep_last=1, timeout=TIMEOUT
+    ) as checkpointer:
+        for step in range(50):
+            checkpointer.save(step)
+            for _ in range(1 + (step * (rank + 1)) % 3):  # ranks come late by turns
+                time.sleep(0.001)
+            for _ in range(3):
+                dist.all_reduce(torch.ones(64))
+                n_reduced += 1
+    return {"steps": checkpointer.steps(), "reduced": n_reduced}
+
+
+def killed(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """The last rank dies in the midst of the second save."""
+    state = sharded(whole(), n_ranks)
+    model = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in state.items()})
+    checkpointer = ShardedCheckpointer(
+        folder / "killed", model, options=KMEANS, background=False, timeout=SHORT
+    )
+    checkpointer.save(1)
+    if rank == n_ranks - 1:
+        dcp_write.write_index = dcp_write.merged_guides = _die  # type: ignore[assignment]
+    start = time.monotonic()
+    try:
+        checkpointer.save(2)
+    except WriteError as error:
+        return {
+            "error": type(error).__name__,
+            "seconds": time.monotonic() - start,
+            "steps": checkpointer.steps(),
+        }
+    return {}
+
+
+def hung(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """The last rank lives, and does not come to the save."""
+    state = sharded(whole(), n_ranks)
+    model = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in state.items()})
+    patience = timedelta(seconds=5)
+    checkpointer = ShardedCheckpointer(
+        folder / "hung", model, options=KMEANS, background=False, timeout=patience
+    )
+    start = time.monotonic()
+    if rank == n_ranks - 1:
+        time.sleep(60)
+        return {}
+    try:
+        checkpointer.save(1)
+    except WriteError as error:
+        return {"error": str(error), "seconds": time.monotonic() - start, "steps": checkpointer.steps()}
+    return {}
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- running them ---------------------------------------------------------------------------------------
+
+Scenario = Callable[[Path, int, int], dict[str, Any]]
+PLAYS: dict[str, tuple[tuple[Scenario, int], ...]] = {
+    "all": (
+        *((save_states, 2), (save_states, 4), (load_states, 4), (load_states, 2)),
+        *((load_grids, 4), (load_grids, 2)),
+        *((fsdp_saves, 2), (fsdp_resumes, 4), (disagreements, 2), (a_failing_rank, 2)),
+        *((saves_beside_training, 2), (killed, 2)),
+    ),
+    "slow": ((saves_beside_training, 4), (a_failing_rank, 4), (killed, 4)),
+    "hung": ((hung, 2),),
+}
+
+
+def run_rank(play: str, rank: int, folder: Path) -> None:
+    for number, (scenario, n_ranks) in enumerate(PLAYS[play]):
+        if rank >= n_ranks:
+            continue
+        store = dist.FileStore(str(folder / f"store-{number}"), n_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=WAIT)
+        try:
+            said = scenario(folder, rank, n_ranks)
+        except BaseException as error:
+            said = {"raised": f"{type(error).__name__}: {error}"}
+        text = json.dumps(said, default=str)
+        (folder / f"{scenario.__name__}-{n_ranks}-{rank}.json").write_text(text)
+        if scenario in (killed, hung):
+            os._exit(0)  # a group that lost a rank cannot be taken down in order
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    play, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    # Forked before any thread is there: the libraries are loaded once for all ranks.
+    processes = multiprocessing.get_context("fork")
+    n_ranks = max(n for _, n in PLAYS[play])
+    ranks = [processes.Process(target=run_rank, args=(play, rank, folder)) for rank in range(n_ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

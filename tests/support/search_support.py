@@ -1,0 +1,100 @@
+"""Simulated quality functions over the paper's cube, and small models whose quality is their error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptz.methods.kmeans import KMeans
+from ckptz.search.space import Cube
+from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """What each configuration of some cubes uses of a budget, and its size."""
+
+    used: Mapping[KMeans, float]
+    sizes: Mapping[KMeans, float]
+    predicted: Mapping[KMeans, float]
+
+    def predict(self, config: KMeans) -> float:
+        return self.predicted[config]
+
+    def search(self, *stages: Strategy, workers: int = 1) -> list[Outcome]:
+        def try_all(configs: Any, _: str) -> list[Outcome]:
+            return [Outcome(c, self.used[c], round(self.sizes[c])) for c in configs]
+
+        return list(run_stages(stages, try_all, workers))
+
+    @property
+    def smallest(self) -> float | None:
+        return min((self.sizes[c] for c, used in self.used.items() if used <= 1), default=None)
+
+    def excess(self, found: list[Outcome]) -> float:
+        """Size of the winner by that of the exhaustive one's, less 1."""
+        best = best_of(found)
+        if self.smallest is None:
+            assert best is None
+            return 0.0
+        return best.n_bytes / round(self.smallest) - 1 if best else np.inf
+
+
+def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (Cube(),)) -> Landscape:
+    """A quality that falls along every axis, at random rates, and budgets anywhere between.
+
+    Args:
+        seed: of everything.
+        noise: relative, of each measurement; predicted sizes then err by 1 %.
+        cubes: pruning by sensitivity is up to twice as harmful, or half.
+    """
+    rng = np.random.default_rng(seed)
+    weight, power, falls = rng.uniform(0.3, 3, 5), rng.uniform(1.2, 2.2), rng.uniform(1.5, 4)
+    scales = rng.uniform([0.2, 1, 0, 0.02], [3, 8, 0.3, 0.3])
+    share = rng.uniform(0.05, 0.5)
+    used, sizes = {}, {}
+    for cube in cubes:
+        harm = rng.uniform(0.5, 2) if cube.prune_by == "sensitivity" else 1.0
+        for point in cube.points:
+            axes = zip(KMeans.axes.values(), point, strict=True)
+            levels, prune, protect, embedding = (values[at] for values, at in axes)
+            drop = weight[0] * scales[0] * (4 / levels) ** power
+            drop += harm * weight[1] * scales[1] * prune**falls
+            drop += weight[2] * scales[2] * (0.01 - protect) * 100
+            drop += weight[3] * scales[3] * (16 / embedding) ** power
+            config = cube.config(point)
+            used[config] = drop * (1 + weight[4] * prune * 4 / levels)
+            coded = [_bits(n, prune) + 10 * protect for n in (levels, embedding)]
+            sizes[config] = 1e6 * ((1 - share) * coded[0] + share * coded[1])
+    limit = np.quantile(list(used.values()), rng.uniform(0.02, 0.98))
+    shaken = {c: u / limit * (1 + noise * rng.standard_normal()) for c, u in used.items()}
+    predicted = {c: s * (1 + 0.01 * bool(noise) * rng.standard_normal()) for c, s in sizes.items()}
+    return Landscape(shaken, sizes, predicted)
+
+
+def _bits(levels: float, prune: float) -> float:
+    """Entropy of a code, roughly."""
+    shares = [p for p in (prune, 1 - prune) if p > 0]
+    return float((1 - prune) * 0.92 * np.log2(levels) - sum(p * np.log2(p) for p in shares))
+
+
+def model(step: int = 0, *, width: int = 64, moments: bool = False) -> dict[str, Array]:
+    """Weights of a small model in training: embedding, attention, linear, norm; Adam's moments if asked."""
+    rng = np.random.default_rng(0)
+    state: dict[str, Array] = {"token.weight": rng.standard_normal((128, width)) * 0.02}
+    for i in range(2):
+        state[f"h.{i}.attn.weight"] = rng.standard_t(5, (96, width)) * 0.05
+        state[f"h.{i}.up.weight"] = rng.standard_normal((128, width)) * 0.04
+        state[f"h.{i}.ln.weight"] = rng.standard_normal(width)
+    drift = np.random.default_rng(step)
+    state = {n: v * (1 + 0.02 * step * drift.standard_normal(v.shape)) for n, v in state.items()}
+    if moments:
+        spread = np.random.default_rng(9)
+        squares = {n: 1e-6 * np.exp(2 * spread.standard_normal(v.shape)) for n, v in state.items()}
+        state |= {f"optimizer.{n}.exp_avg_sq": v for n, v in squares.items()}
+    return {name: value.astype(np.float32) for name, value in state.items()}

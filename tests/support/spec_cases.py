@@ -1,0 +1,439 @@
+"""Inputs that a reader must refuse, by the id of the refusal in the specification.
+
+Each is right in all else, so that it passes if that one check is missing. A case wrapped in `lenient`
+is accepted for now, as spec/errata.md says under the number given. The files that these inputs make are
+spec/vectors/invalid, written by spec/make_vectors.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptz.bits.checksum import xxh64
+from ckptz.codec.units import CHUNK_UNITS
+from tests.support.spec_files import (
+    CONSTANT,
+    OWN,
+    SHARED,
+    SPARSE,
+    STORED,
+    ZSTD,
+    File,
+    Files,
+    Folder,
+    Frame,
+    Input,
+    Raw,
+    embedded,
+    plan,
+    varint,
+    vectors,
+)
+
+
+@dataclass(frozen=True)
+class lenient:  # reads as a word in the lists below
+    """A case that the reader still accepts, or refuses for a wrong reason."""
+
+    erratum: str
+    case: Input
+
+    def files(self) -> Files:
+        """Of the case."""
+        return self.case.files()
+
+
+F32 = np.array([1.0, 2.0, -3.0, 0.5], "<f4").tobytes()
+ONE, INFINITY = b"\x00\x00\x80\x3f", b"\x00\x00\x80\x7f"
+FLAT_TABLE = b"\0\0\0"  # symbol 0 has all frequency
+LANE = b"\0" + (1 << 16).to_bytes(4, "little")
+EMPTY = ((STORED, b""),)
+
+
+def zstd_frame(descriptor: int, fields: bytes, n: int = 4) -> bytes:
+    """n zeros in a raw block, behind a frame header (RFC 8878, 3.1.1.1)."""
+    block = (n << 3 | 1).to_bytes(3, "little") + bytes(n)
+    return b"\x28\xb5\x2f\xfd" + bytes((descriptor,)) + fields + block
+
+
+SIZED = zstd_frame(0x20, b"\4")  # four zeros
+
+
+# --- makers -------------------------------------------------------------------------------------
+
+
+def coded(coder: int, data: bytes, n: int = 4, decoded: bytes | None = None) -> Frame:
+    """Bytes in one stream."""
+    decoded = bytes(n) if decoded is None else decoded
+    return Frame(plan(shape=(n,)), [(coder, data)], decoded, shape=(n,))
+
+
+def sparse(gaps: bytes, values: bytes, n: int = 4, coder: int = STORED, behind: bytes = b"") -> Frame:
+    parts = b"".join(varint(len(p)) + embedded(p, coder) for p in (gaps, values))
+    return coded(SPARSE, b"\0" + parts + behind, n)
+
+
+def frequencies(*packed: int) -> Frame:
+    """A stream that begins with a frequency table, and has nothing behind it if that is whole."""
+    return coded(OWN, bytes(packed))
+
+
+def row_rule(radix: int, labels: bytes, coder: int = STORED) -> bytes:
+    return b"\2" + varint(radix) + embedded(labels, coder)
+
+
+def block_rule(radix: int, size: int, labels: bytes) -> bytes:
+    return b"\3" + varint(radix) + varint(size) + embedded(labels)
+
+
+def magnitude_rule(name: bytes = b"") -> bytes:
+    return b"\1" + varint(len(name)) + name
+
+
+def tables(n_classes: int, n_tables: int = 1) -> bytes:
+    """So many equal tables, all classes by the first."""
+    return bytes((n_tables,)) + FLAT_TABLE * n_tables + varint(n_classes) + b"\0"
+
+
+def classed(*rules: bytes, n_classes: int, rest: bytes | None = None) -> Frame:
+    """Four bytes with class rules."""
+    return Frame(plan(rules=rules, rest=tables(n_classes) if rest is None else rest))
+
+
+def companions(**named: str) -> File:
+    """Tensors with classes by the magnitude of another tensor, or of none."""
+    rules = {name: [magnitude_rule(other.encode())] if other else [] for name, other in named.items()}
+    return File({name: classed(*r, n_classes=256) if r else Frame() for name, r in rules.items()})
+
+
+def base_coded(radix: int, base_codes: int, predictor: int = 0, mode: int = 0) -> Frame:
+    """F32, classes by the codes of the base."""
+    rest = tables(radix) * 4
+    made = plan(dtype="F32", predictor=predictor, mode=mode, rules=[b"\4" + varint(radix)], rest=rest)
+    return Frame(made, planes(F32), F32, "F32", base_codes=base_codes)
+
+
+def planes(decoded: bytes, size: int = 4) -> list[tuple[int, bytes]]:
+    """Bytes of units as stored streams."""
+    return [(STORED, decoded[j::size]) for j in range(size)]
+
+
+def with_codes(*codes: int) -> Frame:
+    """A base whose codes are these; its values are all 1."""
+    return quantized(ONE * 4, bytes(codes))
+
+
+def over(base: Frame, frame: Frame, **ref: Any) -> Folder:
+    """A frame and its base, in a file each."""
+    anchor = File({"w": base}, features="lossless,maps")
+    reference = {"content_id": anchor.content_id(), "file": "anchor.ckptz", "depth": 1, **ref}
+    made = File({"w": frame}, features="delta,lossless,maps", index={"base": reference})
+    return Folder({"w.ckptz": made.bytes(), "anchor.ckptz": anchor.bytes()})
+
+
+def quantized(
+    entries: bytes = ONE,
+    codes: bytes = b"\0\0\0\0",
+    *,
+    rows: int = 1,
+    n_codes: int | None = None,
+    kind: int = 0,
+    flags: int = 0,
+    zero: bytes = b"",
+    outer: bytes = b"",
+    dtype: str = "F32",
+    predictor: int = 0,
+    streams: tuple[tuple[int, bytes], ...] = (),
+    decoded: bytes = ONE * 4,
+) -> Frame:
+    """Four elements in the domain `linear`."""
+    n_codes = len(entries) // 4 if n_codes is None else n_codes
+    runs = varint(1) + b"\0" if rows > 1 else b""
+    rest = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + runs + zero + outer
+    made = plan(dtype=dtype, domain=1, predictor=predictor, flags=flags, rest=rest)
+    return Frame(made, [(STORED, codes), *streams], decoded, dtype)
+
+
+def escaped(value: bytes) -> tuple[tuple[int, bytes], ...]:
+    """Streams of four equal values."""
+    return tuple((CONSTANT, value[j : j + 1]) for j in range(4))
+
+
+def constant_vector(element: bytes, coder: int = CONSTANT) -> bytes:
+    """An outer vector of any length, by planes of coder `constant`."""
+    return b"".join(embedded(element[j : j + 1], coder) for j in range(4))
+
+
+def outer_frame(shape: tuple[int, ...], outer: bytes) -> Frame:
+    """F32, of chunks that are not there."""
+    units = math.prod(shape)
+    made = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=b"\0\1\1" + ONE + outer)
+    return Frame(made, [(CONSTANT, b"\0")], b"", "F32", shape, n_chunks=-(-units // CHUNK_UNITS))
+
+
+def expanded(scale: float, level: float, offset: float) -> Frame:
+    return quantized(np.array([scale, level, offset], "<f8").tobytes(), kind=1, n_codes=1)
+
+
+def delta(decoded: bytes = F32, **fields: Any) -> Frame:
+    """F32 as an exclusive or with a base of zeros."""
+    return Frame(plan(dtype="F32", predictor=1, mode=2), planes(decoded), decoded, "F32", **fields)
+
+
+def base(units: bytes = bytes(16)) -> Frame:
+    """F32 that a delta may be relative to."""
+    return Frame(plan(dtype="F32"), planes(units), units, "F32")
+
+
+def reheaded(header: bytes, frame: Frame | None = None) -> Raw:
+    """A file whose one frame begins with other bytes of the same number."""
+    frame = Frame() if frame is None else frame
+    data = File({"w": frame}).bytes()
+    assert data.count(frame.bytes) == 1
+    return Raw(data.replace(frame.bytes, header + frame.bytes[len(header) :]))
+
+
+def short_frame(n_bytes: int) -> File:
+    """A file whose one frame ends after so many bytes."""
+    return File({"w": Cut(n_bytes=n_bytes)})
+
+
+@dataclass
+class Cut(Frame):
+    """The first bytes of a frame."""
+
+    n_bytes: int = 0
+
+    @property
+    def bytes(self) -> bytes:
+        return super().bytes[: self.n_bytes]
+
+
+def empty(**fields: Any) -> Frame:
+    """No elements."""
+    return Frame(plan(shape=(0,), **fields), (), b"", shape=(0,), n_chunks=0)
+
+
+def windowed(exponent: int) -> bytes:
+    """A Zstandard frame with a window of 2^(10 + exponent) bytes."""
+    return zstd_frame(0x80, bytes((exponent << 3,)) + (4).to_bytes(4, "little"))
+
+
+# Rules that an input breaks too, or that a reader may see first.
+ALSO = {
+    "F12-0": ["H4"],
+    "C3-6": ["C13"],
+    "C14-7": ["C24"],
+    "C15-0": ["C19"],
+    "C15-1": ["C19"],
+    "C15-6": ["F11"],
+}
+
+# --- cases --------------------------------------------------------------------------------------
+
+INTEGERS: dict[str, list[Input]] = {
+    "I1": [Frame(plan()[:5], n_chunks=0), coded(CONSTANT, b""), coded(STORED, bytes(3))],
+    "I2": [Frame(plan(sizes=b"\x84\x00"))],
+    "I3": [Frame(plan(sizes=bytes([255] * 9 + [2]))), Frame(plan(sizes=bytes([255] * 10 + [1])))],
+    "I4": [classed(magnitude_rule(text), n_classes=256) for text in (b"\xff", b"\xc0\xaf", b"\xed\xa0\x80")],
+    "I5": [
+        frequencies(0, 1, 11, 0, 255, 255, 255),
+        frequencies(0, 1, 0, 0, 0, 3, 0, 0),
+        frequencies(0, 2, 0, 128),
+    ],
+    "I6": [frequencies(0, 1, 0, 0b1010)],
+    "I7": [sparse(b"", b"", behind=b"\0")],
+}
+
+ENTROPY: dict[str, list[Input]] = {
+    "E1": [
+        *(coded(coder, b"\0") for coder in (6, 224)),
+        quantized(predictor=2, outer=constant_vector(ONE, 6) + vectors(ONE)),
+    ],
+    "E2": [
+        coded(SHARED, LANE),
+        quantized(flags=4, streams=((SHARED, LANE), *EMPTY * 4)),
+        classed(row_rule(2, LANE, SHARED), n_classes=2),
+        quantized(predictor=2, outer=embedded(LANE, SHARED) + constant_vector(ONE)[3:] + vectors(ONE)),
+    ],
+    "E3": [
+        coded(STORED, bytes(5)),
+        coded(CONSTANT, b"\0\0"),
+        quantized(predictor=2, outer=vectors(ONE * 5, ONE)),
+    ],
+    "E4": [
+        quantized(ONE * 2, flags=2, streams=((CONSTANT, b"\0"),) * 4),
+        coded(SPARSE, b"\0" + (varint(0) + b"\0\1\7") * 2),
+        Frame(plan(shape=(0,), rules=[row_rule(2, b"\0", CONSTANT)], rest=tables(2)), n_chunks=0),
+    ],
+    "E5": [
+        coded(ZSTD, zstd_frame(0x20, b"\5", 5)),
+        coded(ZSTD, zstd_frame(0, b"\x50")),
+        coded(ZSTD, SIZED[:-1]),
+        coded(ZSTD, zstd_frame(0x24, b"\4") + b"\1\2\3\4"),
+        coded(ZSTD, b"no such frame"),
+        coded(ZSTD, SIZED + b"\0"),
+        coded(ZSTD, SIZED + SIZED),
+        coded(ZSTD, b"\x50\x2a\x4d\x18\4\0\0\0" + SIZED),
+        coded(ZSTD, windowed(14)),
+        coded(ZSTD, windowed(31)),
+        coded(ZSTD, zstd_frame(0x21, b"\1\4")),
+    ],
+    "E6": [
+        frequencies(1, 0, 0),
+        frequencies(0, 1, 12, 1),
+        frequencies(0, 1, 11, 0x02, 0x20),
+        frequencies(0, 1, 0, 1),
+    ],
+    "E7": [
+        classed(row_rule(1, bytes(4)), n_classes=1, rest=tables(1, 0)),
+        classed(row_rule(1, bytes(4)), n_classes=1, rest=tables(1, 65)),
+    ],
+    "E8": [
+        classed(row_rule(2, bytes(4)), n_classes=2, rest=b"\1" + FLAT_TABLE + runs)
+        for runs in (b"\0\0\2\0", b"\3\0", b"\1\0\2\0", b"\2\1")
+    ],
+    "E9": [coded(OWN, FLAT_TABLE + b"\3" + LANE[1:])],
+    "E10": [coded(OWN, FLAT_TABLE + b"\0\xff\xff\0\0")],
+    "E11": [coded(OWN, FLAT_TABLE + LANE + b"\0")],
+    "E12": [
+        coded(OWN, FLAT_TABLE + LANE + b"\0\0"),
+        coded(OWN, FLAT_TABLE + b"\0\0\0\2\0"),
+        coded(OWN, b"\0\1\x0b\2\0" + LANE),
+    ],
+    "E13": [
+        sparse(b"", b"", coder=SPARSE),
+        sparse(b"\0", b"\1", coder=SHARED),
+        sparse(bytes(6), bytes(4)),
+        sparse(bytes(4), bytes(5)),
+    ],
+    "E14": [
+        sparse(b"\0\xff", b"\1", n=600),
+        sparse(b"\0\0", b"\1"),
+        sparse(b"\0", b"\1\2"),
+        sparse(b"\4", b"\1"),
+    ],
+}
+
+TRANSFORMS: dict[str, list[Input]] = {
+    "T1": [Frame(plan(mode=4)), *(classed(bytes((r, 0)), n_classes=1) for r in (0, 5, 255))],
+    "T2": [
+        classed(*[row_rule(1, bytes(4))] * 4, n_classes=1),
+        classed(magnitude_rule(), row_rule(17, bytes(4)), n_classes=4352),
+    ],
+    "T3": [
+        classed(row_rule(0, bytes(4)), n_classes=1),
+        classed(row_rule(257, bytes(4)), n_classes=257),
+        classed(row_rule(2, b"\0\1\2\0"), n_classes=2),
+    ],
+    "T4": [
+        Frame(
+            plan(dtype="F4", shape=(2, 3), rules=[row_rule(2, bytes(2))], rest=tables(2)),
+            [(STORED, bytes(3))],
+            bytes(3),
+        ),
+    ],
+    "T5": [
+        classed(block_rule(1, 0, bytes(4)), n_classes=1),
+        classed(block_rule(1, (1 << 48) + 1, b"\0"), n_classes=1),
+    ],
+    "T6": [
+        Frame(
+            plan(shape=((1 << 24) + 1,), rules=[row_rule(1, b"\0", CONSTANT)], rest=tables(1)), n_chunks=17
+        ),
+        Frame(plan(shape=(1 << 23,), rules=[row_rule(1, b"\0", CONSTANT)] * 3, rest=tables(1)), n_chunks=8),
+    ],
+    "T7": [
+        companions(w="other"),
+        empty(rules=[magnitude_rule(b"other")], rest=tables(256)),
+        File({"w": classed(magnitude_rule(b"v"), n_classes=256), "v": coded(CONSTANT, b"\0", 5)}),
+    ],
+    "T8": [companions(a="b", b="c", c="d", d=""), companions(a="a"), companions(a="b", b="a")],
+    "T9": [over(with_codes(0, 1, 2, 3), base_coded(3, xxh64(b"\0\1\2\3")))],
+    "T10": [
+        over(with_codes(0, 1, 2, 3), base_coded(4, 1)),
+        over(base(), base_coded(4, 1)),
+    ],
+}
+
+QUANTIZATION: dict[str, list[Input]] = {
+    "Q1": [quantized(dtype="U8"), quantized(dtype="F64")],
+    "Q2": [quantized(kind=2)],
+    "Q3": [
+        quantized(b"", rows=0, n_codes=1),
+        quantized(ONE * 4097, rows=4097, n_codes=1),
+        quantized(b"", n_codes=0),
+        quantized(ONE * 257),
+    ],
+    "Q4": [quantized(flags=1, zero=b"\1")],
+    "Q5": [
+        expanded(*values) for values in ((np.inf, 1, 0), (1, np.nan, 0), (1e-310, 1e300, 0), (1, 1, 1e-310))
+    ],
+    "Q6": [quantized(codes=b"\0\0\1\0")],
+    "Q7": [
+        quantized(ONE + INFINITY, b"\0\1\0\0", decoded=ONE + INFINITY + ONE * 2),
+        quantized(b"\xff\xff\xff\x7f", dtype="BF16", decoded=b"\0\x80" * 4),
+        quantized(
+            ONE + INFINITY + ONE,
+            b"\0\1\0\0",
+            flags=2,
+            streams=EMPTY * 4,
+            decoded=ONE + INFINITY + ONE * 2,
+        ),
+        quantized(
+            ONE + INFINITY,
+            b"\0\1\0\0",
+            flags=4,
+            streams=((STORED, bytes(4)), *EMPTY * 4),
+            decoded=ONE + INFINITY + ONE * 2,
+        ),
+    ],
+    "Q8": [quantized(flags=4, streams=((STORED, b"\0\2\0\0"), *((STORED, b"\0"),) * 4))],
+    "Q9": [quantized(predictor=2, outer=vectors(ONE * 3 + INFINITY, ONE))],
+    "Q10": [
+        outer_frame((0, (1 << 24) + 1), vectors(b"") + constant_vector(ONE)),
+        outer_frame((1 << 24, 1), constant_vector(ONE) * 2),
+    ],
+}
+
+FRAME: dict[str, list[Input]] = {
+    "F1": [
+        reheaded(b"\x0b\0\0\0"),
+        reheaded(b"\xff\0\0\0"),
+        short_frame(3),
+        short_frame(11),
+    ],
+    "F2": [reheaded(Frame().header[:-1] + b"\0"), reheaded(Frame().header[:4] + b"\2")],
+    "F3": [*(Frame(plan(version=v)) for v in (0, 2, 255))],
+    "F4": [
+        *(Frame(plan(dtype_id=i)) for i in (0, 23, 255)),
+        Frame(plan(domain=3)),
+        Frame(plan(predictor=3)),
+    ],
+    "F5": [quantized(flags=8), Frame(plan(flags=128))],
+    "F6": [Frame(plan(flags=1))],
+    "F7": [
+        Frame(plan(shape=[1] * 65)),
+        Frame(plan(shape=[1 << 24, 0, (1 << 24) + 1]), n_chunks=0),
+        Frame(plan(shape=[(1 << 64) - 1] * 63 + [0]), n_chunks=0),
+    ],
+    "F8": [Frame(plan(dtype="F4", shape=(3,)))],
+    "F9": [
+        Frame(plan(mode=2)),
+        Frame(plan(predictor=1)),
+        Frame(plan(predictor=2, rest=vectors(bytes(16), bytes(4)))),
+    ],
+    "F10": [Frame(n_chunks=0), Frame(n_chunks=2), Frame(behind_records=b"\0")],
+    "F11": [File({"w": Frame(behind=b"\0")})],
+    "F12": [over(Frame(), delta())],
+    "F13": [over(base(b"\1" * 16), delta())],
+    "F14": [coded(STORED, b"\1\2\3\4", decoded=b"\1\2\3\5")],
+    "F15": [
+        Frame(stored_checksum=0, decoded_checksum=0),
+        over(base(b"\1" * 16), delta(stored_checksum=0)),
+    ],
+}

@@ -1,0 +1,310 @@
+"""Frames and files made of hand-written bytes, right or wrong, for the refusals of the specification."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ckptz.bits.checksum import combine, xxh64
+from ckptz.bits.cursor import ByteWriter
+from ckptz.codec.decode import decode_chunk
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.sources import ChunkSources
+from ckptz.codec.units import UNIT_TYPES, TensorSource
+from ckptz.container.byte_source import MemoryBytes
+from ckptz.container.index import content_id
+from ckptz.container.reader import check_empty
+from ckptz.dtypes import dtype_of
+from ckptz.entropy.streams import CoderId
+from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+
+Stream = tuple[int, bytes]
+Files = dict[str, bytes]  # by name; the first is the one to read, the others are there for its base
+Json = dict[str, Any]
+CONSTANT, STORED, ZSTD, SHARED, OWN, SPARSE = CoderId
+ABSENT = "absent"  # takes a field out
+
+
+def varint(value: int) -> bytes:
+    """See spec/01-integers.md#varint."""
+    out = ByteWriter()
+    out.varint(value)
+    return out.getvalue()
+
+
+def plan(
+    *,
+    version: int = 1,
+    dtype: str = "U8",
+    dtype_id: int | None = None,
+    domain: int = 0,
+    predictor: int = 0,
+    flags: int = 0,
+    shape: Sequence[int] = (4,),
+    sizes: bytes | None = None,
+    mode: int = 0,
+    rules: Sequence[bytes] = (),
+    rest: bytes = b"",
+) -> bytes:
+    """A plan as spec/05-frame.md#plan lists it; `rest` is map, tables and outer vectors."""
+    fixed = bytes((version, dtype_of(dtype).id if dtype_id is None else dtype_id, domain, predictor))
+    sizes = b"".join(map(varint, shape)) if sizes is None else sizes
+    modes = bytes((mode,)) if domain == 0 else b""
+    fixed += flags.to_bytes(4, "little")
+    return fixed + bytes((len(shape),)) + sizes + modes + bytes((len(rules),)) + b"".join(rules) + rest
+
+
+def embedded(codes: bytes, coder: int = CoderId.STORED) -> bytes:
+    """See spec/02-entropy.md#embedded-streams; `codes` are the bytes of the stream."""
+    return bytes((coder,)) + varint(len(codes)) + codes
+
+
+def vectors(*each: bytes) -> bytes:
+    """Outer vectors, F32, as stored planes."""
+    return b"".join(embedded(vector[j::4]) for vector in each for j in range(4))
+
+
+class Input(Protocol):
+    """What makes bytes for a reader."""
+
+    def files(self) -> Files: ...
+
+
+@dataclass
+class Frame:
+    """One frame; by default of one chunk, four bytes, stored.
+
+    All `n_chunks` chunks are the same; `last` are the streams and decoded bytes of one more behind them.
+    """
+
+    plan: bytes = field(default_factory=plan)
+    streams: Sequence[Stream] = ((STORED, b"\1\2\3\4"),)
+    decoded: bytes = b"\1\2\3\4"
+    dtype: str = "U8"
+    shape: tuple[int, ...] = (4,)
+    n_chunks: int = 1
+    last: tuple[Sequence[Stream], bytes] | None = None
+    base_codes: int | None = None
+    stored_checksum: int | None = None
+    decoded_checksum: int | None = None
+    behind_records: bytes = b""
+    behind: bytes = b""
+
+    @property
+    def payload(self) -> bytes:
+        """The bytes of a chunk."""
+        return b"".join(data for _, data in self.streams)
+
+    @property
+    def checksum(self) -> int:
+        """Of a decoded chunk."""
+        return xxh64(self.decoded) if self.decoded_checksum is None else self.decoded_checksum
+
+    def _record(self, out: ByteWriter, streams: Sequence[Stream], decoded: int) -> None:
+        stored = xxh64(b"".join(data for _, data in streams))
+        out.u64(stored if self.stored_checksum is None else self.stored_checksum)
+        out.u64(decoded)
+        if self.base_codes is not None:
+            out.u64(self.base_codes)
+        for coder, data in streams:
+            out.u8(coder)
+            out.u32(len(data))
+
+    @property
+    def header(self) -> bytes:
+        out = ByteWriter()
+        out.raw(self.plan)
+        for _ in range(self.n_chunks):
+            self._record(out, self.streams, self.checksum)
+        if self.last:
+            self._record(out, self.last[0], xxh64(self.last[1]))
+        out.raw(self.behind_records)
+        content = (12 + len(out)).to_bytes(4, "little") + out.getvalue()
+        return content + xxh64(content).to_bytes(8, "little")
+
+    @property
+    def bytes(self) -> bytes:
+        last = b"".join(data for _, data in self.last[0]) if self.last else b""
+        return self.header + self.payload * self.n_chunks + last + self.behind
+
+    @property
+    def units(self) -> bytes:
+        """What all of it decodes to."""
+        return self.decoded * self.n_chunks + (self.last[1] if self.last else b"")
+
+    @property
+    def tensor_checksum(self) -> int:
+        return combine([self.checksum] * self.n_chunks + ([xxh64(self.last[1])] if self.last else []))
+
+    def parse(self) -> FrameHeader:
+        """The header, as the reader sees it."""
+        return FrameHeader.parse(self.header)
+
+    def files(self) -> Files:
+        """A file with this frame only."""
+        return File({"w": self}, features="lossless,maps").files()
+
+    def decode(self, base: TensorSource | None = None) -> bytes:
+        """The units of the one chunk, as the reader decodes them."""
+        header = self.parse()
+        out = np.empty(header.n_units, UNIT_TYPES[header.dtype.unit_bytes])
+        payload = np.frombuffer(self.payload, np.uint8)
+        decode_chunk(header, 0, payload, ChunkSources(0, len(out), base), out)
+        return out.tobytes()
+
+
+@dataclass
+class File:
+    """A `.ckptz` file; fields that are set replace, or add to, what would be right."""
+
+    frames: Mapping[str, Frame] = field(default_factory=lambda: {"w": Frame()})
+    inline: Sequence[Mapping[str, Frame]] = ()
+    features: str = "lossless"
+    index: Json = field(default_factory=dict)
+    entry: Json = field(default_factory=dict)
+    inline_entry: Json = field(default_factory=dict)
+    metadata: Json = field(default_factory=dict)
+    header: Json = field(default_factory=dict)
+    region: Json = field(default_factory=dict)
+    index_region: Json = field(default_factory=dict)
+    packed: bytes | None = None
+    optional: Mapping[str, bytes] = field(default_factory=dict)
+    text: bytes | None = None
+    before: bytes = b""
+    behind: bytes = b""
+
+    def entries(self, level: int = 0) -> list[Json]:
+        """Of the file's own tensors, or of inline base `level`."""
+        levels = [self.frames, *self.inline]
+        offset = sum(len(frame.bytes) for frames in levels[:level] for frame in frames.values())
+        entries, changes = [], self.inline_entry if level else self.entry
+        for name, frame in levels[level].items():
+            n_bytes, checksum = len(frame.bytes), f"{frame.tensor_checksum:016x}"
+            place = {"offset": offset, "n_bytes": n_bytes, "checksum": checksum}
+            entry = {"name": name, "dtype": frame.dtype, "shape": list(frame.shape), **place, **changes}
+            entries.append({key: value for key, value in entry.items() if value != ABSENT})
+            offset += n_bytes
+        return entries
+
+    def content_id(self) -> str:
+        """Of the entries as they are, where they make sense."""
+        with contextlib.suppress(Exception):
+            rows = (
+                (e["name"], e["dtype"], tuple(e["shape"]), int(e["checksum"], 16)) for e in self.entries()
+            )
+            return content_id(rows)
+        return "0" * 64
+
+    def packed_index(self) -> bytes:
+        """The region of the index, plain."""
+        if self.packed is not None:
+            return self.packed
+        known: Json = {"writer": "by hand", "content_id": self.content_id(), "tensors": self.entries()}
+        if self.inline:
+            rows = [self.entries(level) for level in range(1, len(self.inline) + 1)]
+            known["inline"] = [{"content_id": "", "file": "", "tensors": entries} for entries in rows]
+        index = {key: value for key, value in {**known, **self.index}.items() if value != ABSENT}
+        return b"\0" + json.dumps(index).encode()
+
+    def bytes(self) -> bytes:
+        packed = self.packed_index()
+        metadata = {
+            "ckptz.format": "ckptz",
+            "ckptz.version": "1.0",
+            "ckptz.required_features": self.features,
+            "ckptz.index_sha256": hashlib.sha256(packed).hexdigest(),
+            **self.metadata,
+        }
+        rows: Json = {"__metadata__": {k: v for k, v in metadata.items() if v != ABSENT}}
+        blobs = [(name, frame.bytes, self.region) for name, frame in self.frames.items()]
+        for level, frames in enumerate(self.inline, 1):
+            names = [f"__ckptz__.inline.{level}.{position}" for position in range(len(frames))]
+            blobs += [(n, frame.bytes, self.region) for n, frame in zip(names, frames.values(), strict=True)]
+        blobs += [(f"__ckptz__.optional.{name}", data, {}) for name, data in self.optional.items()]
+        begin = 0
+        for name, data, changes in [*blobs, ("__ckptz__.index", packed, self.index_region)]:
+            end = begin + len(data)
+            rows[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [begin, end], **changes}
+            begin = end
+        text = json.dumps({**rows, **self.header}).encode() if self.text is None else self.text
+        text = self.before + text
+        data = b"".join(data for _, data, _ in blobs) + packed + self.behind
+        return len(text).to_bytes(8, "little") + text + data
+
+    def files(self) -> Files:
+        """This one."""
+        return {"w.ckptz": self.bytes()}
+
+    def open(self) -> Checkpoint:
+        return open_bytes(self.bytes())
+
+    def read(self) -> dict[str, bytes]:
+        """Every tensor's bytes."""
+        return read_all(self.open())
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Bytes as they are."""
+
+    data: bytes
+
+    def files(self) -> Files:
+        """This one."""
+        return {"w.ckptz": self.data}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Several files; see `Files`."""
+
+    contents: Files
+
+    def files(self) -> Files:
+        """All of them."""
+        return self.contents
+
+
+def read_files(files: Files, folder: Path) -> dict[str, bytes]:
+    """Every tensor's bytes of the first file, the others being put into a folder beside it."""
+    first = next(iter(files))
+    if len(files) == 1:
+        return read_all(open_bytes(files[first]))
+    for name, data in files.items():
+        folder.joinpath(name).write_bytes(data)
+    checkpoint = open_checkpoint(folder / first)
+    try:
+        return read_all(checkpoint)
+    finally:
+        checkpoint.close()
+
+
+def open_bytes(data: bytes) -> Checkpoint:
+    """A file in memory."""
+    return open_source(MemoryBytes(data))
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Every tensor's bytes."""
+    for source in checkpoint.tensors.values():
+        check_empty(source)
+    sources = checkpoint.tensors.items()
+    return {name: s.units(0, s.dtype.n_units(s.shape)).tobytes() for name, s in sources}
+
+
+def plain_file(rows: Json, data: bytes) -> bytes:
+    """A safetensors file with this header."""
+    text = json.dumps(rows).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def header_text(data: bytes) -> bytes:
+    """The header of a file."""
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]

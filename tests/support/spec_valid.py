@@ -1,0 +1,757 @@
+"""Inputs that a reader must decode, with what they decode to and the refusals whose rules they need.
+
+The files that they make are spec/vectors/valid and spec/vectors/chain, written by spec/make_vectors.py. A
+reader that misreads a rule, or refuses too much by it, fails on an input that names it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckptz.bits.checksum import xxh64
+from ckptz.dtypes import DTYPES
+from tests.support.spec_cases import (
+    F32,
+    FLAT_TABLE,
+    INFINITY,
+    LANE,
+    ONE,
+    SIZED,
+    base,
+    block_rule,
+    classed,
+    coded,
+    companions,
+    delta,
+    empty,
+    escaped,
+    magnitude_rule,
+    planes,
+    quantized,
+    row_rule,
+    sparse,
+    tables,
+    windowed,
+    zstd_frame,
+)
+from tests.support.spec_cases_files import LOSSY, PLAIN_ROW, full, inlined, packed_text
+from tests.support.spec_cases_tree import nested, node, tree
+from tests.support.spec_files import (
+    CONSTANT,
+    OWN,
+    SHARED,
+    SPARSE,
+    STORED,
+    ZSTD,
+    File,
+    Files,
+    Frame,
+    embedded,
+    header_text,
+    plain_file,
+    plan,
+    varint,
+    vectors,
+)
+from tests.support.spec_support import table
+
+Tensor = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
+
+
+@dataclass(frozen=True)
+class Valid:
+    """A file, those beside it, and the rules that it needs, by their refusals."""
+
+    needs: str
+    file: File
+    beside: Files = field(default_factory=dict)
+
+    def files(self) -> Files:
+        """The file first."""
+        return {"w.ckptz": self.file.bytes(), **self.beside}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it decodes to."""
+        return {name: (f.dtype, f.shape, f.units) for name, f in self.file.frames.items()}
+
+
+@dataclass(frozen=True)
+class Plain(Valid):
+    """A plain safetensors file."""
+
+    file: File = field(default_factory=File)
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    data: bytes = b""
+
+    def files(self) -> Files:
+        return {"w.safetensors": plain_file(dict(self.rows), self.data)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for name, row in self.rows.items():
+            if name != "__metadata__":
+                begin, end = row["data_offsets"]
+                found[name] = (row["dtype"], tuple(row["shape"]), self.data[begin:end])
+        return found
+
+
+def one(needs: str, frame: Frame) -> Valid:
+    """A file of one frame."""
+    return Valid(needs, File({"w": frame}, features="lossless,maps"))
+
+
+def file(needs: str, *args: Any, **fields: Any) -> Valid:
+    return Valid(needs, File(*args, **fields))
+
+
+# --- streams ------------------------------------------------------------------------------------
+
+
+def exp_golomb(values: Iterable[int], order: int) -> bytes:
+    """Packed Exp-Golomb codes, as spec/01-integers.md#exp-golomb writes them."""
+    bits: list[int] = []
+    for value in values:
+        u = value + (1 << order)
+        b = u.bit_length()
+        bits += [0] * (b - 1 - order) + [1] + [u >> i & 1 for i in range(b - 1)]
+    return np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes()
+
+
+def frequency_table(frequencies: Mapping[int, int], order: int = 5) -> bytes:
+    """spec/02-entropy.md#frequency-table."""
+    assert sum(frequencies.values()) == 4096
+    first, last = min(frequencies), max(frequencies)
+    return bytes((first, last, order)) + exp_golomb(
+        (frequencies.get(s, 0) for s in range(first, last)), order
+    )
+
+
+def rans(codes: Sequence[int], each: Sequence[Mapping[int, int]], lane_index: int = 0) -> bytes:
+    """spec/02-entropy.md#encoding-informative: codes in stream order, each with its frequencies."""
+    lanes = (1, 4, 32)[lane_index]
+    x, words = [1 << 16] * lanes, []
+    for i in reversed(range(len(codes))):
+        s, lane = codes[i], i % lanes
+        f, start = each[i][s], sum(n for code, n in each[i].items() if code < s)
+        if x[lane] >= f << 20:
+            words.insert(0, x[lane] & 0xFFFF)
+            x[lane] >>= 16
+        x[lane] = x[lane] // f * 4096 + x[lane] % f + start
+    return bytes((lane_index,)) + struct.pack(f"<{lanes}I{len(words)}H", *x, *words)
+
+
+EVEN, SKEWED = {0: 1024, 1: 1024, 2: 1024, 3: 1024}, {0: 4000, 2: 1, 3: 95}
+LONE = {7: 4096}
+CODES = [0, 0, 2, 0, 3, 0, 0, 0, 0, 1, 0, 0] * 4
+
+
+def own(frequencies: Mapping[int, int], codes: Sequence[int], lane_index: int, order: int = 5) -> Frame:
+    stream = frequency_table(frequencies, order) + rans(codes, [frequencies] * len(codes), lane_index)
+    return coded(OWN, stream, len(codes), bytes(codes))
+
+
+def shared(rule: bytes, labels: Sequence[int], codes: Sequence[int], by_class: Sequence[int]) -> Frame:
+    """Codes in one stream by two tables, EVEN and SKEWED, one of them for each class."""
+    both = (EVEN, SKEWED)
+    order = sorted(range(len(codes)), key=lambda i: labels[i])
+    each = [both[by_class[labels[i]]] for i in order]
+    runs = b"".join(varint(1) + varint(number) for number in by_class)
+    rest = b"\2" + b"".join(map(frequency_table, both)) + runs
+    made = plan(shape=(4, len(codes) // 4), rules=[rule], rest=rest)
+    stream = rans([codes[i] for i in order], each)
+    return Frame(made, [(SHARED, stream)], bytes(codes), shape=(4, len(codes) // 4))
+
+
+def parts(common: int, gaps: tuple[int, int, bytes], values: tuple[int, int, bytes]) -> bytes:
+    """A sparse stream; each part has a count, a coder and a stream."""
+    return bytes((common,)) + b"".join(
+        varint(count) + embedded(data, coder) for count, coder, data in (gaps, values)
+    )
+
+
+FOXES = bytes.fromhex("28b52ffd2464dd0000a07468652071756963 6b2062726f776e20666f78200100fad0c904cf25b201")
+SPARSE_LONG = parts(5, (3, STORED, b"\xff\x29\0"), (2, CONSTANT, b"\x05"))
+SPARSE_CODED = parts(
+    0,
+    (4, OWN, frequency_table(EVEN) + rans([1, 0, 2, 3], [EVEN] * 4)),
+    (4, ZSTD, zstd_frame(0x20, b"\4")),
+)
+
+STREAMS: dict[str, Valid] = {
+    "coder-constant": one("I1 E3 F1 F2 F3", coded(CONSTANT, b"\xaa", 9, b"\xaa" * 9)),
+    "coder-stored": one("I1 E3 F15 C15", coded(STORED, bytes(range(9)), 9, bytes(range(9)))),
+    "coder-zstd": one("E5", coded(ZSTD, SIZED)),
+    "coder-zstd-checksum": one(
+        "E5", coded(ZSTD, zstd_frame(0x24, b"\4") + xxh64(bytes(4)).to_bytes(8, "little")[:4])
+    ),
+    "coder-zstd-compressed": one("E5", coded(ZSTD, FOXES, 100, (b"the quick brown fox " * 6)[:100])),
+    "coder-zstd-window-8mib": one("E5", coded(ZSTD, windowed(13))),
+    "coder-zstd-dictionary-0": one("E5", coded(ZSTD, zstd_frame(0x21, b"\0\4"))),
+    "coder-rans-own-1-lane": one("E1 E6 E9 E10 E11 E12 I5 I6", own(EVEN, [0, 1, 2, 3, 3, 1, 0, 2, 2], 0)),
+    "coder-rans-own-4-lanes": one("E9 E10 E12", own(SKEWED, [0, 0, 3, 0, 2, 0, 0, 0, 3, 3, 2], 1)),
+    "coder-rans-own-32-lanes": one("E9 E10 E12", own(SKEWED, [2, 3, 0] * 30, 2)),
+    "coder-rans-own-order-0": one("E6 I5", own({0: 1, 1: 2, 255: 4093}, [255, 0, 1, 255] * 3, 0, 0)),
+    "coder-rans-own-order-11": one("E6 I5", own({3: 2048, 4: 2048}, [3, 4, 4, 3], 0, 11)),
+    "histogram-of-one-symbol": one("E6 E12", own(LONE, [7] * 50, 1)),
+    "coder-rans-shared-rows": one(
+        "E1 E2 E7 E8 E12 T3 T4",
+        shared(row_rule(2, b"\0\1\1\0"), [0] * 12 + [1] * 24 + [0] * 12, [0, 2, 3, 0] * 12, [0, 1]),
+    ),
+    "coder-rans-shared-blocks": one(
+        "E7 E8 T5",
+        shared(
+            block_rule(3, 20, b"\2\0\1"),
+            [2] * 20 + [0] * 20 + [1] * 8,
+            [c if 20 <= i < 40 else (0, 0, 2, 3)[c] for i, c in enumerate([3, 1, 2, 0] * 12)],
+            [0, 1, 1],
+        ),
+    ),
+    "sparse-empty": one("E4 E13 E14", sparse(b"", b"")),
+    "sparse-common-value": one("E14", sparse(b"\1", b"\0")),
+    "sparse-long-gap": one("E13 E14 I7", coded(SPARSE, SPARSE_LONG, 400, b"\x05" * 400)),
+    "sparse-coded-parts": one("E13 E14", coded(SPARSE, SPARSE_CODED, 12)),
+    "sparse-last-code": one(
+        "E14", coded(SPARSE, parts(1, (1, STORED, b"\3"), (1, STORED, b"\2")), 4, b"\1\1\1\2")
+    ),
+    "sparse-255-gap": one(
+        "E14",
+        coded(SPARSE, parts(0, (2, STORED, b"\xff\0"), (1, STORED, b"\x09")), 256, bytes(255) + b"\x09"),
+    ),
+    "table-of-one-code": one("E6", coded(OWN, FLAT_TABLE + LANE)),
+    "lanes-without-codes": one("E12", coded(OWN, FLAT_TABLE + b"\2" + LANE[1:] * 32)),
+    "runs-with-the-same-table": one(
+        "E8", classed(row_rule(2, bytes(4)), n_classes=2, rest=tables(1) + b"\1\0")
+    ),
+    "tables-that-no-class-uses": one("E7", classed(row_rule(2, bytes(4)), n_classes=2, rest=tables(2, 64))),
+    "varints": one(
+        "I2 I3",
+        Frame(
+            plan(shape=(1, 1, 300), sizes=b"\1\1\xac\2"), [(CONSTANT, b"\1")], b"\1" * 300, shape=(1, 1, 300)
+        ),
+    ),
+}
+
+# --- tensors ------------------------------------------------------------------------------------
+
+PATTERNS = bytes.fromhex("00000080 0000807f 010080ff ffffffff 0100007f 00000000 efbeadde 01000000")
+
+
+def tensor(dtype: str) -> Frame:
+    """32 bytes of any type: signed zeros, infinities, NaN with payloads, subnormals."""
+    size = DTYPES[dtype].unit_bytes
+    shape = (32 * 8 // DTYPES[dtype].bits,) if DTYPES[dtype].bits in (4, 8, 16, 32, 64) else (4, 4)
+    data = PATTERNS[: 12 if shape == (4, 4) else 32]
+    return Frame(plan(dtype=dtype, shape=shape), planes(data, size), data, dtype, shape)
+
+
+TENSORS: dict[str, Valid] = {
+    **{f"dtype-{name.lower().replace('_', '-')}": one("F4 C6 F8", tensor(name)) for name in DTYPES},
+    "shape-scalar": one("F7 F10", Frame(plan(shape=()), [(STORED, b"\7")], b"\7", shape=())),
+    "shape-empty": file(
+        "F7 F10 F11 E4",
+        {
+            "none": empty(),
+            "rows": Frame(plan(shape=(0, 5)), (), b"", shape=(0, 5), n_chunks=0),
+            "huge": Frame(plan(shape=(1 << 48, 0)), (), b"", shape=(1 << 48, 0), n_chunks=0),
+            "ruled": Frame(
+                plan(shape=(0, 5), rules=[row_rule(2, b""), block_rule(2, 7, b"")], rest=tables(4)),
+                (),
+                b"",
+                shape=(0, 5),
+                n_chunks=0,
+            ),
+        },
+    ),
+    "shape-64-dimensions": one("F7", Frame(plan(shape=[1] * 64), [(STORED, b"\7")], b"\7", shape=(1,) * 64)),
+    "two-chunks": one(
+        "F10 F14",
+        Frame(
+            plan(shape=((1 << 20) + 3,)),
+            [(CONSTANT, b"\7")],
+            b"\7" * (1 << 20),
+            shape=((1 << 20) + 3,),
+            last=([(STORED, b"\1\2\3")], b"\1\2\3"),
+        ),
+    ),
+    "mode-rotated": one(
+        "T1 F6 F9",
+        Frame(
+            plan(dtype="F32", mode=1, shape=(2,)),
+            planes(bytes.fromhex("0300007f 01000000")),
+            bytes.fromhex("010080bf 00000080"),
+            "F32",
+            (2,),
+        ),
+    ),
+}
+
+# --- classes ------------------------------------------------------------------------------------
+
+
+def by_magnitude(name: str) -> Frame:
+    """Codes by the magnitude of another tensor of bytes, 3 and 130: classes 3 and 2."""
+    rest = (
+        b"\2" + frequency_table(LONE) + frequency_table({9: 4096}) + varint(3) + b"\0" + varint(253) + b"\1"
+    )
+    made = plan(rules=[magnitude_rule(name.encode())], rest=rest)
+    stream = rans([7, 7, 9, 9], [LONE, LONE, {9: 4096}, {9: 4096}])
+    return Frame(made, [(SHARED, stream)], b"\x09\x07\x07\x09")
+
+
+OTHER = Frame(streams=[(STORED, b"\3\x82\2\3")], decoded=b"\3\x82\2\3")
+
+CLASSES: dict[str, Valid] = {
+    "class-magnitude-of-a-tensor": file("T1 T7 I4", {"w": by_magnitude("é"), "é": OTHER}),
+    "class-magnitude-two-deep": Valid("T7 T8", companions(a="b", b="c", c="")),
+    "class-three-rules": one(
+        "T2 T3 T5",
+        classed(
+            row_rule(3, b"\2\1\0\2"), block_rule(256, 3, b"\xff\0"), row_rule(5, bytes(4)), n_classes=3840
+        ),
+    ),
+    "class-4096": one("T2 T3", classed(row_rule(256, bytes(4)), row_rule(16, bytes(4)), n_classes=4096)),
+    "class-a-rule-twice": one("T2", classed(*[row_rule(2, bytes(4))] * 2, n_classes=4)),
+    "class-block-beyond-the-tensor": one("T5", classed(block_rule(2, 1 << 48, b"\1"), n_classes=2)),
+    "class-rows-of-a-scalar": one(
+        "T4",
+        Frame(plan(shape=(), rules=[row_rule(2, b"\1")], rest=tables(2)), [(STORED, b"\7")], b"\7", shape=()),
+    ),
+    "class-coded-labels": one("T3 T6", classed(row_rule(2, b"\1", CONSTANT), n_classes=2)),
+}
+
+# --- maps ---------------------------------------------------------------------------------------
+
+
+def f32s(*patterns: int) -> bytes:
+    return struct.pack(f"<{len(patterns)}I", *patterns)
+
+
+def u16s(*patterns: int) -> bytes:
+    return struct.pack(f"<{len(patterns)}H", *patterns)
+
+
+def mapped(
+    decoded: bytes,
+    codes: Sequence[int],
+    entries: bytes,
+    *,
+    n_codes: int,
+    rows: int = 1,
+    dtype: str = "F32",
+    domain: int = 1,
+    kind: int = 0,
+    flags: int = 0,
+    predictor: int = 0,
+    rules: Sequence[bytes] = (),
+    behind: bytes = b"",
+    exact: Sequence[tuple[int, bytes]] = (),
+) -> Frame:
+    """A frame with a quantization map; `behind` is what follows the entries in the plan."""
+    shape = (len(codes),)
+    rest = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + behind
+    made = plan(
+        dtype=dtype, domain=domain, predictor=predictor, flags=flags, shape=shape, rules=rules, rest=rest
+    )
+    return Frame(made, [(STORED, bytes(codes)), *exact], decoded, dtype, shape)
+
+
+def cast_frame(dtype: str) -> Frame:
+    """Every row of the page's table of casts that gives a finite unit, and no -0.0, which +0.0 swallows."""
+    exponent = {"BF16": 0x7F80, "F16": 0x7C00}[dtype]
+    rows = [(int(row["F32"], 16), int(row[dtype], 16)) for row in table("04-quantization.md", "cast", "F32")]
+    rows = [(p, u) for p, u in rows if u & exponent != exponent and u != 0x8000]
+    entries = f32s(*(p for p, _ in rows))
+    return mapped(u16s(*(u for _, u in rows)), range(len(rows)), entries, n_codes=len(rows), dtype=dtype)
+
+
+def expanded(decoded: bytes, scale: float, level: float, offset: float, **fields: Any) -> Frame:
+    entries = struct.pack("<3d", scale, level, offset)
+    return mapped(decoded, [0], entries, n_codes=1, kind=1, **fields)
+
+
+def outer_by_all_coders() -> Frame:
+    """The rows 0x3f010000, 0x3f000000, 0x3f024000, 0x3f030000, times 1 and -2."""
+    rows = (
+        (ZSTD, SIZED),
+        (SPARSE, parts(0, (1, STORED, b"\2"), (1, STORED, b"\x40"))),
+        (OWN, frequency_table(EVEN) + rans([1, 0, 2, 3], [EVEN] * 4)),
+        (CONSTANT, b"\x3f"),
+    )
+    column = vectors(f32s(0x3F800000, 0xC0000000))
+    rest = b"\0\1\1" + f32s(0) + b"".join(embedded(data, coder) for coder, data in rows) + column
+    products = f32s(0x3F010000, 0xBF810000, 0x3F000000, 0xBF800000)
+    products += f32s(0x3F024000, 0xBF824000, 0x3F030000, 0xBF830000)
+    made = plan(dtype="F32", domain=1, predictor=2, shape=(4, 2), rest=rest)
+    return Frame(made, [(CONSTANT, b"\0")], products, "F32", (4, 2))
+
+
+MAPS: dict[str, Valid] = {
+    "map-linear-f32": one(
+        "Q1 Q2 Q3 Q6 C20",
+        mapped(f32s(0x3F800000, 0xC0000000, 0x3F800000), [1, 0, 1], f32s(0xC0000000, 0x3F800000), n_codes=2),
+    ),
+    "map-linear-negative-zero": one("Q7", mapped(f32s(0), [0], f32s(0x80000000), n_codes=1)),
+    "map-bits-f32": one(
+        "Q2", mapped(f32s(0x3F800000, 0x80000000), [0, 1], f32s(0x3F800000, 0xFFFFFFFF), n_codes=2, domain=2)
+    ),
+    "map-bits-bf16": one("Q2", mapped(u16s(0x3F80), [0], u16s(0x3F80), n_codes=1, dtype="BF16", domain=2)),
+    "map-bits-f16": one(
+        "Q2", mapped(u16s(0x3C00, 0xBC00), [0, 1], u16s(0x3C00, 0xC3FF), n_codes=2, dtype="F16", domain=2)
+    ),
+    "map-bits-expanded": one(
+        "Q2",
+        mapped(
+            u16s(0x3F80, 0x3F7D),
+            [1, 0],
+            struct.pack("<4q", 3, 0x1527, 0x1528, 8 - (5 << 40)),
+            n_codes=2,
+            dtype="BF16",
+            domain=2,
+            kind=1,
+        ),
+    ),
+    "map-256-codes": one("Q3 Q6", mapped(f32s(*range(256)), range(256), f32s(*range(256)), n_codes=256)),
+    "map-rows": one(
+        "Q3 E8 T3",
+        mapped(
+            f32s(0x3F800000, 0x40000000, 0x40000000, 0x3F800000),
+            [0, 0, 0, 0],
+            f32s(0x3F800000, 0x40000000),
+            n_codes=1,
+            rows=2,
+            rules=[row_rule(2, b"\0\1\1\0")],
+            behind=b"\1\0\1\1" + tables(2),
+        ),
+    ),
+    "map-zero-code": one(
+        "Q4", mapped(f32s(0, 0x3F800000), [0, 1], INFINITY + ONE, n_codes=2, flags=1, behind=b"\0")
+    ),
+    "map-escape": one(
+        "F5 Q7 E4",
+        mapped(INFINITY + ONE, [1, 0], ONE + INFINITY, n_codes=2, flags=2, exact=escaped(INFINITY)),
+    ),
+    "map-escape-unused": one("E4", mapped(ONE, [0], ONE * 2, n_codes=2, flags=2, exact=((STORED, b""),) * 4)),
+    "map-escape-is-the-only-code": one(
+        "Q3", mapped(INFINITY * 2, [0, 0], INFINITY, n_codes=1, flags=2, exact=escaped(INFINITY))
+    ),
+    "map-zero-code-is-the-escape-code": one("Q4", quantized(flags=3, zero=b"\0", streams=escaped(ONE))),
+    "map-protected": one(
+        "Q8 Q7",
+        mapped(
+            ONE + INFINITY + ONE,
+            [0, 1, 0],
+            ONE + INFINITY,
+            n_codes=2,
+            flags=4,
+            exact=((STORED, b"\0\1\0"), *escaped(INFINITY)),
+        ),
+    ),
+    "map-escaped-and-protected": one(
+        "Q7 Q8",
+        mapped(
+            f32s(0x40000000, 0x40400000, 0x3F800000),
+            [1, 1, 0],
+            ONE * 2,
+            n_codes=2,
+            flags=6,
+            exact=(
+                (STORED, b"\0\0"),
+                (STORED, b"\0\0"),
+                (STORED, b"\x00\x40"),
+                (CONSTANT, b"\x40"),
+                (STORED, b"\1\0\0"),
+                *escaped(f32s(0x40000000)),
+            ),
+        ),
+    ),
+    "map-infinite-entry-unused": one("Q7", quantized(ONE + INFINITY)),
+    "map-nan-under-the-mask": one(
+        "Q7", mapped(ONE, [0], f32s(0x7FFFFFFF), n_codes=1, flags=4, exact=((STORED, b"\1"), *escaped(ONE)))
+    ),
+    "map-outer-linear": one(
+        "Q9",
+        mapped(
+            f32s(0x40400000, 0xC0000000),
+            [0, 0],
+            f32s(0),
+            n_codes=1,
+            predictor=2,
+            behind=vectors(f32s(0x3FC00000, 0xBF800000), f32s(0x40000000)),
+        ),
+    ),
+    "map-outer-by-all-coders": one("E1 E2 E3 Q9 Q10", outer_by_all_coders()),
+    "map-outer-of-a-scalar": one(
+        "Q9",
+        Frame(
+            plan(
+                dtype="F32",
+                domain=2,
+                predictor=2,
+                shape=(),
+                rest=b"\0\1\1" + f32s(1) + vectors(f32s(0x3FC00000), f32s(0x40000000)),
+            ),
+            [(CONSTANT, b"\0")],
+            f32s(0x40400001),
+            "F32",
+            (),
+        ),
+    ),
+    "map-outer-of-nothing": one(
+        "Q9",
+        Frame(
+            plan(
+                dtype="F32", domain=1, predictor=2, shape=(0, 2), rest=b"\0\1\1" + ONE + vectors(b"", ONE * 2)
+            ),
+            (),
+            b"",
+            "F32",
+            (0, 2),
+            0,
+        ),
+    ),
+    # what flush-to-zero, fused arithmetic, another rounding or another cast would get wrong
+    "float-fused": one("Q5", expanded(f32s(0), 1 + 2.0**-30, 1 - 2.0**-30, -1.0)),
+    "float-subnormal-entry": one("Q5", expanded(f32s(1), 1e-30, 1e-15, 0.0)),
+    "float-subnormal-product": one(
+        "Q5",
+        mapped(
+            f32s(0x3F800000, 0x3F800000),
+            [0, 1],
+            struct.pack("<4d", 2.0**-600, 2.0**-430, 0.0, 1.0),
+            n_codes=2,
+            kind=1,
+        ),
+    ),
+    "float-product-underflow": one(
+        "Q9", mapped(f32s(2), [0], f32s(0), n_codes=1, predictor=2, behind=vectors(f32s(3), f32s(0x3F000000)))
+    ),
+    "float-cast-bf16": one("Q1 Q7", cast_frame("BF16")),
+    "float-cast-f16": one("Q1 Q7", cast_frame("F16")),
+}
+
+# --- files --------------------------------------------------------------------------------------
+
+NAMES = ("", "w", "\0", "µ/é", "重み", "a" * 200, "__metadata", "\U0001f9ca")
+QUALITY = {
+    **{"promise": "quality-drop", "metric": "loss", "max_drop": 0.005, "is_relative": True},
+    **{"lower_is_better": True, "exact": 1.5, "measured": 1.501, "is_met": True, "date": "2026-01-01"},
+}
+EVERYTHING: dict[str, Any] = {
+    "metadata": {"format": "pt", "é": ""},
+    "step": (1 << 63) - 1,
+    "sharding": {
+        "shards": [{"file": "a.bin", "tensors": ["w"], "metadata": {}}],
+        "index_file": "a.bin.index.json",
+        "index_text": '{"weight_map":{"w":"a.bin"},"n":-1.5}',
+        "carried": ["b/c.txt"],
+    },
+    "tree": {"root": {"dict": [["a.bin", {"dict": [["w", {"tensor": "w"}], ["n", -5]]}]]}, "storages": []},
+    "quality": [QUALITY, {**QUALITY, "data_digest": "d"}],
+}
+LEAVES = [
+    *(None, True, "é", -((1 << 53) - 1), {"int": "-0x20000000000000"}, {"float": "7ff8000000000001"}),
+    *({"bytes": "AP8="}, [], {"tuple": [1]}, {"Size": [2, -3]}, {"dtype": "bfloat16"}),
+    {"OrderedDict": [["", 1]], "_metadata": {"dict": []}},
+    {"dict": [[{"tuple": [1, "a"]}, 1], [None, 2], [True, 3], [2, 4], [{"dtype": "int8"}, 5]]},
+    {"tensor": "w", "strides": [1], "parameter": True},
+    {"view": 0, "dtype": "int16", "shape": [2, 1], "strides": [1, 9], "offset": 0},
+    {"view": 0, "dtype": "int8", "shape": [2], "strides": [19], "offset": 0},
+    {"view": 0, "dtype": "int8", "shape": [0], "strides": [1], "offset": 20},
+]
+NULLS = dict.fromkeys(("metadata", "base", "inline", "tree", "step", "sharding"))
+OFFSETS = {"a": (0, 0), "b": (0, 1), "c": (1, 1)}
+
+FILES: dict[str, Valid] = {
+    "file-no-tensors": file("C5 C10 C16", {}),
+    "file-names": file("C14 C16 C17 I4", {name: Frame() for name in NAMES}),
+    "file-every-field": file("C3 C13 C21", index=EVERYTHING, entry={"lossy": LOSSY}),
+    "file-tree": Valid(
+        "N1 N2 N4 N5 N6 N7 N8", tree({"dict": [["l", LEAVES]]}, [["s", "t"]], names=("w", "s", "t"))
+    ),
+    "file-tree-64-levels": Valid("N3", node(nested(62))),
+    "file-fields-that-are-null": file("C13", index=NULLS, entry={"lossy": None}),
+    "file-empty-metadata": file("C13", index={"metadata": {}}),
+    "file-deflated-index": file("C11 C12", packed=b"\1" + packed_text()),
+    "file-spaces-behind-the-header": file("C1 C2 C3", text=header_text(File().bytes()) + b" " * 5),
+    "file-features-that-nothing-uses": file("C7 C8 C9", features="delta,inline,lossless,maps"),
+    "file-of-a-later-minor-version": file("C7", metadata={"ckptz.version": "1.10"}),
+    "file-other-promise": file("C13", entry={"lossy": {**LOSSY, "promise": "best effort"}}),
+    "file-optional-sections": file("C5 C10 C14", optional={"a": b"anything", "x-b": b""}),
+    "file-escaped-json": file("C3 C4", index={"writer": "\U0001f9ca\n\0"}),
+    "plain-file": Plain(
+        "C4 C5 C17",
+        rows={
+            "__metadata__": {"format": "pt"},
+            **{n: {**PLAIN_ROW, "shape": [e - b], "data_offsets": [b, e]} for n, (b, e) in OFFSETS.items()},
+            "huge": {"dtype": "F64", "shape": [1 << 62, 0], "data_offsets": [1, 1]},
+        },
+        data=b"x",
+    ),
+}
+
+# --- chains -------------------------------------------------------------------------------------
+
+
+def based(
+    needs: str, frame: Frame, other: File | Plain, depth: int = 1, name: str = "base.ckptz", **more: bytes
+) -> Valid:
+    """A delta of one tensor, and its base in a file of its own."""
+    data = next(iter(other.files().values()))
+    wanted = other.content_id() if isinstance(other, File) else plain_id(other)
+    reference = {"content_id": wanted, "file": name, "depth": depth}
+    made = File({"w": frame}, features="delta,lossless,maps", index={"base": reference})
+    return Valid(needs, made, {name: data, **more})
+
+
+def plain_id(other: Plain) -> str:
+    """Content id of a plain file: that of a file with the same tensors."""
+    frames = {}
+    for name, (dtype, shape, data) in other.tensors().items():
+        frames[name] = Frame(decoded=data, dtype=dtype, shape=shape)
+    return File(frames).content_id()
+
+
+def of_base(decoded: bytes, units: bytes, dtype: str, mode: int, z: bytes, shape: tuple[int, ...]) -> Valid:
+    """A delta by a plane mode; `z` is what its streams join to."""
+    size = DTYPES[dtype].unit_bytes
+    anchor = Frame(plan(dtype=dtype, shape=shape), planes(units, size), units, dtype, shape)
+    made = plan(dtype=dtype, predictor=1, mode=mode, shape=shape)
+    return based(
+        "F9 F12 F13 H3 H4 C18 C19", Frame(made, planes(z, size), decoded, dtype, shape), File({"w": anchor})
+    )
+
+
+def over(frame: Frame, base_frame: Frame, needs: str) -> Valid:
+    return based(needs, frame, File({"w": base_frame}, features="lossless,maps"))
+
+
+def classes_of_base(base_codes: int | None) -> Frame:
+    """Codes by class: 7 in classes 0 and 2, 9 in the others, of bytes of planes that are all alike."""
+    rule = b"\4" + varint(4) if base_codes is not None else b"\1\0"
+    n = 4 if base_codes is not None else 256
+    return Frame(
+        plan(dtype="F32", rules=[rule], rest=tables(n) * 4), planes(F32), F32, "F32", base_codes=base_codes
+    )
+
+
+def everything() -> Valid:
+    """Exclusive or with the base, classes by its codes and by another tensor of the file."""
+    rules = [b"\4" + varint(4), magnitude_rule(b"v")]
+    made = plan(dtype="F32", predictor=1, mode=2, rules=rules, rest=tables(1024) * 4)
+    zeros = [(STORED, bytes(4))] * 4
+    frame = Frame(made, zeros, ONE * 4, "F32", base_codes=xxh64(b"\0\1\2\3"))
+    anchor = File({"w": ONES, "v": base()}, features="lossless,maps")
+    reference = {"content_id": anchor.content_id(), "file": "base.ckptz", "depth": 1}
+    file = File({"w": frame, "v": base(F32)}, features="delta,lossless,maps", index={"base": reference})
+    return Valid("T7 T9 T10 F12", file, {"base.ckptz": anchor.bytes()})
+
+
+ONES = quantized(ONE * 4, b"\0\1\2\3")
+SUBNORMAL = Frame(
+    plan(dtype="F32", shape=(3,)),
+    planes(f32s(0x00800000, 1, 0x80000000)),
+    f32s(0x00800000, 1, 0x80000000),
+    "F32",
+    (3,),
+)
+PLAIN_BASE = Plain("", rows={"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, data=bytes(16))
+MIDDLE = based("", delta(), File({"w": full()}), name="anchor.ckptz")
+
+
+LONGEST = based("", delta(), File({"w": full()}), name="é" * 124 + ".ckptz" + "x")
+
+
+def second_step() -> Valid:
+    """Back to zeros from what the first step made."""
+    anchor = MIDDLE.beside["anchor.ckptz"]
+    frame = Frame(plan(dtype="F32", predictor=1, mode=2), planes(F32), bytes(16), "F32")
+    found = based("H1 H3", frame, MIDDLE.file, depth=2, name="middle.ckptz")
+    return Valid(found.needs, found.file, {**found.beside, "anchor.ckptz": anchor})
+
+
+CHAIN: dict[str, Valid] = {
+    "delta-xor-bf16": of_base(u16s(0x3F81, 0x8000), u16s(0x3F80, 0), "BF16", 2, u16s(1, 0x8000), (2,)),
+    "delta-difference-bf16": of_base(u16s(0x3F7F, 1), u16s(0x3F80, 0x8001), "BF16", 3, u16s(1, 6), (2,)),
+    "delta-difference-u16": of_base(u16s(1), u16s(0x8001), "U16", 3, u16s(0xFFFF), (1,)),
+    "delta-difference-i8": of_base(b"\0", b"\xff", "I8", 3, b"\2", (1,)),
+    "delta-difference-f64": of_base(struct.pack("<d", 1.5), struct.pack("<d", 1.5), "F64", 3, bytes(8), (1,)),
+    "delta-of-a-plain-file": based("F13 H2 H3", delta(), PLAIN_BASE, name="base.safetensors"),
+    "delta-by-another-name": Valid("H3", MIDDLE.file, {"renamed.ckptz": MIDDLE.beside["anchor.ckptz"]}),
+    "delta-depth-2": second_step(),
+    "delta-depth-64": based("H1 H3", delta(), File({"w": full()}), depth=64),
+    # Kept under a short name, which any file system takes: the hint of a name is only a hint.
+    "delta-file-name-of-255-bytes": Valid(
+        "H2", LONGEST.file, {"base.ckptz": next(iter(LONGEST.beside.values()))}
+    ),
+    "delta-nothing-needed": based("C19", base(F32), File({"w": full()})),
+    "delta-classes-by-base-codes": over(classes_of_base(xxh64(b"\0\1\2\3")), ONES, "T9 T10"),
+    "delta-classes-without-base-codes": over(classes_of_base(0), base(), "T9 T10"),
+    "delta-classes-by-base-magnitude": over(classes_of_base(None), base(F32), "T1 F12"),
+    "delta-map-linear": over(
+        mapped(
+            f32s(0x007FFFFF, 2, 0x80000000),
+            [0, 1, 2],
+            f32s(0x80000001, 1, 0x80000000),
+            n_codes=3,
+            predictor=1,
+        ),
+        SUBNORMAL,
+        "Q7",
+    ),
+    "delta-map-bits": over(
+        mapped(
+            f32s(0x00800001, 0x80000000, 0x80000001),
+            [0, 1, 2],
+            f32s(1, 0xFFFFFFFE, 0xFFFFFFFF),
+            n_codes=3,
+            predictor=1,
+            domain=2,
+        ),
+        SUBNORMAL,
+        "Q7",
+    ),
+    "delta-float-subnormal-entry": over(
+        mapped(
+            f32s(0x00800000, 1, 0x80000000),
+            [0, 0, 0],
+            struct.pack("<3d", -1e-200, 1e-110, 0.0),
+            n_codes=1,
+            kind=1,
+            predictor=1,
+        ),
+        SUBNORMAL,
+        "Q5",
+    ),
+    "delta-float-rounded-twice": over(
+        mapped(
+            u16s(0x3F80, 0x3F80, 0x3F81),
+            [0, 1, 2],
+            f32s(0x3B800000, 0x3B800001, 0x3B808000),
+            n_codes=3,
+            predictor=1,
+            dtype="BF16",
+        ),
+        Frame(
+            plan(dtype="BF16", shape=(3,)), planes(u16s(*[0x3F80] * 3), 2), u16s(*[0x3F80] * 3), "BF16", (3,)
+        ),
+        "Q1 Q7",
+    ),
+    "delta-float-f16-subnormal": over(
+        mapped(u16s(2), [0], f32s(0x33000000), n_codes=1, predictor=1, dtype="F16"),
+        Frame(plan(dtype="F16", shape=(1,)), planes(u16s(1), 2), u16s(1), "F16", (1,)),
+        "Q1 Q7",
+    ),
+    "delta-classes-by-everything": everything(),
+    "inline-one": Valid("C13 C14 C19 C22 C23 C24 F12", inlined()),
+    "inline-not-needed": Valid("C19", inlined(own=Frame())),
+    "inline-below-the-needed": Valid("C19", inlined({"w": full()}, {"v": full()})),
+    "inline-two": Valid("C14 C19 C24", inlined({"w": delta(bytes(16)), "v": full()}, {"w": full()})),
+    "delta-of-an-inline-file": based("H3 C22", delta(), inlined(own=delta(bytes(16))), depth=2),
+}
+
+VALID: dict[str, Valid] = STREAMS | TENSORS | CLASSES | MAPS | FILES | CHAIN

@@ -1,0 +1,72 @@
+"""A Trainer of a small GPT-2 whose checkpoints are `.ckptz` files, and what its runs arrive at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.transformers_support import make, transformers
+
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip install accelerate")
+
+from ckptz.integrations.trainer import ChainOptions, CkptzTrainerMixin
+
+N_SAVES = 10
+OPTIONS = ChainOptions(anchor_every=4, jobs=1)
+
+
+class Trainer(CkptzTrainerMixin, transformers.Trainer):
+    """What users write."""
+
+
+def tokens(n: int = 64) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 96, (n, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(
+    folder: Path,
+    kind: type = Trainer,
+    options: ChainOptions | None = OPTIONS,
+    dataset: Any = None,
+    **settings: Any,
+) -> Any:
+    """A trainer of a small GPT-2 with dropout, which saves at every step."""
+    arguments: dict[str, Any] = {
+        "max_steps": N_SAVES,
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "warmup_steps": 3,
+        "lr_scheduler_type": "constant_with_warmup",  # does not depend on the number of steps
+        "seed": 5,
+    }
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
+    args = transformers.TrainingArguments(output_dir=str(folder), **(arguments | quiet | settings))
+    extra = {} if options is None else {"ckptz": options}
+    data = {"train_dataset": tokens(), "eval_dataset": dataset}
+    return kind(model=make("gpt2").train(), args=args, **data, **extra)
+
+
+def final(run: Any) -> dict[str, Any]:
+    """Weights, optimizer and scheduler at the end, flat."""
+    found = {f"model.{name}": tensor.clone() for name, tensor in run.model.state_dict().items()}
+    for i, state in run.optimizer.state_dict()["state"].items():
+        found |= {f"optimizer.{i}.{key}": value.clone() for key, value in state.items()}
+    return found | {"scheduler": run.lr_scheduler.state_dict()["last_epoch"]}
+
+
+def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, name
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))

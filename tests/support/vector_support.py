@@ -1,0 +1,102 @@
+"""The committed vectors of spec/vectors, and what a reader makes of files."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptz.container.byte_source import MemoryBytes
+from ckptz.errors import (
+    ChecksumError,
+    CkptzError,
+    CorruptionError,
+    MissingBaseError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptz.formats.sharding import check_sharding
+from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from ckptz.tree.unflatten import unflatten
+from tests.support.spec_files import Files, read_all
+from tests.support.spec_support import SPEC
+
+FOLDER = SPEC / "vectors"
+ERROR_OF_KIND: dict[str, type[CkptzError]] = {
+    "truncated": TruncatedError,
+    "checksum": ChecksumError,
+    "corrupt": CorruptionError,
+    "unsupported": UnsupportedError,
+    "missing base": MissingBaseError,
+}
+State = tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, str] | None]
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One row of the manifest and its files."""
+
+    row: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.row["name"])
+
+    @property
+    def paths(self) -> list[Path]:
+        """Its files; the first is the one to read."""
+        return [FOLDER / file["path"] for file in self.row["files"]]
+
+    def files(self) -> Files:
+        return {path.name: path.read_bytes() for path in self.paths}
+
+
+@functools.cache
+def vectors(folder: str = "") -> tuple[Vector, ...]:
+    """All vectors, or those of one folder."""
+    rows = json.loads((FOLDER / "manifest.json").read_text())["vectors"]
+    return tuple(Vector(row) for row in rows if row["name"].startswith(folder) and "files" in row)
+
+
+def sessions() -> list[dict[str, Any]]:
+    """The rows of the manifest that are messages of links."""
+    rows = json.loads((FOLDER / "manifest.json").read_text())["vectors"]
+    return [row for row in rows if "messages" in row]
+
+
+VALID = vectors("valid/") + vectors("chain/")
+INVALID = vectors("invalid/")
+
+
+def follow(checkpoint: Checkpoint, folder: Path) -> None:
+    """Do what the records of a folder and of a nested checkpoint say."""
+    index = None if checkpoint.container is None else checkpoint.container.index
+    if index is not None and index.sharding is not None:
+        check_sharding(index.sharding, list(checkpoint.tensors))
+    if index is not None and index.tree is not None:
+        unflatten(checkpoint.tensors, index.tree, folder)
+
+
+def state_of(checkpoint: Checkpoint, spool: Path | None = None) -> State:
+    """Names, types, shapes, bytes and metadata; with a folder, what the records say is done there."""
+    try:
+        if spool is not None:
+            follow(checkpoint, spool)
+        units = read_all(checkpoint)
+        found = {n: (s.dtype.name, tuple(s.shape), units[n]) for n, s in checkpoint.tensors.items()}
+        metadata = checkpoint.metadata
+        return found, None if metadata is None else dict(metadata)
+    finally:
+        checkpoint.close()
+
+
+def read_bytes(data: bytes, folder: Path | None = None) -> State:
+    """A file in memory; its bases are looked for in `folder`."""
+    return state_of(open_source(MemoryBytes(data), [folder] if folder else []))
+
+
+def read_path(path: Path, spool: Path | None = None) -> State:
+    """A file with its chain."""
+    return state_of(open_checkpoint(path), spool)

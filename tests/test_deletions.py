@@ -1,0 +1,464 @@
+"""Whoever deletes files of users, while the system fails: nothing is lost that was reported as saved.
+
+The rule is that of `ckptz.store.needs`: what cannot be read keeps everything that it might need. `DELETES`
+names every module that deletes anything, what, and what that rests on. What is done in a store of steps is
+put to the test in test_retention_faults.py and test_store_remote.py, kills in test_kills.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_architecture import TREES
+
+from ckptz.commands.restore import RestoreOptions, restore_file
+from ckptz.errors import CkptzError, WriteError
+from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
+from ckptz.integrations.dcp_index import INDEX_FILE
+from ckptz.integrations.linked import Chain, ChainOptions, Draft, drop_unneeded, read_state
+from ckptz.integrations.sharded import ShardedCheckpointer
+from ckptz.store.versions import versions_in
+from ckptz.sync import Follower, Publisher
+from ckptz.torch import save_file
+from tests.support.fault_support import ERRORS, Error, copied, each_error, fail_everywhere, unreadable
+from tests.support.sync_support import State, cloned, same
+
+OPTIONS = ChainOptions(anchor_every=3, jobs=1)
+EVERY = pytest.mark.parametrize("stride", [0, pytest.param(1, marks=pytest.mark.slow)])
+
+DELETES = {
+    # Own temporary files and copies, which nothing that was saved is in.
+    "ckptz.container.publish": "temporary files that got no name",
+    "ckptz.store.places": "downloads; and `Place.remove`, which those below call",
+    "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",
+    "ckptz.store.lock": "its own lease",
+    "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",
+    # Others' files, by the rule.
+    "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",
+    "ckptz.store.retention": "steps that no rule keeps: needs of those that stay were read",
+    "ckptz.integrations.linked": "what a framework does not want, and bases: needs of what stays were read",
+    "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
+    "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",
+    "ckptz.integrations.sharded": "folders of old steps: those that stay were read; cut-off saves: no index",
+    "ckptz.sync.publisher": "what is older than anchors that were read; files of a step that failed",
+}
+CALLS = {"unlink", "remove", "rmtree", "rmdir", "rm", "rm_file", "remove_checkpoint"}
+
+
+def deletes(call: ast.AST) -> bool:
+    """Whether a call may delete a file: by name, less what lists, sets and torch's hooks have, too."""
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS):
+        return False
+    other = ("missing", "features", "self.waiting", "self._handle", "self", "self._handles.pop()")
+    return ast.unparse(call.func.value) not in other
+
+
+def test_every_module_that_deletes_is_known() -> None:
+    found = {module for module, tree in TREES.items() if any(map(deletes, ast.walk(tree)))}
+    assert found == set(DELETES)
+
+
+# --- bases of Lightning, the Trainer and accelerate -------------------------------------------------
+
+
+def a_state(i: int) -> dict[str, Any]:
+    return {"weight": torch.arange(5000, dtype=torch.float32) + i / 8, "step": i}
+
+
+def write(chain: Chain, folder: Path, i: int) -> None:
+    chain.write(folder / f"{i}.ckpt", Draft.of_state(a_state(i)))
+
+
+def check_chain(folder: Path, kept: set[int]) -> None:
+    for i in kept:
+        state = read_state(folder / f"{i}.ckpt", 1)
+        assert state["step"] == i
+        assert state["weight"].equal(a_state(i)["weight"])
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """0 and 3 are anchors; 1 and 2 need 0, 4 needs 3; beside them is what frameworks put there."""
+    folder, chain = tmp_path_factory.mktemp("linked") / "run", Chain(OPTIONS)
+    for i in range(5):
+        write(chain, folder, i)
+    torch.save({"weight": torch.ones(3)}, folder / "from-before.ckpt")
+    (folder / "config.json").write_text("{}")
+    (folder / "hparams.yaml").write_text("a: 1")
+    (folder / "folder").mkdir()
+    return folder
+
+
+def n_bases(folder: Path) -> int:
+    return len(list(folder.glob("base-*")))
+
+
+def remove_three(folder: Path) -> None:
+    chain = Chain(OPTIONS)
+    for i in range(3):
+        chain.remove(folder / f"{i}.ckpt")
+
+
+def test_bases_go_beside_files_of_others(linked: Path) -> None:
+    with copied(linked) as folder:
+        remove_three(folder)
+        assert n_bases(folder) == 1
+        check_chain(folder, {3, 4})
+
+
+@each_error
+@pytest.mark.parametrize("name", ["2.ckpt", "from-before.ckpt", "base"])
+def test_a_file_that_cannot_be_read_keeps_its_bases(linked: Path, name: str, error: Error) -> None:
+    with copied(linked) as folder:
+        path = min(folder.glob("base-*")) if name == "base" else folder / name
+        chain = Chain(OPTIONS)
+        with unreadable(path, error):
+            for i in range(2):
+                chain.remove(folder / f"{i}.ckpt")
+        assert f"{path.name} cannot be read" in chain.notes[0]
+        check_chain(folder, {2, 3, 4})
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 200, b'\x10\0\0\0\0\0\0\0{"half": ', b"PK"])
+def test_a_damaged_checkpoint_keeps_its_bases(linked: Path, damage: bytes) -> None:
+    with copied(linked) as folder:
+        (folder / "2.ckpt").unlink()
+        (folder / "2.ckpt").write_bytes(damage)
+        chain = Chain(OPTIONS)
+        for i in range(2):
+            chain.remove(folder / f"{i}.ckpt")
+        (folder / "2.ckpt").unlink()
+        (folder / "2.ckpt").hardlink_to(linked / "2.ckpt")  # back from a backup
+        check_chain(folder, {2, 3, 4})
+
+
+@pytest.mark.parametrize("target", ["/not/mounted/2.ckpt", "gone.ckpt"])
+def test_a_link_to_what_is_not_mounted_keeps_bases_and_one_to_nothing_does_not(
+    linked: Path, target: str
+) -> None:
+    with copied(linked) as folder:
+        (folder / "last.ckpt").symlink_to(target)
+        remove_three(folder)
+        assert n_bases(folder) == (n_bases(linked) if target.startswith("/") else 1)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_file_that_another_writes_keeps_bases_unless_its_writer_was_killed_long_ago(
+    linked: Path, is_old: bool
+) -> None:
+    with copied(linked) as folder:
+        begun = folder / ".0123.ckptz-tmp"
+        begun.write_bytes(bytes(100))
+        if is_old:
+            os.utime(begun, (0, 0))
+        remove_three(folder)
+        assert n_bases(folder) == (1 if is_old else n_bases(linked))
+
+
+def test_a_base_that_is_not_there_keeps_the_others(linked: Path) -> None:
+    with copied(linked) as folder:
+        (folder / "3.ckpt").unlink()
+        for base in folder.glob("base-*"):
+            if base.samefile(linked / "3.ckpt"):
+                base.unlink()
+        assert "4.ckpt cannot be read" in drop_unneeded(folder)[0]
+        assert n_bases(folder) == n_bases(linked) - 1
+
+
+@EVERY
+def test_removals_in_which_one_call_fails_lose_no_file(linked: Path, stride: int) -> None:
+    def check(folder: Path, error: Exception | None) -> None:
+        check_chain(folder, {3, 4})
+        check_chain(folder, {i for i in range(3) if (folder / f"{i}.ckpt").exists()})
+
+    assert fail_everywhere(linked, remove_three, check, stride=stride or 21) > 50
+
+
+@EVERY
+def test_a_save_into_a_chain_in_which_one_call_fails_loses_no_file(linked: Path, stride: int) -> None:
+    def save(folder: Path) -> None:
+        chain = Chain(OPTIONS)
+        chain.go_on_from(folder / "4.ckpt")
+        write(chain, folder, 5)
+        chain.remove(folder / "4.ckpt")
+
+    def check(folder: Path, error: Exception | None) -> None:
+        check_chain(folder, {3, 4 if (folder / "4.ckpt").exists() else 5})
+        if error is None:
+            check_chain(folder, {5})
+
+    assert fail_everywhere(linked, save, check, stride=stride or 21) > 30
+
+
+# --- deletions that another thread asks for, as around AsyncCheckpointIO -----------------------------
+
+
+def elsewhere(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_the_newest_file_stays_until_the_next_is_whole(tmp_path: Path) -> None:
+    chain = Chain(OPTIONS)
+    elsewhere(lambda: write(chain, tmp_path, 0))
+    chain.remove(tmp_path / "0.ckpt")  # its successor may not have been begun
+    check_chain(tmp_path, {0})
+    elsewhere(lambda: write(chain, tmp_path, 1))
+    assert not (tmp_path / "0.ckpt").exists()
+    check_chain(tmp_path, {1})
+    chain.remove(tmp_path / "0.ckpt")  # as Lightning does with what is gone
+    elsewhere(lambda: write(chain, tmp_path, 2))
+    chain.remove(tmp_path / "1.ckpt")
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"2.ckpt"}
+
+
+def test_a_save_that_fails_leaves_the_file_that_it_was_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = Chain(OPTIONS)
+    elsewhere(lambda: write(chain, tmp_path, 0))
+
+    def full(_: int) -> None:
+        raise ERRORS["ENOSPC"]()
+
+    def fails() -> None:
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(WriteError):
+            write(chain, tmp_path, 1)
+        monkeypatch.undo()
+
+    chain.remove(tmp_path / "0.ckpt")
+    elsewhere(fails)
+    check_chain(tmp_path, {0})
+    elsewhere(lambda: write(chain, tmp_path, 0))  # anew under the same name: it is wanted again
+    check_chain(tmp_path, {0})
+
+
+# --- folders of torch.distributed.checkpoint --------------------------------------------------------
+
+
+def save_dcp(i: int, folder: Path, base: Path | None = None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = CkptzStorageWriter(folder, options=OPTIONS, base=base)
+        dcp.save({"weight": a_state(i)["weight"]}, storage_writer=writer, no_dist=True)
+
+
+def weight_in(folder: Path) -> torch.Tensor:
+    state = {"weight": torch.zeros(5000)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=CkptzStorageReader(folder, jobs=1), no_dist=True)
+    return state["weight"]
+
+
+@EVERY
+def test_a_folder_that_is_replaced_while_one_call_fails_is_the_old_or_the_new_one(
+    tmp_path: Path, stride: int
+) -> None:
+    prepared = tmp_path / "one"
+    save_dcp(0, prepared)
+    save_dcp(1, prepared, base=prepared)
+
+    def work(folder: Path) -> None:
+        try:
+            save_dcp(2, folder, base=folder)
+        except BaseException as error:  # torch's is no Exception
+            raise RuntimeError(error) from error
+
+    def check(folder: Path, error: Exception | None) -> None:
+        found = weight_in(folder)
+        assert found.equal(a_state(2)["weight"]) or (error and found.equal(a_state(1)["weight"]))
+        save_dcp(3, folder, base=folder)
+        assert weight_in(folder).equal(a_state(3)["weight"])
+
+    assert fail_everywhere(prepared, work, check, stride=stride or 16) > 30
+
+
+def test_what_was_there_before_is_deleted_only_if_the_call_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"weight": torch.ones(9)}, tmp_path / "packed.ckptz")
+    folder = tmp_path / "out"
+    folder.mkdir()
+
+    def fails(*_: Any, **__: Any) -> None:
+        (folder / "of a user").touch()  # put there meanwhile
+        raise OSError(5, "input/output error")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.state_dict_saver.save", fails)
+    real = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda self: self != folder and real(self))  # as errors make it
+    with pytest.raises(OSError, match="input/output"):
+        restore_file(tmp_path / "packed.ckptz", folder, RestoreOptions(kind="dcp"))
+    assert (folder / "of a user").is_file()
+
+
+# --- ShardedCheckpointer ---------------------------------------------------------------------------
+
+
+def sharded(folder: Path, keep_last: int = 1) -> ShardedCheckpointer:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 40)
+    return ShardedCheckpointer(folder, model, options=OPTIONS, keep_last=keep_last, background=False)
+
+
+def save_step(checkpointer: ShardedCheckpointer, step: int) -> None:
+    with torch.no_grad():
+        checkpointer._model.weight.fill_(step)  # type: ignore[operator]
+    checkpointer.save(step)
+
+
+def check_step(folder: Path, step: int) -> None:
+    checkpointer = sharded(folder)
+    assert checkpointer.restore(step) == step
+    assert (checkpointer._model.weight == step).all()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 to 4."""
+    folder = tmp_path_factory.mktemp("sharded") / "run"
+    checkpointer = sharded(folder, keep_last=9)
+    for step in range(1, 5):
+        save_step(checkpointer, step)
+    return folder
+
+
+@each_error
+def test_a_newest_index_that_cannot_be_read_keeps_every_older_step(folders: Path, error: Error) -> None:
+    with copied(folders) as folder:
+        with (
+            unreadable(folder / "step-00000004" / INDEX_FILE, error),
+            pytest.warns(RuntimeWarning, match="step-00000004 cannot be read"),
+        ):
+            sharded(folder)._prune()
+        assert sharded(folder).steps() == (1, 2, 3, 4)
+        sharded(folder)._prune()
+        assert sharded(folder).steps() == (4,)
+        check_step(folder, 4)
+
+
+def test_a_step_without_a_shard_keeps_every_older_step(folders: Path) -> None:
+    with copied(folders) as folder:
+        next((folder / "step-00000004").glob("shard-*")).unlink()
+        with pytest.warns(RuntimeWarning, match="step-00000004 cannot be read"):
+            sharded(folder)._prune()
+        check_step(folder, 3)
+
+
+@each_error
+def test_a_step_whose_index_cannot_be_seen_is_not_taken_for_a_save_that_was_cut_off(
+    folders: Path, error: Error, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith(INDEX_FILE):
+            raise error()
+        return real(path, *args, **kwargs)
+
+    with copied(folders) as folder:
+        checkpointer = sharded(folder)
+        monkeypatch.setattr(os, "stat", stat)
+        with pytest.raises(OSError, match=str(error().strerror)):
+            checkpointer.save(4)
+        monkeypatch.undo()
+        check_step(folder, 4)
+
+
+@EVERY
+def test_a_sharded_save_in_which_one_call_fails_loses_no_step(folders: Path, stride: int) -> None:
+    def work(folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save_step(sharded(folder), 5)
+
+    def check(folder: Path, error: Exception | None) -> None:
+        newest = sharded(folder).steps()[-1]
+        assert newest == 5 if error is None else newest in (4, 5)
+        check_step(folder, newest)
+
+    assert fail_everywhere(folders, work, check, stride=stride or 31) > 60
+
+
+# --- Publisher --------------------------------------------------------------------------------------
+
+
+def published_state(step: int) -> State:
+    return {"weight": torch.arange(300.0) + step}
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 0 to 5; 0, 2 and 4 are anchors."""
+    folder = tmp_path_factory.mktemp("stream") / "run"
+    publisher = Publisher(folder, anchor_every=2, keep_anchors=None, jobs=1)
+    for step in range(6):
+        publisher.publish(published_state(step), step)
+    return folder
+
+
+def follow(folder: Path, step: int | None = None) -> int:
+    live = cloned(published_state(99))
+    found = Follower(folder, jobs=1).apply_to(live, step).step
+    assert same(live, published_state(found))
+    return found
+
+
+@each_error
+@pytest.mark.parametrize("anchor", [4, 6])
+def test_an_anchor_that_cannot_be_read_keeps_what_is_older(stream: Path, anchor: int, error: Error) -> None:
+    with copied(stream) as folder:
+        path = folder / f"step-{anchor:06d}.ckptz"
+        publisher = Publisher(folder, anchor_every=2, keep_anchors=2, jobs=1)
+        with unreadable(path, error):
+            done = publisher.publish(published_state(6), 6)
+        assert f"{path.name} cannot be read" in done.note
+        for step in range(anchor + 1):
+            assert follow(folder, step) == step
+        publisher.publish(published_state(7), 7)
+        assert min(version.step for version in versions_in(dict.fromkeys(os.listdir(folder), 1))) == 4
+        assert follow(folder) == 7
+
+
+@EVERY
+def test_publishing_while_one_call_fails_loses_no_step(stream: Path, stride: int) -> None:
+    def work(folder: Path) -> None:
+        Publisher(folder, anchor_every=2, keep_anchors=1, jobs=1).publish(published_state(6), 6)
+
+    def check(folder: Path, error: Exception | None) -> None:
+        assert follow(folder) == 6 if error is None else follow(folder) in (5, 6)
+
+    assert fail_everywhere(stream, work, check, stride=stride or 11) > 30
+
+
+@pytest.mark.parametrize("failing", ["sizes", "remove"])
+def test_a_step_is_published_whatever_becomes_of_the_older_ones(
+    stream: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with copied(stream) as folder:
+        publisher = Publisher(folder, anchor_every=2, keep_anchors=1, jobs=1)
+        real, calls = publisher._place.sizes, []
+
+        def refuse(*_: Any) -> Any:
+            calls.append(1)
+            if failing == "sizes" and len(calls) == 1:
+                return real()
+            raise CkptzError("no answer")
+
+        monkeypatch.setattr(publisher._place, failing, refuse)
+        done = publisher.publish(published_state(6), 6)
+        assert ("older stays" in done.note) == (failing == "sizes")
+        assert follow(folder, 1) == 1
+        assert follow(folder) == 6

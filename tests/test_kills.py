@@ -1,0 +1,298 @@
+"""Jobs killed at random, again and again, each going on where the one before was cut off.
+
+What was reported as saved or published is there and exact, however often. A few kills of each in the default
+suite, a hundred in the slow one; those of the Checkpointer stand in test_checkpointer_faults.py, those of a
+follower in test_sync_killed.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import shutil
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckptz.integrations.linked import Chain, ChainOptions, Draft, read_state
+from ckptz.integrations.sharded import ShardedCheckpointer
+from ckptz.store.versions import versions_in
+from ckptz.sync import Follower, Publisher
+from tests.support.checkpointer_support import in_child
+from tests.support.sync_support import State, cloned, same
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
+
+KILLS = pytest.mark.parametrize("n_kills", [4, pytest.param(100, marks=pytest.mark.slow)])
+OPTIONS = ChainOptions(anchor_every=3, jobs=1)
+PATIENCE = 60.0  # seconds for a job to get on
+
+
+class Reported:
+    """The last step that a job said was saved, in memory that outlives it; and how many jobs have begun."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 16)
+
+    def _get(self, at: int) -> int:
+        return int.from_bytes(self._memory[at : at + 8], "little")
+
+    @property
+    def step(self) -> int:
+        return self._get(0)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._memory[:8] = value.to_bytes(8, "little")
+
+    @property
+    def n_begun(self) -> int:
+        return self._get(8)
+
+    def begin(self) -> None:
+        self._memory[8:] = (self.n_begun + 1).to_bytes(8, "little")
+
+
+Job = Callable[[Reported, int], object]
+
+
+def forked(job: Job, reported: Reported, rank: int) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            warnings.simplefilter("ignore")
+            torch.set_num_threads(1)  # those of the parent did not come along
+            job(reported, rank)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
+
+
+def kill_again_and_again(
+    job: Job, check: Callable[[int], None], n_kills: int, longest: float, n_ranks: int = 1
+) -> None:
+    """Start a job that never ends, let it save up to two steps, kill it in the midst of the next, and check.
+
+    Args:
+        job: saves step by step from where it finds itself; is told its rank.
+        check: is told the last step that was reported.
+        n_kills: how often.
+        longest: seconds into the next step.
+        n_ranks: processes of the job; they are killed one shortly after another.
+    """
+    rng, reported = random.Random(0), Reported()
+    steps = set()
+    for number in range(1, n_kills + 1):
+        end, goal = time.monotonic() + PATIENCE, reported.step + rng.randrange(3)
+        children = [forked(job, reported, rank) for rank in range(n_ranks)]
+        while (reported.n_begun < number or reported.step < goal) and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, longest))
+        rng.shuffle(children)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            time.sleep(rng.choice([0, 0.01]) if n_ranks > 1 else 0)
+        codes = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
+        assert codes == {-signal.SIGKILL}, "it ended by itself"
+        assert reported.step >= goal, "it did not get on"
+        steps.add(reported.step)
+        check(reported.step)
+    assert len(steps) > n_kills // 2
+
+
+# --- ShardedCheckpointer on two ranks ----------------------------------------------------------------
+
+
+def sharded_job(folder: Path, background: bool, reported: Reported, rank: int) -> None:
+    store = dist.FileStore(str(folder / f"store-{reported.n_begun}"), 2)
+    patience = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
+    model = torch.nn.Linear(30, 30)
+    checkpointer = ShardedCheckpointer(
+        folder / "run", model, options=OPTIONS, keep_last=1, background=background, timeout=patience
+    )
+    step = checkpointer.restore_latest() or 0
+    dist.barrier()
+    if rank == 0:
+        reported.begin()
+    while True:
+        torch.nn.init.constant_(model.weight, step + 1)
+        checkpointer.save(step + 1)
+        if rank == 0 and step > reported.step - (not background):
+            reported.step = step if background else step + 1  # the save before is complete, or this one
+        step += 1
+
+
+@KILLS
+@pytest.mark.parametrize("background", [False, True])
+def test_sharded_steps_that_were_saved_are_there(tmp_path: Path, background: bool, n_kills: int) -> None:
+    def job(reported: Reported, rank: int) -> None:
+        sharded_job(tmp_path, background, reported, rank)
+
+    def check(step: int) -> None:
+        model = torch.nn.Linear(30, 30)
+        found = ShardedCheckpointer(tmp_path / "run", model).restore_latest()
+        assert (found or 0) >= step
+        assert found is None or (model.weight == found).all()
+
+    kill_again_and_again(job, check, n_kills, longest=0.3, n_ranks=2)
+
+
+# --- folders of the Trainer --------------------------------------------------------------------------
+
+
+N_STEPS = 600
+
+
+def trainer_job(folder: Path, reported: Reported, rank: int) -> None:
+    del rank
+    from tests.support.trainer_support import trainer, transformers
+
+    class Report(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            reported.begin()
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            reported.step = state.global_step
+
+    run = trainer(folder, max_steps=N_STEPS, save_total_limit=1)
+    run.add_callback(Report())
+    newest = folder / f"checkpoint-{reported.step}"
+    run.train(resume_from_checkpoint=str(newest) if reported.step else None)
+
+
+def weights_after(folder: Path, n_steps: int) -> dict[int, State]:
+    """The weights of an uninterrupted run after every step.
+
+    It runs in a process of its own: what has trained once cannot be forked to train again.
+    """
+    path = folder / "weights.pt"
+    assert in_child(lambda: torch.save(trained_weights(folder, n_steps), path)) == 0
+    found: dict[int, State] = torch.load(path)
+    return found
+
+
+def trained_weights(folder: Path, n_steps: int) -> dict[int, State]:
+    from tests.support.trainer_support import trainer, transformers
+
+    torch.set_num_threads(1)  # as the jobs do
+    found: dict[int, State] = {}
+
+    class Record(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found[state.global_step] = cloned(kwargs["model"].state_dict())
+
+    run = trainer(folder, max_steps=n_steps, save_strategy="no")
+    run.add_callback(Record())
+    run.train()
+    return found
+
+
+@KILLS
+def test_folders_of_the_trainer_that_were_saved_are_there(tmp_path: Path, n_kills: int) -> None:
+    pytest.importorskip("tests.support.trainer_support")  # once, for all processes
+    (tmp_path / "exact").mkdir()
+    expected = weights_after(tmp_path / "exact", 12)
+
+    def check(step: int) -> None:
+        if not step:
+            return
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        found = read_state(folder / "model.ckptz", 1)
+        if step in expected:
+            assert same({name: found[name] for name in expected[step]}, expected[step])
+        assert read_state(folder / "state.ckptz", 1)["scheduler"]["last_epoch"] == step
+        assert read_state(folder / "rng-00000.ckptz", 1)["rng"]
+
+    def job(reported: Reported, rank: int) -> None:
+        trainer_job(tmp_path / "run", reported, rank)
+
+    kill_again_and_again(job, check, n_kills, longest=0.5)
+
+
+# --- files of Lightning, written beside training -----------------------------------------------------
+
+
+@KILLS
+def test_the_only_file_that_is_kept_is_replaced_before_it_goes(tmp_path: Path, n_kills: int) -> None:
+    """As AsyncCheckpointIO does with `save_top_k=1`: a save is queued, and the last file removed."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def steps() -> list[int]:
+        return sorted(int(path.stem) for path in tmp_path.glob("*.ckpt"))
+
+    def job(reported: Reported, rank: int) -> None:
+        del rank
+        chain, writer = Chain(OPTIONS), ThreadPoolExecutor(1)
+        step = steps()[-1] if reported.step else 0
+        if step:
+            chain.go_on_from(tmp_path / f"{step}.ckpt")
+
+        def save(step: int) -> None:
+            chain.write(
+                tmp_path / f"{step}.ckpt", Draft.of_state({"weight": torch.full((500,), float(step))})
+            )
+            reported.step = step
+
+        reported.begin()
+        while True:
+            saving = writer.submit(save, step + 1)
+            chain.remove(tmp_path / f"{step}.ckpt")
+            saving.result()
+            step += 1
+
+    def check(step: int) -> None:
+        assert (steps() or [0])[-1] >= step
+        for found in steps()[-1:]:
+            assert (read_state(tmp_path / f"{found}.ckpt", 1)["weight"] == found).all()
+
+    kill_again_and_again(job, check, n_kills, longest=0.1)
+
+
+# --- Publisher ---------------------------------------------------------------------------------------
+
+
+def published_state(step: int) -> State:
+    return {"weight": torch.arange(2000.0) + step, "count": torch.tensor(step)}
+
+
+@KILLS
+def test_steps_that_were_published_can_be_followed(tmp_path: Path, n_kills: int) -> None:
+    followed, follower = cloned(published_state(0)), Follower(tmp_path, jobs=1)
+
+    def job(reported: Reported, rank: int) -> None:
+        del rank
+        publisher = Publisher(tmp_path, anchor_every=3, keep_anchors=1, jobs=1)
+        step = max((v.step for v in versions_in(dict.fromkeys(os.listdir(tmp_path), 1))), default=0)
+        reported.begin()
+        while True:
+            step += 1
+            publisher.publish(published_state(step), step)
+            reported.step = step
+
+    def check(step: int) -> None:
+        if not step:
+            return
+        new = cloned(published_state(0))
+        found = Follower(tmp_path, jobs=1).apply_to(new).step
+        assert found >= step
+        assert same(new, published_state(found))
+        assert follower.apply_to(followed).step == found
+        assert same(followed, new)
+
+    kill_again_and_again(job, check, n_kills, longest=0.1)
+    left = {path.name for path in tmp_path.iterdir() if path.name.startswith(".")}
+    assert len(left) <= 2 * n_kills
+    shutil.rmtree(tmp_path)
