@@ -186,6 +186,7 @@ def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     assert isinstance(source, FrameSource)
     held = reader._Held(source, source.decoded(0, False, {}))
     cached = reader.CachedFrame(source)
+    assert source.decoded(0, True, {(source, False): held.chunk}) is held.chunk
     for one in (held, cached):
         assert (one.dtype, one.shape) == (source.dtype, source.shape)
         assert one.units(0, 4).tobytes() == b"\1\2\3\4"

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from bench.fuzz.targets import _with_right_digests
 from ckptz import Grid, KMeans
-from ckptz.codec.units import UnitSource, chunk_bounds
+from ckptz.codec.units import TensorSource, chunk_bounds
 from ckptz.formats.inputs import open_input
 from ckptz.formats.torch_records import load_torch
 from ckptz.guidance.files import CalibrationFile, SensitivityFile
@@ -47,7 +47,7 @@ def _ignore(value: object) -> None:
     del value
 
 
-def _read_all(tensors: Mapping[str, UnitSource]) -> None:
+def _read_all(tensors: Mapping[str, TensorSource]) -> None:
     for source in tensors.values():
         for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
             assert len(source.units(begin, end)) == end - begin
