@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-apps test-slow coverage lint types check format bench
+.PHONY: help demo test test-apps test-slow coverage fuzz lint types check format bench
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -36,6 +36,11 @@ PARSER_TESTS := $(addprefix tests/test_,parser_branches.py container_files.py ea
 coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
 	$(BIN)/python -m coverage run -m pytest $(PARSER_TESTS)
 	$(BIN)/python -m coverage report
+
+FUZZ_SECONDS ?= 60
+
+fuzz: $(DEV) ## damaged inputs for the readers of what others wrote, a minute each: FUZZ_SECONDS=60
+	$(BIN)/python -m bench.fuzz.foreign --executions 1000000000 --seconds $(FUZZ_SECONDS) --dry
 
 lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff check .

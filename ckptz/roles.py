@@ -78,7 +78,9 @@ def load_rules(text: str) -> tuple[Rule, ...]:
     try:
         rows = tomllib.loads(text).get("rule", [])
         return tuple(Rule(**row) for row in rows)
-    except (tomllib.TOMLDecodeError, TypeError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"roles file: {error}") from None
 
 

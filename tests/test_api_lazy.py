@@ -50,13 +50,13 @@ def step(n: int) -> dict[str, torch.Tensor]:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str, int]]:
     """Counts chunks by (file, tensor, chunk) as they are decoded."""
     counts: Counter[tuple[str, str, int]] = Counter()
-    decode = FrameSource.decode_chunk
+    decode = FrameSource._decode
 
-    def counting(self: FrameSource, index: int, out: Any) -> None:
+    def counting(self: FrameSource, index: int, out: Any, held: Any) -> Any:
         counts[Path(self._container.name).stem, self.entry.name, index] += 1
-        decode(self, index, out)
+        return decode(self, index, out, held)
 
-    monkeypatch.setattr(FrameSource, "decode_chunk", counting)
+    monkeypatch.setattr(FrameSource, "_decode", counting)
     return counts
 
 

@@ -10,16 +10,25 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import ckptz as package
 from ckptz.container import reader as container_reader
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.formats.boxes import problem_of_parts
 from ckptz.formats.inputs import open_input
 from ckptz.formats.pickled import read_pickled
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
@@ -221,6 +230,11 @@ def a_piece(offset: list[int], shape: list[int]) -> dict[str, Any]:
         ({"files": []}, "does not list"),
         ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([1], [2])]}}}, "outside"),
         ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([0, 0], [2])]}}}, "dimensions"),
+        ({"tensors": {"w": {"dtype": "F32", "shape": [3], "chunks": [a_piece([0], [2])]}}}, "whole"),
+        (
+            {"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([0], [1])] * 2}}},
+            "overlap",
+        ),
     ],
 )
 def test_a_forged_index_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -236,11 +250,15 @@ def test_damage_and_loss_are_noticed(tmp_path: Path) -> None:
     index = json.loads((tmp_path / INDEX_FILE).read_text())
     index["tensors"]["w"]["chunks"][0]["shape"] = [2]
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
-    with pytest.raises(CheckpointException, match=INDEX_FILE):
+    with pytest.raises(CheckpointException, match="do not make it whole"):
         load({"w": torch.zeros(3)}, tmp_path)
+    index["tensors"]["w"]["shape"] = [2]
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(CheckpointException, match=r"has shape \[3\]"):
+        load({"w": torch.zeros(2)}, tmp_path)
     next(tmp_path.glob("shard-*")).unlink()
     with pytest.raises(CheckpointException, match="is missing"):
-        load({"w": torch.zeros(3)}, tmp_path)
+        load({"w": torch.zeros(2)}, tmp_path)
     (tmp_path / INDEX_FILE).unlink()
     with pytest.raises(CheckpointException, match="No such file"):
         load({"w": torch.zeros(3)}, tmp_path)
@@ -306,6 +324,16 @@ def test_a_file_that_is_restored_to_where_something_is(tmp_path: Path) -> None:
     assert "not an empty folder" in done.stderr
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_private_file_becomes_a_folder_of_private_files(is_there: bool, tmp_path: Path) -> None:
+    package.torch.save_file({"w": torch.ones(3)}, tmp_path / "w.ckptz")
+    (tmp_path / "w.ckptz").chmod(0o600)
+    if is_there:
+        (tmp_path / "out").mkdir()
+    ckptz("restore", tmp_path / "w.ckptz", "--to", "dcp", "-o", tmp_path / "out")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o600}
+
+
 class Evil:
     """Would write a file if it were unpickled."""
 
@@ -338,18 +366,102 @@ def test_a_missing_shard_of_torch_is_named(tmp_path: Path) -> None:
         open_input(folder).tensors["w"].units(0, 3)
 
 
+def cut_folder(folder: Path, whole: list[int], parts: list[tuple[list[int], list[int]]]) -> Path:
+    """A folder of torch whose one tensor, of ones, is cut so."""
+    state = {f"w{i}": torch.ones(sizes) for i, (_, sizes) in enumerate(parts)}
+    torch_folder(folder, state)
+    raw: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    infos = {index.fqn: info for index, info in raw.storage_data.items()}
+    chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in parts]
+    places = {MetadataIndex("w", torch.Size(offset)): infos[f"w{i}"] for i, (offset, _) in enumerate(parts)}
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(whole), chunks)
+    forged = Metadata({"w": tensor}, {"w": ("w",)}, places)
+    (folder / ".metadata").write_bytes(pickle.dumps(forged))
+    return folder
+
+
+def test_parts_that_make_a_tensor_whole_are_put_together(tmp_path: Path) -> None:
+    parts = [([0, 0], [2, 1]), ([0, 1], [1, 2]), ([1, 1], [1, 2]), ([4, 0], [0, 3]), ([2, 0], [2, 3])]
+    folder = cut_folder(tmp_path / "cut", [4, 3], parts)
+    units = open_input(folder).tensors["w"].units(0, 12)
+    assert units.view(np.float32).tolist() == [1.0] * 12
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "words"),
+    [
+        ([4], [([0], [2]), ([1], [2])], "overlap"),  # and leave a hole, of the same size
+        ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], "overlap"),
+        ([4], [([0], [2])], "whole"),
+        ([4], [([2], [4])], "outside"),
+        ([4], [], "whole"),
+        ([1 << 40], [([0], [1])], "whole"),
+        ([1 << 40, 1 << 40], [([0, 0], [1, 1])], "elements"),
+        ([2], [([0, 0], [1, 2])], "dimensions"),
+    ],
+)
+def test_parts_that_overlap_or_leave_holes_are_refused(
+    whole: list[int], parts: list[Any], words: str, tmp_path: Path
+) -> None:
+    folder = cut_folder(tmp_path / "cut", whole, parts)
+    with pytest.raises(CorruptionError, match=f"cut: tensor 'w': .*{words}"):
+        open_input(folder)
+
+
+def test_a_million_parts_are_checked_in_no_time() -> None:
+    n = 1 << 10
+    grid = [((i, j), (1, 1)) for i in range(n) for j in range(n)]
+    assert problem_of_parts((n, n), grid) == ""
+    grid[7] = grid[8]
+    assert "overlap" in problem_of_parts((n, n), grid)
+    n = 9000  # each column is cut at another row
+    stairs = [part for a in range(n) for part in (((0, a), (a, 1)), ((a, a), (n - a, 1)))]
+    assert "different ways" in problem_of_parts((n, n), stairs)
+
+
+def test_a_name_that_takes_for_ever_to_hash_is_refused(tmp_path: Path) -> None:
+    raw = doubled(b"cx\nMetadataIndex\n)\x81}", b"")
+    index = (
+        raw[:2] + b"}" + raw[2:].replace(b")\x81}", b")\x81}\x8c\x03fqn", 1) + b"sbcx\n_StorageInfo\n)\x81}bs"
+    )
+    state = b"}(\x8c\x0cstorage_data" + index[2:] + b"\x8c\x13state_dict_metadata}ub."
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04cx\nMetadata\n)\x81" + state)
+    with pytest.raises(CorruptionError, match="a name is no text"):
+        open_input(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [torch.ones(5), torch.ones(4).double(), torch.ones(2, 2), [1.0] * 4])
+def test_a_part_of_another_shape_or_type_is_refused(stored: Any, tmp_path: Path) -> None:
+    folder = torch_folder(tmp_path / "source", {"w": torch.ones(4), "other": stored})
+    raw: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    places = {index.fqn: (index, info) for index, info in raw.storage_data.items()}
+    raw.storage_data[places["w"][0]] = places["other"][1]
+    (folder / ".metadata").write_bytes(pickle.dumps(raw))
+    with pytest.raises(FormatError, match="'w'"):
+        open_input(folder).tensors["w"].units(0, 4)
+
+
+def doubled(before: bytes, after: bytes) -> bytes:
+    """A tuple of two times itself, 200 times over, as something that a pickle hashes or shows."""
+    return b"\x80\x04" + before + b")\x94" + b"".join(b"h%c\x86\x94" % i for i in range(200)) + after
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"",
         b"no pickle",
         pickle.dumps(Evil(Path("x")))[:-1],
-        pickle.dumps({(1, 2): 3}),
+        pickle.dumps({(1, 2) * 40: 3}),
+        pickle.dumps({((1 << 61) - 1) * (i << 40): 0 for i in range(2000)}),
         pickle.dumps({1, 2}),
+        doubled(b"}", b"Ns."),
+        doubled(b"", b"\x8c\x01x\x93."),
         b"\x80\x04]h\x07.",
         b"\x80\x04\x85.",
         b"\x80\x04}}s.",
     ],
+    ids=range(11),
 )
 def test_other_pickles_are_refused(data: bytes) -> None:
     with pytest.raises(CorruptionError):

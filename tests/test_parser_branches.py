@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,14 @@ import pytest
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.codec.frame import FrameHeader
-from ckptz.container import byte_source, checked_index, reader
+from ckptz.container import byte_source, checked_index, needed, reader
 from ckptz.container.byte_source import FileBytes, MemoryBytes
-from ckptz.container.caches import ChunkCache, HeaderCache
+from ckptz.container.caches import MAX_IDLE_ELEMENTS, ChunkCache, HeaderCache
 from ckptz.container.envelope import build_header, read_envelope
 from ckptz.container.index import Index, pack_index
+from ckptz.container.needed import MAX_FRAMES, Decoded, Held, Node, gather
 from ckptz.container.reader import Container, FrameSource
-from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError
+from ckptz.errors import ConfigError, CorruptionError, FormatError, LimitError, TruncatedError
 from tests.support.spec_files import File, Frame, open_bytes
 
 UNITS = np.zeros(8, np.uint32)
@@ -179,12 +181,16 @@ def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -
         open_bytes(File().bytes())
 
 
-def test_a_shared_frame_is_a_source_like_others() -> None:
+def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
     assert isinstance(source, FrameSource)
-    shared = reader.CachedFrame(source)
-    assert (shared.dtype, shared.shape) == (source.dtype, source.shape)
-    assert shared.units(0, 4).tobytes() == b"\1\2\3\4"
+    held = reader._Held(source, source.decoded(0, False, {}))
+    cached = reader.CachedFrame(source)
+    assert source.decoded(0, True, {(source, False): held.chunk}) is held.chunk
+    for one in (held, cached):
+        assert (one.dtype, one.shape) == (source.dtype, source.shape)
+        assert one.units(0, 4).tobytes() == b"\1\2\3\4"
+        assert one.codes(0, 4) is None
 
 
 def test_an_index_that_no_reader_accepts_is_not_written() -> None:
@@ -197,3 +203,50 @@ def test_the_bounds_of_chunks_are_those_of_the_header() -> None:
     assert isinstance(source, FrameSource)
     assert list(source.chunk_bounds()) == [(0, 4)]
     source.check_chunk(0)
+
+
+# --- what a chunk is decoded from -----------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Link:
+    """A frame that is decoded from some others."""
+
+    below: list[Link] = field(default_factory=list)
+    size: int = 1
+    n_decoded: int = 0
+
+    def needs(self, only_codes: bool) -> list[Node]:
+        return [(one, only_codes) for one in self.below]
+
+    def decoded(self, index: int, only_codes: bool, held: Held) -> Decoded:
+        assert all((one, only_codes) in held for one in self.below)
+        self.n_decoded += 1
+        return Decoded(np.zeros(self.size, np.uint8), None)
+
+
+def test_each_frame_below_a_chunk_is_decoded_once() -> None:
+    bottom = Link()
+    left, right = Link([bottom]), Link([bottom])
+    top = Link([left, right, left])
+    assert set(gather(0, [(top, False)])) == {(top, False)}
+    assert [one.n_decoded for one in (bottom, left, right, top)] == [1, 1, 1, 1]
+
+
+def test_a_chunk_that_needs_too_many_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    top = Link()
+    for _ in range(MAX_FRAMES - 1):
+        top = Link([top])
+    gather(0, [(top, False)])
+    with pytest.raises(LimitError, match="more than 256 others"):
+        gather(0, [(Link([top]), False)])
+    monkeypatch.setattr(needed, "MAX_HELD_BYTES", 10)
+    with pytest.raises(LimitError, match="at once"):
+        gather(0, [(Link([Link(size=5), Link(size=6)]), False)])
+
+
+def test_vectors_that_nobody_needs_are_few() -> None:
+    cache = HeaderCache()
+    cache.charge_idle(MAX_IDLE_ELEMENTS)
+    with pytest.raises(LimitError, match="tensors without units"):
+        cache.charge_idle(1)

@@ -73,19 +73,15 @@ def test_a_class_is_named_whatever_the_form_of_the_file(
         torch_files.read(path)
 
 
-def test_what_torch_only_loads_with_code_is_no_damage(tmp_path: Path) -> None:
+def test_what_torch_saves_and_only_loads_with_code_is_read(tmp_path: Path) -> None:
     path = tmp_path / "new.pt"
-    torch.save({"a": 1}, path, pickle_protocol=4)
-    with pytest.raises(UnsupportedError, match="pickle's FRAME"):
-        torch_files.read(path)
+    torch.save({"a": 1, "w": torch.ones(2)}, path, pickle_protocol=4)
+    assert values(torch_files.read(path), "w").view(np.float32).tolist() == [1, 1]
     torch.save({"a": 2**5000}, path)
-    with pytest.raises(UnsupportedError, match="pickle's LONG4"):
-        torch_files.read(path)
-    for is_zip in (True, False):
-        needs_grad = torch.zeros(2, dtype=torch.float8_e5m2, requires_grad=True)
-        torch.save({"a": needs_grad}, path, _use_new_zipfile_serialization=is_zip)
-        with pytest.raises(UnsupportedError, match=r"new\.pt: torch saves this and cannot load it"):
-            torch_files.read(path)
+    assert torch_files.load_state(path) == {"a": 2**5000}
+    needs_grad = torch.zeros(2, dtype=torch.float8_e5m2, requires_grad=True)
+    torch.save({"a": needs_grad}, path)
+    assert torch_files.load_state(path)["a"].requires_grad
 
 
 @pytest.mark.parametrize("form", ["old", "pickle"])
@@ -228,6 +224,80 @@ def test_a_tree_that_does_not_fit_its_tensors_is_corrupt(tmp_path: Path) -> None
     with pytest.raises(UnsupportedError, match="no element type 'nn'"):
         torch_files.write(tmp_path / "out.pt", tensors, view(dtype="nn"))
     assert os.listdir(tmp_path) == []
+
+
+def put_pickle(path: Path, change: Any) -> None:
+    """Replace the pickle of a torch file, without a checksum."""
+    with zipfile.ZipFile(path) as archive:
+        records = {record.filename: archive.read(record) for record in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, change(content) if name.endswith("data.pkl") else content)
+
+
+def replaced(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+def test_a_storage_that_says_more_than_there_is_shows_no_other_memory(tmp_path: Path) -> None:
+    """torch itself gives out what lies behind."""
+    path = tmp_path / "long.pt"
+    torch.save({"w": torch.arange(9.0)}, path)
+    put_pickle(path, lambda raw: raw.replace(b"K\x09", b"K\x60"))
+    with pytest.raises(FormatError, match=r"long\.pt: storage '0' is cut"):
+        torch_files.read(path)
+
+
+OFFSET_AND_SHAPE = b"K\x01K\x08\x85"
+
+
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path: Path) -> None:
+    for is_zip in (True, False):
+        path = tmp_path / "beyond.pt"
+        torch.save({"w": torch.arange(9.0)[1:]}, path, _use_new_zipfile_serialization=is_zip)
+        if is_zip:
+            put_pickle(path, lambda raw: raw.replace(OFFSET_AND_SHAPE, b"K\x02K\x08\x85"))
+        else:
+            replaced(path, OFFSET_AND_SHAPE, b"K\x02K\x08\x85")
+        with pytest.raises(FormatError, match="beyond its storage"):
+            torch_files.read(path)
+
+
+def test_a_storage_of_the_old_form_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """torch itself gives out memory that nobody wrote."""
+    path = tmp_path / "old.pt"
+    torch.save({"w": torch.arange(9.0)}, path, _use_new_zipfile_serialization=False)
+    at = path.read_bytes().rindex(b"\x80\x02]")
+    path.write_bytes(path.read_bytes()[:at] + b"\x80\x02].")
+    with pytest.raises(FormatError, match="storages are not those of its tensors"):
+        torch_files.read(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"ctorch\nFloatTensor\nK\x09\x85R",  # as many numbers, of memory that nobody wrote
+        b"ctorch.storage\nUntypedStorage\nK\x09\x85R",
+        b"c__builtin__\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R",  # of a terabyte
+        b"}" + b")q\x10" + b"".join(b"h%c\x86q%c" % (16 + i, 17 + i) for i in range(200)) + b"Ns",
+    ],
+    ids=["tensor", "storage", "bytearray", "nested key"],
+)
+def test_calls_and_keys_that_torch_would_make_are_not_made(value: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "made.pt"
+    torch.save({"w": torch.zeros(2), "x": None}, path)
+    put_pickle(path, lambda raw: b"\x80\x02]" + value + b"a.")
+    with pytest.raises((FormatError, UnsupportedError), match=r"made\.pt: "):
+        torch_files.read(path)
+
+
+def test_two_records_of_one_name_are_refused(small_file: Path) -> None:
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(small_file, "a") as archive:
+        archive.writestr(archive.infolist()[0].filename, b"other")
+    with pytest.raises(FormatError, match=r"small\.pt: .*two records"):
+        torch_files.read(small_file)
 
 
 FULL_DISK = """

@@ -6,6 +6,7 @@ memory that is there.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from ckptz.codec.units import CHUNK_UNITS, Units, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
+from ckptz.dtypes import DType
 from ckptz.errors import LimitError
 from ckptz.frameworks import Framework, Selection
 from ckptz.frameworks.window import Piece
@@ -24,7 +26,7 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 def available_memory() -> int | None:
     """Bytes this process may still take, where the system tells: Linux, and its containers."""
-    found = [n for n in (_meminfo_available(), _cgroup_available()) if n is not None]
+    found = [n for n in (_meminfo_available(), _cgroup_available(), _limit_available()) if n is not None]
     return min(found, default=None)
 
 
@@ -36,6 +38,16 @@ def _meminfo_available() -> int | None:
     except OSError:
         pass
     return None
+
+
+def _limit_available() -> int | None:
+    """What `ulimit -v` leaves."""
+    try:
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        return None if limit == resource.RLIM_INFINITY else max(limit - used, 0)
+    except (OSError, ValueError):
+        return None
 
 
 def _cgroup_available() -> int | None:
@@ -79,7 +91,7 @@ def read_tensors(
 
     def allocate(name: str) -> Units:
         dtype = sources[name].dtype
-        made[name], units = framework.allocate(dtype, framework.shape_of(dtype, sources[name].shape))
+        made[name], units = _allocated(framework, dtype, sources[name].shape, name)
         return units
 
     def tasks() -> Iterator[tuple[FrameSource, int, Units]]:
@@ -97,6 +109,13 @@ def read_tensors(
             if name not in made:  # empty, and the tasks have not come to it
                 allocate(name)
             yield name, framework.finish(made.pop(name))
+
+
+def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name: str) -> tuple[Any, Units]:
+    try:
+        return framework.allocate(dtype, framework.shape_of(dtype, shape))
+    except MemoryError:
+        raise LimitError(f"tensor {name!r}: does not fit into memory; read less at a time") from None
 
 
 def _n_chunks(source: FrameSource) -> int:

@@ -5,7 +5,9 @@ version | dtype | domain | predictor | flags | shape | mode | class rules | map 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Final, TypeVar
 
@@ -13,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
+from ckptz.codec.plan import Domain, OuterVectors, Plan, Predictor, StreamTables
 from ckptz.codec.quant_map import (
     MAX_CODES,
     MAX_ROWS,
@@ -26,9 +28,9 @@ from ckptz.codec.quant_map import (
 from ckptz.codec.units import UNIT_TYPES, n_rows_of
 from ckptz.dtypes import DType, dtype_of_id
 from ckptz.entropy.frequency import parse_tables, write_tables
-from ckptz.entropy.streams import read_embedded, write_embedded
+from ckptz.entropy.streams import Embedded, read_embedded, take_embedded, write_embedded
 from ckptz.errors import CorruptionError, UnsupportedError
-from ckptz.kernels import reference
+from ckptz.kernels import cpu, reference
 from ckptz.transform.classes import (
     MAX_CLASSES,
     MAX_INDICES,
@@ -99,7 +101,7 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
     return out.getvalue()
 
 
-def outer_bytes(outer: Outer) -> int:
+def outer_bytes(outer: OuterVectors) -> int:
     """What the vectors of the outer predictor take in a plan."""
     out = ByteWriter()
     _write_outer(out, outer)
@@ -313,26 +315,60 @@ def _parse_tables(source: ByteReader, n_classes: int, n_streams: int) -> tuple[S
 # --- outer vectors ------------------------------------------------------------------------------
 
 
-def _write_outer(out: ByteWriter, outer: Outer) -> None:
+def _write_outer(out: ByteWriter, outer: OuterVectors) -> None:
     for vector in (outer.rows, outer.columns):
         planes = vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES)
         for plane in planes.T:
             write_embedded(out, np.ascontiguousarray(plane))
 
 
-def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> Outer:
+class StoredOuter:
+    """See `OuterVectors`: those of a header, decoded when they are asked for.
+
+    A few bytes may stand for 64 MiB of them, which nobody needs who only looks at the header.
+    """
+
+    def __init__(self, planes: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
+        self._planes, self._n_rows, self._n_columns = planes, n_rows, n_columns
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rows={self.rows!r}, columns={self.columns!r})"
+
+    @property
+    def n_elements(self) -> int:
+        """See `OuterVectors`."""
+        return self._n_rows + self._n_columns
+
+    @functools.cached_property
+    def rows(self) -> NDArray[np.uint32]:
+        """See `OuterVectors`."""
+        return _vector(self._planes[:OUTER_BYTES], self._n_rows)
+
+    @functools.cached_property
+    def columns(self) -> NDArray[np.uint32]:
+        """See `OuterVectors`."""
+        return _vector(self._planes[OUTER_BYTES:], self._n_columns)
+
+    def check(self) -> None:
+        """See `OuterVectors`; nothing is kept."""
+        _vector(self._planes[:OUTER_BYTES], self._n_rows)
+        _vector(self._planes[OUTER_BYTES:], self._n_columns)
+
+
+def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> StoredOuter:
     n_rows, n_columns = math.prod(shape[:1]), math.prod(shape[1:])
     n = n_rows + n_columns
     if n > MAX_OUTER:
         raise CorruptionError(f"outer vectors of {n} elements, at most {MAX_OUTER} are allowed")
-    return Outer(_parse_vector(source, n_rows), _parse_vector(source, n_columns))
+    planes = [take_embedded(source, "outer vector") for _ in range(2 * OUTER_BYTES)]
+    return StoredOuter(planes, n_rows, n_columns)
 
 
-def _parse_vector(source: ByteReader, n: int) -> NDArray[np.uint32]:
-    planes = np.empty((n, OUTER_BYTES), np.uint8)
-    for j in range(OUTER_BYTES):
-        planes[:, j] = read_embedded(source, n, "outer vector")
-    vector = planes.reshape(-1).view("<u4").astype(np.uint32)
-    if not reference.all_finite(vector, reference.F32):
+def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
+    found = np.empty((n, OUTER_BYTES), np.uint8)
+    for j, plane in enumerate(planes):
+        found[:, j] = plane.codes(n)
+    vector = found.reshape(-1).view("<u4").astype(np.uint32, copy=False)
+    if not cpu().all_finite(vector, reference.F32):
         raise CorruptionError("an outer vector holds an infinity or NaN")
     return vector

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,12 +49,39 @@ class StreamTables:
         return Segments(np.cumsum(per_class), self.table_map.table_of[classes], self.frequencies)
 
 
+class OuterVectors(Protocol):
+    """Two vectors of finite F32 patterns, whose products predict a matrix."""
+
+    @property
+    def rows(self) -> NDArray[np.uint32]: ...
+
+    @property
+    def columns(self) -> NDArray[np.uint32]: ...
+
+    @property
+    def n_elements(self) -> int:
+        """Of both together."""
+        ...
+
+    def check(self) -> None:
+        """Require that they can be read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """Two vectors of finite F32 patterns, whose products predict a matrix."""
+    """See `OuterVectors`: those that an encoder made."""
 
     rows: NDArray[np.uint32]
     columns: NDArray[np.uint32]
+
+    @property
+    def n_elements(self) -> int:
+        """See `OuterVectors`."""
+        return len(self.rows) + len(self.columns)
+
+    def check(self) -> None:
+        """Nothing: they are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +102,7 @@ class Plan:
     quant_map: QuantizationMap | None = None
     domain: Domain = Domain.PLANES
     predictor: Predictor = Predictor.ZERO
-    outer: Outer | None = None
+    outer: OuterVectors | None = None
     rules: tuple[ClassRule, ...] = ()
     tables: tuple[StreamTables, ...] = ()
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import Domain, Outer, Plan, Predictor
+from ckptz.codec.plan import Domain, OuterVectors, Plan, Predictor
 from ckptz.codec.units import UNIT_TYPES
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, reference
@@ -82,7 +82,9 @@ class ValueTable:
         cpu().add_bits(prediction, codes, rows, self.entries, out)
 
 
-def predicted(plan: Plan, outer: Outer | None, base: Units | None, begin: int, end: int) -> Units | None:
+def predicted(
+    plan: Plan, outer: OuterVectors | None, base: Units | None, begin: int, end: int
+) -> Units | None:
     """What the map's entries are added to: base units, outer products as F32 patterns, or None for zero."""
     if plan.predictor is Predictor.OUTER:
         assert outer is not None

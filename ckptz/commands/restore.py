@@ -228,7 +228,7 @@ def _write_torch(target: Path, opened: Input, chunks: Chunks) -> None:
 
 
 def _write_dcp(target: Path, opened: Input, chunks: Chunks) -> None:
-    write_dcp(target, opened.tensors, opened.tree, chunks)
+    write_dcp(target, opened.tensors, opened.tree, chunks, [Path(opened.name)])
 
 
 def _write_folder(target: Path, opened: Input, chunks: Chunks) -> None:

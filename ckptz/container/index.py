@@ -224,10 +224,18 @@ def parse_index(raw: bytes) -> Index:
 def _parse_text(text: bytes) -> Index:
     if len(text) > MAX_INDEX_BYTES:
         raise CorruptionError("index: larger than 64 MiB")
+    raw = strict_json(text, "index")
     try:
-        return msgspec.convert(strict_json(text, "index"), Index, strict=True)
+        # Metadata may have millions of keys, which need not be copied to be checked.
+        metadata = raw.pop("metadata", None) if isinstance(raw, dict) else None
+        if metadata is not None and not (
+            isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+        ):
+            raise CorruptionError("index: metadata is not a map of strings")
+        index = msgspec.convert(raw, Index, strict=True)
     except msgspec.ValidationError as error:
         raise CorruptionError(f"index: {error}") from None
+    return index if metadata is None else msgspec.structs.replace(index, metadata=metadata)
 
 
 def _inflate(raw: bytes) -> bytes:

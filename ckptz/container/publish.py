@@ -96,7 +96,7 @@ class Publication:
             ConfigError: something that is no file is in the place.
         """
         target = Path(path)
-        mode = _mode_for(target, like)
+        mode = mode_for(target, like)
         # The name says nothing of the target's, which may be as long as the file system allows.
         temporary = target.with_name(f".{self._owner}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
         self._staged.append((temporary, target))
@@ -118,7 +118,12 @@ class Publication:
             temporary.unlink(missing_ok=True)
 
 
-def _mode_for(target: Path, like: Iterable[Path]) -> int:
+def mode_for(target: Path, like: Iterable[Path]) -> int:
+    """Mode of a file to be written: of the one that it replaces, or what the files `like` have in common.
+
+    Raises:
+        ConfigError: something that is no file is in the place.
+    """
     try:
         found = target.stat().st_mode
     except FileNotFoundError:

@@ -23,6 +23,7 @@ from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.checked_index import read_index
 from ckptz.container.envelope import Envelope, read_envelope
 from ckptz.container.index import KEY_VERSION, MAPS_FEATURE, BaseRef, InlineBase, TensorEntry
+from ckptz.container.needed import Decoded, Held, Node, gather
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import (
     CkptzError,
@@ -73,7 +74,7 @@ class FrameSource(TensorSource):
     @property
     def header(self) -> FrameHeader:
         """The frame's header, read and checked against the index."""
-        return self._container.headers.get(self.entry.name, self._read_header)
+        return self._container.headers.get(self, self._read_header)
 
     def _read_header(self) -> FrameHeader:
         with self._container.naming(self.entry.name):
@@ -110,21 +111,58 @@ class FrameSource(TensorSource):
         """Whether the frame is decoded from a base in another file."""
         return self._container.outer_base is not None and self.header.plan.needs_base
 
-    def _sources(self, begin: int, end: int) -> ChunkSources:
-        plan = self.header.plan
+    def needs(self, only_codes: bool) -> list[Node]:
+        """See `ckptz.container.needed.Frame`."""
+        with self._container.naming(self.entry.name):
+            plan = self.header.plan
+            if only_codes and plan.quant_map is None:
+                return []
+            needed: list[Node] = [(self._companion(name), False) for name in self.companion_names]
+            # For the codes alone the predictor is not asked.
+            units = plan.reads_base_units if not only_codes else Magnitude() in plan.rules
+            if (units or plan.reads_base_codes) and isinstance(base := self.base, FrameSource):
+                needed.append((base, not units))
+            return needed
+
+    def decoded(self, index: int, only_codes: bool, held: Held) -> Decoded:
+        """See `ckptz.container.needed.Frame`."""
+        if (self, False) in held:
+            return held[self, False]
+        payload, (begin, end) = self.payload(index), self._bounds(index)
+        if only_codes:
+            if self.header.plan.quant_map is None:
+                return Decoded(None, None)
+            with self._container.naming(self.entry.name):
+                return Decoded(
+                    None, decode_codes(self.header, index, payload, self._sources(begin, end, held))
+                )
+        units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
+        return Decoded(units, self._decode(index, units, held))
+
+    def _decode(self, index: int, out: Units, held: Held) -> NDArray[np.uint8] | None:
+        payload = self.payload(index)
+        with self._container.naming(self.entry.name):
+            sources = self._sources(*self._bounds(index), held)
+            return decode_chunk(self.header, index, payload, sources, out)
+
+    def _sources(self, begin: int, end: int, held: Held) -> ChunkSources:
+        plan, base, ref = self.header.plan, self.base, self._container.outer_base
+        if isinstance(base, FrameSource):
+            base = _Held(base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None))
         both = plan.reads_base_units and plan.reads_base_codes
-        base = self.base
-        if isinstance(base, FrameSource) and self.companion_names:
-            base = CachedFrame(base)
-        ref = self._container.outer_base
-        return ChunkSources(begin, end, base, self._companion, both, f", {ref.title}" if ref else "")
+
+        def companion(name: str) -> TensorSource:
+            found = self._companion(name)
+            return _Held(found, held[found, False])
+
+        return ChunkSources(begin, end, base, companion, both, f", {ref.title}" if ref else "")
 
     @property
     def companion_names(self) -> list[str]:
         """Tensors that stand beside this one and whose magnitudes its classes read."""
         return [r.source for r in self.header.plan.rules if isinstance(r, Magnitude) and r.source]
 
-    def _companion(self, name: str) -> TensorSource:
+    def _companion(self, name: str) -> FrameSource:
         """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
         source = companions_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
@@ -132,7 +170,7 @@ class FrameSource(TensorSource):
             raise CorruptionError(f"classes depend on tensor {name!r}, which has another shape")
         if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
             raise CorruptionError(f"classes depend on tensor {name!r}, which depends on too many others")
-        return CachedFrame(source)
+        return source
 
     def source_depth(self, most: int) -> int:
         """How many tensors of this file, one after another, the classes depend on; at most `most` + 1."""
@@ -150,6 +188,14 @@ class FrameSource(TensorSource):
             _ = self.base
             for name in self.companion_names:
                 self._companion(name)
+
+    def check_vectors(self) -> None:
+        """Require that outer vectors which no chunk needs are right; there may be few such in a file."""
+        outer = self.header.plan.outer
+        if outer is not None:
+            with self._container.naming(self.entry.name):
+                self._container.headers.charge_idle(outer.n_elements)
+                outer.check()
 
     def _bounds(self, index: int) -> tuple[int, int]:
         """(begin, end) in units of chunk `index`."""
@@ -174,9 +220,7 @@ class FrameSource(TensorSource):
 
     def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
         """Decode chunk `index` into `out`, checked; returns its codes, if a quantization map made them."""
-        payload = self.payload(index)
-        with self._container.naming(self.entry.name):
-            return decode_chunk(self.header, index, payload, self._sources(*self._bounds(index)), out)
+        return self._decode(index, out, gather(index, self.needs(False)))
 
     def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
         """Units and codes of begin..end, which are one chunk, from one decoding."""
@@ -198,12 +242,8 @@ class FrameSource(TensorSource):
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Codes of units begin..end, which are one chunk; None if no quantization map made them."""
-        if self.header.plan.quant_map is None:
-            return None
         index = begin // CHUNK_UNITS
-        payload = self.payload(index)
-        with self._container.naming(self.entry.name):
-            return decode_codes(self.header, index, payload, self._sources(begin, end))
+        return self.decoded(index, True, gather(index, self.needs(True))).codes
 
     def changes(self, index: int) -> Changes | None:
         """Where chunk `index` differs from its base; None if it does not say so, but must be decoded."""
@@ -225,7 +265,7 @@ class FrameSource(TensorSource):
 
     def chunk(self, index: int) -> Units:
         """Units of chunk `index`, shared with whoever asked for them before; never to be written to."""
-        return self._container.cache.get((self.entry.name, index), lambda: self._fresh_chunk(index))
+        return self._container.cache.get((self, index), lambda: self._fresh_chunk(index))
 
     def _fresh_chunk(self, index: int) -> Units:
         begin, end = self._bounds(index)
@@ -249,6 +289,38 @@ class FrameSource(TensorSource):
     def chunk_bounds(self) -> Iterator[tuple[int, int]]:
         """(begin, end) in units of every chunk."""
         return chunk_bounds(self.header.n_units)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held(TensorSource):
+    """One chunk of a frame that was decoded already, as a source."""
+
+    frame: FrameSource
+    chunk: Decoded
+
+    @property
+    def dtype(self) -> DType:
+        """Type of the elements."""
+        return self.frame.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions, in elements."""
+        return self.frame.shape
+
+    @property
+    def n_codes(self) -> int | None:
+        """See `TensorSource.n_codes`."""
+        return self.frame.n_codes
+
+    def units(self, begin: int, end: int) -> Units:
+        """Units of the chunk, which is begin..end."""
+        assert self.chunk.units is not None
+        return self.chunk.units
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """Codes of the chunk."""
+        return self.chunk.codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +395,7 @@ class InlineFrames:
         self.record = record
         self.bases = bases
         self.features = container.features
-        self.cache = ChunkCache()
-        self.headers = HeaderCache()
+        self.cache, self.headers = container.cache, container.headers
         self.read = container.read
         self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}
 
@@ -396,14 +467,24 @@ class Container:
         """Size of the file."""
         return self._source.size
 
+    def share_caches(self, other: Container) -> None:
+        """Keep what was read in the caches of another file of the same chain, which bound them together."""
+        for level in self.levels:
+            level.cache, level.headers = other.cache, other.headers
+
     def close(self) -> None:
         """Release the file and what was decoded from it."""
-        for level in self.levels:
-            level.cache.clear()
+        self.cache.clear()
+        self.headers.clear()
         self._source.close()
 
 
 def check_empty(source: TensorSource) -> None:
-    """Read the frame of a tensor without units, of which no chunk would be decoded."""
+    """Read the frame of a tensor without units, of which no chunk would be decoded.
+
+    Raises:
+        LimitError: such tensors of the file have more than 2^24 elements of outer vectors together.
+    """
     if isinstance(source, FrameSource) and not source.dtype.n_units(source.shape):
         source.check_base()
+        source.check_vectors()

@@ -267,6 +267,35 @@ def write_embedded(out: ByteWriter, symbols: Bytes, *, nested: bool = False) -> 
     out.raw(stream)
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """An embedded stream that is not decoded yet."""
+
+    coder: int
+    stream: bytes
+
+    def codes(self, n: int) -> Bytes:
+        """Codes [n]; see `read_embedded`."""
+        symbols = np.empty(n, np.uint8)
+        decode_stream(self.coder, memoryview(self.stream), symbols)
+        return symbols
+
+
+def take_embedded(source: ByteReader, what: str, *, nested: bool = False) -> Embedded:
+    """An embedded stream as it is stored.
+
+    Raises:
+        FormatError: the bytes end before it, or it may not stand in another.
+        UnsupportedError: a coder that is not known.
+    """
+    coder = source.u8(f"{what}: coder")
+    if nested and coder == CoderId.SPARSE:
+        raise CorruptionError(f"{what}: a sparse stream in a sparse stream")
+    if coder > CoderId.SPARSE:
+        raise UnsupportedError(f"coder {coder} is not known to this ckptz; upgrade it")
+    return Embedded(coder, bytes(source.take(source.varint(f"{what}: length"), what)))
+
+
 def read_embedded(source: ByteReader, n: int, what: str, *, nested: bool = False) -> Bytes:
     """Inverse of `write_embedded`.
 
@@ -282,13 +311,7 @@ def read_embedded(source: ByteReader, n: int, what: str, *, nested: bool = False
     Raises:
         FormatError: the bytes are not a stream of n codes.
     """
-    coder = source.u8(f"{what}: coder")
-    if nested and coder == CoderId.SPARSE:
-        raise CorruptionError(f"{what}: a sparse stream in a sparse stream")
-    stream = source.take(source.varint(f"{what}: length"), what)
-    symbols = np.empty(n, np.uint8)
-    decode_stream(coder, stream, symbols)
-    return symbols
+    return take_embedded(source, what, nested=nested).codes(n)
 
 
 def _decode_constant(source: ByteReader, out: Bytes) -> None:

@@ -1,30 +1,45 @@
 """Folders of `torch.distributed.checkpoint`, as torch's own writer makes them: read whole, and written.
 
-Tensors go through torch's own reader and writer. The one file that torch unpickles, `.metadata`, is read
-as data here, so no code runs from it. torch is imported when a folder is read or written.
+They are written by torch's own writer, and read here: `.metadata` is a pickle, and each part of a tensor
+stands in a shard as `torch.save` writes it; no code runs from either, and what the parts do not cover is an
+error. torch is imported when a folder is read or written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptz.codec.units import UNIT_TYPES, TensorSource, Units
-from ckptz.container.publish import make_folder
+from ckptz.container.publish import make_folder, mode_for
 from ckptz.dtypes import DType, dtype_of
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, UnsupportedError, named
+from ckptz.errors import (
+    CkptzError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+    named,
+)
+from ckptz.formats.boxes import problem_of_parts
 from ckptz.formats.pickled import Made, Symbol, read_pickled
+from ckptz.formats.sharding import is_file_name
 from ckptz.formats.torch_files import require_torch
+from ckptz.formats.torch_records import MAX_DIMS, load_torch
 from ckptz.tree.flatten import CODES
-from ckptz.tree.skeleton import MAX_NODES, pack_node, refuse_leaf
+from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, MAX_NUMBER, pack_node, refuse_leaf
 from ckptz.tree.unflatten import Chunks, unflatten
 
 METADATA_FILE: Final = ".metadata"
@@ -49,12 +64,14 @@ def dcp_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stored part of a tensor or object; `offset` is None for the latter."""
+    """A stored part of a tensor or object, `offset` is None for the latter: bytes of a file."""
 
     name: str
     offset: Numbers | None
     shape: Numbers
-    info: Mapping[str, Any]
+    file: str
+    begin: int
+    n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +103,9 @@ def open_dcp(folder: Path) -> DcpFolder:
     try:
         wholes, objects, paths = _parse(read_pickled((folder / METADATA_FILE).read_bytes()))
         reader = _Reader(folder)
-        tensors = {
-            name: _Tensor(name, whole, dtype_of(_code(whole.dtype, name)), reader)
-            for name, whole in wholes.items()
-        }
+        tensors = {name: _tensor(name, whole, reader) for name, whole in wholes.items()}
         leaves: dict[str, Any] = {name: _Leaf(name) for name in wholes}
-        leaves |= {name: reader.object(part) for name, part in objects.items()}
+        leaves |= {name: _Object(reader.object(part)) for name, part in objects.items()}
         state = _nested(leaves, paths)
         tree = {"root": pack_node(state, _pack_leaf), "storages": []}
     except CkptzError as error:
@@ -115,31 +129,58 @@ def _pack_leaf(value: Any, path: tuple[str, ...]) -> dict[str, Any]:
 def _nested(leaves: Mapping[str, Any], paths: Any) -> Any:
     """The state that torch's planner flattened: text means a dict, a number a list."""
     if not isinstance(paths, dict):
-        return dict(leaves)
+        return _Lists().made(dict(leaves))
     root: dict[Any, Any] = {}
     for name, value in leaves.items():
         path = paths.get(name, (name,))
-        if not isinstance(path, tuple) or not path or not all(type(p) in (str, int) for p in path):
+        if not isinstance(path, tuple) or not all(type(part) in (str, int) for part in path):
             raise CorruptionError(f"the path of {name!r} is not made of names and numbers")
+        if not 1 <= len(path) <= MAX_DEPTH:
+            raise CorruptionError(f"the path of {name!r} has {len(path)} parts, and may have {MAX_DEPTH}")
         node = root
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise CorruptionError(f"the path of {name!r} leads through another value")
+        if path[-1] in node:
+            raise CorruptionError(f"the path of {name!r} leads to another value")
         node[path[-1]] = value
-    return _with_lists(root)
+    return _Lists().made(root)
 
 
-def _with_lists(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    made = {key: _with_lists(value) for key, value in node.items()}
-    if made and all(type(key) is int for key in made):
-        if not 0 <= min(made) <= max(made) < MAX_NODES:
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """What is no tensor, whatever it consists of."""
+
+    value: Any
+
+
+class _Lists:
+    """Makes dicts into the lists that they stand for, which together are no longer than a tree may be."""
+
+    def __init__(self) -> None:
+        self._left = MAX_NODES
+
+    def made(self, node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node.value if isinstance(node, _Object) else node
+        made = {key: self.made(value) for key, value in node.items()}
+        if not made or not all(type(key) is int for key in made):
+            return made
+        self._left -= max(made) + 1
+        if min(made) < 0 or self._left < 0:
             raise CorruptionError("a list of the state has no such position")
         # torch leaves empty dicts and lists out, and puts None in their places in a list, as is done here.
         return [made.get(i) for i in range(max(made) + 1)]
-    return made
+
+
+def _tensor(name: str, whole: _Whole, reader: _Reader) -> _Tensor:
+    dtype = dtype_of(_code(whole.dtype, name))
+    try:
+        reader.check_room(whole, dtype.n_bytes(whole.shape))
+    except CkptzError as error:
+        raise named(error, f"tensor {name!r}") from None
+    return _Tensor(name, whole, dtype, reader)
 
 
 class _Tensor(TensorSource):
@@ -159,10 +200,11 @@ class _Tensor(TensorSource):
 
 @dataclass(slots=True)
 class _Reader:
-    """torch's reader, and the tensors that it read last."""
+    """The shards, and the tensors that were read last."""
 
     folder: Path
     _kept: OrderedDict[str, Units] = field(default_factory=OrderedDict)
+    _mapped: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tensor(self, name: str, whole: _Whole, dtype: DType) -> Units:
@@ -178,75 +220,47 @@ class _Reader:
     def _read(self, whole: _Whole, dtype: DType) -> Units:
         import torch
 
+        # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
         target = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
-        self._run(whole.parts, _Target(target))
+        for part in whole.parts:
+            found = self._load(part)
+            if type(found) is not torch.Tensor or str(found.dtype) != f"torch.{whole.dtype}":
+                raise CorruptionError(f"{part.name!r} is of another type than {METADATA_FILE} says")
+            if tuple(found.shape) != part.shape:
+                raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
+            ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
+            target[tuple(map(slice, part.offset or (), ends))] = found.detach()
         return target.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
 
     def object(self, part: _Part) -> Any:
         """What is no tensor."""
-        target = _Target(None)
-        self._run([part], target)
-        return target.value
-
-    def _run(self, parts: Sequence[_Part], target: _Target) -> None:
-        """Let torch read some parts."""
-        from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-        from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-
-        reader, items = FileSystemReader(self.folder), []
-        for part in parts:
-            index = MetadataIndex(part.name, part.offset)
-            reader.storage_data[index] = _StorageInfo(**part.info)
-            kind = LoadItemType.BYTE_IO if part.offset is None else LoadItemType.TENSOR
-            offset, zeros = part.offset or (), (0,) * len(part.shape)
-            sizes: list[Any] = [torch_size(numbers) for numbers in (offset, zeros, part.shape)]
-            items.append(ReadItem(kind, index, sizes[0], index, sizes[1], sizes[2]))
         try:
-            reader.read_data(LoadPlan(items), target)  # type: ignore[arg-type]  # has what read_data calls
-        except (CkptzError, MemoryError):
-            raise
-        except FileNotFoundError as error:
-            raise FormatError(f"{error.filename}: is missing, and {METADATA_FILE} names it") from None
-        except Exception as error:  # torch has no error class of its own for damaged files
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CorruptionError(f"{parts[0].name!r} cannot be read: {first}") from None
-
-
-def torch_size(numbers: Numbers) -> Any:
-    """A `torch.Size`."""
-    import torch
-
-    return torch.Size(numbers)
-
-
-class _Target:
-    """Takes what torch read: what a planner is to its reader."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self.value: Any = None
-
-    def resolve_tensor(self, item: Any) -> Any:
-        """Where a part of the tensor goes."""
-        ends = (begin + n for begin, n in zip(item.dest_offsets, item.lengths, strict=True))
-        return self._tensor[tuple(map(slice, item.dest_offsets, ends))]
-
-    def commit_tensor(self, item: Any, tensor: Any) -> None:
-        """Nothing: it is where it belongs."""
-
-    def load_bytes(self, item: Any, data: Any) -> None:
-        """An object, without running code from it."""
-        import torch
-
-        try:
-            self.value = torch.load(data, map_location="cpu", weights_only=True)
-        except Exception:  # torch has no error class of its own for it
-            name = item.storage_index.fqn
+            return self._load(part)
+        except UnsupportedError:
             raise UnsupportedError(
-                f"{name!r} cannot be read without running code from the folder; load it with torch and "
+                f"{part.name!r} cannot be read without running code from the folder; load it with torch and "
                 "save it as plain Python values and tensors"
             ) from None
+
+    def _load(self, part: _Part) -> Any:
+        path = self.folder / part.file
+        begin, end = part.begin, part.begin + part.n_bytes
+        try:
+            if not part.n_bytes or end > path.stat().st_size:
+                raise TruncatedError(f"{path}: is cut; copy the folder whole")
+            if part.file not in self._mapped:
+                self._mapped[part.file] = np.asarray(np.memmap(path, np.uint8, "c"))
+            return load_torch(self._mapped[part.file][begin:end])
+        except FileNotFoundError:
+            raise FormatError(f"{path}: is missing, and {METADATA_FILE} names it") from None
+        except CkptzError as error:
+            raise named(error, repr(part.name)) from None
+
+    def check_room(self, whole: _Whole, n_bytes: int) -> None:
+        """Require that as many bytes are stored as a tensor takes; a shard that is missing is said later."""
+        paths = [self.folder / file for file in {part.file for part in whole.parts}]
+        if all(path.is_file() for path in paths) and n_bytes > sum(path.stat().st_size for path in paths):
+            raise TruncatedError("the shards are smaller than the tensor; copy the folder whole")
 
 
 def _code(dtype: str, name: str) -> str:
@@ -261,11 +275,13 @@ def _code(dtype: str, name: str) -> str:
 def _parse(raw: Any) -> tuple[dict[str, _Whole], dict[str, _Part], Any]:
     """(tensors, objects, how the state was flattened)."""
     top = _attributes(raw, "Metadata")
-    places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in top["storage_data"].items()}
+    places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
     wholes, objects = {}, {}
-    for name, entry in top["state_dict_metadata"].items():
+    for name, entry in _dict(top, "state_dict_metadata"):
+        if type(name) is not str:
+            raise CorruptionError(f"{METADATA_FILE}: a name is no text")
         if isinstance(entry, Made) and entry.kind == "BytesStorageMetadata":
-            objects[name] = _Part(name, None, (), _place(places, name, None))
+            objects[name] = _part(places, name, None, ())
         else:
             wholes[name] = _whole(name, entry, places)
     return wholes, objects, top.get("planner_data")
@@ -273,16 +289,15 @@ def _parse(raw: Any) -> tuple[dict[str, _Whole], dict[str, _Part], Any]:
 
 def _whole(name: str, entry: Any, places: Mapping[Any, Any]) -> _Whole:
     found = _attributes(entry, "TensorStorageMetadata")
-    shape, parts = _numbers(found["size"]), []
-    for chunk in found["chunks"]:
+    shape, parts = _numbers(found.get("size")), []
+    chunks = found.get("chunks")
+    for chunk in chunks if isinstance(chunks, list | tuple) else ():
         box = _attributes(chunk, "ChunkStorageMetadata")
-        offset, sizes = _numbers(box["offsets"]), _numbers(box["sizes"])
-        if not len(offset) == len(sizes) == len(shape):
-            raise CorruptionError(f"a part of tensor {name!r} has another number of dimensions")
-        parts.append(_Part(name, offset, sizes, _place(places, name, offset)))
-    if sum(int(np.prod(part.shape, dtype=object)) for part in parts) != np.prod(shape, dtype=object):
-        raise CorruptionError(f"the parts of tensor {name!r} do not make it whole")
-    return _Whole(_dtype(found["properties"], name), shape, tuple(parts))
+        offset, sizes = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
+        parts.append(_part(places, name, offset, sizes))
+    if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
+        raise CorruptionError(f"tensor {name!r}: {problem}")
+    return _Whole(_dtype(found.get("properties"), name), shape, tuple(parts))
 
 
 def _dtype(properties: Any, name: str) -> str:
@@ -299,37 +314,60 @@ def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
     return value.attributes()
 
 
+def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]:
+    found = attributes.get(name)
+    if not isinstance(found, dict):
+        raise CorruptionError(f"{METADATA_FILE}: has no {name}")
+    return found.items()
+
+
 def _numbers(value: Any) -> Numbers:
     """The numbers of a `torch.Size`."""
     items = value.args[0] if isinstance(value, Made) and value.kind == "Size" and value.args else None
-    if not isinstance(items, tuple) or not all(type(n) is int and n >= 0 for n in items):
+    if not isinstance(items, tuple) or not all(map(_is_number, items)):
         raise CorruptionError(f"{METADATA_FILE}: a size is not made of numbers")
+    if len(items) > MAX_DIMS:
+        raise CorruptionError(f"{METADATA_FILE}: a tensor of more than {MAX_DIMS} dimensions")
     return items
+
+
+def _is_number(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def _index_of(key: Any) -> tuple[str, Numbers | None]:
     found = _attributes(key, "MetadataIndex")
-    offset = found.get("offset")
-    return found["fqn"], None if offset is None else _numbers(offset)
+    name, offset = found.get("fqn"), found.get("offset")
+    if type(name) is not str:
+        raise CorruptionError(f"{METADATA_FILE}: a name is no text")
+    return name, None if offset is None else _numbers(offset)
 
 
-def _place(places: Mapping[Any, Any], name: str, offset: Numbers | None) -> Mapping[str, Any]:
-    """What torch's reader wants to know of a part."""
+def _part(places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers) -> _Part:
+    """A part and where it is stored."""
     info = places.get((name, offset))
     if info is None:
         raise CorruptionError(f"{METADATA_FILE}: does not say where {name!r} is stored")
-    path = info.get("relative_path")
-    if not isinstance(path, str) or Path(path).name != path or not path.endswith(SHARD_SUFFIX):
-        raise CorruptionError(f"{METADATA_FILE}: {path!r} is not the name of a shard")
+    file, begin, n_bytes = (info.get(key) for key in ("relative_path", "offset", "length"))
+    if type(file) is not str or not is_file_name(file) or not file.endswith(SHARD_SUFFIX):
+        raise CorruptionError(f"{METADATA_FILE}: {name!r} is not in a shard")
+    if not _is_number(begin) or not _is_number(n_bytes):
+        raise CorruptionError(f"{METADATA_FILE}: {name!r} is nowhere in its shard")
     if info.get("transform_descriptors"):
         raise UnsupportedError(f"{name!r} went through an extension of torch's writer; load it with torch")
-    return {key: info[key] for key in ("relative_path", "offset", "length")}
+    return _Part(name, offset, shape, file, begin, n_bytes)
 
 
 # --- writing ------------------------------------------------------------------------------------------
 
 
-def write_dcp(folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chunks: Chunks) -> None:
+def write_dcp(
+    folder: Path,
+    tensors: Mapping[str, TensorSource],
+    tree: Any,
+    chunks: Chunks,
+    like: Iterable[Path] = (),
+) -> None:
     """Write a folder with torch's own writer; inverse of `open_dcp`.
 
     Args:
@@ -337,6 +375,7 @@ def write_dcp(folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chun
         tensors: by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
         chunks: gives the units of all tensors in order.
+        like: files whose common permissions the files of the folder get, from the first byte on.
 
     Raises:
         ConfigError: the state is no dict, as torch wants it.
@@ -349,11 +388,26 @@ def write_dcp(folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chun
     if not isinstance(state, dict):
         raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, and torch saves dicts here")
     is_new = make_folder(folder)
+    writer = FileSystemWriter(folder)
+    writer.fs = _file_system(mode_for(folder / METADATA_FILE, like))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it runs in a single process
-            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+            save(state, storage_writer=writer, no_dist=True)
     except BaseException:
         if is_new:  # else what is in it is another's
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _file_system(mode: int) -> Any:
+    """Torch's own, which makes files of this mode; its writer opens whatever it writes through it."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class Files(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: str | os.PathLike[str], flags: str) -> Iterator[Any]:
+            with open(path, flags, opener=lambda name, bits: os.open(name, bits, mode)) as stream:
+                yield stream
+
+    return Files()

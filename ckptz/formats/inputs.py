@@ -17,7 +17,8 @@ from ckptz.formats.dcp import is_dcp, open_dcp
 from ckptz.formats.folders import is_within, open_folder
 from ckptz.formats.sharding import Carried, check_sharding
 from ckptz.formats.targets import stem_of
-from ckptz.formats.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
+from ckptz.formats.torch_files import TORCH_SUFFIXES, read
+from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 
 Kind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]

@@ -1,21 +1,24 @@
 """A pickle stream as data: what it names is neither imported nor called.
 
-For the one file of `torch.distributed.checkpoint` that is a bare pickle. Classes and functions become
-`Symbol`s, what a pickle would make with them becomes a `Made`, and whoever reads decides what that means.
+Classes and functions become `Symbol`s. What a pickle would make with them is up to the `Maker`: the plain
+one gives a `Made`, and whoever reads decides what that means. Nothing is hashed or shown whose cost the
+stream could choose, and nothing is as large as it likes.
 """
 
 from __future__ import annotations
 
 import pickletools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, Final
+from typing import Any, BinaryIO, Final
 
-from ckptz.errors import CorruptionError
+from ckptz.errors import CkptzError, CorruptionError
+from ckptz.tree.keys import MAX_EQUAL_HASHES
 
 MAX_BYTES: Final = 1 << 28
-_PUTS: Final = ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT")
-_GETS: Final = ("BINGET", "LONG_BINGET", "GET")
+MAX_OPERATIONS: Final = 1 << 25  # each takes at most some hundred bytes of memory, so 3.5 GB
+MAX_KEY_PARTS: Final = 64  # of a key that is a tuple, with all tuples in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,42 @@ class Made:
         return self.state
 
 
+class Maker:
+    """What stands for the symbols of a stream and what is made with them; this one makes nothing of them.
+
+    `keys` are the types that it gives and that may be keys of a dict.
+    """
+
+    keys: tuple[type, ...] = (Symbol, Made)
+
+    def named(self, symbol: Symbol) -> Any:
+        """What stands for a symbol where it is a value."""
+        return symbol
+
+    def call(self, symbol: Symbol, args: tuple[Any, ...]) -> Any:
+        """What stands for the result of a call."""
+        return Made(symbol, args)
+
+    def build(self, target: Any, state: Any) -> None:
+        """Give `target` the state that belongs to it."""
+        if not isinstance(target, Made):
+            raise CorruptionError("a state for something that has none")
+        target.state = state
+
+    def stored(self, key: Any) -> Any:
+        """What is kept outside of the stream."""
+        raise CorruptionError("refers to something outside of it")
+
+
 class _Machine:
     """The stack and the memo."""
 
-    def __init__(self) -> None:
+    def __init__(self, maker: Maker) -> None:
+        self.maker = maker
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self._hashes: dict[int, tuple[Any, Counter[int]]] = {}
 
     def pop(self) -> Any:
         return self.stack.pop()
@@ -67,18 +99,28 @@ class _Machine:
     def call(self, symbol: Any, args: Any) -> None:
         if not isinstance(symbol, Symbol) or not isinstance(args, tuple):
             raise CorruptionError("a call of something that has no name")
-        self.push(Made(symbol, args))
+        self.push(self.maker.call(symbol, args))
 
     def build(self) -> None:
         state = self.pop()
-        if not isinstance(self.stack[-1], Made):
-            raise CorruptionError("a state for something that has none")
-        self.stack[-1].state = state
+        self.maker.build(self.stack[-1], state)
+
+    def extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise CorruptionError("items for something that is no list")
+        self.stack[-1].extend(items)
 
     def items(self, pairs: list[Any]) -> None:
-        if not all(isinstance(key, str | Made) for key in pairs[::2]):
-            raise CorruptionError("a key that is no name")  # to hash nested tuples may take for ever
-        self.stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
+        target, keys = self.stack[-1], pairs[::2]
+        if not isinstance(target, dict) or not all(map(self._is_bounded_key, keys)):
+            raise CorruptionError("a key that is no name")
+        odd = [hash(key) for key in keys if isinstance(key, int | float | tuple)]
+        if odd:  # a stream may choose them so that each meets all before it
+            seen = self._hashes.setdefault(id(target), (target, Counter()))[1]
+            seen.update(odd)
+            if max(seen[found] for found in odd) > MAX_EQUAL_HASHES:
+                raise CorruptionError("a key that is one of many of the same hash")
+        target.update(zip(keys, pairs[1::2], strict=True))
 
     def tuple_of(self, n: int) -> None:
         items = self.stack[len(self.stack) - n :]
@@ -88,11 +130,31 @@ class _Machine:
         self.push(tuple(items))
 
     def named(self, module: Any, name: Any) -> None:
-        self.push(Symbol(f"{module}.{name}"))
+        if type(module) is not str or type(name) is not str:
+            raise CorruptionError("a class whose name is no text")
+        self.push(self.maker.named(Symbol(f"{module}.{name}")))
+
+    def _is_bounded_key(self, key: Any) -> bool:
+        """Whether a value can be hashed in no time: shared tuples in tuples may take for ever."""
+        todo, n_parts = [key], 0
+        while todo:
+            value = todo.pop()
+            n_parts += 1
+            if isinstance(value, tuple):
+                todo += value[:MAX_KEY_PARTS]
+            elif value is not None and not isinstance(value, (str, bytes, int, float, *self.maker.keys)):
+                return False
+            if n_parts + len(todo) > MAX_KEY_PARTS:
+                return False
+        return True
 
 
 def _remember(machine: _Machine, key: int | None) -> None:
     machine.memo[len(machine.memo) if key is None else key] = machine.stack[-1]
+
+
+def _push_text(machine: _Machine, text: str) -> None:
+    machine.push(text.encode("latin-1").decode())  # as Python 2 wrote it
 
 
 def _swapped(machine: _Machine, then: Callable[[Any, Any], None]) -> None:
@@ -100,17 +162,14 @@ def _swapped(machine: _Machine, then: Callable[[Any, Any], None]) -> None:
     then(machine.pop(), last)
 
 
-def _extend_last(machine: _Machine, items: list[Any]) -> None:
-    machine.stack[-1].extend(items)
-
-
 _Step = Callable[[_Machine, Any], None]
 _LITERALS: Final = (
-    *("BININT", "BININT1", "BININT2", "INT", "LONG1", "BINFLOAT"),
+    *("BININT", "BININT1", "BININT2", "INT", "LONG1", "LONG4", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"),
 )
 _STEPS: Final[Mapping[str, _Step]] = {
     **{name: lambda machine, value: machine.push(value) for name in _LITERALS},
+    "SHORT_BINSTRING": _push_text,
     "PROTO": lambda machine, _: None,
     "FRAME": lambda machine, _: None,
     "STOP": lambda machine, _: None,
@@ -125,8 +184,8 @@ _STEPS: Final[Mapping[str, _Step]] = {
     "TUPLE1": lambda machine, _: machine.tuple_of(1),
     "TUPLE2": lambda machine, _: machine.tuple_of(2),
     "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "APPEND": lambda machine, _: _extend_last(machine, [machine.pop()]),
-    "APPENDS": lambda machine, _: _extend_last(machine, machine.to_mark()),
+    "APPEND": lambda machine, _: machine.extend([machine.pop()]),
+    "APPENDS": lambda machine, _: machine.extend(machine.to_mark()),
     "SETITEM": lambda machine, _: machine.items([machine.pop(), machine.pop()][::-1]),
     "SETITEMS": lambda machine, _: machine.items(machine.to_mark()),
     "MEMOIZE": lambda machine, _: _remember(machine, None),
@@ -139,58 +198,35 @@ _STEPS: Final[Mapping[str, _Step]] = {
     "REDUCE": lambda machine, _: _swapped(machine, machine.call),
     "NEWOBJ": lambda machine, _: _swapped(machine, machine.call),
     "BUILD": lambda machine, _: machine.build(),
+    "BINPERSID": lambda machine, _: machine.push(machine.maker.stored(machine.pop())),
 }
 
 
-def read_pickled(data: bytes) -> Any:
-    """What a pickle stream holds, as lists, dicts, tuples, literals, `Symbol`s and `Made`s.
+def read_pickled(data: bytes | BinaryIO, maker: Maker | None = None) -> Any:
+    """What a pickle stream holds, as lists, dicts, tuples, literals, and what `maker` makes.
 
     Args:
-        data: the stream.
+        data: the stream; a file is read from where it stands up to the stream's end.
+        maker: by default gives `Symbol`s and `Made`s.
 
     Raises:
         CorruptionError: not a pickle, or one with more than plain records.
     """
-    if len(data) > MAX_BYTES:
+    if isinstance(data, bytes) and len(data) > MAX_BYTES:
         raise CorruptionError("larger than 256 MiB")
-    machine = _Machine()
+    machine = _Machine(maker or Maker())
     try:
-        for operation, argument, _ in pickletools.genops(data):
+        for n, (operation, argument, _) in enumerate(pickletools.genops(data)):
             step = _STEPS.get(operation.name)
             if step is None:
                 raise CorruptionError(f"holds {operation.name}, which records do not need")
+            if n >= MAX_OPERATIONS:
+                raise CorruptionError(f"more than {MAX_OPERATIONS} operations")
             step(machine, argument)
         [value] = machine.stack
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CorruptionError):
-            raise
-        raise CorruptionError(f"not the pickle of records: {error}") from None
+    except CkptzError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        reason = str(error)[:120] if isinstance(error, ValueError) else type(error).__name__
+        raise CorruptionError(f"not the pickle of records: {reason}") from None
     return value
-
-
-def symbols_in(stream: IO[bytes]) -> list[str]:
-    """Full names of the classes and functions that one pickle names, in order.
-
-    Args:
-        stream: stands behind the pickle afterwards.
-
-    Raises:
-        ValueError: not a whole pickle.
-    """
-    names, memo = list[str](), dict[Any, Any]()
-    last: list[Any] = [None, None]  # values on top of the stack, if they are texts
-    for operation, argument, _ in pickletools.genops(stream):
-        if operation.name == "GLOBAL":
-            names.append(str(argument).replace(" ", ".", 1))
-        elif operation.name == "STACK_GLOBAL":
-            names.append(f"{last[0]}.{last[1]}")
-        elif operation.name in _PUTS:
-            memo[len(memo) if argument is None else argument] = last[1]
-        else:
-            last = [last[1], memo.get(argument) if operation.name in _GETS else argument]
-    return names
-
-
-def operation_name(code: int) -> str:
-    """What pickle calls an operation: "FRAME"."""
-    return next((one.name for one in pickletools.opcodes if one.code == chr(code)), str(code))

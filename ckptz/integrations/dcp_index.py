@@ -20,6 +20,7 @@ import msgspec
 from ckptz.container.index import Count, Shape
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.formats.boxes import problem_of_parts
 from ckptz.formats.sharding import is_file_name
 
 INDEX_FILE: Final = "ckptz-index.json"
@@ -144,13 +145,8 @@ def _problem(index: FolderIndex) -> str:
 
 
 def _piece_problem(name: str, tensor: WholeTensor) -> str:
-    for piece in tensor.chunks:
-        if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
-            return f"a part of tensor {name!r} has another number of dimensions"
-        ends = (offset + size for offset, size in zip(piece.offset, piece.shape, strict=True))
-        if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
-            return f"a part of tensor {name!r} lies outside of it"
-    return ""
+    problem = problem_of_parts(tensor.shape, [(piece.offset, piece.shape) for piece in tensor.chunks])
+    return problem and f"tensor {name!r}: {problem}"
 
 
 def shard_path(folder: Path, index: FolderIndex, number: int) -> Path:

@@ -152,9 +152,15 @@ class CkptzStorageReader(StorageReader):
         tree = parse_tree(stored.tree)
         names = {ref.name for ref in tree.refs if hasattr(ref, "name")}.union(*tree.storages)
         if not names:
-            return from_plain(unflatten({}, stored.tree, None))[name]
+            return self._named(name, unflatten({}, stored.tree, None))
         with contextlib.closing(open_checkpoint(shard_path(self.folder, index, stored.file))) as checkpoint:
             if missing := names - set(checkpoint.tensors):
                 raise CorruptionError(f"{checkpoint.name}: has no tensor {min(missing)!r}")
             tensors = {n: source for n, source in checkpoint.tensors.items() if n in names}
-            return from_plain(unflatten(tensors, stored.tree, None))[name]
+            return self._named(name, unflatten(tensors, stored.tree, None))
+
+    def _named(self, name: str, state: Any) -> Any:
+        plain = from_plain(state)
+        if not isinstance(plain, dict) or name not in plain:
+            raise CorruptionError(f"{self.folder}: {INDEX_FILE} holds no value for {name!r}")
+        return plain[name]

@@ -30,7 +30,7 @@ from ckptz.integrations.versions import warn_untested
 from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX
 from ckptz.training.rng import random_state, set_random_state
-from ckptz.training.state import check_optimizers_fit, load_optimizers, optimizer_state
+from ckptz.training.state import check_optimizers_fit, load_optimizers, optimizer_state, saved_training
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -135,7 +135,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         state = read_state(path, self._ckptz.jobs)
-        saved = {"state": state["optimizer"], "classes": state["classes"], "groups": state["groups"]}
+        saved = saved_training(state, str(path))
         model, optimizers = _unwrapped(self), [_bare(self.optimizer)]
         check_optimizers_fit(model, optimizers, saved, str(path))
         load_optimizers(model, optimizers, saved)
@@ -154,7 +154,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if path is None or not path.is_file():
             super()._load_rng_state(checkpoint)
             return
-        set_random_state(read_state(path, 1)["rng"])
+        set_random_state(read_state(path, 1).get("rng"))
 
 
 def _title(version: tuple[int, int]) -> str:

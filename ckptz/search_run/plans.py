@@ -14,9 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from ckptz.codec.units import TensorSource
+from ckptz.container.envelope import strict_json
 from ckptz.container.publish import publish
 from ckptz.container.reader import FrameSource
-from ckptz.errors import ConfigError
+from ckptz.errors import CkptzError, ConfigError
 from ckptz.methods.method import Method
 from ckptz.methods.table import METHODS, checked
 
@@ -41,14 +42,14 @@ def load_plan(path: Path) -> Method:
         ConfigError: not a plan, of a newer version, or with settings that no method has.
     """
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = strict_json(path.read_bytes(), "plan")
         version, method, settings = (document[key] for key in ("ckptz_plan", "method", "settings"))
-    except (ValueError, KeyError, TypeError):
+    except (CkptzError, KeyError, TypeError):
         raise ConfigError(f"{path}: not a plan; --save-plan writes one") from None
     if version != VERSION:
-        raise ConfigError(f"{path}: a plan of version {version!r}, and this ckptz reads {VERSION}")
-    if method not in METHODS:
-        raise ConfigError(f"{path}: plans for method {method!r}, which this ckptz does not have")
+        raise ConfigError(f"{path}: a plan of another version than {VERSION}, which this ckptz reads")
+    if type(method) is not str or method not in METHODS:
+        raise ConfigError(f"{path}: plans for a method that this ckptz does not have: {str(method)[:40]}")
     try:
         return config_of(method, settings)
     except msgspec.ValidationError as error:

@@ -120,6 +120,8 @@ def _open_chain(container: Container, folders: Sequence[Path]) -> tuple[Containe
             base = _find_base(last, ref, folders)
             last.bases = base.tensors
             files.append(base)
+            if isinstance(base, Container):
+                base.share_caches(last)
     except BaseException:
         for file in files[1:]:
             file.close()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptz.errors import ConfigError
+from ckptz.errors import CkptzError, ConfigError, CorruptionError
 
 RandomState = dict[str, Any]
 
@@ -41,7 +41,18 @@ def set_random_state(state: RandomState) -> None:
 
     Raises:
         ConfigError: the state has generators that this machine lacks.
+        CorruptionError: it is no state of generators.
     """
+    try:
+        _set_random_state(state)
+    except CkptzError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        # Each generator checks its own state, in its own way.
+        raise CorruptionError(f"the random state is damaged ({type(error).__name__})") from None
+
+
+def _set_random_state(state: RandomState) -> None:
     cuda = state.get("cuda", [])
     if len(cuda) > torch.cuda.device_count():
         raise ConfigError(

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, CorruptionError
 from ckptz.training.snapshot import check_dense
 
 OptimizerState = dict[str, Any]
@@ -145,7 +145,9 @@ def check_optimizers_fit(
 
     Raises:
         ConfigError: names the first difference.
+        CorruptionError: it is no state of optimizers.
     """
+    check_saved(saved, where)
     live = optimizer_state(model, optimizers)
     if live["classes"] != saved["classes"]:
         raise ConfigError(
@@ -159,6 +161,39 @@ def check_optimizers_fit(
             f"{where}: parameter {differing[0]!r}{_more(differing)} is {which}; give the optimizer the same "
             "parameters, or restore with weights_only=True"
         )
+
+
+def check_saved(saved: Any, where: str) -> None:
+    """Require that a value from a file has the form of what `optimizer_state` gives.
+
+    Raises:
+        CorruptionError: it has another.
+    """
+    kinds = {"classes": list, "state": dict, "groups": list}
+    if not isinstance(saved, dict) or any(type(saved.get(name)) is not kind for name, kind in kinds.items()):
+        raise CorruptionError(f"{where}: holds no state of optimizers")
+    is_right = all(type(name) is str for name in saved["classes"])
+    is_right &= all(type(name) is str and isinstance(one, dict) for name, one in saved["state"].items())
+    for group in saved["groups"]:
+        names = group.get("params") if isinstance(group, dict) else None
+        is_right &= type(names) is list and all(type(name) is str for name in names)
+    if not is_right:
+        raise CorruptionError(f"{where}: its state of optimizers is damaged")
+
+
+def saved_training(state: Any, where: str) -> OptimizerState:
+    """The optimizers of a state that holds them with a scheduler and a scaler, each perhaps None.
+
+    Raises:
+        CorruptionError: it holds something else.
+    """
+    if not isinstance(state, dict) or any(
+        not isinstance(state.get(name, ""), dict | None) for name in ("scheduler", "scaler")
+    ):
+        raise CorruptionError(f"{where}: holds no state of a scheduler and a scaler")
+    saved = {"state": state.get("optimizer"), "classes": state.get("classes"), "groups": state.get("groups")}
+    check_saved(saved, where)
+    return saved
 
 
 def _named(classes: Sequence[str]) -> str:

@@ -212,11 +212,12 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 
 def _by_storage(found: Iterable[_Found]) -> list[list[_Found]]:
-    groups: dict[tuple[int, int], list[_Found]] = {}
+    groups: dict[tuple[int, int, int], list[_Found]] = {}
     for each in found:
         memory = each.tensor.untyped_storage()
         # An empty storage has no address; it is its own.
-        key = (memory.data_ptr(), 0) if each.geometry.n_items else (0, id(each.tensor))
+        place = (memory.data_ptr(), memory.nbytes(), 0)
+        key = place if each.geometry.n_items else (0, 0, id(each.tensor))
         groups.setdefault(key, []).append(each)
     return list(groups.values())
 

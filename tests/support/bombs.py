@@ -1,0 +1,127 @@
+"""Small valid files that stand for much: they cost a reader what the reader lets them cost."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ckptz.bits.checksum import xxh64
+from ckptz.codec.units import CHUNK_UNITS
+from tests.support.spec_files import CONSTANT, File, Frame, embedded, plan, varint
+
+ONE: Final = (0x3F800000).to_bytes(4, "little")
+MAX_OUTER: Final = 1 << 24
+MAX_DEPTH: Final = 64
+
+
+def constant_vector(pattern: bytes) -> bytes:
+    """A vector of any length, all of it one F32 pattern."""
+    return b"".join(embedded(pattern[j : j + 1], CONSTANT) for j in range(4))
+
+
+def explicit_map(*entries: bytes) -> bytes:
+    """A map of one row."""
+    return b"\0" + varint(1) + varint(len(entries)) + b"".join(entries)
+
+
+def flat_table(n_classes: int) -> bytes:
+    """One table of one symbol for all classes."""
+    return b"\1" + b"\0\0\0" + varint(n_classes) + b"\0"
+
+
+def _file(frames: Mapping[str, Frame], features: str = "lossless,maps", **given: object) -> bytes:
+    """The bytes of a file whose index is deflated."""
+    file = File(frames, features=features, **given)  # type: ignore[arg-type]
+    text = file.packed_index()[1:]
+    return File(frames, features=features, packed=b"\1" + zlib.compress(text, 9), **given).bytes()  # type: ignore[arg-type]
+
+
+def outer_vectors() -> bytes:
+    """Two hundred tensors without units whose vectors take 64 MiB each."""
+    vectors = b"".join(embedded(b"") for _ in range(4)) + constant_vector(ONE)
+    body, shape = explicit_map(ONE) + vectors, (0, MAX_OUTER)
+    made = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=body)
+    frame = Frame(made, (), b"", "F32", shape, n_chunks=0)
+    return _file({f"t{i:05d}": frame for i in range(200)})
+
+
+def outer_vectors_of_rows() -> bytes:
+    """Tensors of one column, 32 MiB of vectors to 32 MiB of values."""
+    n = 1 << 23
+    body = explicit_map(bytes(4)) + constant_vector(ONE) * 2
+    made = plan(dtype="F32", domain=1, predictor=2, shape=(n, 1), rest=body)
+    frame = Frame(made, [(CONSTANT, b"\0")], ONE * CHUNK_UNITS, "F32", (n, 1), n_chunks=n // CHUNK_UNITS)
+    return _file({f"t{i:05d}": frame for i in range(2)})
+
+
+def expanded_maps() -> bytes:
+    """Maps of 4096 rows and 256 codes, of which a header holds scales, levels and offsets."""
+    labels = [b"\3" + varint(radix) + varint(4) + embedded(b"\0", CONSTANT) for radix in (256, 16)]
+    body = b"\1" + varint(4096) + varint(256) + struct.pack("<d", 1.0) * (2 * 4096 + 256)
+    body += varint(4096) + b"\0" + flat_table(4096)
+    made = plan(dtype="F32", domain=1, shape=(4,), rules=labels, rest=body)
+    frame = Frame(made, [(CONSTANT, b"\0")], struct.pack("<f", 2.0) * 4, "F32", (4,))
+    return _file({f"t{i:05d}": frame for i in range(60)})
+
+
+def labels() -> bytes:
+    """A label for each of 2^24 units, in tensors of one byte a unit."""
+    rule = b"\3" + varint(1) + varint(1) + embedded(b"\0", CONSTANT)
+    n = 1 << 24
+    made = plan(shape=(n,), rules=[rule], rest=flat_table(1))
+    chunk = bytes(CHUNK_UNITS)
+    frame = Frame(made, [(CONSTANT, b"\0")], chunk, "U8", (n,), n_chunks=n // CHUNK_UNITS)
+    return _file({f"t{i:05d}": frame for i in range(8)})
+
+
+def metadata_keys() -> bytes:
+    """A million keys of metadata."""
+    return _file({"w": Frame()}, "lossless", index={"metadata": {f"{i:07x}": "" for i in range(1_000_000)}})
+
+
+def constant_chunks() -> bytes:
+    """Four gigabytes of zeros."""
+    shape, stream = (1 << 12, CHUNK_UNITS), (CONSTANT, b"\0")
+    frame = Frame(plan(shape=shape), [stream], bytes(CHUNK_UNITS), "U8", shape, n_chunks=1 << 12)
+    return _file({"w": frame}, "lossless")
+
+
+def base_codes() -> bytes:
+    """Depth 64, each level grouped by codes of the one below and by the magnitudes of another tensor."""
+    shape, zeros = (CHUNK_UNITS,), bytes(4 * CHUNK_UNITS)
+    rules = [b"\1" + varint(1) + b"b", b"\4" + varint(1)]
+    grouped = plan(
+        dtype="F32",
+        domain=1,
+        predictor=1,
+        shape=shape,
+        rules=rules,
+        rest=explicit_map(bytes(4)) + flat_table(256),
+    )
+    codes = xxh64(bytes(CHUNK_UNITS))
+    a = Frame(grouped, [(CONSTANT, b"\0")], zeros, "F32", shape, base_codes=codes)
+    b = Frame(
+        plan(dtype="F32", predictor=1, mode=2, shape=shape), [(CONSTANT, b"\0")] * 4, zeros, "F32", shape
+    )
+    last = plan(dtype="F32", domain=1, shape=shape, rest=explicit_map(bytes(4)))
+    anchor_a = Frame(last, [(CONSTANT, b"\0")], zeros, "F32", shape)
+    anchor_b = Frame(plan(dtype="F32", shape=shape), [(CONSTANT, b"\0")] * 4, zeros, "F32", shape)
+    levels = [{"a": a, "b": b}] * MAX_DEPTH
+    inline = [*levels[1:], {"a": anchor_a, "b": anchor_b}]
+    return _file(levels[0], "inline,lossless,maps", inline=inline)
+
+
+BOMBS: Final[Mapping[str, Callable[[], bytes]]] = {
+    made.__name__: made
+    for made in (
+        outer_vectors,
+        outer_vectors_of_rows,
+        expanded_maps,
+        labels,
+        metadata_keys,
+        constant_chunks,
+        base_codes,
+    )
+}
