@@ -120,6 +120,7 @@ def _write(
         metadata=metadata,
         base=None if base is None else base_ref(base),
         bases={} if base is None else base.tensors,
+        roles={},  # names alone say what tensors are: nobody would see a note on those of unknown owners
     )
     with Workers(jobs) as workers:
         write(sink, job, workers)
