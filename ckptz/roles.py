@@ -44,17 +44,11 @@ LAYER_PATTERNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one tensor is.
+    """What one tensor is."""
 
-    Attributes:
-        role: one of ROLES.
-        parameter: name of the parameter it is or belongs to.
-        layer_type: one of LAYER_TYPES.
-    """
-
-    role: str
-    parameter: str
-    layer_type: str
+    role: str  # one of ROLES
+    parameter: str  # name of the parameter it is or belongs to
+    layer_type: str  # one of LAYER_TYPES
 
 
 @dataclass(frozen=True, slots=True)

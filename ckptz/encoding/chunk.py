@@ -35,19 +35,12 @@ MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far decoded values are from the originals: summed over units, so that chunks add up.
+    """How far decoded values are from the originals: summed over units, so that chunks add up."""
 
-    Attributes:
-        largest: greatest absolute error.
-        error: sum of squared errors.
-        power: sum of squared values.
-        n_codes_used: units by code [256].
-    """
-
-    largest: float
-    error: float
-    power: float
-    counts: NDArray[np.int64]
+    largest: float  # greatest absolute error
+    error: float  # sum of squared errors
+    power: float  # sum of squared values
+    counts: NDArray[np.int64]  # units by code [256]
 
     def __add__(self, other: Deviation) -> Deviation:
         return Deviation(

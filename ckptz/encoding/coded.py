@@ -33,24 +33,15 @@ def bits_for(n_codes: int) -> int:
 
 @dataclass(frozen=True)
 class CodedSource(TensorSource):
-    """See `ckptz.codec.units.TensorSource`; units are what the codes decode to, chunk by chunk.
+    """See `ckptz.codec.units.TensorSource`; units are what the codes decode to, chunk by chunk."""
 
-    Attributes:
-        dtype: of the tensor, F32, BF16 or F16.
-        shape: of the tensor.
-        quant_map: one class, linear, without a base.
-        packed: all codes with `bits_for` bits each.
-        kept: units that escaped, as they are restored, in order.
-        kept_ends: how many of them there are up to the end of each chunk.
-        errors: of each chunk, largest absolute error, sum of squared errors, sum of squared values.
-    """
-
-    dtype: DType
-    shape: tuple[int, ...]
-    quant_map: QuantizationMap
-    packed: Bytes
-    kept: Units
-    kept_ends: tuple[int, ...]
+    dtype: DType  # of the tensor, F32, BF16 or F16
+    shape: tuple[int, ...]  # of the tensor
+    quant_map: QuantizationMap  # one class, linear, without a base
+    packed: Bytes  # all codes with `bits_for` bits each
+    kept: Units  # units that escaped, as they are restored, in order
+    kept_ends: tuple[int, ...]  # how many of them there are up to the end of each chunk
+    # of each chunk, largest absolute error, sum of squared errors, sum of squared values
     errors: tuple[Errors, ...]
 
     def codes_of(self, begin: int, end: int) -> Bytes:

@@ -20,15 +20,10 @@ TABLE_COST_BITS: Final = 40.0
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """How often each code occurs in each class; classes that do not occur have no row.
+    """How often each code occurs in each class; classes that do not occur have no row."""
 
-    Attributes:
-        classes: ascending [n_used].
-        counts: occurrences [n_used, 256].
-    """
-
-    classes: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    classes: NDArray[np.int64]  # ascending [n_used]
+    counts: NDArray[np.int64]  # occurrences [n_used, 256]
 
     @classmethod
     def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:

@@ -29,25 +29,15 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What is known of a tensor before its steps: summed over chunks.
+    """What is known of a tensor before its steps: summed over chunks."""
 
-    Attributes:
-        n_units: values.
-        largest: greatest magnitude of the values and of the base's; NaN or infinite if one of them is.
-        power: sum of squares.
-        residual_power: of the differences to the base; infinite without one.
-        row_sums: of the second moments [n_rows], or None.
-        energy: sum of second moments times squared values.
-        is_measured: whether all second moments are finite and not negative.
-    """
-
-    n_units: int
-    largest: float
-    power: float
-    residual_power: float
-    row_sums: Reals | None
-    energy: float
-    is_measured: bool
+    n_units: int  # values
+    largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
+    power: float  # sum of squares
+    residual_power: float  # of the differences to the base; infinite without one
+    row_sums: Reals | None  # of the second moments [n_rows], or None
+    energy: float  # sum of second moments times squared values
+    is_measured: bool  # whether all second moments are finite and not negative
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None, guide: Guide, bounds: Bounds) -> Extent:

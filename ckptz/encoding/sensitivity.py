@@ -14,17 +14,11 @@ from ckptz.quant.sensitivity import Floats, floats_of
 
 @dataclass(frozen=True, slots=True)
 class GuidedSensitivities:
-    """Sensitivities of units begin..end.
+    """Sensitivities of units begin..end."""
 
-    Attributes:
-        kind: of the tensor's units.
-        gradients: averages of gradients, or of their squares; of the tensor's shape.
-        is_squared: which of them.
-    """
-
-    kind: int
-    gradients: TensorSource
-    is_squared: bool
+    kind: int  # of the tensor's units
+    gradients: TensorSource  # averages of gradients, or of their squares; of the tensor's shape
+    is_squared: bool  # which of them
 
     def gradients_of(self, begin: int, end: int) -> Floats:
         """Magnitudes of gradients, float32 [end - begin]; NaN where a square is negative."""

@@ -60,17 +60,11 @@ RANDOM_BITS: Final = 7.97  # 32,768 uniform bytes measure 7.994; MIN_GAIN asks f
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How a stream runs through the tensor's tables: codes sorted by class, one segment a class.
+    """How a stream runs through the tensor's tables: codes sorted by class, one segment a class."""
 
-    Attributes:
-        ends: index after the last code of each segment, ascending.
-        table_of: the table of each segment.
-        tables: frequencies [n_tables, 256].
-    """
-
-    ends: NDArray[np.int64]
-    table_of: NDArray[np.int64]
-    tables: Frequencies
+    ends: NDArray[np.int64]  # index after the last code of each segment, ascending
+    table_of: NDArray[np.int64]  # the table of each segment
+    tables: Frequencies  # frequencies [n_tables, 256]
     slots: NDArray[np.uint32] | None = field(default=None, repr=False)
 
     def slot_tables(self) -> NDArray[np.uint32]:

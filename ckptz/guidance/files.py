@@ -45,16 +45,11 @@ def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedInputs:
-    """What a calibration knows of one weight.
+    """What a calibration knows of one weight."""
 
-    Attributes:
-        names: of the weight; several where it is tied.
-        shape: of the weight.
-        moments: by the kind of layer that uses it. A head that is tied to an embedding has two.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
+    names: tuple[str, ...]  # of the weight; several where it is tied
+    shape: tuple[int, ...]  # of the weight
+    # by the kind of layer that uses it. A head that is tied to an embedding has two.
     moments: Mapping[Kind, InputMoments]
 
 

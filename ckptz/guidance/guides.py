@@ -39,17 +39,11 @@ INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuideFiles:
-    """Files that say more of a checkpoint than it does.
+    """Files that say more of a checkpoint than it does."""
 
-    Attributes:
-        read_optimizer: a checkpoint with Adam's second moments.
-        calibration: what `ckptz.hooks.Calibration` saved, or has in memory.
-        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
-    """
-
-    read_optimizer: Path | None = None
-    calibration: Calibrated | None = None
-    sensitivity: Path | None = None
+    read_optimizer: Path | None = None  # a checkpoint with Adam's second moments
+    calibration: Calibrated | None = None  # what `ckptz.hooks.Calibration` saved, or has in memory
+    sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
 
     def check(self, config: Method) -> None:
         """Refuse files that the method would not read.
@@ -79,15 +73,10 @@ NO_FILES: Final = GuideFiles()
 
 @dataclass(slots=True)
 class Guided:
-    """Guides by the names of weights, and what the user should know of where they come from.
+    """Guides by the names of weights, and what the user should know of where they come from."""
 
-    Attributes:
-        guides: by name of the tensor.
-        notes: for the user.
-    """
-
-    guides: dict[str, Guide] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    guides: dict[str, Guide] = field(default_factory=dict)  # by name of the tensor
+    notes: list[str] = field(default_factory=list)  # for the user
 
 
 def guides_of(

@@ -119,34 +119,21 @@ def _renumbered(node: Any, n_before: int) -> Any:
 
 @dataclass(slots=True)
 class Joined:
-    """What is known of a checkpoint's optimizer state.
+    """What is known of a checkpoint's optimizer state."""
 
-    Attributes:
-        roles: of its tensors, where names alone do not say it.
-        notes: for the user.
-    """
-
-    roles: dict[str, Role] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    roles: dict[str, Role] = field(default_factory=dict)  # of its tensors, where names alone do not say it
+    notes: list[str] = field(default_factory=list)  # for the user
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The state of one parameter: tensor names by what the optimizer calls them.
+    """The state of one parameter: tensor names by what the optimizer calls them."""
 
-    Attributes:
-        key: number or name in the optimizer's state.
-        group: position of its parameter group.
-        tensors: names by word: "exp_avg" and so on.
-        shape: of the parameter, if a state tells it.
-        label: name of the parameter, if the group or the key tells it.
-    """
-
-    key: Any
-    group: int
-    tensors: Mapping[str, str]
-    shape: tuple[int, ...] | None
-    label: str | None
+    key: Any  # number or name in the optimizer's state
+    group: int  # position of its parameter group
+    tensors: Mapping[str, str]  # names by word: "exp_avg" and so on
+    shape: tuple[int, ...] | None  # of the parameter, if a state tells it
+    label: str | None  # name of the parameter, if the group or the key tells it
 
 
 @dataclass(frozen=True, slots=True)

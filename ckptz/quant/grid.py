@@ -38,15 +38,10 @@ N_FITS: Final = 8  # rounds of the alternating fit; it has converged to 1e-3 lon
 
 @dataclass(frozen=True, slots=True)
 class RowSteps:
-    """The step of each row.
+    """The step of each row."""
 
-    Attributes:
-        steps: of each class [n_classes], ascending, half an octave apart.
-        labels: class of each row [n_rows].
-    """
-
-    steps: Reals
-    labels: Labels
+    steps: Reals  # of each class [n_classes], ascending, half an octave apart
+    labels: Labels  # class of each row [n_rows]
 
     @property
     def n_classes(self) -> int:
@@ -112,15 +107,10 @@ def largest_magnitude(counts: Counts | Reals) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What codes stand for: `scales[k] * levels[c]` in row class k.
+    """What codes stand for: `scales[k] * levels[c]` in row class k."""
 
-    Attributes:
-        scales: [n_classes].
-        levels: by code [n_codes], without the escape code.
-    """
-
-    scales: Reals
-    levels: Reals
+    scales: Reals  # [n_classes]
+    levels: Reals  # by code [n_codes], without the escape code
 
     def table(self, has_escape: bool) -> LinearTable:
         """As a map has it; the escape code's entry is 0."""

@@ -47,15 +47,10 @@ def largest_unit(kind: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Levels at equal distances in the order of bit patterns.
+    """Levels at equal distances in the order of bit patterns."""
 
-    Attributes:
-        step: from one level to the next, in units of the last place.
-        phase: of level 0, from the predictor.
-    """
-
-    step: int
-    phase: int = 0
+    step: int  # from one level to the next, in units of the last place
+    phase: int = 0  # of level 0, from the predictor
 
     def indices(self, distances: Integers) -> Integers:
         """The nearest level of each distance from the predictor."""
@@ -106,19 +101,12 @@ def entropy_of(numbers: Integers) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """Which levels of a ladder have codes, and what takes the codes behind them.
+    """Which levels of a ladder have codes, and what takes the codes behind them."""
 
-    Attributes:
-        lowest: index of the level of code 0.
-        n_levels: levels, 0 to 254.
-        has_zeros: exact zeros occur, and have the code behind the levels.
-        has_exceptions: some elements are none of these and escape, by the last code.
-    """
-
-    lowest: int
-    n_levels: int
-    has_zeros: bool
-    has_exceptions: bool
+    lowest: int  # index of the level of code 0
+    n_levels: int  # levels, 0 to 254
+    has_zeros: bool  # exact zeros occur, and have the code behind the levels
+    has_exceptions: bool  # some elements are none of these and escape, by the last code
 
     @property
     def zero_code(self) -> int | None:
@@ -184,15 +172,10 @@ def second_map(
 
 @dataclass(slots=True)
 class LogSums:
-    """Sums of binary logarithms over rows and columns of a matrix of second moments; chunks add up.
+    """Sums of binary logarithms over rows and columns of a matrix of second moments; chunks add up."""
 
-    Attributes:
-        rows: sum and number of elements above zero by row [2, n_rows].
-        columns: the same by column [2, n_columns].
-    """
-
-    rows: Floats
-    columns: Floats
+    rows: Floats  # sum and number of elements above zero by row [2, n_rows]
+    columns: Floats  # the same by column [2, n_columns]
 
     @classmethod
     def of(cls, values: Floats, begin: int, shape: tuple[int, int]) -> LogSums:
@@ -266,15 +249,11 @@ def first_indices(values: Floats, steps: Floats, dead_zone: float) -> Integers:
 
 @dataclass(slots=True)
 class LevelSums:
-    """How often each level occurs in each class, and sums of values in steps; chunks add up.
+    """How often each level occurs in each class, and sums of values in steps; chunks add up."""
 
-    Attributes:
-        counts: [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above.
-        sums: of values in steps, the same.
-    """
-
+    # [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
     counts: Integers
-    sums: Floats
+    sums: Floats  # of values in steps, the same
 
     @classmethod
     def of(cls, indices: Integers, values: Floats, steps: Floats, labels: Units, n_classes: int) -> LevelSums:

@@ -30,25 +30,15 @@ Units = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """What `fit_partitions` is asked for; `ckptz.methods.kmeans.KMeans` checks the ranges.
+    """What `fit_partitions` is asked for; `ckptz.methods.kmeans.KMeans` checks the ranges."""
 
-    Attributes:
-        levels: values that quantized and pruned elements may take, 2..255.
-        prune: share of the elements, smallest magnitudes first, that become zero.
-        protect: share of the elements, largest magnitudes first, that stay.
-        protect_as_bf16: protected elements are rounded to BF16 instead of kept exactly.
-        sigma: see `kmeans.sample_weights`.
-        prune_by: what is smallest, "magnitude" or "sensitivity".
-        protect_by: what is largest, likewise, or "either": the share by each of them.
-    """
-
-    levels: int = 16
-    prune: float = 0.0
-    protect: float = 0.0
-    protect_as_bf16: bool = False
-    sigma: float = SIGMA
-    prune_by: str = "magnitude"
-    protect_by: str = "magnitude"
+    levels: int = 16  # values that quantized and pruned elements may take, 2..255
+    prune: float = 0.0  # share of the elements, smallest magnitudes first, that become zero
+    protect: float = 0.0  # share of the elements, largest magnitudes first, that stay
+    protect_as_bf16: bool = False  # protected elements are rounded to BF16 instead of kept exactly
+    sigma: float = SIGMA  # see `kmeans.sample_weights`
+    prune_by: str = "magnitude"  # what is smallest, "magnitude" or "sensitivity"
+    protect_by: str = "magnitude"  # what is largest, likewise, or "either": the share by each of them
 
     @property
     def prunes_by_sensitivity(self) -> float:
@@ -105,23 +95,14 @@ def _ordered(value: float, kind: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityQuantizer(Quantizer):
-    """Regions of values, overruled by sensitivity; protecting goes before pruning.
+    """Regions of values, overruled by sensitivity; protecting goes before pruning."""
 
-    Attributes:
-        regions: codes by value.
-        kind: of the units.
-        cut: what is pruned and protected by sensitivity.
-        sensitivities: of units begin..end.
-        zero_code: of pruned elements.
-        escape_code: of protected elements, or None.
-    """
-
-    regions: RegionQuantizer
-    kind: int
-    cut: SensitivityCut
-    sensitivities: Sensitivities
-    zero_code: int
-    escape_code: int | None
+    regions: RegionQuantizer  # codes by value
+    kind: int  # of the units
+    cut: SensitivityCut  # what is pruned and protected by sensitivity
+    sensitivities: Sensitivities  # of units begin..end
+    zero_code: int  # of pruned elements
+    escape_code: int | None  # of protected elements, or None
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Codes of units begin..end."""
@@ -141,17 +122,11 @@ class SensitivityQuantizer(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a tensor is cut into partitions.
+    """Where a tensor is cut into partitions."""
 
-    Attributes:
-        floor: magnitudes at or below it are pruned; -1 prunes none.
-        ceiling: magnitudes above it are protected.
-        by_sensitivity: what is pruned and protected by sensitivity.
-    """
-
-    floor: float = -1.0
-    ceiling: float = np.inf
-    by_sensitivity: SensitivityCut = NO_CUT
+    floor: float = -1.0  # magnitudes at or below it are pruned; -1 prunes none
+    ceiling: float = np.inf  # magnitudes above it are protected
+    by_sensitivity: SensitivityCut = NO_CUT  # what is pruned and protected by sensitivity
 
     @classmethod
     def of(cls, wanted: Partitions, sketch: Sketch, ranks: SensitivitySketch | None = None) -> Cut:

@@ -37,21 +37,13 @@ MAX_DAMPING: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ColumnGrid:
-    """What columns [n, n_rows] are rounded to.
+    """What columns [n, n_rows] are rounded to."""
 
-    Attributes:
-        steps: float32, [1, n_rows] or [n, 1].
-        labels: class of each step, of the same shape.
-        values: what the codes of each class restore to, float32 [n_classes, n_codes].
-        dead_zone: additional share of a step that becomes zero.
-        most: largest magnitude that has codes.
-    """
-
-    steps: Floats
-    labels: NDArray[np.uint8]
-    values: Floats
-    dead_zone: float
-    most: int
+    steps: Floats  # float32, [1, n_rows] or [n, 1]
+    labels: NDArray[np.uint8]  # class of each step, of the same shape
+    values: Floats  # what the codes of each class restore to, float32 [n_classes, n_codes]
+    dead_zone: float  # additional share of a step that becomes zero
+    most: int  # largest magnitude that has codes
 
     def round(self, column: int, target: Floats, exact: Floats) -> tuple[Codes, Floats]:
         """Codes of a column's targets, and what they restore to: `exact` where they escape."""
@@ -68,13 +60,9 @@ class ColumnGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingGrid(ColumnGrid):
-    """A grid that keeps what it is asked to round.
+    """A grid that keeps what it is asked to round."""
 
-    Attributes:
-        targets: what is written to, float32 [n, n_rows].
-    """
-
-    targets: Floats
+    targets: Floats  # what is written to, float32 [n, n_rows]
 
     def round(self, column: int, target: Floats, exact: Floats) -> tuple[Codes, Floats]:
         """See `ColumnGrid.round`."""
@@ -84,17 +72,11 @@ class RecordingGrid(ColumnGrid):
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What was rounded, by class and code, float64 [n_classes, 256]; parts of a tensor add up in place.
+    """What was rounded, by class and code, float64 [n_classes, 256]; parts of a tensor add up in place."""
 
-    Attributes:
-        counts: occurrences.
-        weights: the same, each as much as an error in its column costs.
-        sums: of magnitudes, with these weights.
-    """
-
-    counts: Reals
-    weights: Reals
-    sums: Reals
+    counts: Reals  # occurrences
+    weights: Reals  # the same, each as much as an error in its column costs
+    sums: Reals  # of magnitudes, with these weights
 
     @classmethod
     def none(cls, n_classes: int) -> Targets:
@@ -114,18 +96,13 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """How errors of a layer's columns are pushed on, by the factors of H.
+    """How errors of a layer's columns are pushed on, by the factors of H."""
 
-    Attributes:
-        order: of the columns. Those with large inputs go first, while most of the others can still make up
-            for them: on the layers of the demo that takes a third off e H e^T, at the same entropy.
-        upper: U of the columns in this order, float32 [n, n].
-        costs: D, what an error that is left in a column costs, columns as they are, float32 [n].
-    """
-
+    # of the columns. Those with large inputs go first, while most of the others can still make up for them:
+    # on the layers of the demo that takes a third off e H e^T, at the same entropy.
     order: NDArray[np.intp]
-    upper: Floats
-    costs: Floats
+    upper: Floats  # U of the columns in this order, float32 [n, n]
+    costs: Floats  # D, what an error that is left in a column costs, columns as they are, float32 [n]
 
     @classmethod
     def of(cls, moments: Matrix) -> Feedback:

@@ -28,17 +28,11 @@ def floats_of(units: Units, kind: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityCut:
-    """What is pruned and protected by sensitivity.
+    """What is pruned and protected by sensitivity."""
 
-    Attributes:
-        floor: elements at or below it are pruned; -1 prunes none.
-        floor_at_zero: greatest magnitude that is pruned among elements of zero sensitivity.
-        ceiling: elements above it are protected.
-    """
-
-    floor: float = -1.0
-    floor_at_zero: float = np.inf
-    ceiling: float = np.inf
+    floor: float = -1.0  # elements at or below it are pruned; -1 prunes none
+    floor_at_zero: float = np.inf  # greatest magnitude that is pruned among elements of zero sensitivity
+    ceiling: float = np.inf  # elements above it are protected
 
     def prunes(self, sensitivities: Floats, magnitudes: Floats) -> NDArray[np.bool_]:
         """Which elements become zero."""

@@ -33,20 +33,14 @@ MAX_SHARE: Final = 0.25  # of the configurations: the descent ends there at the 
 
 @dataclass(frozen=True, kw_only=True)
 class Guided:
-    """Finds the smallest configuration that keeps a budget.
+    """Finds the smallest configuration that keeps a budget."""
 
-    Attributes:
-        cubes: what is searched.
-        predict: bytes of a configuration's file.
-        doubt: measurements are noisy: a trial that uses up to 1 + `doubt` of the budget does not
-            exclude configurations within `near` steps of it.
-        near: see `doubt`.
-    """
-
-    cubes: Sequence[Cube]
-    predict: Predict
+    cubes: Sequence[Cube]  # what is searched
+    predict: Predict  # bytes of a configuration's file
+    # measurements are noisy: a trial that uses up to 1 + `doubt` of the budget does not exclude
+    # configurations within `near` steps of it
     doubt: float = 0.5
-    near: int = 2
+    near: int = 2  # see `doubt`
     name: str = "guided"
 
     @functools.cached_property
@@ -94,25 +88,15 @@ class Exhaustive:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """All points of all cubes.
+    """All points of all cubes."""
 
-    Attributes:
-        configs: one a point; without pruning, cubes share theirs.
-        places: the points of each configuration.
-        at: the points, steps from the mildest one by axis [n, axes].
-        home: index of each one's cube [n].
-        sizes: predicted bytes [n].
-        steps: from the mildest point, over all axes [n].
-        is_beyond: whether the first is at least as aggressive as the second, in one cube [n, n].
-    """
-
-    configs: list[KMeans]
-    places: dict[Method, list[int]]
-    at: NDArray[np.int64]
-    home: NDArray[np.int64]
-    sizes: NDArray[np.float64]
-    steps: NDArray[np.int64]
-    is_beyond: Mask
+    configs: list[KMeans]  # one a point; without pruning, cubes share theirs
+    places: dict[Method, list[int]]  # the points of each configuration
+    at: NDArray[np.int64]  # the points, steps from the mildest one by axis [n, axes]
+    home: NDArray[np.int64]  # index of each one's cube [n]
+    sizes: NDArray[np.float64]  # predicted bytes [n]
+    steps: NDArray[np.int64]  # from the mildest point, over all axes [n]
+    is_beyond: Mask  # whether the first is at least as aggressive as the second, in one cube [n, n]
 
     @classmethod
     def of(cls, cubes: Sequence[Cube], predict: Predict) -> _Grid:

@@ -31,17 +31,11 @@ class Exact(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A quality that has seen the exact state.
+    """A quality that has seen the exact state."""
 
-    Attributes:
-        quality: called with trials.
-        exact: what it would return for the exact state.
-        noise: differences up to this one say nothing.
-    """
-
-    quality: Quality
-    exact: Any
-    noise: float = 0.0
+    quality: Quality  # called with trials
+    exact: Any  # what it would return for the exact state
+    noise: float = 0.0  # differences up to this one say nothing
 
 
 class Comparing(Protocol):

@@ -21,17 +21,11 @@ REACH: Final = 3  # steps from the parent, over all axes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbourhood:
-    """Tries what is near the parent, at most ten configurations; goes before every other strategy.
+    """Tries what is near the parent, at most ten configurations; goes before every other strategy."""
 
-    Attributes:
-        parent: the previous checkpoint's configuration.
-        cubes: one for each prune metric.
-        predict: bytes of a configuration's file.
-    """
-
-    parent: KMeans
-    cubes: Sequence[Cube]
-    predict: Predict
+    parent: KMeans  # the previous checkpoint's configuration
+    cubes: Sequence[Cube]  # one for each prune metric
+    predict: Predict  # bytes of a configuration's file
     name: str = "neighbourhood"
 
     def propose(self, history: History, n: int) -> Sequence[Method]:

@@ -41,18 +41,12 @@ class OneKnob:
     """Looks for the largest multiplier that keeps the budget.
 
     Measurements may be noisy: of several that keep the budget the largest counts, whatever failed below.
-
-    Attributes:
-        template: steps at a multiplier of 1, and everything that does not follow from it.
-        start: the first multiplier to try.
-        most: trials, those of strategies before this one included.
-        close: share of the budget that is near enough to it.
     """
 
-    template: Method
-    start: float = 1.0
-    most: int = MAX_FIRST
-    close: float = CLOSE
+    template: Method  # steps at a multiplier of 1, and everything that does not follow from it
+    start: float = 1.0  # the first multiplier to try
+    most: int = MAX_FIRST  # trials, those of strategies before this one included
+    close: float = CLOSE  # share of the budget that is near enough to it
     name: str = "one-knob"
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
@@ -77,17 +71,11 @@ class _Point:
 
 @dataclass(frozen=True, slots=True)
 class _Bracket:
-    """The largest multiplier that kept the budget, and the smallest above it that did not.
+    """The largest multiplier that kept the budget, and the smallest above it that did not."""
 
-    Attributes:
-        kept: None if none did.
-        broken: None if all above did.
-        power: of the multiplier, by which the share that is used grows.
-    """
-
-    kept: _Point | None
-    broken: _Point | None
-    power: float
+    kept: _Point | None  # None if none did
+    broken: _Point | None  # None if all above did
+    power: float  # of the multiplier, by which the share that is used grows
 
     @classmethod
     def of(cls, history: History) -> Self:

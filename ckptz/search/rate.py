@@ -42,28 +42,17 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the size of one lossy tensor is predicted from.
+    """What the size of one lossy tensor is predicted from."""
 
-    Attributes:
-        sketch: of all values.
-        ranked: its sensitivities, or None.
-        bands: upper ends of the bands of sensitivity, ascending; the last band has none.
-        values: what stands for each bucket that occurs, ascending [n_buckets].
-        halves: half the width of each bucket; 0 where it holds one value.
-        buckets: the top 16 bits of the patterns in each.
-        below: occurrences in all bands before one [n_base_codes, n_bands + 1, n_buckets].
-        unit_bytes: width of a unit.
-        cuts: those that were asked for before.
-    """
-
-    sketch: Sketch
-    ranked: Ranked | None
-    bands: NDArray[np.float64]
-    values: NDArray[np.float64]
-    halves: NDArray[np.float64]
-    buckets: NDArray[np.int64]
-    below: Counts
-    unit_bytes: int
+    sketch: Sketch  # of all values
+    ranked: Ranked | None  # its sensitivities, or None
+    bands: NDArray[np.float64]  # upper ends of the bands of sensitivity, ascending; the last band has none
+    values: NDArray[np.float64]  # what stands for each bucket that occurs, ascending [n_buckets]
+    halves: NDArray[np.float64]  # half the width of each bucket; 0 where it holds one value
+    buckets: NDArray[np.int64]  # the top 16 bits of the patterns in each
+    below: Counts  # occurrences in all bands before one [n_base_codes, n_bands + 1, n_buckets]
+    unit_bytes: int  # width of a unit
+    # those that were asked for before
     cuts: dict[Partitions, tuple[Cut, _Parts]] = field(default_factory=dict)
 
     def n_bytes(self, wanted: Partitions) -> float:

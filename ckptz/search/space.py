@@ -21,17 +21,11 @@ TEMPLATE: Final = KMeans.reference()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cube:
-    """The configurations of one prune metric.
+    """The configurations of one prune metric."""
 
-    Attributes:
-        template: everything that is not a knob.
-        prune_by: "magnitude" or "sensitivity".
-        has_embeddings: whether there are embeddings, whose levels are an axis of their own.
-    """
-
-    template: KMeans = TEMPLATE
-    prune_by: str = "magnitude"
-    has_embeddings: bool = True
+    template: KMeans = TEMPLATE  # everything that is not a knob
+    prune_by: str = "magnitude"  # "magnitude" or "sensitivity"
+    has_embeddings: bool = True  # whether there are embeddings, whose levels are an axis of their own
 
     @property
     def axes(self) -> Mapping[str, tuple[float, ...]]:

@@ -17,17 +17,11 @@ FULL: Final = 1.0  # share of the budget that may be used
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one configuration.
+    """What came of one configuration."""
 
-    Attributes:
-        config: what was tried.
-        used: share of the budget that is used; infinite if it could not be measured.
-        n_bytes: size of the file.
-    """
-
-    config: Method
-    used: float
-    n_bytes: int
+    config: Method  # what was tried
+    used: float  # share of the budget that is used; infinite if it could not be measured
+    n_bytes: int  # size of the file
 
     @property
     def is_feasible(self) -> bool:

@@ -33,17 +33,12 @@ from ckptz.store.resolve import open_checkpoint, open_file
 
 @dataclass(frozen=True, slots=True)
 class TrialFile:
-    """A written file that is to be measured; can be sent to another process.
+    """A written file that is to be measured; can be sent to another process."""
 
-    Attributes:
-        path: the file.
-        base_paths: what its deltas are made from; of several files, each has other tensors.
-        search_path: folders to look for the base's own bases in.
-    """
-
-    path: Path
+    path: Path  # the file
+    # what its deltas are made from; of several files, each has other tensors
     base_paths: tuple[Path, ...] = ()
-    search_path: tuple[Path, ...] = ()
+    search_path: tuple[Path, ...] = ()  # folders to look for the base's own bases in
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, TensorSource]]:
@@ -86,23 +81,14 @@ Waiting = Callable[[], Measured]
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Says what a trial used of its budgets.
+    """Says what a trial used of its budgets."""
 
-    Attributes:
-        limits: at least one.
-        exact: what drops are measured from, one a limit.
-        promises: what a file that keeps them promises, by each.
-        begin: starts to measure a trial; what it returns waits for the result.
-        digests: of the data of each.
-        noise: differences up to these say nothing, one a limit.
-    """
-
-    limits: tuple[Limit, ...]
-    exact: Readings
-    promises: tuple[Promise, ...]
-    begin: Callable[[TrialFile], Waiting]
-    digests: tuple[str | None, ...]
-    noise: tuple[float, ...]
+    limits: tuple[Limit, ...]  # at least one
+    exact: Readings  # what drops are measured from, one a limit
+    promises: tuple[Promise, ...]  # what a file that keeps them promises, by each
+    begin: Callable[[TrialFile], Waiting]  # starts to measure a trial; what it returns waits for the result
+    digests: tuple[str | None, ...]  # of the data of each
+    noise: tuple[float, ...]  # differences up to these say nothing, one a limit
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:

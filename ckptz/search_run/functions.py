@@ -21,13 +21,9 @@ HOW = "give package.module:function or file.py:function"
 
 @dataclass(frozen=True, slots=True)
 class NamedFunction:
-    """A function that is loaded where it is called, in another process too.
+    """A function that is loaded where it is called, in another process too."""
 
-    Attributes:
-        text: as the user wrote it.
-    """
-
-    text: str
+    text: str  # as the user wrote it
 
     def __post_init__(self) -> None:
         if not all(self.text.rpartition(":")):

@@ -36,19 +36,13 @@ def promise_of(budget: Budget) -> Promise:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Names of the tensors that qualities are called with.
+    """Names of the tensors that qualities are called with."""
 
-    Attributes:
-        weights: those of the model: parameters and buffers.
-        others: optimizer state, for qualities that train on.
-        tied: other names of these tensors, and what they are stored as.
-        prefix: what begins names in the file, and not those that qualities see.
-    """
-
-    weights: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    weights: tuple[str, ...]  # those of the model: parameters and buffers
+    others: tuple[str, ...] = ()  # optimizer state, for qualities that train on
+    # other names of these tensors, and what they are stored as
     tied: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = ""
+    prefix: str = ""  # what begins names in the file, and not those that qualities see
 
     def names(self, budget: Budget) -> tuple[str, ...]:
         """What the budget's quality gets."""
@@ -57,19 +51,12 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Decodes the state that one budget's quality is called with; see `ckptz.search.measures.Exact`.
+    """Decodes the state that one budget's quality is called with; see `ckptz.search.measures.Exact`."""
 
-    Attributes:
-        tensors: by name.
-        names: those that it gets.
-        scope: of all budgets.
-        run: maps a function over chunks.
-    """
-
-    tensors: Mapping[str, TensorSource]
-    names: Sequence[str]
-    scope: Scope
-    run: MapFunction = map
+    tensors: Mapping[str, TensorSource]  # by name
+    names: Sequence[str]  # those that it gets
+    scope: Scope  # of all budgets
+    run: MapFunction = map  # maps a function over chunks
 
     def state(self) -> State:
         """A fresh copy."""
@@ -119,17 +106,11 @@ def _fill(place: tuple[TensorSource, Any, int, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What drops are measured from.
+    """What drops are measured from."""
 
-    Attributes:
-        budgets: with qualities that have seen the exact tensors.
-        exact: values of the exact tensors, one a budget.
-        noise: differences up to these say nothing, one a budget.
-    """
-
-    budgets: tuple[Budget, ...]
-    exact: Readings
-    noise: tuple[float, ...]
+    budgets: tuple[Budget, ...]  # with qualities that have seen the exact tensors
+    exact: Readings  # values of the exact tensors, one a budget
+    noise: tuple[float, ...]  # differences up to these say nothing, one a budget
 
 
 def measure_exact(

@@ -39,17 +39,12 @@ def parent_config(options: SearchOptions, job: Job) -> Method | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How a search goes.
+    """How a search goes."""
 
-    Attributes:
-        stages: strategies, one after another.
-        predict: sizes of configurations before they are tried, if the strategies need them.
-        n_predicted: configurations that it was prepared for.
-    """
-
-    stages: Sequence[Strategy]
+    stages: Sequence[Strategy]  # strategies, one after another
+    # sizes of configurations before they are tried, if the strategies need them
     predict: Predict | None = None
-    n_predicted: int = 0
+    n_predicted: int = 0  # configurations that it was prepared for
 
 
 def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:

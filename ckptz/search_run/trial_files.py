@@ -38,27 +38,17 @@ def _unchecked() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRun:
-    """What a search works with.
+    """What a search works with."""
 
-    Attributes:
-        workers: threads.
-        base_paths: the files behind `Contents.bases`.
-        search_path: folders to look for its own bases in.
-        like: files whose permissions the target gets, if it replaces none.
-        progress: told of the bytes of each trial as it is written.
-        check: called before the target gets its name; raises if what was read has changed.
-        owner: begins the names of temporary files.
-        prefix: what begins the names of weights in the file, and not those that qualities see.
-    """
-
-    workers: Workers
-    base_paths: tuple[Path, ...] = ()
-    search_path: tuple[Path, ...] = ()
-    like: Sequence[Path] = ()
-    progress: Progress | None = None
+    workers: Workers  # threads
+    base_paths: tuple[Path, ...] = ()  # the files behind `Contents.bases`
+    search_path: tuple[Path, ...] = ()  # folders to look for its own bases in
+    like: Sequence[Path] = ()  # files whose permissions the target gets, if it replaces none
+    progress: Progress | None = None  # told of the bytes of each trial as it is written
+    # called before the target gets its name; raises if what was read has changed
     check: Callable[[], None] = _unchecked
-    owner: str = ""
-    prefix: str = ""
+    owner: str = ""  # begins the names of temporary files
+    prefix: str = ""  # what begins the names of weights in the file, and not those that qualities see
 
 
 @dataclass(slots=True)

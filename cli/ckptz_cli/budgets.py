@@ -42,19 +42,12 @@ def amount_of(text: str) -> tuple[float, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One `--budget`.
+    """One `--budget`."""
 
-    Attributes:
-        text: as it was written.
-        metric: what it is about.
-        max_drop: how much worse it may be.
-        is_relative: whether that is a share of the exact value.
-    """
-
-    text: str
-    metric: str
-    max_drop: float
-    is_relative: bool
+    text: str  # as it was written
+    metric: str  # what it is about
+    max_drop: float  # how much worse it may be
+    is_relative: bool  # whether that is a share of the exact value
 
     @classmethod
     def parse(cls, text: str) -> Wanted:
