@@ -48,7 +48,6 @@ class Guided:
         return _Grid.of(self.cubes, self.predict)
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
-        """See `Strategy.propose`."""
         grid = self._grid
         open_ = np.ones(len(grid.configs), np.bool_)
         for outcome in history:
@@ -80,7 +79,6 @@ class Exhaustive:
     name: str = "exhaustive"
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
-        """See `Strategy.propose`."""
         tried = {outcome.config for outcome in history}
         configs = {cube.config(point) for cube in self.cubes for point in cube.points} - tried
         return sorted(configs, key=lambda config: (self.predict(config), repr(config)))[:n]
@@ -108,18 +106,11 @@ class _Grid:
         places: dict[Method, list[int]] = {}
         for i, config in enumerate(configs):
             places.setdefault(config, []).append(i)
-        return cls(
-            configs=configs,
-            places=places,
-            at=at,
-            home=home,
-            sizes=np.array([predict(c) for c in configs]),
-            steps=at.sum(axis=1),
-            is_beyond=is_beyond,
-        )
+        sizes = np.array([predict(config) for config in configs])
+        return cls(configs, places, at, home, sizes, at.sum(axis=1), is_beyond)
 
     def beside(self, i: int) -> Mask:
-        """Points of the same cube that are at most one step away along each axis [n]."""
+        """Mark points of the same cube that are at most one step away along each axis [n]."""
         near: Mask = (np.abs(self.at - self.at[i]) <= 1).all(axis=1) & (self.home == self.home[i])
         return near
 

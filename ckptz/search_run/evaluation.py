@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ckptz.codec.units import TensorSource
@@ -25,7 +24,7 @@ from ckptz.container.reader import Container
 from ckptz.encoding.draft import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.parallel import default_jobs
-from ckptz.search.budget import Budget, Limit, Reading, share_used
+from ckptz.search.budget import Budget, Limit, share_used
 from ckptz.search.trials import FULL
 from ckptz.search_run.quality import Readings, Scope, measure_exact, measure_trial, promise_of
 from ckptz.store.resolve import open_checkpoint, open_file
@@ -42,7 +41,7 @@ class TrialFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, TensorSource]]:
-        """Its tensors by name."""
+        """Open the file, for its tensors by name."""
         with contextlib.ExitStack() as held:
             file = held.enter_context(contextlib.closing(open_file(FileBytes(self.path))))
             # It was written against these very bases, which need not be read to know that they are the ones.
@@ -93,19 +92,25 @@ class Judge:
     @property
     def unmeasurable(self) -> tuple[str, ...]:
         """Of limits below the noise of their measurement, which nothing can be said to keep: what to tell."""
-        rows = zip(self.limits, self.exact, self.noise, strict=True)
-        return tuple(
-            _below_noise(limit, exact, noise)
-            for limit, exact, noise in rows
-            if noise and not limit.is_measurable(exact, noise)
-        )
+        faults = []
+        for limit, exact, noise in zip(self.limits, self.exact, self.noise, strict=True):
+            if noise and not limit.is_measurable(exact, noise):
+                is_share, value = limit.is_relative, abs(exact.value)
+                shown = f"{noise / value:.2%}" if is_share else f"{noise:.3g}"
+                allowed = f"{limit.max_drop:.2%}" if is_share else f"{limit.max_drop:.3g}"
+                faults.append(
+                    f"{exact.metric} cannot be measured to its budget of {allowed}: exact states differ by "
+                    f"{shown} (the noise floor), so nothing counts as keeping it; allow more, or average "
+                    "over more steps or data"
+                )
+        return tuple(faults)
 
     def used(self, readings: Readings) -> float:
-        """Share that is used of the tightest limit."""
+        """Give the share that is used of the tightest limit."""
         return share_used(self.limits, self.exact, readings)
 
     def records(self, readings: Readings) -> tuple[QualityRecord, ...]:
-        """What the file says of its budgets; values that are not finite have no place in it."""
+        """Give what the file says of its budgets; values that are not finite have no place in it."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         rows = zip(self.promises, self.limits, self.exact, readings, self.digests, strict=True)
         return tuple(
@@ -125,18 +130,8 @@ class Judge:
         )
 
 
-def _below_noise(limit: Limit, exact: Reading, noise: float) -> str:
-    """A sentence for the user."""
-    shown = f"{noise / abs(exact.value):.2%}" if limit.is_relative else f"{noise:.3g}"
-    allowed = f"{limit.max_drop:.2%}" if limit.is_relative else f"{limit.max_drop:.3g}"
-    return (
-        f"{exact.metric} cannot be measured to its budget of {allowed}: exact states differ by {shown} "
-        "(the noise floor), so nothing counts as keeping it; allow more, or average over more steps or data"
-    )
-
-
 def measured_here(read: Callable[[TrialFile], Readings]) -> Callable[[TrialFile], Waiting]:
-    """Measures on the caller's own thread, at once."""
+    """Measure on the caller's own thread, at once."""
 
     def begin(file: TrialFile) -> Waiting:
         found = _timed(read, file)
@@ -178,13 +173,11 @@ class Processes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, file: TrialFile) -> Waiting:
-        """See `Judge.begin`."""
+        """Begin to measure a trial; see `Judge.begin`."""
         future = self._pool.submit(_timed, self._read, file)
 
         def wait() -> Measured:
@@ -212,7 +205,7 @@ def judging(
     n_workers: int,
     run: MapFunction,
 ) -> Iterator[Judge]:
-    """A judge by quality; measures the exact tensors, once.
+    """Make a judge by quality; the exact `tensors` are measured, once.
 
     Args:
         budgets: what must be kept.

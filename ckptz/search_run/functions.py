@@ -30,7 +30,7 @@ class NamedFunction:
             raise ConfigError(f"{self.text!r} names no function; {HOW}")
 
     def load(self) -> Callable[..., Any]:
-        """The function.
+        """Load the function.
 
         Raises:
             ConfigError: there is none; or its module fails to load.
@@ -38,7 +38,7 @@ class NamedFunction:
         return _load(self.text)
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns; what it prints goes to stderr, as stdout is for the report."""
+        """Call the function; what it prints goes to stderr, as stdout is for the report."""
         function = self.load()
         with contextlib.redirect_stdout(sys.stderr):
             return function(*args)

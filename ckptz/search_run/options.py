@@ -31,10 +31,6 @@ class TrialReport:
     evaluation_seconds: float  # taken to decode and evaluate alone
 
 
-def _ignore(trial: TrialReport) -> None:
-    del trial
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
     """What to search for, and how.
@@ -63,7 +59,7 @@ class SearchOptions:
     parent: Method | None = None
     workers: int = 1
     max_evaluations: int | None = None
-    on_trial: Callable[[TrialReport], None] = _ignore
+    on_trial: Callable[[TrialReport], None] = lambda trial: None
     is_dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -87,17 +83,19 @@ class SearchReport:
     method: str  # name of the method of the settings
     strategy: str  # what proposed the winner, or the last that was tried
     # whether the budgets are kept; if not, the file is lossless. None if that was not measured.
-    is_met: bool | None
-    is_interrupted: bool  # stopped by Ctrl-C; the file is the best that was found until then
-    is_dry_run: bool  # nothing was written
-    config: dict[str, Any] | None  # settings of the winner, None for a lossless file
-    metrics: tuple[str, ...]  # what was measured, one a budget
-    exact: tuple[float, ...]  # its values for the exact tensors
-    trials: tuple[TrialReport, ...]  # in order
-    n_predicted: int  # configurations whose size was predicted
+    is_met: bool | None = None
+    is_interrupted: bool = False  # stopped by Ctrl-C; the file is the best that was found until then
+    is_dry_run: bool = False  # nothing was written
+    config: dict[str, Any] | None = None  # settings of the winner, None for a lossless file
+    metrics: tuple[str, ...] = ()  # what was measured, one a budget
+    exact: tuple[float, ...] = ()  # its values for the exact tensors
+    trials: tuple[TrialReport, ...] = ()  # in order
+    n_predicted: int = 0  # configurations whose size was predicted
     # differences of each budget's value that say nothing, 0 where that was not measured
-    noise: tuple[float, ...]
-    unmeasurable: tuple[str, ...]  # what to tell of budgets below their noise, which count as not kept
-    quality: tuple[QualityRecord, ...]  # what the file records of its budgets
+    noise: tuple[float, ...] = ()
+    unmeasurable: tuple[str, ...] = ()  # what to tell of budgets below their noise, which count as not kept
+    quality: tuple[QualityRecord, ...] = ()  # what the file records of its budgets
     seconds: float  # taken in all
-    evaluation_seconds: float  # taken to decode and evaluate, in all processes, the exact tensors included
+    evaluation_seconds: float = (
+        0.0  # taken to decode and evaluate, in all processes, the exact tensors included
+    )

@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def is_of_training(budget: Budget) -> bool:
-    """Whether a budget is about going on with the training, and so needs optimizer state."""
+    """Tell whether a budget is about going on with the training, and so needs optimizer state."""
     return bool(getattr(budget.quality, "trains", False))
 
 
 def promise_of(budget: Budget) -> Promise:
-    """What a file promises that keeps the budget."""
+    """Say what a file promises that keeps the budget."""
     return "resume-gap" if is_of_training(budget) else "quality-drop"
 
 
@@ -45,7 +45,7 @@ class Scope:
     prefix: str = ""  # what begins names in the file, and not those that qualities see
 
     def names(self, budget: Budget) -> tuple[str, ...]:
-        """What the budget's quality gets."""
+        """Name what the budget's quality gets."""
         return (*self.weights, *self.others) if is_of_training(budget) else self.weights
 
 
@@ -59,34 +59,28 @@ class Decoder:
     run: MapFunction = map  # maps a function over chunks
 
     def state(self) -> State:
-        """A fresh copy."""
+        """Decode a fresh copy."""
         state = state_of({name: self.tensors[name] for name in self.names}, self.run)
         state |= {n: state[stored] for n, stored in self.scope.tied.items() if stored in state}
         return {name.removeprefix(self.scope.prefix): tensor for name, tensor in state.items()}
 
     def disturbed(self, share: float, seed: int) -> State:
-        """A fresh copy with noise on weights of two or more dimensions, `share` of the spread of each."""
+        """Decode a copy with noise on weights of two or more dimensions, `share` of the spread of each."""
         state, rng = self.state(), np.random.default_rng(seed)
         for name in self.scope.weights:
-            _disturb(state[name.removeprefix(self.scope.prefix)], share, rng)
+            tensor = state[name.removeprefix(self.scope.prefix)]
+            is_matrix = tensor.dim() > 1 and tensor.numel() > 1
+            if (
+                is_matrix and tensor.is_floating_point() and tensor.element_size() > 1
+            ):  # 8-bit floats do not add
+                spread = float(tensor.float().std())
+                noise = rng.standard_normal(tuple(tensor.shape), np.float32)
+                tensor.add_(tensor.new_tensor(noise * np.float32(share * spread)))
         return state
 
 
-def _disturb(tensor: Any, share: float, rng: np.random.Generator) -> None:
-    is_matrix = tensor.dim() > 1 and tensor.numel() > 1
-    if is_matrix and tensor.is_floating_point() and tensor.element_size() > 1:  # 8-bit floats do not add
-        spread = float(tensor.float().std())
-        noise = rng.standard_normal(tuple(tensor.shape), np.float32)
-        tensor.add_(tensor.new_tensor(noise * np.float32(share * spread)))
-
-
 def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> State:
-    """Decoded tensors as CPU torch tensors by name, in memory of their own.
-
-    Args:
-        tensors: sources by name.
-        run: maps a function over chunks.
-    """
+    """Decode tensors, by name, to CPU torch tensors in memory of their own; `run` maps over chunks."""
     torch = framework("torch", "cpu", "mmap")
     state, places = {}, []
     for name, source in tensors.items():
@@ -94,14 +88,14 @@ def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> Sta
         state[name], units = torch.allocate(source.dtype, shape)
         bounds = chunk_bounds(source.dtype.n_units(source.shape))
         places += [(source, units, begin, end) for begin, end in bounds]
-    for _ in run(_fill, places):
+
+    def fill(place: tuple[TensorSource, Any, int, int]) -> None:
+        source, units, begin, end = place
+        units[begin:end] = source.units(begin, end)
+
+    for _ in run(fill, places):
         pass
     return state
-
-
-def _fill(place: tuple[TensorSource, Any, int, int]) -> None:
-    source, units, begin, end = place
-    units[begin:end] = source.units(begin, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +139,9 @@ def measure_exact(
 def measure_trial(
     budgets: Sequence[Budget], scope: Scope, tensors: Mapping[str, TensorSource], run: MapFunction = map
 ) -> Readings:
-    """What each budget's quality says of decoded tensors; one that several budgets share is called once.
+    """Ask each budget's quality about decoded tensors; one that several budgets share is called once.
 
-    Args:
-        budgets: those of a `Baseline`.
-        scope: which tensors they are called with.
-        tensors: by name.
-        run: maps a function over chunks.
+    The arguments are those of `measure_exact`, with the budgets of its `Baseline`.
 
     Raises:
         ConfigError: a quality raises, or returns no number.
@@ -166,7 +156,7 @@ def measure_trial(
 
 
 def _called(budget: Budget, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a user's function returns; whatever it raises is told by the name of the budget."""
+    """Call a user's function; whatever it raises is told by the name of the budget."""
     try:
         return call(*args, **kwargs)
     except (MemoryError, ConfigError):
