@@ -68,12 +68,7 @@ class Prepared:
         return [name for name, choice in choices.items() if choice.is_lossy]
 
     def contents(self, config: Method, earlier: Earlier | None = None) -> Contents:
-        """Choose what becomes of each tensor under a configuration.
-
-        Args:
-            config: of this file.
-            earlier: a file of the same tensors to copy frames from.
-        """
+        """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`."""
         job = self.job
         return Contents(
             metadata=job.metadata,
@@ -119,13 +114,7 @@ def prepared(job: Job) -> Iterator[Prepared]:
 
 
 def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None = None) -> Written:
-    """Write one file.
-
-    Args:
-        sink: an empty file, which must seek.
-        job: what to write.
-        workers: threads.
-        progress: called with the original bytes of each chunk written.
+    """Write one file into `sink`, which is empty and must seek; `progress` is told the bytes of each chunk.
 
     Raises:
         ConfigError: what is asked for is impossible; see `prepared`.

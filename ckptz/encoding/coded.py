@@ -27,7 +27,7 @@ Errors = tuple[float, float, float]
 
 
 def bits_for(n_codes: int) -> int:
-    """Bits of a packed code."""
+    """Count the bits of a packed code."""
     return max(1, (n_codes - 1).bit_length())
 
 
@@ -45,7 +45,7 @@ class CodedSource(TensorSource):
     errors: tuple[Errors, ...]
 
     def codes_of(self, begin: int, end: int) -> Bytes:
-        """Codes of units begin..end, which are one chunk."""
+        """Give the codes uint8 [end - begin] of units begin..end, which are one chunk."""
         n_bits = bits_for(self.quant_map.n_codes)
         codes = np.empty(end - begin, np.uint8)
         first = begin * n_bits // 8
@@ -53,7 +53,6 @@ class CodedSource(TensorSource):
         return codes
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         codes = self.codes_of(begin, end)
         units = np.empty(len(codes), UNIT_TYPES[self.dtype.unit_bytes])
         self._table.decode(codes, None, None, units)
@@ -80,10 +79,9 @@ class CodedQuantizer(Quantizer):
     source: CodedSource
 
     def codes(self, begin: int, end: int, units: Units) -> Bytes:
-        """Codes of some units, whatever these are."""
         del units
         return self.source.codes_of(begin, end)
 
     def errors(self, begin: int) -> Errors:
-        """What was measured on the chunk that begins there."""
+        """Give what was measured on the chunk that begins there."""
         return self.source.errors[begin // CHUNK_UNITS]

@@ -27,7 +27,7 @@ class ClassCounts:
 
     @classmethod
     def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
-        """Count some codes."""
+        """Count codes [n] with labels [n]."""
         return cls(*planning().used_class_histogram(labels, codes, n_classes))
 
     def __add__(self, other: Self) -> Self:
@@ -70,6 +70,6 @@ def share_tables(
 
 
 def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
-    """Frequency tables shared by classes, from how often each code occurs in each."""
+    """Make frequency tables that classes share, from how often each code occurs in each."""
     table_counts, table_map = share_tables(found, n_classes)
     return StreamTables(np.stack([normalise(row) for row in table_counts]), table_map)

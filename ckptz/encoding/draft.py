@@ -36,7 +36,7 @@ class Rounding(Protocol):
     """What units are rounded to before they are split into byte planes."""
 
     def rounded(self, units: Units, kind: int) -> Units:
-        """Round units of a kind of `ckptz.kernels.reference`."""
+        """Round units [n] of a kind of `ckptz.kernels.reference`."""
         ...
 
 
