@@ -71,7 +71,6 @@ class MethodCommand(click.Command):
     """A command that takes the options of all methods as well."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """See `click.Command.get_params`."""
         own = super().get_params(ctx)
         at = [param.name for param in own].index(NEXT)
         return [*own[:at], *_params(), *own[at:]]
