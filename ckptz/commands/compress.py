@@ -38,7 +38,7 @@ MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressReport:
-    """What one input became."""
+    """What `compress` made of one input."""
 
     input: str  # what was read
     output: str  # what was written

@@ -28,10 +28,10 @@ RANGE: Final = ".."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaReport:
-    """What was written."""
+    """What `fold`, `export` or `apply` wrote."""
 
     input: str  # the file whose values the output holds
-    output: str  # what was written
+    output: str
     base: str | None  # the file that the output needs, or that a delta was applied to; None if there is none
     step: int | None  # training step, if it is recorded
     n_tensors: int  # tensors in it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,13 +27,13 @@ CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """One tensor."""
+    """What is stored of one tensor."""
 
-    name: str  # its name
+    name: str
     role: str  # what it is; from its record if it is lossy, else from name and shape, as below
     layer_type: str  # of the parameter that it is or belongs to
     dtype: str  # safetensors' code
-    shape: tuple[int, ...]  # dimensions
+    shape: tuple[int, ...]
     tensor_bytes: int  # decoded size
     stored_bytes: int  # size of its frame
     ratio: float | None  # decoded by stored size; None if it is empty
@@ -67,9 +67,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport:
-    """One file."""
+    """What a file says of itself."""
 
-    file: str  # the file
+    file: str
     format_version: str  # of its bytes
     writer: str  # what wrote it
     content_id: str  # identity of the values
@@ -155,10 +155,11 @@ def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member,
     for i, file in enumerate(checkpoint.files if checkpoint else (container,)):
         if not isinstance(file, Container):
             break
-        for i_inline, base in enumerate(file.inline):
-            record, depth = base.record, len(file.inline) - 1 - i_inline
-            within = Member(file=record.file, content_id=record.content_id, depth=depth, path=file.name)
-            members.append(replace(within, is_inline=True))
+        records = [base.record for base in file.inline]
+        members += (
+            Member(file=r.file, content_id=r.content_id, depth=depth, path=file.name, is_inline=True)
+            for depth, r in zip(reversed(range(len(records))), records, strict=True)
+        )
         if (ref := file.index.base) is not None:
             path = checkpoint.files[i + 1].name if checkpoint else None
             members.append(Member(file=ref.file, content_id=ref.content_id, depth=ref.depth - 1, path=path))

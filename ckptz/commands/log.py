@@ -25,7 +25,7 @@ Tell = Callable[[Exception], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEntry:
-    """One checkpoint."""
+    """One checkpoint of a folder, or a base of one."""
 
     file: str  # its name, or its path where it is in another folder
     # an anchor, a delta, or a file that carries its bases within; a plain safetensors file that deltas are
@@ -47,9 +47,9 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport:
-    """A folder."""
+    """The checkpoints of a folder."""
 
-    folder: str  # where
+    folder: str
     # every checkpoint behind the one it is stored against, by step and then by name
     entries: tuple[LogEntry, ...]
     n_files: int  # `.ckptz` files of the folder that can be read

@@ -33,7 +33,7 @@ class InlineReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebaseReport:
-    """What was written."""
+    """What `rebase` wrote."""
 
     input: str  # the delta
     output: str  # the file that stands alone

@@ -41,7 +41,7 @@ Written = Literal["safetensors", "pt", "dcp", "folder"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What was restored."""
+    """What `restore` wrote."""
 
     input: str  # what was read
     output: str  # what was written
