@@ -15,15 +15,15 @@ TODO_ROOMS = (
     *("ckptz/api", "ckptz/bits", "ckptz/codec", "ckptz/container", "ckptz/dtypes"),
     *("ckptz/errors", "ckptz/formats", "ckptz/frameworks", "ckptz/hooks", "ckptz/integrations"),
     *("ckptz/kernels", "ckptz/methods", "ckptz/numpy", "ckptz/parallel", "ckptz/progress", "ckptz/store"),
-    *("ckptz/sync", "ckptz/torch", "ckptz/training", "ckptz/tree", "ckptz/wire", "ckptz/__init__"),
-    *("ckptz/commands/diff", "ckptz/commands/verify"),
+    *("ckptz/sync", "ckptz/torch", "ckptz/training", "ckptz/tree", "ckptz/wire"),
 )
 VERBS = """
-    Add Apply Ask Average Begin Bring Call Check Choose Code Compare Compress Compute Convert Copy Count
-    Decide Decode Describe Draw Encode End Factor Fill Find Fit Forget Give Hash Hold Keep Let List Load
-    Look Make Map Mark Match Measure Merge Move Name Open Parse Predict Print Propose Prune Put Rank Read
-    Record Refuse Release Remember Remove Replace Require Restore Round Run Save Say Search Send Share Show
-    Sketch Sort Split Start Stop Sum Take Tell Try Turn Use Verify Wait Weigh Write
+    Add Apply Ask Average Begin Bind Bring Call Check Choose Close Code Compare Compress Compute Convert
+    Copy Count Decide Decode Delete Describe Draw Encode End Expand Factor Fill Find Fit Forget Give Go
+    Group Hash Hold Keep Leave Let List Load Look Make Map Mark Match Measure Merge Move Name Open Parse
+    Predict Print Propose Prune Publish Put Rank Read Receive Record Refuse Release Remember Remove Replace
+    Require Restore Round Run Sample Save Say Search Send Share Show Sketch Sort Split Start Stop Store Sum
+    Take Tell Try Turn Undo Update Use Verify Wait Warn Weigh Wrap Write
 """
 ARRAY = re.compile(
     r"\b(NDArray|Units|Floats|Reals|Integers|Codes|Labels|Counts|Bytes|Frequencies|Matrix|Logits)\b"
