@@ -16,14 +16,14 @@ class Quantizer:
     __slots__ = ()
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end of the tensor."""
+        """Give the codes uint8 [end - begin] of units begin..end of the tensor."""
         raise NotImplementedError
 
     def kept(self, units: Units) -> Units:
-        """Give what escaped and protected positions restore to: `units`, or a rounding of them."""
+        """Give what escaped and protected positions restore to: `units` [n], or a rounding of them."""
         return units
 
     def protected(self, begin: int, end: int, units: Units) -> NDArray[np.bool_] | None:
-        """Mark positions that are stored exactly beside their code; None where there are none."""
+        """Mark positions [end - begin] that are stored exactly beside their code; None if there are none."""
         del begin, end, units
         return None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptz_cli.methods import MethodCommand
+from ckptz_cli.methods import MethodCommand, options_of_methods
 from ckptz_cli.options import PATH, only_one, writing_options
-from ckptz_cli.search_options import choose, require_budgets, save_plan, search_options
+from ckptz_cli.search_options import NAMES, choose, require_budgets, save_plan, search_options
 from ckptz_cli.search_view import view_of
 from ckptz_cli.session import Session
 
@@ -73,18 +73,8 @@ def compress(
     /,
     inputs: tuple[Path, ...],
     output: Path | None,
-    base: Path | None,
-    chain: bool,
-    step: int | None,
     roles: Path | None,
-    optimizer: Path | None,
-    read_optimizer: Path | None,
-    calibration: Path | None,
-    sensitivity: Path | None,
-    jobs: int | None,
-    force: bool,
-    search_path: tuple[Path, ...],
-    **lossy: Any,
+    **given: Any,
 ) -> None:
     """Compress checkpoints, without loss unless a method is named.
 
@@ -99,30 +89,22 @@ def compress(
         for note in report.notes:
             session.note(f"{report.output}: {note}")
 
-    with view_of(lossy) as view:
-        chosen = choose(lossy, view.on_trial)
+    lossy = {name: given.pop(name) for name in ("method", *options_of_methods(), *NAMES)}
+    with view_of(lossy) as (progress, on_trial):
+        config, search = choose(lossy, on_trial)
         reports = ckptz.compress(
             inputs,
             output,
-            config=chosen.config,
-            search=chosen.search,
-            base=base,
-            chain=chain,
-            step=step,
-            optimizer=optimizer,
-            read_optimizer=read_optimizer,
-            calibration=calibration,
-            sensitivity=sensitivity,
+            config=config,
+            search=search,
             role_rules=_rules_in(roles) if roles else (),
-            jobs=jobs,
-            force=force,
-            search_path=search_path,
-            progress=view.progress,
+            progress=progress,
             on_report=show,
+            **given,
         )
     if len(reports) > 1:
         session.say(total_line(reports))
-    save_plan(session, lossy["save_plan"], chosen, reports)
+    save_plan(session, lossy["save_plan"], config, reports)
     require_budgets(reports)
 
 

@@ -11,7 +11,7 @@ from ckptz_cli.session import Session
 
 
 def expanded(paths: Iterable[Path], session: Session) -> Iterator[Path]:
-    """Files as they are, of folders all checkpoints; a folder without any is reported as a failure."""
+    """Give files as they are, of folders all checkpoints; a folder without any is reported as a failure."""
     for path in paths:
         if not path.is_dir():
             yield path
@@ -23,7 +23,7 @@ def expanded(paths: Iterable[Path], session: Session) -> Iterator[Path]:
 
 
 def report_folders(paths: Iterable[Path], session: Session) -> None:
-    """What is wrong with the folders as such."""
+    """Say what is wrong with the folders as such."""
     for folder in filter(Path.is_dir, paths):
         for file, error in mismatched_pairs(folder):
             session.add_failure(str(file), error)

@@ -16,16 +16,13 @@ from typing import Any, Final, NoReturn
 import click
 
 from ckptz._version import __version__
-from ckptz_cli.apply import apply
 from ckptz_cli.compress import compress
+from ckptz_cli.deltas import apply, export, fold, rebase
 from ckptz_cli.diff import diff
-from ckptz_cli.export import export
-from ckptz_cli.fold import fold
 from ckptz_cli.inspect import inspect
 from ckptz_cli.log import log
 from ckptz_cli.options import debug_option, json_option
 from ckptz_cli.prune import prune
-from ckptz_cli.rebase import rebase
 from ckptz_cli.restore import restore
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify

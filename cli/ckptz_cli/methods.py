@@ -70,7 +70,6 @@ class MethodCommand(click.Command):
     """A command that takes the options of all methods as well."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """See `click.Command.get_params`."""
         from ckptz.methods.table import METHODS
 
         own = super().get_params(ctx)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, json_option
+from ckptz_cli.options import COUNT, PATH, debug_option, json_option
 from ckptz_cli.session import Session
 
 EPILOG = """\b
@@ -16,8 +16,6 @@ Examples:
   ckptz prune run --keep-last 1 --keep-weights-last 20
   ckptz prune run --after 5000
 """
-
-COUNT = click.IntRange(min=1)
 
 
 @click.command(epilog=EPILOG)
@@ -51,7 +49,7 @@ def prune(
     stays. Without rules, only what killed writers left is removed.
     """
     from ckptz.store.retention import keep_policy, prune_folder
-    from ckptz_cli.render_store import pruned_text
+    from ckptz_cli.render_chains import pruned_text
 
     policy = keep_policy(
         steps=(keep_last, keep_every, keep_best),

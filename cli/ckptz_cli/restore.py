@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -35,15 +35,7 @@ Examples:
 )
 @writing_options
 @click.pass_obj
-def restore(
-    session: Session,
-    file: Path,
-    output: Path | None,
-    kind: Kind | None,
-    jobs: int | None,
-    force: bool,
-    search_path: tuple[Path, ...],
-) -> None:
+def restore(session: Session, /, file: Path, output: Path | None, kind: Kind | None, **how: Any) -> None:
     """Write back what was compressed; what was compressed without loss comes back bit for bit.
 
     Every chunk is checked against the checksum of what the writer decoded. A folder of shards comes back as
@@ -53,9 +45,7 @@ def restore(
     from ckptz_cli.render import restored_line
 
     with progress_bar() as progress:
-        report = ckptz.restore(
-            file, output, to=kind, jobs=jobs, force=force, search_path=search_path, progress=progress
-        )
+        report = ckptz.restore(file, output, to=kind, progress=progress, **how)
     session.show(report, restored_line(report))
     for note in report.notes:
         session.note(note)

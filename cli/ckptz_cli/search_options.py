@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +11,7 @@ import click
 
 from ckptz_cli.budgets import amount_of, budgets_of
 from ckptz_cli.methods import config_of, fields_of, is_given, options_of_methods
-from ckptz_cli.options import PATH, together
+from ckptz_cli.options import COUNT, PATH, together
 
 if TYPE_CHECKING:
     from ckptz.commands.compress import CompressReport
@@ -27,7 +26,6 @@ NAMES: Final = ("eval", "max_drop", "proxy_error", *SEARCH_ONLY, "plan", "save_p
 
 
 def _drop(context: click.Context, option: click.Parameter, value: str | None) -> tuple[float, bool] | None:
-    """`1%` is a share of the exact value, `0.01` a difference: the number, and whether it is relative."""
     if value is None:
         return None
     number, is_relative = amount_of(value.strip())
@@ -56,7 +54,7 @@ search_options = together(
     ),
     click.option(
         "--resume-steps",
-        type=click.IntRange(min=1),
+        type=COUNT,
         metavar="N",
         help="Training steps of an --eval called resume (default 20).",
     ),
@@ -78,12 +76,7 @@ search_options = together(
         help="Search without --eval: largest sensitivity-weighted relative RMS error.",
     ),
     click.option("--strategy", type=click.Choice(STRATEGIES), help="How to search (default auto)."),
-    click.option(
-        "--eval-workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Evaluations side by side (default 1).",
-    ),
+    click.option("--eval-workers", type=COUNT, metavar="N", help="Evaluations side by side (default 1)."),
     click.option(
         "--max-evaluations",
         type=click.IntRange(min=0),
@@ -103,33 +96,22 @@ search_options = together(
 
 
 def is_search(given: Mapping[str, Any]) -> bool:
-    """Whether the options ask for a search."""
+    """Tell whether the options ask for a search."""
     return bool(given["eval"]) or given["proxy_error"] is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A configuration, or what to search for; one of them."""
-
-    config: Method
-    search: SearchOptions | None
-
-
-def choose(given: Mapping[str, Any], on_trial: Callable[[TrialReport], None]) -> Chosen:
-    """What the options of methods and of searches mean together.
+def choose(
+    given: Mapping[str, Any], on_trial: Callable[[TrialReport], None]
+) -> tuple[Method, SearchOptions | None]:
+    """Give the configuration that all options mean together, or lossless and what to search for.
 
     Raises:
         click.UsageError: they contradict each other.
         ConfigError: values out of range, or a plan that cannot be used.
     """
     method = {name: value for name, value in given.items() if name not in NAMES}
-    if not is_search(given):
-        _refuse_without_search(given)
-        return Chosen(_fixed(given["plan"], method), None)
-    return Chosen(config_of(None), _search(given, method, on_trial))
-
-
-def _refuse_without_search(given: Mapping[str, Any]) -> None:
+    if is_search(given):
+        return config_of(None), _search(given, method, on_trial)
     if given["max_drop"] is not None:
         raise click.UsageError(
             "--max-drop needs --eval to measure it; without an evaluation, --proxy-error E bounds an error"
@@ -137,25 +119,31 @@ def _refuse_without_search(given: Mapping[str, Any]) -> None:
     for name in SEARCH_ONLY:
         if is_given(given[name]):
             raise click.UsageError(f"{_flag(name)} belongs to a search: --eval with --max-drop or --budget")
-
-
-def _fixed(plan: Path | None, method: dict[str, Any]) -> Method:
+    plan = _planned(given["plan"])
     if plan is None:
-        return config_of(**method)
+        return config_of(**method), None
     for name, value in method.items():
         if is_given(value):
             raise click.UsageError(f"{_flag(name)} contradicts --plan, which has all settings")
+    return plan, None
+
+
+def _planned(path: Path | None) -> Method | None:
     from ckptz.search_run.plans import load_plan
 
-    return load_plan(plan)
+    return None if path is None else load_plan(path)
 
 
 def _search(
     given: Mapping[str, Any], method: dict[str, Any], on_trial: Callable[[TrialReport], None]
 ) -> SearchOptions:
+    from ckptz.errors import ConfigError
     from ckptz.search_run.run import SearchOptions
 
-    parent = _parent(given["plan"])
+    parent = _planned(given["plan"])
+    if parent is not None and not parent.is_lossy:
+        what = "a search begins at settings of a lossy method, and these are of none"
+        raise ConfigError(f"{given['plan']}: {what}")
     searched = _searched_method(method["method"], parent)
     _refuse_in_search(given, method, searched)
     prune_by = method.pop("prune_by")
@@ -204,20 +192,8 @@ def _refuse_in_search(given: Mapping[str, Any], method: dict[str, Any], searched
             raise click.UsageError(f"{option.flag} belongs to --method {owner}")
 
 
-def _parent(plan: Path | None) -> Method | None:
-    if plan is None:
-        return None
-    from ckptz.errors import ConfigError
-    from ckptz.search_run.plans import load_plan
-
-    found = load_plan(plan)
-    if not found.is_lossy:
-        raise ConfigError(f"{plan}: a search begins at settings of a lossy method, and these are of none")
-    return found
-
-
-def save_plan(session: Session, path: Path | None, chosen: Chosen, reports: Sequence[CompressReport]) -> None:
-    """Write the settings of the last file, if that was asked for."""
+def save_plan(session: Session, path: Path | None, config: Method, reports: Sequence[CompressReport]) -> None:
+    """Write the settings of the last file to `path`: `config`, or what its search found."""
     if path is None or not reports:
         return
     from ckptz.search_run import plans
@@ -226,7 +202,7 @@ def save_plan(session: Session, path: Path | None, chosen: Chosen, reports: Sequ
     if search is not None and search.config is None:
         session.note(f"{path}: not written, as no settings were found")
         return
-    plans.save_plan(path, chosen.config if search is None else plans.config_of(search.method, search.config))
+    plans.save_plan(path, config if search is None else plans.config_of(search.method, search.config))
 
 
 def require_budgets(reports: Sequence[CompressReport]) -> None:

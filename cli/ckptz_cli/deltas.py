@@ -1,0 +1,125 @@
+"""`ckptz rebase`, `ckptz fold`, `ckptz export` and `ckptz apply`: what is done with deltas of a chain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from ckptz_cli.options import PATH, writing_options
+from ckptz_cli.progress import progress_bar
+from ckptz_cli.session import Session
+
+REBASE_EPILOG: Final = """\b
+Examples:
+  ckptz rebase step-200.ckptz
+  ckptz rebase step-200.ckptz -o step-200-alone.ckptz
+"""
+FOLD_EPILOG: Final = """\b
+Examples:
+  ckptz fold step-10.ckptz..step-20.ckptz -o step-20.from-10.ckptz
+  ckptz fold 10..20 --folder run/weights -o folded.ckptz
+"""
+EXPORT_EPILOG: Final = """\b
+Examples:
+  ckptz export run/step-20.ckptz -o step-20-alone.ckptz
+  ckptz export 20 --folder run/weights -o model.safetensors
+"""
+APPLY_EPILOG: Final = """\b
+Examples:
+  ckptz apply step-11.ckptz --to model.safetensors -o model-11.safetensors
+  ckptz apply step-11.ckptz --to model.safetensors --in-place
+"""
+
+folder_option = click.option(
+    "--folder", type=PATH, default=Path(), metavar="DIR", help="Where steps are looked for."
+)
+
+
+@click.command(epilog=REBASE_EPILOG, short_help="Make a delta stand alone.")
+@click.argument("file", type=PATH)
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="Write here instead of replacing FILE.")
+@writing_options
+@click.pass_obj
+def rebase(session: Session, /, file: Path, output: Path | None, **how: Any) -> None:
+    """Make a delta stand alone: take the parts of its bases that it needs into the file.
+
+    Nothing is decoded and encoded again: values, codes and content id stay, so deltas that were made from
+    FILE go on working, and the size is about that of the chain. FILE is replaced when the new one was read
+    back and found right.
+    """
+    import ckptz
+    from ckptz_cli.render_chains import rebased_line
+
+    with progress_bar() as progress:
+        report = ckptz.rebase(file, output, progress=progress, **how)
+    session.show(report, rebased_line(report))
+
+
+@click.command(epilog=FOLD_EPILOG, short_help="Write one delta for several.")
+@click.argument("between", metavar="A..B")
+@click.option("-o", "--output", type=PATH, required=True, metavar="OUT", help="The delta to write.")
+@folder_option
+@writing_options
+@click.pass_obj
+def fold(session: Session, /, between: str, output: Path, **how: Any) -> None:
+    """Write one delta for several: from checkpoint A straight to checkpoint B, bit for bit.
+
+    A and B are files, or steps that files in DIR record.
+    """
+    import ckptz
+    from ckptz_cli.render_chains import folded_line
+
+    with progress_bar() as progress:
+        report = ckptz.fold(between, output, progress=progress, **how)
+    session.show(report, folded_line(report))
+
+
+@click.command(epilog=EXPORT_EPILOG)
+@click.argument("step", metavar="STEP")
+@click.option(
+    "-o", "--output", type=PATH, required=True, metavar="FILE", help="A .ckptz or a .safetensors file."
+)
+@folder_option
+@writing_options
+@click.pass_obj
+def export(session: Session, /, step: str, output: Path, **how: Any) -> None:
+    """Write one step of a chain as a file that needs no other.
+
+    STEP is a file, or a step that a file in DIR records. The suffix of FILE says what to write.
+    """
+    import ckptz
+    from ckptz_cli.render_chains import exported_line
+
+    if not step:
+        raise click.UsageError("a step is empty")
+    with progress_bar() as progress:
+        report = ckptz.export(step, output, progress=progress, **how)
+    session.show(report, exported_line(report))
+
+
+@click.command(epilog=APPLY_EPILOG, short_help="Bring a plain checkpoint up to date with a delta.")
+@click.argument("delta", type=PATH)
+@click.option(
+    "--to", "base", type=PATH, required=True, metavar="FILE", help="The checkpoint that DELTA was made from."
+)
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="The .safetensors file to write.")
+@click.option("--in-place", is_flag=True, help="Replace FILE, at once, when the new one is complete.")
+@writing_options
+@click.pass_obj
+def apply(
+    session: Session, /, delta: Path, base: Path, output: Path | None, in_place: bool, **how: Any
+) -> None:
+    """Bring a plain checkpoint up to date: write what DELTA makes of it.
+
+    FILE may be called anything and stand anywhere, but must hold what DELTA was made from.
+    """
+    import ckptz
+    from ckptz_cli.render_chains import applied_line
+
+    if in_place == (output is not None):
+        raise click.UsageError("name an output with -o, or replace FILE with --in-place")
+    with progress_bar() as progress:
+        report = ckptz.apply(delta, base, output, progress=progress, **how)
+    session.show(report, applied_line(report))
