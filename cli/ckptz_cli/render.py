@@ -30,11 +30,13 @@ def size(n_bytes: float) -> str:
 
 
 def ratio(stored_bytes: int, tensor_bytes: int) -> str:
-    """Stored size by decoded size, with both named."""
+    """Say how much smaller the stored bytes are than the raw ones, as a factor and as a share."""
     if not tensor_bytes:
         return "no tensor bytes"
-    times = f"{tensor_bytes / stored_bytes:.3g}x" if stored_bytes else "-"
-    return f"{stored_bytes / tensor_bytes:.4f} of the tensors' bytes, {times}"
+    share = f"{stored_bytes / tensor_bytes:.4f} of raw"
+    if stored_bytes > tensor_bytes:
+        return f"{stored_bytes / tensor_bytes:.3g}x larger, {share}"
+    return f"{tensor_bytes / stored_bytes:.3g}x smaller, {share}" if stored_bytes else share
 
 
 def _pace(n_bytes: int, seconds: float) -> str:
@@ -43,7 +45,7 @@ def _pace(n_bytes: int, seconds: float) -> str:
 
 def compressed_line(report: CompressReport) -> str:
     """What one input became."""
-    against = f", {report.n_deltas} tensors against {printable(report.base)}" if report.base else ""
+    against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
     lossy = f", {report.n_lossy} of them lossy with {_promise(report)}" if report.n_lossy else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} -> {size(report.stored_bytes)} "
