@@ -166,7 +166,7 @@ def _own_moments(
             unlike.append(name)
     if unlike:
         notes.append(
-            f"{len(unlike)} weights have second moments of another shape or type, which guide nothing, "
+            f"{len(unlike)} weights have second moments of another shape or type, which are not used, "
             f"first {unlike[0]!r}"
         )
     return found

@@ -20,10 +20,10 @@ Examples:
 @click.command(epilog=EPILOG, short_help="Bring a plain checkpoint up to date with a delta.")
 @click.argument("delta", type=PATH)
 @click.option(
-    "--to", "base", type=PATH, required=True, metavar="FILE", help="The checkpoint that DELTA was made from."
+    "--to", "base", type=PATH, required=True, metavar="FILE", help="Checkpoint that DELTA was made from."
 )
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="The .safetensors file to write.")
-@click.option("--in-place", is_flag=True, help="Replace FILE, at once, when the new one is complete.")
+@click.option("--in-place", is_flag=True, help="Replace FILE when the new one is complete.")
 @writing_options
 @click.pass_obj
 def apply(
@@ -36,9 +36,9 @@ def apply(
     force: bool,
     search_path: tuple[Path, ...],
 ) -> None:
-    """Bring a plain checkpoint up to date: write what DELTA makes of it.
+    """Bring a plain checkpoint up to date with a delta.
 
-    FILE may be called anything and stand anywhere, but must hold what DELTA was made from.
+    FILE must hold the tensors that DELTA was made from. Its name and place do not matter.
     """
     import ckptz
     from ckptz_cli.render_deltas import applied_line

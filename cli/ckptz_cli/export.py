@@ -20,9 +20,11 @@ Examples:
 @click.command(epilog=EPILOG)
 @click.argument("step", metavar="STEP")
 @click.option(
-    "-o", "--output", type=PATH, required=True, metavar="FILE", help="A .ckptz or a .safetensors file."
+    "-o", "--output", type=PATH, required=True, metavar="FILE", help="Output file, .ckptz or .safetensors."
 )
-@click.option("--folder", type=PATH, default=Path(), metavar="DIR", help="Where steps are looked for.")
+@click.option(
+    "--folder", type=PATH, default=Path(), metavar="DIR", help="Folder in which steps are looked up."
+)
 @writing_options
 @click.pass_obj
 def export(
@@ -36,13 +38,13 @@ def export(
 ) -> None:
     """Write one step of a chain as a file that needs no other.
 
-    STEP is a file, or a step that a file in DIR records. The suffix of FILE says what to write.
+    STEP is a file, or the number of a step, which is looked up in DIR.
     """
     import ckptz
     from ckptz_cli.render_deltas import exported_line
 
     if not step:
-        raise click.UsageError("a step is empty")
+        raise click.UsageError("STEP is empty; name a file or a step")
     with progress_bar() as progress:
         report = ckptz.export(
             step, output, folder=folder, jobs=jobs, force=force, search_path=search_path, progress=progress

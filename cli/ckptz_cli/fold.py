@@ -17,10 +17,12 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG, short_help="Write one delta for several.")
+@click.command(epilog=EPILOG, short_help="Write one delta in place of several.")
 @click.argument("between", metavar="A..B")
 @click.option("-o", "--output", type=PATH, required=True, metavar="OUT", help="The delta to write.")
-@click.option("--folder", type=PATH, default=Path(), metavar="DIR", help="Where steps are looked for.")
+@click.option(
+    "--folder", type=PATH, default=Path(), metavar="DIR", help="Folder in which steps are looked up."
+)
 @writing_options
 @click.pass_obj
 def fold(
@@ -32,9 +34,9 @@ def fold(
     force: bool,
     search_path: tuple[Path, ...],
 ) -> None:
-    """Write one delta for several: from checkpoint A straight to checkpoint B, bit for bit.
+    """Write one delta in place of several: from checkpoint A straight to checkpoint B, bit for bit.
 
-    A and B are files, or steps that files in DIR record.
+    A and B are files, or numbers of steps, which are looked up in DIR.
     """
     import ckptz
     from ckptz_cli.render_deltas import folded_line

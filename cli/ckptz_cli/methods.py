@@ -62,7 +62,7 @@ def _params() -> tuple[click.Parameter, ...]:
     method = click.Option(
         ["--method"],
         type=click.Choice((first, "auto", *others)),
-        help=f"{', '.join(METHODS)}, or auto, which is {AUTO} (default lossless).",
+        help=f"How tensors become smaller; auto is {AUTO} (default lossless).",
     )
     return method, *(_click_option(name, option) for name, option in options_of_methods().values())
 

@@ -30,11 +30,10 @@ def rebase(
     force: bool,
     search_path: tuple[Path, ...],
 ) -> None:
-    """Make a delta stand alone: take the parts of its bases that it needs into the file.
+    """Make a delta stand alone: copy the parts of its bases that it needs into the file.
 
-    Nothing is decoded and encoded again: values, codes and content id stay, so deltas that were made from
-    FILE go on working, and the size is about that of the chain. FILE is replaced when the new one was read
-    back and found right.
+    Values and content id stay the same, so deltas that were made from FILE go on working. The new file is
+    about as large as the chain was. FILE is replaced after the new one was read back and checked.
     """
     import ckptz
     from ckptz_cli.render_chains import rebased_line
