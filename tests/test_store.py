@@ -266,7 +266,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once_and_forks_do_not_hold_it(t
 def test_a_lease_that_is_renewed_is_respected_and_a_stale_one_is_taken(tmp_path: Path) -> None:
     place = LocalFolder(tmp_path)
     lease = Lease(place, beat=0.05, stale=1.0)
-    with pytest.raises(ConfigError, match="process .* is writing here already"):
+    with pytest.raises(ConfigError, match=r"process .* is writing here already"):
         Lease(place, beat=0.05, stale=1.0)
     lease.check()
     lease.release()
