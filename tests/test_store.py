@@ -301,7 +301,7 @@ def test_half_of_a_lease_may_be_of_one_who_holds_it(tmp_path: Path) -> None:
             return text if text is None or self.is_first else text[:-9]
 
     lease = Lease(place, beat=0.05, stale=0.5)
-    with pytest.raises(ConfigError, match="is written to by"):
+    with pytest.raises(ConfigError, match="is writing here already"):
         CutOff(place, beat=0.05, stale=0.5)
     lease.check()
     lease.release()
