@@ -38,7 +38,7 @@ def check_texts(metadata: Mapping[str, str] | None) -> None:
         raise TypeError(f"metadata must be a dict of str, got {type(metadata).__name__}")
     for key, value in metadata.items():
         if not (isinstance(key, str) and isinstance(value, str)):
-            raise TypeError(f"metadata {key!r}: {value!r} is not text on both sides; keys and values are str")
+            raise TypeError(f"metadata {key!r}: {value!r}: keys and values must be str")
         (key + value).encode()
 
 

@@ -156,7 +156,7 @@ class _Streams:
             exact |= self._put(mask.astype(np.bool_), out)
         # What stands exactly may be anything; what was computed is finite, or rounding is not defined.
         if not cpu().all_finite(out, table.kind) and not cpu().all_finite(out[~exact], table.kind):
-            raise CorruptionError("a value that is not finite is not protected")
+            raise CorruptionError("a value is not finite, and neither escaped nor protected")
         return codes
 
     def _put(self, mask: NDArray[np.bool_], out: Units) -> NDArray[np.bool_]:

@@ -189,10 +189,10 @@ def _search_of(
     budgets = (budget,) if isinstance(budget, Budget) else tuple(budget)
     if not budgets:
         if search is not None and config.is_lossy:
-            raise ConfigError("a configuration is either given or searched for")
+            raise ConfigError("give config or search, not both")
         return search
     if search is not None:
-        raise ConfigError("a search names its budgets itself; leave budget out")
+        raise ConfigError("give budget or search, not both; a search has budgets of its own")
     return SearchOptions(budgets=budgets, template=config if config.is_lossy else REFERENCE)
 
 
@@ -201,7 +201,9 @@ def _check(run: _Run, base: Path | None) -> None:
     if base is not None and base.is_dir():
         raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
     if run.chain and run.is_dry:
-        raise ConfigError("a dry run writes no file that the next input could be stored against")
+        raise ConfigError(
+            "a chain needs the file before, and a dry run writes none; leave one of the two out"
+        )
     run.guide_files.check(run.search.template if run.search else run.config)
     alone = "a step" if run.step is not None else run.optimizer
     if len(run.sources) > 1 and alone is not None:

@@ -119,7 +119,7 @@ def _verify(written: Path, target: Path, content_id: str, workers: Workers, prog
     source.name = str(target)
     with contextlib.closing(open_source(source)) as found:
         if found.content_id() != content_id:
-            raise CorruptionError(f"{target}: was not written as meant; nothing was replaced")
+            raise CorruptionError(f"{target}: read back, the new file was not right; nothing was replaced")
         check_stored_bytes(found, workers)
         for _ in decoded_chunks(found.tensors, workers, progress):
             pass  # each was held against its checksum

@@ -182,14 +182,14 @@ def check_same_layout(checkpoint: Checkpoint, original: Input) -> None:
     differs = f"{checkpoint.name}: differs from {original.name}"
     _check_same_tensors(checkpoint.tensors, original.tensors, differs)
     if dict(checkpoint.metadata or {}) != dict(original.metadata or {}):
-        raise CorruptionError(f"{differs}: its metadata are others")
+        raise CorruptionError(f"{differs}: the metadata differ")
     index = checkpoint.container.index if checkpoint.container else None
     if index is None or original.kind == "safetensors":
         return  # one of the two has no place for more
     if index.tree != original.tree:
-        raise CorruptionError(f"{differs}: it is nested otherwise, or other values stand between the tensors")
+        raise CorruptionError(f"{differs}: the nesting differs, or values beside the tensors do")
     if _shards(index.sharding) != _shards(original.sharding):
-        raise CorruptionError(f"{differs}: it is split into other shards")
+        raise CorruptionError(f"{differs}: the shards differ")
 
 
 def _shards(sharding: Sharding | None) -> tuple[object, ...]:

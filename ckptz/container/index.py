@@ -279,7 +279,7 @@ def check_version(metadata: dict[str, str]) -> None:
     if unknown and KEY_FEATURES in metadata:
         raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")
     if set(metadata) != {KEY_FORMAT, KEY_VERSION, KEY_FEATURES, KEY_DIGEST}:
-        raise CorruptionError("header: __metadata__ lacks a key of ckptz, or has others")
+        raise CorruptionError("header: __metadata__ must have the four keys of ckptz and no others")
     listed = metadata[KEY_FEATURES].split(",")
     if "lossless" not in listed or listed != sorted(set(listed)):
         raise CorruptionError("header: the required features lack 'lossless', are unsorted or name one twice")

@@ -167,9 +167,9 @@ class FrameSource(TensorSource):
         source = companions_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
         if source.dtype.n_units(source.shape) != self.header.n_units:
-            raise CorruptionError(f"classes depend on tensor {name!r}, which has another shape")
+            raise CorruptionError(f"it is decoded with tensor {name!r}, which has another shape")
         if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
-            raise CorruptionError(f"classes depend on tensor {name!r}, which depends on too many others")
+            raise CorruptionError(f"it is decoded with tensor {name!r}, and that with too many others")
         return source
 
     def source_depth(self, most: int) -> int:

@@ -233,7 +233,7 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
         FormatError: the bytes are not a stream of n codes.
     """
     if not len(out) and (coder != CoderId.STORED or len(stream)):
-        raise CorruptionError("a stream of no codes is not an empty stored one")
+        raise CorruptionError("a stream of no codes must be stored and have no bytes")
     if coder == CoderId.RANS_SHARED:
         if segments is None:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")

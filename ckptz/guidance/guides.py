@@ -138,7 +138,7 @@ def _own_moments(
     unlike = [name for name in given if name not in found]
     if unlike:
         notes.append(
-            f"{len(unlike)} weights have second moments of another shape or type, which guide nothing, "
+            f"{len(unlike)} weights have second moments of another shape or type, which are not used, "
             f"first {unlike[0]!r}"
         )
     return found

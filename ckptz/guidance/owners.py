@@ -334,7 +334,7 @@ def _keep_strangers(
     ]
     if exact:
         found.notes.append(
-            f"{len(exact)} tensors of optimizer state have no role that becomes lossy and stay lossless, "
+            f"{len(exact)} tensors of optimizer state are neither moments nor momentum and stay lossless, "
             f"first {exact[0]!r}"
         )
     weights = [name for name in tensors if roles[name].role == "weight" and name not in inside]

@@ -185,7 +185,7 @@ class Processes:
                 return future.result()
             except BrokenProcessPool:
                 raise ConfigError(
-                    "an evaluation process ended by itself, perhaps for want of memory; use fewer workers"
+                    "an evaluation process died, perhaps because memory ran out; use fewer workers"
                 ) from None
 
         return wait

@@ -96,7 +96,7 @@ def _replay(
     """
     config = parent_config(options, ready.job)
     if config is None:
-        raise ConfigError("no evaluations, and no settings to replay: neither a base nor a plan records any")
+        raise ConfigError("with 0 evaluations a base or a plan must record settings, and none does")
     staged = stage(target, ready, ready.contents(config), run)
     staged.publish(run, options)
     report = SearchReport(

@@ -93,5 +93,5 @@ def _cube_stages(
     if strategy != "guided" and parent is not None:
         return [Neighbourhood(parent=cast(KMeans, parent), cubes=cubes, predict=predict), guided]
     if strategy == "neighbourhood":
-        raise ConfigError("the neighbourhood of no configuration: neither a base nor a plan records one")
+        raise ConfigError("strategy neighbourhood begins at settings of a base or a plan, and there are none")
     return [guided]

@@ -78,7 +78,9 @@ def _open_file(source: ByteSource) -> Container | PlainFile:
     for region in envelope.regions:
         # One flipped bit in the metadata must not turn frames into tensors of bytes.
         if region.name.startswith(RESERVED_PREFIX):
-            raise CorruptionError(f"{source.name}: holds {region.name!r}, yet is not announced as .ckptz")
+            raise CorruptionError(
+                f"{source.name}: tensor {region.name!r} in a file that is not a .ckptz file"
+            )
     return PlainFile(source, envelope)
 
 

@@ -129,7 +129,7 @@ def budgets_of(given: Mapping[str, Any]) -> tuple[Budget, ...]:
         return tuple(_single(given, evaluations, qualities))
     for name in ("max_drop", "lower_is_better"):
         if given[name] is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')} contradicts --budget, which says it itself")
+            raise click.UsageError(f"--{name.replace('_', '-')} contradicts --budget; give one of them")
     return _several([Wanted.parse(text) for text in given["budget"]], evaluations, qualities)
 
 

@@ -31,41 +31,43 @@ Examples:
   ckptz compress model.safetensors --eval evaluate.py:loss --max-drop 1%
 
 \b
-A search that is stopped with Ctrl-C writes the best that it found, if anything kept the budget.
-Where nothing keeps it, the file is written without loss and the exit code is 6.
+If no settings keep the budget, the file is written without loss and the exit code is 6.
+Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 """
 
 
 @click.command(cls=MethodCommand, epilog=EPILOG, short_help="Compress checkpoints, by default without loss.")
 @click.argument("inputs", nargs=-1, required=True, type=PATH, metavar="INPUT...")
-@click.option(
-    "-o", "--output", type=PATH, metavar="OUT", help="Output file; a folder if there are several inputs."
-)
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="Output file; for several inputs a folder.")
 @click.option(
     "--base",
     type=PATH,
     multiple=True,
     callback=only_one,
     metavar="FILE",
-    help="Store each input against this checkpoint.",
+    help="Store each input as a delta: what changed since this checkpoint.",
 )
-@click.option("--chain", is_flag=True, help="Store each input against the one before it.")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The training step, to be recorded.")
+@click.option("--chain", is_flag=True, help="Store each input as a delta to the one before it.")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Training step, which the file records."
+)
 @search_options
+@click.option("--roles", type=PATH, metavar="FILE", help="TOML file that says which tensors are what.")
 @click.option(
-    "--roles", type=PATH, metavar="FILE", help="TOML rows that name the role or layer type of tensors."
-)
-@click.option(
-    "--optimizer", type=PATH, metavar="FILE", help="Optimizer state to go into the same file as INPUT."
+    "--optimizer", type=PATH, metavar="FILE", help="Optimizer state, stored in the same file as INPUT."
 )
 @click.option(
     "--read-optimizer",
     type=PATH,
     metavar="FILE",
-    help="A checkpoint with Adam's second moments, read to guide lossy methods and not stored.",
+    help="Checkpoint with Adam's second moments, which guide a lossy method. It is not stored.",
 )
-@click.option("--calibration", type=PATH, metavar="FILE", help="grid: what ckptz.hooks.Calibration saved.")
-@click.option("--sensitivity", type=PATH, metavar="FILE", help="What ckptz.hooks.SensitivityTracker saved.")
+@click.option(
+    "--calibration", type=PATH, metavar="FILE", help="grid: layer inputs that ckptz.hooks.Calibration saved."
+)
+@click.option(
+    "--sensitivity", type=PATH, metavar="FILE", help="Gradients that ckptz.hooks.SensitivityTracker saved."
+)
 @writing_options
 @click.pass_obj
 def compress(
@@ -76,10 +78,10 @@ def compress(
     roles: Path | None,
     **given: Any,
 ) -> None:
-    """Compress checkpoints, without loss unless a method is named.
+    """Compress checkpoints. Nothing is lost unless you name a method or a budget.
 
     INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
-    folder of torch.distributed.checkpoint. The output is INPUT with the suffix .ckptz, or OUT.
+    folder of torch.distributed.checkpoint. The output is OUT, or INPUT with the suffix .ckptz.
     """
     import ckptz
     from ckptz_cli.render import compressed_line, total_line

@@ -33,7 +33,7 @@ Examples:
 """
 
 folder_option = click.option(
-    "--folder", type=PATH, default=Path(), metavar="DIR", help="Where steps are looked for."
+    "--folder", type=PATH, default=Path(), metavar="DIR", help="Folder in which steps are looked up."
 )
 
 
@@ -43,11 +43,10 @@ folder_option = click.option(
 @writing_options
 @click.pass_obj
 def rebase(session: Session, /, file: Path, output: Path | None, **how: Any) -> None:
-    """Make a delta stand alone: take the parts of its bases that it needs into the file.
+    """Make a delta stand alone: copy the parts of its bases that it needs into the file.
 
-    Nothing is decoded and encoded again: values, codes and content id stay, so deltas that were made from
-    FILE go on working, and the size is about that of the chain. FILE is replaced when the new one was read
-    back and found right.
+    Values and content id stay the same, so deltas that were made from FILE go on working. The new file is
+    about as large as the chain was. FILE is replaced after the new one was read back and checked.
     """
     import ckptz
     from ckptz_cli.render_chains import rebased_line
@@ -57,16 +56,16 @@ def rebase(session: Session, /, file: Path, output: Path | None, **how: Any) -> 
     session.show(report, rebased_line(report))
 
 
-@click.command(epilog=FOLD_EPILOG, short_help="Write one delta for several.")
+@click.command(epilog=FOLD_EPILOG, short_help="Write one delta in place of several.")
 @click.argument("between", metavar="A..B")
 @click.option("-o", "--output", type=PATH, required=True, metavar="OUT", help="The delta to write.")
 @folder_option
 @writing_options
 @click.pass_obj
 def fold(session: Session, /, between: str, output: Path, **how: Any) -> None:
-    """Write one delta for several: from checkpoint A straight to checkpoint B, bit for bit.
+    """Write one delta in place of several: from checkpoint A straight to checkpoint B, bit for bit.
 
-    A and B are files, or steps that files in DIR record.
+    A and B are files, or numbers of steps, which are looked up in DIR.
     """
     import ckptz
     from ckptz_cli.render_chains import folded_line
@@ -79,7 +78,10 @@ def fold(session: Session, /, between: str, output: Path, **how: Any) -> None:
 @click.command(epilog=EXPORT_EPILOG)
 @click.argument("step", metavar="STEP")
 @click.option(
-    "-o", "--output", type=PATH, required=True, metavar="FILE", help="A .ckptz or a .safetensors file."
+    "-o", "--output", type=PATH, required=True, metavar="FILE", help="Output file, .ckptz or .safetensors."
+)
+@click.option(
+    "--folder", type=PATH, default=Path(), metavar="DIR", help="Folder in which steps are looked up."
 )
 @folder_option
 @writing_options
@@ -87,13 +89,13 @@ def fold(session: Session, /, between: str, output: Path, **how: Any) -> None:
 def export(session: Session, /, step: str, output: Path, **how: Any) -> None:
     """Write one step of a chain as a file that needs no other.
 
-    STEP is a file, or a step that a file in DIR records. The suffix of FILE says what to write.
+    STEP is a file, or the number of a step, which is looked up in DIR.
     """
     import ckptz
     from ckptz_cli.render_chains import exported_line
 
     if not step:
-        raise click.UsageError("a step is empty")
+        raise click.UsageError("STEP is empty; name a file or a step")
     with progress_bar() as progress:
         report = ckptz.export(step, output, progress=progress, **how)
     session.show(report, exported_line(report))
@@ -102,18 +104,18 @@ def export(session: Session, /, step: str, output: Path, **how: Any) -> None:
 @click.command(epilog=APPLY_EPILOG, short_help="Bring a plain checkpoint up to date with a delta.")
 @click.argument("delta", type=PATH)
 @click.option(
-    "--to", "base", type=PATH, required=True, metavar="FILE", help="The checkpoint that DELTA was made from."
+    "--to", "base", type=PATH, required=True, metavar="FILE", help="Checkpoint that DELTA was made from."
 )
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="The .safetensors file to write.")
-@click.option("--in-place", is_flag=True, help="Replace FILE, at once, when the new one is complete.")
+@click.option("--in-place", is_flag=True, help="Replace FILE when the new one is complete.")
 @writing_options
 @click.pass_obj
 def apply(
     session: Session, /, delta: Path, base: Path, output: Path | None, in_place: bool, **how: Any
 ) -> None:
-    """Bring a plain checkpoint up to date: write what DELTA makes of it.
+    """Bring a plain checkpoint up to date with a delta.
 
-    FILE may be called anything and stand anywhere, but must hold what DELTA was made from.
+    FILE must hold the tensors that DELTA was made from. Its name and place do not matter.
     """
     import ckptz
     from ckptz_cli.render_chains import applied_line

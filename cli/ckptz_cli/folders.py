@@ -28,4 +28,4 @@ def report_folders(paths: Iterable[Path], session: Session) -> None:
         for file, error in mismatched_pairs(folder):
             session.add_failure(str(file), error)
         if left := leftovers(folder):
-            session.note(f"{folder}: {len(left)} files of a killed writer; ckptz prune removes them")
+            session.note(f"{folder}: {len(left)} unfinished files; ckptz prune removes them")

@@ -35,13 +35,12 @@ Examples:
   ckptz compress model.safetensors
   ckptz compress step-2.safetensors --base step-1.ckptz
   ckptz restore model.ckptz -o restored.safetensors
-  ckptz inspect model.ckptz --tensors
   ckptz verify model.ckptz --against model.safetensors
 
 \b
 Exit codes:
-  0 ok, 1 internal, 2 usage, 3 damaged, 4 unsupported, 5 missing file or base,
-  6 budget not met (lossless written), 7 I/O, 10 checkpoints differ (diff --exit-code), 130 interrupted
+  0 done, 1 an error in ckptz, 2 wrong usage, 3 damaged file, 4 unsupported, 5 file or base missing,
+  6 budget not kept (written without loss), 7 disk, 10 differ (diff --exit-code), 130 interrupted
 """
 
 
@@ -58,6 +57,11 @@ class Program(click.Group):
             except Exception as error:
                 session.fail(error)
             sys.exit(session.finish())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List the verbs in the order of their use, not of the alphabet."""
+        del ctx
+        return list(self.commands)
 
 
 @contextlib.contextmanager
@@ -101,10 +105,10 @@ def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) ->
 @json_option
 @debug_option
 def main() -> None:
-    """Compress training checkpoints, bit for bit, and get them back.
+    """Make training checkpoints smaller, and get them back.
 
-    A .ckptz file is smaller than its .safetensors file and restores to exactly the same tensors; stored
-    against an earlier checkpoint it is smaller still.
+    By default every bit comes back. Stored against an earlier checkpoint, a file is smaller still; with a
+    method or a budget it is lossy and many times smaller. `ckptz VERB --help` says more.
     """
 
 

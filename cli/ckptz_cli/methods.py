@@ -61,7 +61,7 @@ def _params(methods: tuple[str, ...]) -> tuple[click.Parameter, ...]:
     method = click.Option(
         ["--method"],
         type=click.Choice((first, "auto", *others)),
-        help=f"{', '.join(methods)}, or auto, which is {AUTO} (default lossless).",
+        help=f"How tensors become smaller; auto is {AUTO} (default lossless).",
     )
     return method, *(_click_option(name, option) for name, option in options_of_methods().values())
 

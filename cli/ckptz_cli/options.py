@@ -38,26 +38,26 @@ COUNT: Final = click.IntRange(min=1)
 def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...]) -> Path | None:
     """Refuse a second value of an option, of which click would take the last one unsaid."""
     if len(set(values)) > 1:
-        raise click.BadParameter(f"{values[0]} and {values[-1]}: there can be one only", param=param)
+        raise click.BadParameter(f"{values[0]} and {values[-1]}: give only one of them", param=param)
     return values[0] if values else None
 
 
 # Read from the command line by `Session`, so that they work before or after the verb.
 debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+    "--debug", is_flag=True, expose_value=False, help="Show where an error was raised."
 )
 json_option = click.option(
-    "--json", is_flag=True, expose_value=False, help="Print one JSON object on stdout."
+    "--json", is_flag=True, expose_value=False, help="Print the report as one JSON object on stdout."
 )
 
-jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Threads; by default all cores.")
+jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
 search_path_option = click.option(
     "--search-path",
     type=PATH,
     multiple=True,
     metavar="DIR",
-    help="A folder to look for bases in, after the file's own; may be given several times.",
+    help="Look for bases in this folder too, after the file's own; repeatable.",
 )
 
 # What every verb has that writes a file, at the end of its help.

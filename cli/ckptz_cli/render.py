@@ -34,8 +34,10 @@ def ratio(stored_bytes: int, tensor_bytes: int) -> str:
     """Write stored size by decoded size, in bytes, with both named."""
     if not tensor_bytes:
         return "no tensor bytes"
-    times = f"{tensor_bytes / stored_bytes:.3g}x" if stored_bytes else "-"
-    return f"{stored_bytes / tensor_bytes:.4f} of the tensors' bytes, {times}"
+    share = f"{stored_bytes / tensor_bytes:.4f} of raw"
+    if stored_bytes > tensor_bytes:
+        return f"{stored_bytes / tensor_bytes:.3g}x larger, {share}"
+    return f"{tensor_bytes / stored_bytes:.3g}x smaller, {share}" if stored_bytes else share
 
 
 def _pace(n_bytes: int, seconds: float) -> str:
@@ -44,7 +46,7 @@ def _pace(n_bytes: int, seconds: float) -> str:
 
 def compressed_line(report: CompressReport) -> str:
     """Say what one input became."""
-    against = f", {report.n_deltas} tensors against {printable(report.base)}" if report.base else ""
+    against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
     lossy = f", {report.n_lossy} of them lossy with {_promise(report)}" if report.n_lossy else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} -> {size(report.stored_bytes)} "

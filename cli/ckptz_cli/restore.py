@@ -26,20 +26,20 @@ Examples:
 
 @click.command(epilog=EPILOG, short_help="Write back what was compressed.")
 @click.argument("file", type=PATH)
-@click.option("-o", "--output", type=PATH, metavar="OUT", help="Where to write.")
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="Output file or folder.")
 @click.option(
     "--to",
     "kind",
     type=click.Choice(["safetensors", "pt", "dcp"]),
-    help="What to write; by default what was compressed.",
+    help="Kind of file to write (default: as it was before compression).",
 )
 @writing_options
 @click.pass_obj
 def restore(session: Session, /, file: Path, output: Path | None, kind: Kind | None, **how: Any) -> None:
-    """Write back what was compressed; what was compressed without loss comes back bit for bit.
+    """Write back what was compressed. From a lossless file every bit comes back.
 
-    Every chunk is checked against the checksum of what the writer decoded. A folder of shards comes back as
-    one, a torch file as a torch file.
+    A folder of shards comes back as a folder, a torch file as a torch file. All values are checked against
+    the checksums that the writer stored.
     """
     import ckptz
     from ckptz_cli.render import restored_line

@@ -40,17 +40,17 @@ search_options = together(
         "--eval",
         multiple=True,
         metavar="WHAT",
-        help="Search for the smallest file that keeps a budget: package.module:function or "
-        "file.py:function, called with the tensors by name, returns a loss or an accuracy. One that "
-        "is called logits returns those; one called resume trains on for some steps and returns a "
-        "loss; or logits=WHAT, resume=WHAT. Repeatable, with --budget.",
+        help="Search for the smallest file that keeps a budget. WHAT is package.module:function or "
+        "file.py:function. The function gets the tensors by name and returns a loss or an accuracy. A "
+        "function called logits returns logits; one called resume trains on and returns a loss. Or write "
+        "logits=WHAT, resume=WHAT. Repeatable, with --budget.",
     ),
     click.option(
         "--budget",
         multiple=True,
         metavar="B",
-        help="What to keep: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%'; "
-        "repeatable, all are kept.",
+        help="How much may be lost: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', "
+        "'resume<=0.2%'. Repeatable; all are kept.",
     ),
     click.option(
         "--resume-steps",
@@ -62,36 +62,39 @@ search_options = together(
         "--max-drop",
         callback=_drop,
         metavar="D",
-        help="What --eval may lose: 1% of its value, or a difference such as 0.01 (default 0.5%).",
+        help="How much worse the value of --eval may be: 1% of it, or a difference such as 0.01 "
+        "(default 0.5%).",
     ),
     click.option(
         "--lower-is-better/--higher-is-better",
         default=None,
-        help="What --eval's number means (default lower, unless it is called accuracy).",
+        help="Which values of --eval are better (default lower, but of accuracy higher).",
     ),
     click.option(
         "--proxy-error",
         type=click.FloatRange(min=0),
         metavar="E",
-        help="Search without --eval: largest sensitivity-weighted relative RMS error.",
+        help="Search without --eval: keep the sensitivity-weighted relative RMS error at or below E.",
     ),
     click.option("--strategy", type=click.Choice(STRATEGIES), help="How to search (default auto)."),
-    click.option("--eval-workers", type=COUNT, metavar="N", help="Evaluations side by side (default 1)."),
+    click.option(
+        "--eval-workers", type=COUNT, metavar="N", help="How many evaluations run at a time (default 1)."
+    ),
     click.option(
         "--max-evaluations",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Keep the best after so many; 0 takes the base's settings and promises nothing.",
+        help="Stop after N evaluations; with 0 the base's settings are used and nothing is measured.",
     ),
-    click.option("--dry-run", is_flag=True, default=None, help="Search and report, write nothing."),
+    click.option("--dry-run", is_flag=True, default=None, help="Search and report, but write nothing."),
     click.option(
         "--plan",
         type=PATH,
         metavar="FILE",
-        help="Settings that --save-plan wrote: used as they are, or where a search begins.",
+        help="Use the settings that --save-plan wrote; with --eval, begin the search there.",
     ),
     click.option("--save-plan", type=PATH, metavar="FILE", help="Write the settings that were used."),
-    click.option("-v", "--verbose", is_flag=True, help="A line on stderr for each evaluation."),
+    click.option("-v", "--verbose", is_flag=True, help="Print a line on stderr for each evaluation."),
 )
 
 
@@ -142,7 +145,7 @@ def _search(
 
     parent = _planned(given["plan"])
     if parent is not None and not parent.is_lossy:
-        what = "a search begins at settings of a lossy method, and these are of none"
+        what = "a search begins at settings of a lossy method, and this plan is lossless"
         raise ConfigError(f"{given['plan']}: {what}")
     searched = _searched_method(method["method"], parent)
     _refuse_in_search(given, method, searched)
