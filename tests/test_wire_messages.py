@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
-from ckptz.kernels import wire_cpu, wire_reference
+from ckptz.kernels import wire_cpu, wire_reference, wire_torch
 from ckptz.wire import PRESETS, RAW, Adaptive, LinkPolicy, TopK, Uniform, cap
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
@@ -280,6 +281,38 @@ def test_reuse_without_an_activation_is_refused() -> None:
     link = Link(0, 1, PRESETS["paper_top10"])
     with pytest.raises(WireError, match="positions: no activation"):
         link.send(BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+
+
+@pytest.mark.parametrize("kernels", [wire_cpu, wire_reference, wire_torch], ids=["cpu", "numpy", "torch"])
+@pytest.mark.parametrize("shape", [(8, 4096), (8192,), (2, 4096), (4, 1 << 20)])
+def test_a_gradient_of_another_shape_than_its_activation_is_refused_at_both_ends(
+    kernels: Any, shape: tuple[int, ...]
+) -> None:
+    like = torch.zeros(0, dtype=torch.uint8) if kernels is wire_torch else None
+    options: dict[str, Any] = {"kernels": kernels, "like": like, "same_shape": False}
+    first, second, right = (Link(0, 1, PRESETS["paper_top10"], **options) for _ in range(3))
+    units, gradient = (kernels.zeros(math.prod(s), 4, like) for s in ((8, 1024), shape))
+    activation = first.send(FORWARD, units, dtype_of("F32"), (8, 1024), Place(0)).message
+    second.receive(FORWARD, activation, dtype_of("F32"), (8, 1024), Place(0))
+    with pytest.raises(WireError, match=r"positions: \d+ of each sample of a gradient of shape \["):
+        second.send(BACKWARD, gradient, dtype_of("F32"), shape, Place(0))
+    right.send(FORWARD, gradient, dtype_of("F32"), shape, Place(0))
+    message = right.send(BACKWARD, gradient, dtype_of("F32"), shape, Place(0)).message
+    with pytest.raises(WireError, match=r"of an activation of shape \[8, 1024\]"):
+        first.receive(BACKWARD, message, dtype_of("F32"), shape, Place(0))
+
+
+def test_positions_of_another_step_are_refused() -> None:
+    pair = ends(PRESETS["paper_top10"])
+    across(pair, f32_units(np.ones(N)), Place(1))
+    with pytest.raises(WireError, match="positions: no activation of this microbatch"):
+        pair[1].send(BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+
+
+@pytest.mark.parametrize("units", [np.zeros(N - 1, np.uint32), np.zeros(N, np.uint16)], ids=["few", "narrow"])
+def test_units_that_are_not_the_tensor_are_refused(units: Any) -> None:
+    with pytest.raises(ConfigError, match=r"units of \d+ bytes are not a tensor of F32 \[5, 1111\]"):
+        Link(0, 1, Q8).send(FORWARD, units, dtype_of("F32"), SHAPE, Place(0))
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, TopK)] + [Uniform(4)], ids=str)

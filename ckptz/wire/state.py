@@ -53,6 +53,25 @@ class Place:
     is_eval: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Positions of an activation, for its gradient.
+
+    Attributes:
+        packed: the mask as a bitmap, or None where the activation was sent without positions.
+        strong: level of the activation.
+        step: of the activation.
+        shape: of the activation.
+        k: positions of each sample.
+    """
+
+    packed: Array | None
+    strong: bool
+    step: int
+    shape: tuple[int, ...]
+    k: int
+
+
 @dataclass
 class Slot:
     """State of one microbatch: its counter and what it remembers."""
@@ -81,7 +100,7 @@ class LinkState:
         self._slots: dict[tuple[str, Direction, int, int], Slot] = {}
         self._buffers: dict[tuple[str, int], SampleBuffers] = {}
         self._detectors: dict[tuple[Direction, int], Detector] = {}
-        self.masks: dict[tuple[int, int], tuple[Array, bool]] = {}
+        self.masks: dict[tuple[int, int], Kept] = {}
 
     @property
     def kernels(self) -> Any:
@@ -141,31 +160,43 @@ class LinkState:
 
     # --- positions ------------------------------------------------------------------------------
 
-    def keep_mask(self, place: Place, mask: Array | None, strong: bool) -> None:
+    def keep_mask(self, plan: TensorPlan, place: Place, mask: Array | None, strong: bool) -> None:
         """Remember the positions of an activation for its gradient, as a bitmap."""
         if self._policy.reuse and not place.is_eval:
-            packed = None if mask is None else self.kernels.pack(mask, 1)
-            self.masks[place.microbatch, place.tensor] = (packed, strong)
+            packed, k = (None, 0) if mask is None else (self.kernels.pack(mask, 1), plan.k)
+            self.masks[place.microbatch, place.tensor] = Kept(packed, strong, place.step, plan.shape, k)
+
+    def _kept(self, place: Place) -> Kept | None:
+        """What the activation of this step and microbatch left, if there was one."""
+        kept = self.masks.get((place.microbatch, place.tensor))
+        return kept if kept is not None and kept.step == place.step else None
 
     def level_of_mask(self, place: Place) -> bool | None:
         """Level of the activation whose positions a gradient reuses, if there is one."""
-        kept = self.masks.get((place.microbatch, place.tensor))
-        return None if kept is None else kept[1]
+        kept = self._kept(place)
+        return None if kept is None else kept.strong
 
     def lacks_mask(self, place: Place) -> bool:
         """Whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
-        return self.masks.get((place.microbatch, place.tensor), (True, False))[0] is None
+        kept = self._kept(place)
+        return kept is not None and kept.packed is None
 
     def take_mask(self, plan: TensorPlan, place: Place) -> Array:
         """Positions of the activation of this microbatch, once.
 
         Raises:
-            WireError: there was none.
+            WireError: there was none, or it had another shape than the gradient.
         """
-        packed = self.masks.pop((place.microbatch, place.tensor), None)
-        if packed is None or packed[0] is None:
+        kept = self._kept(place)
+        if kept is None or kept.packed is None:
             raise WireError("positions: no activation of this microbatch was on this link")
-        return self.kernels.unpack(packed[0], 1, plan.n)
+        if (kept.shape, kept.k) != (plan.shape, plan.k):
+            raise WireError(
+                f"positions: {plan.k} of each sample of a gradient of shape {list(plan.shape)}, and "
+                f"{kept.k} of an activation of shape {list(kept.shape)}; send the gradient of the activation"
+            )
+        del self.masks[place.microbatch, place.tensor]
+        return self.kernels.unpack(kept.packed, 1, plan.n)
 
     # --- the adaptive level ---------------------------------------------------------------------
 
