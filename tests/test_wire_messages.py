@@ -369,6 +369,45 @@ def test_both_ends_hold_the_same_state(feedback: Any) -> None:
         assert np.array_equal(array, sent[name.replace("/rx", "/tx")])
 
 
+SLOT, SAMPLES = "wire/0-1/forward/0/0/tx", "wire/0-1/forward/0/samples/tx"
+MISFITS: list[tuple[Any, str, Any, str]] = [
+    ("ef21", f"{SLOT}/state", lambda a: a[:1], "holds a state uint32"),
+    ("ef21", f"{SLOT}/state", lambda a: a.astype(np.float64), "holds a state float64"),
+    ("ef21", f"{SLOT}/seq", lambda a: a[:, None], "not a counter and a shape"),
+    ("ef21", f"{SLOT}/seq", lambda a: -a, "not a counter and a shape"),
+    ("aqsgd", f"{SAMPLES}/rows", lambda a: a[:-1], "holds ids"),
+    ("aqsgd", f"{SAMPLES}/rows", lambda a: a.astype(np.uint64), "not F32 patterns"),
+    ("aqsgd", f"{SAMPLES}/ids", lambda a: a.astype(np.float64), "holds ids"),
+]
+
+
+@pytest.mark.parametrize(("feedback", "name", "change", "why"), MISFITS)
+def test_a_state_that_no_link_saved_is_refused(feedback: Any, name: str, change: Any, why: str) -> None:
+    policy = LinkPolicy(forward=TopK(0.1), feedback=feedback)
+    pair = ends(policy)
+    across(pair, f32_units(np.ones(N)), Place(0, 0, 0, np.arange(5)))
+    state = pair[0].state_dict()
+    with pytest.raises(WireError, match=why):
+        Link(0, 1, policy).load_state_dict(state | {name: change(state[name])})
+    with pytest.raises(WireError, match="is no entry of a link"):
+        Link(0, 1, policy).load_state_dict(state | {"wire/0-1/sideways/0/0/tx/seq": state[name]})
+
+
+def test_a_level_that_no_link_saved_is_refused() -> None:
+    policy = LinkPolicy(forward=Adaptive(Uniform(8), Uniform(2)))
+    for numbers in (np.zeros(3), np.zeros(4, np.int64), np.array([np.nan, 0, 0, 0])):
+        with pytest.raises(WireError, match="not 4 numbers of a level"):
+            Link(0, 1, policy).load_state_dict({"wire/0-1/forward/0/level": numbers})
+
+
+def test_samples_of_another_size_are_refused() -> None:
+    policy = LinkPolicy(forward=TopK(0.1), feedback="aqsgd")
+    link, place = Link(0, 1, policy, same_shape=False), Place(0, 0, 0, np.arange(5))
+    link.send(FORWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, place)
+    with pytest.raises(WireError, match="samples: 2222 elements each, and those before had 1111"):
+        link.send(FORWARD, f32_units(np.ones(2 * N)), dtype_of("F32"), (5, 2222), place)
+
+
 def test_ef21_follows_a_tensor_that_stands_still() -> None:
     pair, units = ends(LinkPolicy(forward=TopK(0.2), feedback="ef21")), f32_units(rng().standard_normal(N))
     errors = [np.abs(floats(across(pair, units, Place(i))[1]) - floats(units)).max() for i in range(8)]
