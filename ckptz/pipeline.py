@@ -38,6 +38,7 @@ class Job:
         tree: JSON skeleton of a nested checkpoint.
         base: the checkpoint that the tensors are stored against.
         bases: its tensors by name; a tensor without a base of its dtype and shape stands alone.
+        base_metadata: checksum of the metadata of a base that is a plain file; other bases hold theirs.
         role_rules: the user's rows of the table of roles.
         roles: what tensors are, where the caller knows better than their names; None to find the owners of
             numbered optimizer state.
@@ -58,6 +59,7 @@ class Job:
     tree: dict[str, Any] | None = None
     base: BaseRef | None = None
     bases: Mapping[str, TensorSource] = field(default_factory=dict)
+    base_metadata: int | None = None
     role_rules: Sequence[Rule] = ()
     roles: Mapping[str, Role] | None = None
     optimizer_names: Collection[str] = ()
@@ -101,6 +103,7 @@ class Prepared:
             metadata=job.metadata,
             base=job.base,
             bases=job.bases,
+            base_metadata=job.base_metadata,
             step=job.step,
             sharding=job.sharding,
             tree=job.tree,

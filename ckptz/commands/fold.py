@@ -20,7 +20,15 @@ from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, base_ref, open_checkpoint, open_file
+from ckptz.store.resolve import (
+    PLAIN_SUFFIX,
+    SUFFIX,
+    Checkpoint,
+    base_metadata,
+    base_ref,
+    open_checkpoint,
+    open_file,
+)
 
 RANGE: Final = ".."
 
@@ -160,6 +168,7 @@ def _job(checkpoint: Checkpoint, base: Checkpoint | None) -> Job:
         tree=None if index is None else index.tree,
         base=None if base is None else base_ref(base),
         bases={} if base is None else base.tensors,
+        base_metadata=base_metadata(base),
     )
 
 
