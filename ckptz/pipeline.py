@@ -38,6 +38,7 @@ class Job:
     base: BaseRef | None = None  # the checkpoint that the tensors are stored against
     # its tensors by name; a tensor without a base of its dtype and shape stands alone
     bases: Mapping[str, TensorSource] = field(default_factory=dict)
+    base_metadata: int | None = None  # checksum of the metadata of a base that is a plain file
     role_rules: Sequence[Rule] = ()  # the user's rows of the table of roles
     # what tensors are, where the caller knows better than their names; None to find the owners of numbered
     # optimizer state
@@ -74,6 +75,7 @@ class Prepared:
             metadata=job.metadata,
             base=job.base,
             bases=job.bases,
+            base_metadata=job.base_metadata,
             step=job.step,
             sharding=job.sharding,
             tree=job.tree,

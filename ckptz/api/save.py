@@ -16,7 +16,7 @@ from ckptz.methods.method import Method
 from ckptz.methods.table import checked
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
-from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
+from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
 
 # safetensors lays tensors out by falling alignment; files of both list their offset_keys() alike.
 _LAYOUT: Final = (
@@ -121,6 +121,7 @@ def _write(
         base=None if base is None else base_ref(base),
         bases={} if base is None else base.tensors,
         roles={},  # names alone say what tensors are: nobody would see a note on those of unknown owners
+        base_metadata=base_metadata(base),
     )
     with Workers(jobs) as workers:
         write(sink, job, workers)

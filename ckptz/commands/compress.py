@@ -30,7 +30,7 @@ from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
-from ckptz.store.resolve import SUFFIX, base_file_name, base_ref, open_checkpoint
+from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint
 from ckptz.tree.skeleton import parse_tree
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
@@ -69,6 +69,7 @@ class _Base:
     tensors: Mapping[str, TensorSource]
     files: Mapping[Path, Stamp]
     close: Callable[[], None]
+    metadata: int | None = None  # see Job.base_metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +237,10 @@ def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
     checkpoint = open_checkpoint(path, search_path)
     try:
         stamps = _stamps(Path(file.name) for file in checkpoint.files)
-        return _Base(base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, checkpoint.close)
+        metadata = base_metadata(checkpoint)
+        return _Base(
+            base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, checkpoint.close, metadata
+        )
     except BaseException:
         checkpoint.close()
         raise
@@ -344,6 +348,7 @@ def _write(
         tree=opened.tree,
         base=base.ref if base else None,
         bases=base.tensors if base else {},
+        base_metadata=base.metadata if base else None,
         role_rules=run.role_rules,
         optimizer_names=opened.optimizer_names,
         guide_files=run.guide_files,

@@ -21,7 +21,15 @@ from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, base_ref, open_checkpoint, open_file
+from ckptz.store.resolve import (
+    PLAIN_SUFFIX,
+    SUFFIX,
+    Checkpoint,
+    base_metadata,
+    base_ref,
+    open_checkpoint,
+    open_file,
+)
 
 RANGE: Final = ".."
 
@@ -138,7 +146,9 @@ def _job(checkpoint: Checkpoint, base: Checkpoint | None) -> Job:
     if checkpoint.container is not None:
         index = checkpoint.container.index
         job = replace(job, step=index.step, sharding=index.sharding, tree=index.tree)
-    return job if base is None else replace(job, base=base_ref(base), bases=base.tensors)
+    if base is None:
+        return job
+    return replace(job, base=base_ref(base), bases=base.tensors, base_metadata=base_metadata(base))
 
 
 def export(

@@ -23,6 +23,7 @@ READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not 
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
 OPTIONAL_PREFIX: Final = "__ckptz__.optional."  # sections that a reader may skip
+BASE_METADATA: Final = f"{OPTIONAL_PREFIX}base-metadata"  # spec/07-chain.md#metadata-of-a-plain-base
 MAX_INDEX_BYTES: Final = 64 << 20
 DELTA_FEATURE: Final = "delta"
 MAPS_FEATURE: Final = "maps"

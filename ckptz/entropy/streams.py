@@ -261,14 +261,14 @@ class Embedded:
     stream: bytes
 
     def codes(self, n: int) -> Bytes:
-        """Codes [n]; see `read_embedded`."""
+        """Give the codes [n]; see `read_embedded`."""
         symbols = np.empty(n, np.uint8)
         decode_stream(self.coder, memoryview(self.stream), symbols)
         return symbols
 
 
 def take_embedded(source: ByteReader, what: str, *, nested: bool = False) -> Embedded:
-    """An embedded stream as it is stored.
+    """Take an embedded stream as it is stored.
 
     Raises:
         FormatError: the bytes end before it, or it may not stand in another.
