@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptz.commands.log import log
     from ckptz.commands.rebase import rebase
     from ckptz.commands.restore import restore
+    from ckptz.commands.seal import seal
     from ckptz.commands.verify import verify
     from ckptz.errors import CkptzError
     from ckptz.methods.grid import Grid
@@ -64,6 +65,7 @@ __all__ = [
     "register",
     "restore",
     "safe_open",
+    "seal",
     "verify",
 ]
 
@@ -87,6 +89,7 @@ _HOMES: Final = {
     "restore": "ckptz.commands.restore",
     "inspect": "ckptz.commands.inspect",
     "verify": "ckptz.commands.verify",
+    "seal": "ckptz.commands.seal",
     "diff": "ckptz.commands.diff",
     "log": "ckptz.commands.log",
     "fold": "ckptz.commands.fold",

@@ -32,6 +32,7 @@ class Failure:
     exit_code: int
     kind: str
     message: str
+    differences: tuple[str, ...] = ()
 
 
 def printable(text: str) -> str:
@@ -42,7 +43,7 @@ def printable(text: str) -> str:
 def failure_of(error: BaseException) -> Failure:
     """Exit code and one line of text for any error."""
     code, message = _explain(error)
-    return Failure(code, type(error).__name__, printable(message))
+    return Failure(code, type(error).__name__, printable(message), getattr(error, "differences", ()))
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

@@ -27,6 +27,7 @@ from ckptz_cli.options import debug_option, json_option
 from ckptz_cli.prune import prune
 from ckptz_cli.rebase import rebase
 from ckptz_cli.restore import restore
+from ckptz_cli.seal import seal
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
 
@@ -111,5 +112,5 @@ def main() -> None:
     """
 
 
-for _verb in (compress, restore, inspect, verify, log, diff, rebase, prune, fold, apply, export):
+for _verb in (compress, restore, inspect, verify, seal, log, diff, rebase, prune, fold, apply, export):
     main.add_command(_verb)

@@ -11,6 +11,7 @@ from rich.table import Table
 from ckptz.commands.compress import CompressReport
 from ckptz.commands.inspect import InspectReport, TensorReport
 from ckptz.commands.restore import RestoreReport
+from ckptz.commands.seal import SealReport
 from ckptz.commands.verify import VerifyReport
 from ckptz.container.index import QualityRecord
 from ckptz_cli.errors import printable
@@ -93,12 +94,25 @@ def restored_line(report: RestoreReport) -> str:
 
 def verified_line(report: VerifyReport) -> str:
     """What was found to be right."""
+    if report.seal is not None:
+        return (
+            f"{printable(report.file)}: ok, as sealed; {report.n_sealed_files} files and all "
+            f"{report.n_tensors} tensors match {printable(report.seal)}, {report.seconds:.2f} s"
+        )
     chain = f" of {len(report.chain) + 1} files" if report.chain else ""
     same = _agreement(report)
     return (
         f"{printable(report.file)}: ok{same}; {report.n_chunks} stored chunks{chain} and all "
         f"{report.n_tensors} tensors match their checksums, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
+    )
+
+
+def sealed_line(report: SealReport) -> str:
+    """What was sealed."""
+    return (
+        f"{printable(report.seal)}: {report.n_files} files with {report.n_tensors} tensors, "
+        f"{_pace(report.file_bytes, report.seconds)}"
     )
 
 

@@ -15,6 +15,7 @@ Examples:
   ckptz verify model.ckptz
   ckptz verify run
   ckptz verify model.ckptz --against model.safetensors
+  ckptz verify downloaded-model
 """
 
 
@@ -39,6 +40,9 @@ def verify(
     tensors must be within the errors that the file records. All files are checked; the first failure
     decides the exit code. Of a folder, every `.ckptz` file and its chain is checked, and of a
     training run also that the two files of each step belong together.
+
+    Other files and folders are held against the seal that ckptz seal wrote, which is found beside them:
+    every tensor and file that differs, is missing or is new is named, with --json all of them.
     """
     import ckptz
     from ckptz_cli.folders import expanded, report_folders
