@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptz.commands.log import log
     from ckptz.commands.rebase import rebase
     from ckptz.commands.restore import restore
+    from ckptz.commands.resume_check import resume_check
     from ckptz.commands.seal import seal
     from ckptz.commands.verify import verify
     from ckptz.errors import CkptzError
@@ -64,6 +65,7 @@ __all__ = [
     "rebase",
     "register",
     "restore",
+    "resume_check",
     "safe_open",
     "seal",
     "verify",
@@ -90,6 +92,7 @@ _HOMES: Final = {
     "inspect": "ckptz.commands.inspect",
     "verify": "ckptz.commands.verify",
     "seal": "ckptz.commands.seal",
+    "resume_check": "ckptz.commands.resume_check",
     "diff": "ckptz.commands.diff",
     "log": "ckptz.commands.log",
     "fold": "ckptz.commands.fold",

@@ -1,7 +1,7 @@
 """Errors as one line and an exit code by cause; no library module loads before something failed.
 
 0 ok    1 internal    2 usage    3 damaged    4 unsupported    5 missing file or base
-6 budget not met    7 I/O    10 checkpoints differ, if asked for    130 interrupted
+6 budget not met    7 I/O    10 checkpoints differ, if asked for or by resume-check    130 interrupted
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from ckptz_cli.options import debug_option, json_option
 from ckptz_cli.prune import prune
 from ckptz_cli.rebase import rebase
 from ckptz_cli.restore import restore
+from ckptz_cli.resume_check import resume_check
 from ckptz_cli.seal import seal
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
@@ -45,7 +46,8 @@ Examples:
 \b
 Exit codes:
   0 ok, 1 internal, 2 usage, 3 damaged, 4 unsupported, 5 missing file or base,
-  6 budget not met (lossless written), 7 I/O, 10 checkpoints differ (diff --exit-code), 130 interrupted
+  6 budget not met (lossless written), 7 I/O, 10 checkpoints differ (diff --exit-code, resume-check),
+  130 interrupted
 """
 
 
@@ -112,5 +114,19 @@ def main() -> None:
     """
 
 
-for _verb in (compress, restore, inspect, verify, seal, log, diff, rebase, prune, fold, apply, export):
+for _verb in (
+    compress,
+    restore,
+    inspect,
+    verify,
+    seal,
+    log,
+    diff,
+    resume_check,
+    rebase,
+    prune,
+    fold,
+    apply,
+    export,
+):
     main.add_command(_verb)
