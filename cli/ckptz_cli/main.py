@@ -24,6 +24,8 @@ from ckptz_cli.log import log
 from ckptz_cli.options import debug_option, json_option
 from ckptz_cli.prune import prune
 from ckptz_cli.restore import restore
+from ckptz_cli.resume_check import resume_check
+from ckptz_cli.seal import seal
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
 
@@ -40,7 +42,8 @@ Examples:
 \b
 Exit codes:
   0 done, 1 an error in ckptz, 2 wrong usage, 3 damaged file, 4 unsupported, 5 file or base missing,
-  6 budget not kept (written without loss), 7 disk, 10 differ (diff --exit-code), 130 interrupted
+  6 budget not kept (written without loss), 7 disk, 10 differ (diff --exit-code, resume-check),
+  130 interrupted
 """
 
 
@@ -112,5 +115,19 @@ def main() -> None:
     """
 
 
-for _verb in (compress, restore, inspect, verify, log, diff, rebase, prune, fold, apply, export):
+for _verb in (
+    compress,
+    restore,
+    inspect,
+    verify,
+    seal,
+    log,
+    diff,
+    resume_check,
+    rebase,
+    prune,
+    fold,
+    apply,
+    export,
+):
     main.add_command(_verb)

@@ -1,4 +1,4 @@
-"""Reports on chains and folders of steps as text: of `log`, `prune`, `diff` and the verbs of deltas."""
+"""Reports as text: of `log`, `prune`, `diff`, `resume-check` and the verbs of deltas."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ckptz.commands.diff import DiffReport, TensorDiff
 from ckptz.commands.fold import DeltaReport
 from ckptz.commands.log import LogEntry, LogReport
 from ckptz.commands.rebase import RebaseReport
+from ckptz.commands.resume_check import FirstDifference, ResumeReport
 from ckptz.container.index import QualityRecord
 from ckptz.store.retention import PruneReport
 from ckptz_cli.errors import printable
@@ -188,3 +189,38 @@ def _diff_total(report: DiffReport) -> str:
     if report.max_change is not None:
         parts.append(f"largest {_number(report.max_change)}")
     return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{metadata}"
+
+
+# --- resume-check -------------------------------------------------------------------------------
+
+
+def resumed_line(report: ResumeReport) -> str:
+    """What differs first, or that nothing does."""
+    names = f"{printable(report.first)} and {printable(report.second)}"
+    first = report.difference
+    if first is None:
+        return f"{names}: no difference, all {report.n_equal} are equal, {report.seconds:.2f} s"
+    after = f"; {report.n_equal} before it are equal"
+    if first.part == "losses":
+        at = f"step {first.name}: {first.value_a} in A, {first.value_b} in B"
+        return f"{names}: losses differ first at {at}{after}"
+    what = "value" if first.dtype_a is None and first.dtype_b is None else "tensor"
+    return f"{names}: differ first in {first.part}, {what} {printable(first.name)!r}: {_first(first)}{after}"
+
+
+def _first(first: FirstDifference) -> str:
+    """How a tensor or a value differs."""
+    kinds = [
+        f"{dtype} {_shape(shape)}"
+        for dtype, shape in ((first.dtype_a, first.shape_a), (first.dtype_b, first.shape_b))
+        if dtype is not None and shape is not None
+    ]
+    kind = " -> ".join(dict.fromkeys(kinds))
+    if first.value_a is None or first.value_b is None:
+        return f"{kind} {first.kind}".strip()
+    values = f"{printable(first.value_a)} in A, {printable(first.value_b)} in B"
+    if first.position is None:
+        return values
+    largest = "" if first.max_change is None else f", largest difference {first.max_change:.6g}"
+    many = f"{first.n_differing} of {first.n_units} differ"
+    return f"{kind} at {list(first.position)}: {values}; {many}{largest}"

@@ -107,7 +107,13 @@ def _silence_stdout() -> None:
 
 
 def _fields(failure: Failure) -> dict[str, Any]:
-    return {"kind": failure.kind, "message": failure.message, "exit_code": failure.exit_code}
+    differences = {"differences": list(failure.differences)} if failure.differences else {}
+    return {
+        "kind": failure.kind,
+        "message": failure.message,
+        "exit_code": failure.exit_code,
+        **differences,
+    }
 
 
 def _builtins(report: Any) -> Any:

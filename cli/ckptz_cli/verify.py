@@ -15,6 +15,7 @@ Examples:
   ckptz verify model.ckptz
   ckptz verify run
   ckptz verify model.ckptz --against model.safetensors
+  ckptz verify downloaded-model
 """
 
 
@@ -40,6 +41,9 @@ def verify(
 
     In a folder, every .ckptz file and its chain is checked, and in a training run that the two files of
     each step belong together. All files are checked; the first failure decides the exit code.
+
+    Other files and folders are held against the seal that ckptz seal wrote, which is found beside them.
+    Every tensor and file that differs, is missing or is new is named; --json names all of them.
     """
     import ckptz
     from ckptz_cli.folders import expanded, report_folders
