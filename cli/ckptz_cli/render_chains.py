@@ -211,7 +211,7 @@ def resumed_line(report: ResumeReport) -> str:
 def _first(first: FirstDifference) -> str:
     """How a tensor or a value differs."""
     kinds = [
-        f"{dtype} {_shape(shape)}"
+        f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
         for dtype, shape in ((first.dtype_a, first.shape_a), (first.dtype_b, first.shape_b))
         if dtype is not None and shape is not None
     ]
