@@ -186,7 +186,7 @@ def test_all_that_differs_in_a_folder_is_told_at_once(folder: Path) -> None:
     first, *others = differences(folder)
     assert first == "config.json: its bytes differ; it has 3, 2 were sealed"
     assert f"{SHARD}: cannot be read: " in others[0]
-    assert f"ends at byte {len(whole) - 1}" in others[0]
+    assert f"it has {len(whole) - 1} bytes" in others[0]
     assert others[1:] == ["sub/more.txt: is new", "sub/vocab.txt: is missing"]
     run = ckptz("verify", folder, "--json", fails=True)
     assert run.exit_code == 3

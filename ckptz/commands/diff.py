@@ -364,7 +364,7 @@ def _only(name: str, kind: Kind, source: TensorSource) -> TensorDiff:
 
 
 def kind_of(pair: Pair, sums: Sums) -> Kind:
-    """What differs between two tensors that were compared."""
+    """Say what differs between two tensors that were compared."""
     if tuple(pair.a.shape) != tuple(pair.b.shape):
         return "reshaped"
     if pair.a.dtype != pair.b.dtype:

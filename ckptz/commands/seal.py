@@ -268,7 +268,7 @@ class FoundSeal:
 
 
 def find_seal(path: Path) -> FoundSeal | None:
-    """The seal of a file or folder: its own, or of a file the one of its folder; None if there is none.
+    """Find the seal of a file or folder: its own, or that of its folder; None if there is none.
 
     Raises:
         FormatError: the seal is damaged.

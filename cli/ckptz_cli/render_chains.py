@@ -195,7 +195,7 @@ def _diff_total(report: DiffReport) -> str:
 
 
 def resumed_line(report: ResumeReport) -> str:
-    """What differs first, or that nothing does."""
+    """Say what differs first, or that nothing does."""
     names = f"{printable(report.first)} and {printable(report.second)}"
     first = report.difference
     if first is None:
