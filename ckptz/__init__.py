@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ckptz.commands.log import log
     from ckptz.commands.rebase import rebase
     from ckptz.commands.restore import restore
+    from ckptz.commands.resume_check import resume_check
+    from ckptz.commands.seal import seal
     from ckptz.commands.verify import verify
     from ckptz.errors import CkptzError
     from ckptz.methods.grid import Grid
@@ -63,7 +65,9 @@ __all__ = [
     "rebase",
     "register",
     "restore",
+    "resume_check",
     "safe_open",
+    "seal",
     "verify",
 ]
 
@@ -87,6 +91,8 @@ _HOMES: Final = {
     "restore": "ckptz.commands.restore",
     "inspect": "ckptz.commands.inspect",
     "verify": "ckptz.commands.verify",
+    "seal": "ckptz.commands.seal",
+    "resume_check": "ckptz.commands.resume_check",
     "diff": "ckptz.commands.diff",
     "log": "ckptz.commands.log",
     "fold": "ckptz.commands.fold",

@@ -4,6 +4,7 @@
      + FormatError(ValueError)       the bytes are wrong                                      exit 3
      |  - TruncatedError             they end early
      |  - ChecksumError              they were changed
+     |     - SealError               since they were sealed; knows every difference
      |  - CorruptionError            they contradict themselves or the specification
      + LimitError                    decoding would exceed the memory or disk that was allowed   exit 3
      + UnsupportedError              valid, but outside what this reader knows: upgrade       exit 4
@@ -21,6 +22,7 @@ built-in OSError (exit 7), as in safetensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from safetensors import SafetensorError
@@ -44,6 +46,18 @@ class TruncatedError(FormatError):
 
 class ChecksumError(FormatError):
     """The bytes were changed after they were written."""
+
+
+class SealError(ChecksumError):
+    """Files are not as they were sealed.
+
+    Attributes:
+        differences: each a sentence; the message has only the first of many.
+    """
+
+    def __init__(self, message: str, differences: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
 
 
 class CorruptionError(FormatError):

@@ -29,66 +29,45 @@ from ckptz.roles import Role, Rule, role_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One file to write.
+    """One file to write."""
 
-    Attributes:
-        tensors: by name; their order is kept.
-        config: lossless, or how tensors become lossy.
-        metadata: the user's own, kept unchanged.
-        step: training step, if known.
-        sharding: how the source folder was split.
-        tree: JSON skeleton of a nested checkpoint.
-        base: the checkpoint that the tensors are stored against.
-        bases: its tensors by name; a tensor without a base of its dtype and shape stands alone.
-        role_rules: the user's rows of the table of roles.
-        roles: what tensors are, where the caller knows better than their names; None to find the owners of
-            numbered optimizer state.
-        optimizer_names: names of tensors that come from a file of optimizer state.
-        trained: parameters whose moments stand in another file, so that their one-dimensional weights are
-            as exact as they would be beside them.
-        guide_files: where more is known of the tensors.
-        guides: what is known of them, by name; None to find it.
-        beside: tensors of another file that tell of these: optimizer state beside weights.
-        restored: of those beside, what readers will get of them, where that is known.
-        updates: how the optimizer moves weights by their first moments, by parameter.
-        quality: budgets that were measured on the very tensors of this file.
-    """
-
-    tensors: Mapping[str, TensorSource]
-    config: Method = LOSSLESS
-    metadata: Mapping[str, str] | None = None
-    step: int | None = None
-    sharding: Sharding | None = None
-    tree: dict[str, Any] | None = None
-    base: BaseRef | None = None
+    tensors: Mapping[str, TensorSource]  # by name; their order is kept
+    config: Method = LOSSLESS  # lossless, or how tensors become lossy
+    metadata: Mapping[str, str] | None = None  # the user's own, kept unchanged
+    step: int | None = None  # training step, if known
+    sharding: Sharding | None = None  # how the source folder was split
+    tree: dict[str, Any] | None = None  # JSON skeleton of a nested checkpoint
+    base: BaseRef | None = None  # the checkpoint that the tensors are stored against
+    # its tensors by name; a tensor without a base of its dtype and shape stands alone
     bases: Mapping[str, TensorSource] = field(default_factory=dict)
-    role_rules: Sequence[Rule] = ()
+    base_metadata: int | None = None  # checksum of the metadata of a base that is a plain file
+    role_rules: Sequence[Rule] = ()  # the user's rows of the table of roles
+    # what tensors are, where the caller knows better than their names; None to find the owners of numbered
+    # optimizer state
     roles: Mapping[str, Role] | None = None
-    optimizer_names: Collection[str] = ()
+    optimizer_names: Collection[str] = ()  # names of tensors that come from a file of optimizer state
+    # parameters whose moments stand in another file, so that their one-dimensional weights are as exact as
+    # they would be beside them
     trained: Collection[str] = ()
-    guide_files: GuideFiles = NO_FILES
-    guides: Mapping[str, Guide] | None = None
+    guide_files: GuideFiles = NO_FILES  # where more is known of the tensors
+    guides: Mapping[str, Guide] | None = None  # what is known of them, by name; None to find it
+    # tensors of another file that tell of these: optimizer state beside weights
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
+    # of those beside, what readers will get of them, where that is known
     restored: Mapping[str, TensorSource] = field(default_factory=dict)
+    # how the optimizer moves weights by their first moments, by parameter
     updates: Mapping[str, Update] = field(default_factory=dict)
-    quality: Sequence[QualityRecord] = ()
+    quality: Sequence[QualityRecord] = ()  # budgets that were measured on the very tensors of this file
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A job of which all is known that its files need, whatever their configuration.
+    """A job of which all is known that its files need, whatever their configuration."""
 
-    Attributes:
-        job: what to write.
-        roles: what its tensors are.
-        guides: what is known of them, by name.
-        notes: for the user.
-    """
-
-    job: Job
-    roles: Mapping[str, Role]
-    guides: Mapping[str, Guide]
-    notes: tuple[str, ...]
+    job: Job  # what to write
+    roles: Mapping[str, Role]  # what its tensors are
+    guides: Mapping[str, Guide]  # what is known of them, by name
+    notes: tuple[str, ...]  # for the user
 
     def lossy(self, config: Method) -> list[str]:
         """Name the tensors of the file that may come back changed under a configuration."""
@@ -96,17 +75,13 @@ class Prepared:
         return [name for name, choice in choices.items() if choice.is_lossy]
 
     def contents(self, config: Method, earlier: Earlier | None = None) -> Contents:
-        """Choose what becomes of each tensor under a configuration.
-
-        Args:
-            config: of this file.
-            earlier: a file of the same tensors to copy frames from.
-        """
+        """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`."""
         job = self.job
         return Contents(
             metadata=job.metadata,
             base=job.base,
             bases=job.bases,
+            base_metadata=job.base_metadata,
             step=job.step,
             sharding=job.sharding,
             tree=job.tree,
@@ -148,13 +123,7 @@ def prepared(job: Job) -> Iterator[Prepared]:
 
 
 def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None = None) -> Written:
-    """Write one file.
-
-    Args:
-        sink: an empty file, which must seek.
-        job: what to write.
-        workers: threads.
-        progress: called with the original bytes of each chunk written.
+    """Write one file into `sink`, which is empty and must seek; `progress` is told the bytes of each chunk.
 
     Raises:
         ConfigError: what is asked for is impossible; see `prepared`.

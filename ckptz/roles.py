@@ -44,17 +44,11 @@ LAYER_PATTERNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one tensor is.
+    """What one tensor is."""
 
-    Attributes:
-        role: one of ROLES.
-        parameter: name of the parameter it is or belongs to.
-        layer_type: one of LAYER_TYPES.
-    """
-
-    role: str
-    parameter: str
-    layer_type: str
+    role: str  # one of ROLES
+    parameter: str  # name of the parameter it is or belongs to
+    layer_type: str  # one of LAYER_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +68,7 @@ class Rule:
 
 
 def load_rules(text: str) -> tuple[Rule, ...]:
-    """Rules from TOML: `[[rule]]` tables with `name`, and `role` or `layer_type` or both."""
+    """Read rules from TOML: `[[rule]]` tables with `name`, and `role` or `layer_type` or both."""
     try:
         rows = tomllib.loads(text).get("rule", [])
         return tuple(Rule(**row) for row in rows)
@@ -102,27 +96,15 @@ def _split_state(name: str) -> tuple[str, str]:
 
 
 def _layer_type(parameter: str, shape: Sequence[int]) -> str:
+    by_shape = "linear" if len(shape) == 2 else "conv" if len(shape) > 2 else "other"
     lowered = parameter.lower()
-    for pattern, layer_type in _LAYERS:
-        if pattern.search(lowered):
-            return layer_type
-    if len(shape) == 2:
-        return "linear"
-    return "conv" if len(shape) > 2 else "other"
+    return next((layer_type for pattern, layer_type in _LAYERS if pattern.search(lowered)), by_shape)
 
 
 def role_of(name: str, shape: Sequence[int], is_float: bool, rules: Iterable[Rule] = ()) -> Role:
-    """What a tensor is.
-
-    Args:
-        name: of the tensor.
-        shape: its dimensions.
-        is_float: integer tensors have role "other".
-        rules: the user's, tried first.
-    """
+    """Say what a tensor of this name and shape is, by the user's rules first; integers have role "other"."""
     role, parameter = _split_state(name)
-    if not is_float:
-        role = "other"
+    role = role if is_float else "other"
     layer_type = _layer_type(parameter, shape)
     for rule in rules:
         if rule.pattern.match(name):

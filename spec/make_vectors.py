@@ -34,8 +34,8 @@ MAX_BYTES = 4096
 INVALID: Mapping[str, list[Any]] = (
     INTEGERS | ENTROPY | TRANSFORMS | QUANTIZATION | FRAME | CONTAINER | CHAIN | TREE
 )
-# Rules of records that a reader may leave alone.
-FOLLOWED = {"C21": "sharding", **dict.fromkeys(TREE, "tree")}
+# Rules of records and sections that a reader may leave alone.
+FOLLOWED = {"C21": "sharding", **dict.fromkeys(("H5", "H6"), "base-metadata"), **dict.fromkeys(TREE, "tree")}
 
 Row = dict[str, Any]
 

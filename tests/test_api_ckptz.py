@@ -56,7 +56,13 @@ print("torch" in sys.modules)
     assert run_python(code) == "False\n"
 
 
-@pytest.mark.parametrize("module", ["config", "handle", "numpy", "torch"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("api.safe_open", "commands.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
+        *("numpy", "torch"),
+    ],
+)
 def test_the_examples_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = doctest.testmod(importlib.import_module(f"ckptz.{module}"))

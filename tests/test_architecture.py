@@ -209,6 +209,39 @@ def test_one_function_publishes_files() -> None:
     assert users == {"ckptz.container.publish"}
 
 
+# Whoever deletes, what, and what that rests on: see test_deletions.py.
+DELETES = {
+    # Own temporary files and copies, which nothing that was saved is in.
+    "ckptz.container.publish": "temporary files that got no name",
+    "ckptz.store.places": "downloads; and `Place.remove`, which those below call",
+    "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",
+    "ckptz.store.lock": "its own lease",
+    "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",
+    # Others' files, by the rule.
+    "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",
+    "ckptz.store.retention": "steps that no rule keeps: needs of those that stay were read",
+    "ckptz.integrations.linked": "what a framework does not want, and bases: needs of what stays were read",
+    "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
+    "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",
+    "ckptz.integrations.sharded": "folders of old steps: those that stay were read; cut-off saves: no index",
+    "ckptz.sync.publisher": "what is older than anchors that were read; files of a step that failed",
+}
+CALLS = {"unlink", "remove", "rmtree", "rmdir", "rm", "rm_file", "remove_checkpoint"}
+
+
+def deletes(call: ast.AST) -> bool:
+    """Whether a call may delete a file: by name, less what lists, sets and torch's hooks have, too."""
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS):
+        return False
+    other = ("missing", "features", "self.waiting", "self._handle", "self", "self._handles.pop()")
+    return ast.unparse(call.func.value) not in other
+
+
+def test_every_module_that_deletes_is_known() -> None:
+    found = {module for module, tree in TREES.items() if any(map(deletes, ast.walk(tree)))}
+    assert found == set(DELETES)
+
+
 def test_one_function_makes_folders() -> None:
     users = {
         module

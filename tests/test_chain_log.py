@@ -368,7 +368,7 @@ def test_a_base_may_be_named_twice_but_not_another(chain: Chain, times: int) -> 
         fails=True,
     )
     assert failed.exit_code == 2
-    assert "there can be one only" in failed.error
+    assert "give only one of them" in failed.error
     assert str(chain.first) in failed.error
 
 

@@ -64,7 +64,8 @@ def test_sizes_have_three_digits(n_bytes: int, text: str) -> None:
 
 
 def test_a_ratio_names_what_it_is_of() -> None:
-    assert ratio(50, 100) == "0.5000 of the tensors' bytes, 2x"
+    assert ratio(50, 100) == "2x smaller, 0.5000 of raw"
+    assert ratio(150, 100) == "1.5x larger, 1.5000 of raw"
     assert ratio(50, 0) == "no tensor bytes"
 
 

@@ -1,13 +1,12 @@
 """Whoever deletes files of users, while the system fails: nothing is lost that was reported as saved.
 
-The rule is that of `ckptz.store.needs`: what cannot be read keeps everything that it might need. `DELETES`
-names every module that deletes anything, what, and what that rests on. What is done in a store of steps is
-put to the test in test_retention_faults.py and test_store_remote.py, kills in test_kills.py.
+The rule is that of `ckptz.store.needs`: what cannot be read keeps everything that it might need. `DELETES` in
+test_architecture.py names every module that deletes anything, what, and what that rests on. Of stores of
+steps, test_retention_faults.py and test_store_remote.py have the tests, and test_kills.py those of kills.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import threading
 import warnings
@@ -18,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_architecture import TREES
 
-from ckptz.commands.restore import RestoreOptions, restore_file
+from ckptz.commands.restore import restore
 from ckptz.errors import CkptzError, WriteError
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE
@@ -34,38 +32,6 @@ from tests.support.sync_support import State, cloned, same
 
 OPTIONS = ChainOptions(anchor_every=3, jobs=1)
 EVERY = pytest.mark.parametrize("stride", [0, pytest.param(1, marks=pytest.mark.slow)])
-
-DELETES = {
-    # Own temporary files and copies, which nothing that was saved is in.
-    "ckptz.container.publish": "temporary files that got no name",
-    "ckptz.store.places": "downloads; and `Place.remove`, which those below call",
-    "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",
-    "ckptz.store.lock": "its own lease",
-    "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",
-    # Others' files, by the rule.
-    "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",
-    "ckptz.store.retention": "steps that no rule keeps: needs of those that stay were read",
-    "ckptz.integrations.linked": "what a framework does not want, and bases: needs of what stays were read",
-    "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
-    "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",
-    "ckptz.integrations.sharded": "folders of old steps: those that stay were read; cut-off saves: no index",
-    "ckptz.sync.publisher": "what is older than anchors that were read; files of a step that failed",
-}
-CALLS = {"unlink", "remove", "rmtree", "rmdir", "rm", "rm_file", "remove_checkpoint"}
-
-
-def deletes(call: ast.AST) -> bool:
-    """Whether a call may delete a file: by name, less what lists, sets and torch's hooks have, too."""
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS):
-        return False
-    other = ("missing", "features", "self.waiting", "self._handle", "self", "self._handles.pop()")
-    return ast.unparse(call.func.value) not in other
-
-
-def test_every_module_that_deletes_is_known() -> None:
-    found = {module for module, tree in TREES.items() if any(map(deletes, ast.walk(tree)))}
-    assert found == set(DELETES)
-
 
 # --- bases of Lightning, the Trainer and accelerate -------------------------------------------------
 
@@ -301,7 +267,7 @@ def test_what_was_there_before_is_deleted_only_if_the_call_made_it(
     real = Path.exists
     monkeypatch.setattr(Path, "exists", lambda self: self != folder and real(self))  # as errors make it
     with pytest.raises(OSError, match="input/output"):
-        restore_file(tmp_path / "packed.ckptz", folder, RestoreOptions(kind="dcp"))
+        restore(tmp_path / "packed.ckptz", folder, to="dcp")
     assert (folder / "of a user").is_file()
 
 

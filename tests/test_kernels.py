@@ -187,6 +187,19 @@ def test_casts_agree_and_are_nearest_even(kind: int, dtype: Any, data: st.DataOb
         np.testing.assert_array_equal(reference.from_f32(exact, kind), expected)
 
 
+@pytest.mark.parametrize("n", [1, 7, 1 << 16])
+def test_every_f16_widens_to_the_same_pattern_in_arrays_of_any_length(n: int) -> None:
+    units = np.arange(1 << 16, dtype=np.uint16)
+    parts = units if n == 1 << 16 else units[(units & 0x7C00) == 0x7C00][:: 64 // n]
+    wide = [
+        check_equal("to_f32", np.uint32, part, reference.F16)
+        for part in np.array_split(parts, len(parts) // n)
+    ]
+    is_nan = (parts & 0x7FFF) > 0x7C00
+    expected = (parts.astype(np.uint32) & 0x8000) << 16 | 0x7F800000 | (parts.astype(np.uint32) & 0x3FF) << 13
+    np.testing.assert_array_equal(np.concatenate(wide)[is_nan], expected[is_nan])
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_sums_keep_subnormals(data: st.DataObject) -> None:

@@ -135,6 +135,7 @@ def sharded_job(folder: Path, background: bool, reported: Reported, rank: int) -
         step += 1
 
 
+@pytest.mark.apps
 @KILLS
 @pytest.mark.parametrize("background", [False, True])
 def test_sharded_steps_that_were_saved_are_there(tmp_path: Path, background: bool, n_kills: int) -> None:
@@ -200,6 +201,7 @@ def trained_weights(folder: Path, n_steps: int) -> dict[int, State]:
     return found
 
 
+@pytest.mark.apps
 @KILLS
 def test_folders_of_the_trainer_that_were_saved_are_there(tmp_path: Path, n_kills: int) -> None:
     pytest.importorskip("tests.support.trainer_support")  # once, for all processes

@@ -357,6 +357,15 @@ def test_the_file_records_what_was_asked_and_measured(tmp_path: Path) -> None:
     assert second.max_abs_error == pytest.approx(error, rel=1e-6)
 
 
+def test_moments_that_are_saved_beside_the_weights_of_others_are_lossy_too(tmp_path: Path) -> None:
+    found = state()
+    moments = {"optimizer.state.0.exp_avg": found[FIRST], "optimizer.state.0.exp_avg_sq": found[SECOND]}
+    restored = stored(tmp_path, {WEIGHT: found[WEIGHT], **moments})
+    for name, values in moments.items():
+        assert not np.array_equal(restored[name], values)
+        assert plan_of(tmp_path, name).quant_map is not None
+
+
 # --- large tensors, threads, bounded memory -----------------------------------------------------
 
 

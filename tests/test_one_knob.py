@@ -258,7 +258,7 @@ def test_no_evaluation_replays_the_parent_and_promises_nothing(folder: Path) -> 
 
 
 def test_no_evaluation_needs_a_parent(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="no settings to replay"):
+    with pytest.raises(ConfigError, match="a plan must record settings"):
         search(folder / "step-0.safetensors", folder / "0.ckptz", max_evaluations=0)
     assert not (folder / "0.ckptz").exists()
 
@@ -288,7 +288,7 @@ def test_auto_is_grid_and_its_plan_replays(folder: Path) -> None:
         (("--method", "kmeans", "--dead-zone", 0.1), "belongs to --method grid"),
         (("--strategy", "guided"), "strategy of grid"),
         (("--method", "kmeans", "--strategy", "one-knob"), "strategy of kmeans"),
-        (("--max-evaluations", 0), "no settings to replay"),
+        (("--max-evaluations", 0), "a plan must record settings"),
     ],
 )
 def test_options_of_another_method_exit_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:

@@ -61,7 +61,7 @@ def test_a_read_beyond_the_end_is_truncated(tmp_path: Path) -> None:
     path.write_bytes(bytes(10))
     for source in (FileBytes(path), MemoryBytes(bytes(10))):
         assert len(source.read(8, 2)) == 2
-        with pytest.raises(TruncatedError, match="ends at byte 10, 11 are announced"):
+        with pytest.raises(TruncatedError, match="is cut off: it has 10 bytes and should have 11"):
             source.read(8, 3)
         source.close()
 

@@ -20,14 +20,7 @@ from ckptz.hooks import Calibration
 from ckptz.methods.grid import UniformGrid
 from ckptz.quant.grid import ESCAPE
 from ckptz.quant.guides import InputMoments
-from ckptz.quant.rounding import (
-    BLOCK_COLUMNS,
-    ColumnGrid,
-    Feedback,
-    Targets,
-    feedback,
-    round_compensated,
-)
+from ckptz.quant.rounding import BLOCK_COLUMNS, ColumnGrid, Feedback, Targets, factors
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
 from tests.support.cli_support import ckptz
@@ -70,14 +63,14 @@ def weights(n: int, n_rows: int) -> Array:
 
 def plain(columns: Array, grid: ColumnGrid) -> Array:
     """Rounding to nearest: what compensation gives for uncorrelated inputs."""
-    return round_compensated(columns, np.eye(len(columns), dtype=np.float32), grid)
+    return Feedback.of(np.eye(len(columns), dtype=np.float32)).round(columns, grid)
 
 
 @pytest.mark.parametrize("n", [1, 7, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 300])
 @pytest.mark.parametrize("damping", [0.01, 0.1])
 def test_the_factor_gives_the_moments_back(n: int, damping: float) -> None:
     moments = inputs(n, 4 * n + 8).astype(np.float64)
-    upper = feedback(moments, damping).astype(np.float64)
+    upper = factors(moments, damping)[0].astype(np.float64)
     damped = moments + damping * np.diagonal(moments).mean() * np.eye(n)
     np.testing.assert_array_equal(np.tril(upper, -1), 0)
     np.testing.assert_array_equal(np.diagonal(upper), 1)
@@ -90,7 +83,7 @@ def test_the_factor_gives_the_moments_back(n: int, damping: float) -> None:
 @pytest.mark.parametrize("n", [40, BLOCK_COLUMNS + 40])
 def test_correlated_inputs_lose_less_than_by_plain_rounding(n: int) -> None:
     moments, columns, grid = inputs(n, 3 * n), weights(n, 64), uniform(0.5, 64)
-    compensated = round_compensated(columns, moments, grid)
+    compensated = Feedback.of(moments).round(columns, grid)
     assert loss(columns, compensated, grid, moments) < 0.5 * loss(
         columns, plain(columns, grid), grid, moments
     )
@@ -98,16 +91,16 @@ def test_correlated_inputs_lose_less_than_by_plain_rounding(n: int) -> None:
 
 def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     moments, columns, grid = inputs(200, 800), weights(200, 32), uniform(0.5, 32)
-    found = round_compensated(columns, moments, grid)
+    found = Feedback.of(moments).round(columns, grid)
     monkeypatch.setattr("ckptz.quant.rounding.BLOCK_COLUMNS", 1)
-    assert np.mean(found != round_compensated(columns, moments, grid)) < 0.01
+    assert np.mean(found != Feedback.of(moments).round(columns, grid)) < 0.01
 
 
 def test_it_is_greedily_optimal_for_two_columns() -> None:
     # The second column takes what the first leaves: checked against all codes of the second.
     moments = np.array([[2.0, 1.5], [1.5, 2.0]], np.float32)
     columns, grid = weights(2, 200), uniform(0.8, 200)
-    codes = round_compensated(columns, moments, grid)
+    codes = Feedback.of(moments).round(columns, grid)
     tried = []
     for code in range(2 * MOST + 1):
         candidate = codes.copy()
@@ -121,16 +114,16 @@ def test_uncorrelated_inputs_give_plain_rounding() -> None:
     columns, grid = weights(64, 10), uniform(0.5, 10)
     moments = np.diag(np.arange(1, 65)).astype(np.float32)
     nearest = np.rint(columns / np.float32(0.5)) * np.float32(0.5)
-    np.testing.assert_array_equal(restored(round_compensated(columns, moments, grid), grid, columns), nearest)
+    np.testing.assert_array_equal(restored(Feedback.of(moments).round(columns, grid), grid, columns), nearest)
 
 
 def test_dead_inputs_take_no_part() -> None:
     moments, columns, grid = inputs(50, 200), weights(50, 20), uniform(0.5, 20)
     moments[10:20], moments[:, 10:20] = 0, 0
-    codes = round_compensated(columns, moments, grid)
+    codes = Feedback.of(moments).round(columns, grid)
     live = np.r_[0:10, 20:50]
     np.testing.assert_array_equal(codes[10:20], plain(columns, grid)[10:20])
-    alone = round_compensated(columns[live], moments[np.ix_(live, live)], grid)
+    alone = Feedback.of(moments[np.ix_(live, live)]).round(columns[live], grid)
     assert np.mean(codes[live] != alone) < 0.02
 
 
@@ -149,7 +142,7 @@ def test_dead_inputs_take_no_part() -> None:
 )
 def test_singular_and_impossible_matrices_still_round(moments: Array) -> None:
     columns, grid = weights(30, 8), uniform(0.5, 8)
-    codes = round_compensated(columns, moments, grid)
+    codes = Feedback.of(moments).round(columns, grid)
     errors = np.abs(columns - restored(codes, grid, columns))
     assert np.isfinite(errors).all()
     assert errors.max() < 30  # an error is pushed on, never multiplied without end
@@ -166,15 +159,15 @@ def test_a_matrix_that_float32_cannot_factor_is_factored_in_float64(monkeypatch:
         return factor(matrix)
 
     moments = inputs(20, 100)
-    expected = feedback(moments)
+    expected = factors(moments)[0]
     monkeypatch.setattr(np.linalg, "cholesky", fail_in_float32)
-    np.testing.assert_allclose(feedback(moments), expected, atol=1e-4)
+    np.testing.assert_allclose(factors(moments)[0], expected, atol=1e-4)
     assert tried == [np.float32, np.float64]
 
 
 def test_values_beyond_the_alphabet_escape_and_leave_no_error() -> None:
     columns, grid = weights(20, 30) * 10, uniform(0.5, 30, most=5)
-    codes = round_compensated(columns, inputs(20, 100), grid)
+    codes = Feedback.of(inputs(20, 100)).round(columns, grid)
     assert (codes == ESCAPE).any()
     errors = columns - restored(codes, grid, columns)
     np.testing.assert_array_equal(errors[codes == ESCAPE], 0)
@@ -188,7 +181,7 @@ def test_steps_may_differ_by_column() -> None:
     levels = np.concatenate([[0], np.stack([magnitudes, -magnitudes], axis=1).reshape(-1)]).astype(np.float32)
     labels = (np.arange(20) >= 10).astype(np.uint8)[:, None]
     grid = ColumnGrid(steps, labels, np.stack([levels * np.float32(0.01), levels]), 0.0, 127)
-    codes = round_compensated(columns, moments, grid)
+    codes = Feedback.of(moments).round(columns, grid)
     values = grid.values[labels, np.where(codes == ESCAPE, 0, codes)]
     errors = np.abs(columns - np.where(codes == ESCAPE, columns, values))
     assert errors[10:].max() > 0.1
@@ -197,8 +190,8 @@ def test_steps_may_differ_by_column() -> None:
 
 def test_the_same_input_gives_the_same_codes() -> None:
     moments, columns, grid = inputs(150, 500), weights(150, 40), uniform(0.5, 40, dead_zone=0.2)
-    first = round_compensated(columns, moments, grid)
-    np.testing.assert_array_equal(first, round_compensated(columns.copy(), moments.copy(), grid))
+    first = Feedback.of(moments).round(columns, grid)
+    np.testing.assert_array_equal(first, Feedback.of(moments.copy()).round(columns.copy(), grid))
 
 
 def test_the_cost_of_a_column_is_what_its_error_alone_adds() -> None:
@@ -313,7 +306,7 @@ def test_levels_are_centroids_of_what_is_rounded_to_them() -> None:
         levels = np.ascontiguousarray(values * np.float32(factor))
         most = (levels.shape[1] - 1) // 2
         grid = ColumnGrid(np.full((1, 300), 1.6, np.float32), np.zeros((1, 300), np.uint8), levels, 0.1, most)
-        codes = round_compensated(weight.T.copy(), moments, grid)
+        codes = Feedback.of(moments).round(weight.T.copy(), grid)
         return loss(weight.T, codes, grid, moments)
 
     assert lost(1.0) < min(lost(0.85), lost(1.2))

@@ -47,8 +47,8 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
         ours = next(r for r in sizes if r["weights"] == weights and r["tool"].startswith("ckptz"))
         rival = next(r for r in sizes if r["weights"] == weights and r["tool"].startswith("ZipNN"))
         rows.append(
-            _row(f"22.7 M {weights} weights of a sentence encoder", "lossless", ours["of raw"], "none")
-            | {"beside it": f"ZipNN 0.5.4: {rival['of raw']}"}
+            _row(f"22.7 M {weights} weights of a sentence encoder", "lossless", float(ours["of raw"]), "none")
+            | {"beside it": f"ZipNN 0.5.4: {_smaller(float(rival['of raw']))}"}
         )
     for kind in ("training", "fine-tune"):
         chosen = [r for r in deltas if r["pair"].startswith(kind)]
@@ -73,7 +73,7 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
     for prefix, column, what, method in shown:
         for row in demo:
             if str(row["method"]).startswith(prefix):
-                stored = f"1/{str(row[column]).rstrip('x')}"
+                stored = 1 / float(str(row[column]).rstrip("x"))
                 quality = f"{row['loss at once']} at once, {row['loss resumed']} resumed"
                 name = f"{what} the demo's run, with its anchor"
                 rows.append(_row(name, method, stored, quality) | {"beside it": ""})
@@ -88,23 +88,33 @@ def _run_row() -> dict[str, object]:
     row = next(row for row in read_rows("training_state_whole") if row["method"] == RUN)
     quality = f"{row['loss at once, %']} % at once, worst of five resumed {row['worst gap, %']} %"
     name = "fp32 weights and both moments of 14 checkpoints, with their anchor"
-    return _row(name, "calibrated grid", f"1/{row['ratio']}", quality) | {"beside it": ""}
+    return _row(name, "calibrated grid", 1 / float(row["ratio"]), quality) | {"beside it": ""}
 
 
-def _row(what: str, method: str, stored: str, loss: str) -> dict[str, object]:
-    return {"checkpoint": what, "method": method, "stored, of raw": stored, "change of the loss": loss}
+def _row(what: str, method: str, share: float, loss: str) -> dict[str, object]:
+    return {
+        "checkpoint": what,
+        "method": method,
+        "smaller (share of raw)": _smaller(share),
+        "change of the loss": loss,
+    }
 
 
-def _mean(rows: list[dict[str, str]]) -> tuple[str, str]:
+def _smaller(share: float) -> str:
+    """Stored bytes over raw bytes, and how many times smaller that is."""
+    return f"{1 / share:.4g}x ({share:.4g})"
+
+
+def _mean(rows: list[dict[str, str]]) -> tuple[float, str]:
     shares = [1 / float(row["ckptz ratio"]) for row in rows]
-    return f"{sum(shares) / len(shares):.3f}", "none"
+    return sum(shares) / len(shares), "none"
 
 
 def _rivals(rows: list[dict[str, str]]) -> str:
     parts = []
     for name, column in (("z4ai 0.2.0", "z4ai ratio"), ("XOR + planes + zstd -3", "xor ratio")):
         shares = [1 / float(row[column]) for row in rows]
-        parts.append(f"{name}: {sum(shares) / len(shares):.3f}")
+        parts.append(f"{name}: {_smaller(sum(shares) / len(shares))}")
     return ", ".join(parts)
 
 

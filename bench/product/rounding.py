@@ -15,7 +15,7 @@ import numpy as np
 from bench.core.measure import machine, save_rows, timed, verdict
 from bench.core.report import finish
 from ckptz.quant.grid import ESCAPE
-from ckptz.quant.rounding import ColumnGrid, round_compensated
+from ckptz.quant.rounding import ColumnGrid, Feedback
 
 SIZES = ((512, 512), (1024, 1024), (2048, 2048), (4096, 1024))  # inputs, outputs
 TARGET_SIZE, TARGET_SECONDS = (2048, 2048), 5.0
@@ -52,9 +52,9 @@ def row(n: int, n_rows: int) -> dict[str, object]:
     steps, labels = np.full((1, n_rows), STEP, np.float32), np.zeros((1, n_rows), np.uint8)
     grid = ColumnGrid(steps, labels, levels[None].astype(np.float32), 0.0, MOST)
     moments = inputs(n)
-    seconds = min(timed(lambda: round_compensated(columns, moments, grid)) for _ in range(ROUNDS))
-    compensated = loss(columns, round_compensated(columns, moments, grid), grid, moments)
-    plain = loss(columns, round_compensated(columns, np.eye(n, dtype=np.float32), grid), grid, moments)
+    seconds = min(timed(lambda: Feedback.of(moments).round(columns, grid)) for _ in range(ROUNDS))
+    compensated = loss(columns, Feedback.of(moments).round(columns, grid), grid, moments)
+    plain = loss(columns, Feedback.of(np.eye(n, dtype=np.float32)).round(columns, grid), grid, moments)
     is_target = (n, n_rows) == TARGET_SIZE
     return {
         "inputs": n,

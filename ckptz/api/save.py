@@ -16,7 +16,7 @@ from ckptz.methods.method import Method
 from ckptz.methods.table import checked
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
-from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
+from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
 
 # safetensors lays tensors out by falling alignment; files of both list their offset_keys() alike.
 _LAYOUT: Final = (
@@ -38,7 +38,7 @@ def check_texts(metadata: Mapping[str, str] | None) -> None:
         raise TypeError(f"metadata must be a dict of str, got {type(metadata).__name__}")
     for key, value in metadata.items():
         if not (isinstance(key, str) and isinstance(value, str)):
-            raise TypeError(f"metadata {key!r}: {value!r} is not text on both sides; keys and values are str")
+            raise TypeError(f"metadata {key!r}: {value!r}: keys and values must be str")
         (key + value).encode()
 
 
@@ -120,6 +120,8 @@ def _write(
         metadata=metadata,
         base=None if base is None else base_ref(base),
         bases={} if base is None else base.tensors,
+        roles={},  # names alone say what tensors are: nobody would see a note on those of unknown owners
+        base_metadata=base_metadata(base),
     )
     with Workers(jobs) as workers:
         write(sink, job, workers)

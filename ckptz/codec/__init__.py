@@ -1,1 +1,4 @@
-"""Tensor to frame and back. A `Plan` holds every choice for one tensor; knows no files or sockets."""
+"""The frame of one tensor: its plan, which holds every choice, and how it is decoded.
+
+Knows no files and no sockets.
+"""

@@ -212,7 +212,9 @@ def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> Cla
     if rule is RuleId.ROW:
         n_rows = n_rows_of(shape)
         if n_units % n_rows:
-            raise CorruptionError(f"{n_rows} rows of a tensor of {n_units} units do not begin with one")
+            raise CorruptionError(
+                f"a class rule by rows: {n_units} units cannot be divided into {n_rows} rows"
+            )
         return Row(radix, _parse_indices(source, radix, n_rows if n_units else 0))
     size = source.varint("block size")
     if not 1 <= size <= MAX_ELEMENTS:

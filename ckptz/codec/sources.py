@@ -66,7 +66,7 @@ class ChunkSources:
     def units_of(self, name: str) -> NDArray[Any]:
         """Units of another tensor of the same file."""
         if self.companions is None:
-            raise CorruptionError(f"classes depend on tensor {name!r}, which is not at hand")
+            raise CorruptionError(f"it is decoded with tensor {name!r}, which is not open")
         return self.companions(name).units(self.begin, self.end)
 
 
@@ -79,7 +79,7 @@ def companions_of(tensors: Mapping[str, TensorSource]) -> Companions:
 
     def find(name: str) -> TensorSource:
         if name not in tensors:
-            raise CorruptionError(f"classes depend on tensor {name!r}, which the file does not hold")
+            raise CorruptionError(f"it is decoded with tensor {name!r}, which the file does not have")
         return tensors[name]
 
     return find

@@ -116,6 +116,11 @@ class ArraySource(TensorSource):
         return self.flat[begin:end]
 
 
+def tensor_bytes(tensors: Mapping[str, TensorSource]) -> int:
+    """Count the bytes of tensors, decoded."""
+    return sum(source.dtype.n_bytes(tuple(source.shape)) for source in tensors.values())
+
+
 def n_rows_of(shape: tuple[int, ...]) -> int:
     """Indices of the first dimension; 1 for a scalar and for a tensor without elements."""
     return max(shape[0], 1) if shape else 1

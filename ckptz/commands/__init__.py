@@ -1,1 +1,1 @@
-"""What the verbs of the command line do, as functions: compress, restore, inspect, verify, diff, log."""
+"""The verbs of the command line as functions with reports: compress, restore, inspect and the others."""

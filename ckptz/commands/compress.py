@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.units import TensorSource, tensor_bytes
 from ckptz.container.index import BaseRef
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.writer import Written
@@ -30,7 +30,7 @@ from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
-from ckptz.store.resolve import SUFFIX, base_file_name, base_ref, open_checkpoint
+from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint
 from ckptz.tree.skeleton import parse_tree
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
@@ -38,41 +38,23 @@ MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressReport:
-    """What one input became.
+    """What `compress` made of one input."""
 
-    Attributes:
-        input: what was read.
-        output: what was written.
-        n_tensors: tensors in it.
-        n_deltas: those that are stored against the base.
-        n_lossy: those that do not come back bit for bit.
-        tensor_bytes: bytes of all tensors, which ratio is counted from.
-        stored_bytes: size of the output.
-        ratio: tensor bytes by stored bytes.
-        content_id: identity of the values.
-        base: file name of the base, or None.
-        depth: deltas between the output and its anchor.
-        step: training step, if it was given.
-        seconds: time taken.
-        notes: what the user should know.
-        search: how the configuration was found, if it was searched for.
-    """
-
-    input: str
-    output: str
-    n_tensors: int
-    n_deltas: int
-    n_lossy: int
-    tensor_bytes: int
-    stored_bytes: int
-    ratio: float
-    content_id: str
-    base: str | None
-    depth: int
-    step: int | None
-    seconds: float
-    notes: tuple[str, ...] = ()
-    search: SearchReport | None = None
+    input: str  # what was read
+    output: str  # what was written
+    n_tensors: int  # tensors in it
+    n_deltas: int  # those that are stored against the base
+    n_lossy: int  # those that do not come back bit for bit
+    tensor_bytes: int  # bytes of all tensors, which ratio is counted from
+    stored_bytes: int  # size of the output
+    ratio: float  # tensor bytes by stored bytes
+    content_id: str  # identity of the values
+    base: str | None  # file name of the base, or None
+    depth: int  # deltas between the output and its anchor
+    step: int | None  # training step, if it was given
+    seconds: float  # time taken
+    notes: tuple[str, ...] = ()  # what the user should know
+    search: SearchReport | None = None  # how the configuration was found, if it was searched for
 
 
 Stamp = tuple[int, int]  # of a file: time of change, size
@@ -87,12 +69,14 @@ class _Base:
     tensors: Mapping[str, TensorSource]
     files: Mapping[Path, Stamp]
     close: Callable[[], None]
+    metadata: int | None = None  # see Job.base_metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """What all inputs share; the attributes are arguments of `compress`."""
 
+    sources: list[Path]
     config: Method
     chain: bool
     step: int | None
@@ -107,7 +91,7 @@ class _Run:
 
     @property
     def is_dry(self) -> bool:
-        """Whether nothing is written."""
+        """Nothing is written."""
         return self.search is not None and self.search.is_dry_run
 
 
@@ -169,19 +153,19 @@ def compress(
         Traceback (most recent call last):
         FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
-    sources = [Path(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
     run = _Run(
+        sources=[Path(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs),
         config=checked(config),
         chain=chain,
         step=step,
         force=force,
         search_path=paths(search_path),
         role_rules=role_rules,
-        optimizer=None if optimizer is None else Path(optimizer),
+        optimizer=_path(optimizer),
         guide_files=GuideFiles(
-            read_optimizer=None if read_optimizer is None else Path(read_optimizer),
-            calibration=None if calibration is None else Path(calibration),
-            sensitivity=None if sensitivity is None else Path(sensitivity),
+            read_optimizer=_path(read_optimizer),
+            calibration=_path(calibration),
+            sensitivity=_path(sensitivity),
         ),
         search=_search_of(search, budget, config),
         workers=Workers(jobs),
@@ -189,13 +173,15 @@ def compress(
     )
     reports = []
     with run.workers:
-        for report in _compress_all(
-            sources, None if output is None else Path(output), None if base is None else Path(base), run
-        ):
+        for report in _compress_all(run, _path(output), _path(base)):
             reports.append(report)
             if on_report is not None:
                 on_report(report)
     return tuple(reports)
+
+
+def _path(given: PathLike | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _search_of(
@@ -204,40 +190,39 @@ def _search_of(
     budgets = (budget,) if isinstance(budget, Budget) else tuple(budget)
     if not budgets:
         if search is not None and config.is_lossy:
-            raise ConfigError("a configuration is either given or searched for")
+            raise ConfigError("give config or search, not both")
         return search
     if search is not None:
-        raise ConfigError("a search names its budgets itself; leave budget out")
+        raise ConfigError("give budget or search, not both; a search has budgets of its own")
     return SearchOptions(budgets=budgets, template=config if config.is_lossy else REFERENCE)
 
 
-def _check(sources: Sequence[Path], base: Path | None, run: _Run) -> None:
+def _check(run: _Run, base: Path | None) -> None:
     """Refuse what cannot be done together, before anything is read."""
     if base is not None and base.is_dir():
         raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
     if run.chain and run.is_dry:
-        raise ConfigError("a dry run writes no file that the next input could be stored against")
+        raise ConfigError(
+            "a chain needs the file before, and a dry run writes none; leave one of the two out"
+        )
     run.guide_files.check(run.search.template if run.search else run.config)
-    if len(sources) > 1 and run.step is not None:
-        raise ConfigError("a step belongs to one input; compress them one by one")
-    if len(sources) > 1 and run.optimizer is not None:
-        raise ConfigError(f"{run.optimizer}: belongs to one input; compress them one by one")
+    alone = "a step" if run.step is not None else run.optimizer
+    if len(run.sources) > 1 and alone is not None:
+        raise ConfigError(f"{alone} belongs to one input; compress them one by one")
 
 
-def _compress_all(
-    sources: Sequence[Path], output: Path | None, base_path: Path | None, run: _Run
-) -> Iterator[CompressReport]:
+def _compress_all(run: _Run, output: Path | None, base_path: Path | None) -> Iterator[CompressReport]:
     """Compress one after another; give the report of each when its file is published."""
-    _check(sources, base_path, run)
-    places = places_for(sources, output, SUFFIX)
-    if output is not None and len(sources) > 1:
+    _check(run, base_path)
+    places = places_for(run.sources, output, SUFFIX)
+    if output is not None and len(run.sources) > 1:
         make_folder(output, parents=False)
     base = None if base_path is None else _open_base(base_path, run.search_path)
     try:
-        for source, place in zip(sources, places, strict=True):
+        for source, place in zip(run.sources, places, strict=True):
             report, base = _compress(source, place, base, run)
             yield report
-            if report.search is not None and report.search.is_interrupted and source != sources[-1]:
+            if report.search is not None and report.search.is_interrupted and source != run.sources[-1]:
                 raise KeyboardInterrupt
     finally:
         if base is not None:
@@ -245,7 +230,6 @@ def _compress_all(
 
 
 def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
-    """What changes when one of the files is written to."""
     return {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in files}
 
 
@@ -253,7 +237,10 @@ def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
     checkpoint = open_checkpoint(path, search_path)
     try:
         stamps = _stamps(Path(file.name) for file in checkpoint.files)
-        return _Base(base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, checkpoint.close)
+        metadata = base_metadata(checkpoint)
+        return _Base(
+            base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, checkpoint.close, metadata
+        )
     except BaseException:
         checkpoint.close()
         raise
@@ -274,14 +261,17 @@ def _compress(
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
         target, notes = _prepare(opened, source, place, read, run)
-        report = _write(opened, target, base, read, notes, sources, run)
+        report = _write(opened, target, base, notes, _Read(read, sources), run)
         if not run.chain:
             return report, base
         if base is not None:
             base.close()
         if report.n_lossy:
             return report, _open_base(target, run.search_path)
-        return report, _as_base(report, opened, own, held.pop_all().close)
+        # The input holds the same values as the file just written, and need not be decoded.
+        file, depth = base_file_name(target), report.depth + 1
+        ref = BaseRef(content_id=report.content_id, file=file, depth=depth)
+        return report, _Base(ref, target.parent, opened.tensors, own, held.pop_all().close)
 
 
 def _check_restorable(opened: Input) -> None:
@@ -300,7 +290,7 @@ def _check_restorable(opened: Input) -> None:
 
 
 def _files_of(opened: Input, source: Path) -> list[Path]:
-    """The files that hold the tensors of an input."""
+    """Name the files that hold the tensors of an input."""
     if opened.checkpoint is not None:
         return [Path(file.name) for file in opened.checkpoint.files]
     if opened.kind == "dcp":
@@ -309,19 +299,10 @@ def _files_of(opened: Input, source: Path) -> list[Path]:
     return [source / shard.file for shard in shards] or [source]
 
 
-def _as_base(
-    report: CompressReport, opened: Input, files: Mapping[Path, Stamp], close: Callable[[], None]
-) -> _Base:
-    # The input holds the same values as the file just written, and need not be decoded.
-    target = Path(report.output)
-    ref = BaseRef(content_id=report.content_id, file=base_file_name(target), depth=report.depth + 1)
-    return _Base(ref, target.parent, opened.tensors, files, close)
-
-
 def _prepare(
     opened: Input, source: Path, place: Path, read: Iterable[Path], run: _Run
 ) -> tuple[Path, list[str]]:
-    """The file to write, and what the user should know of files that go with the tensors."""
+    """Give the file to write, and what the user should know of files that go with the tensors."""
     notes, force = [], run.force or run.is_dry
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
@@ -339,14 +320,22 @@ def _prepare(
     return place, notes
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Files that an output is made from: all of them, and those of the input itself."""
+
+    stamps: Mapping[Path, Stamp]
+    like: Sequence[Path]
+
+    def check_unchanged(self) -> None:
+        found = _stamps(self.stamps)
+        for path, stamp in self.stamps.items():
+            if found[path] != stamp:
+                raise OSError(f"{path}: was changed while it was read; compress it again")
+
+
 def _write(
-    opened: Input,
-    target: Path,
-    base: _Base | None,
-    read: Mapping[Path, Stamp],
-    notes: list[str],
-    like: Sequence[Path],
-    run: _Run,
+    opened: Input, target: Path, base: _Base | None, notes: list[str], read: _Read, run: _Run
 ) -> CompressReport:
     start = time.perf_counter()
     base = _usable(base, target, notes)
@@ -359,13 +348,14 @@ def _write(
         tree=opened.tree,
         base=base.ref if base else None,
         bases=base.tensors if base else {},
+        base_metadata=base.metadata if base else None,
         role_rules=run.role_rules,
         optimizer_names=opened.optimizer_names,
         guide_files=run.guide_files,
     )
-    run.progress.start(opened.name, sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values()))
+    run.progress.start(opened.name, tensor_bytes(opened.tensors))
     with naming_output(target):
-        written, search = _store(opened, target, job, _Read(base, read, like), run)
+        written, search = _store(opened, target, job, base, read, run)
     if base is not None and not written.n_deltas:
         base = None
         notes.append("no tensor gains from the base; the file stands alone")
@@ -391,32 +381,23 @@ def _write(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """What an output is made from beside its input's tensors."""
-
-    base: _Base | None
-    files: Mapping[Path, Stamp]
-    like: Sequence[Path]
-
-
 def _store(
-    opened: Input, target: Path, job: Job, read: _Read, run: _Run
+    opened: Input, target: Path, job: Job, base: _Base | None, read: _Read, run: _Run
 ) -> tuple[Written, SearchReport | None]:
     """Publish the output: as configured, or as a search finds."""
     try:
         if run.search is not None:
             found = SearchRun(
                 workers=run.workers,
-                base_paths=(read.base.folder / read.base.ref.file,) if read.base is not None else (),
+                base_paths=(base.folder / base.ref.file,) if base is not None else (),
                 search_path=tuple(run.search_path),
                 like=read.like,
-                check=lambda: _check_unchanged(read.files),
+                check=read.check_unchanged,
             )
             return search_and_write(target, job, run.search, found)
         with publish(target, read.like) as sink:
             written = write(sink, job, run.workers, run.progress.advance)
-            _check_unchanged(read.files)
+            read.check_unchanged()
             return written, None
     except (ConfigError, UnsupportedError) as error:
         raise named(error, opened.name) from error.__cause__
@@ -446,7 +427,7 @@ def _base_differences(opened: Input, base: _Base | None) -> list[str]:
 
 
 def _usable(base: _Base | None, target: Path, notes: list[str]) -> _Base | None:
-    """The base, unless its chain is at its longest; adds to `notes` what follows for the user."""
+    """Give the base, unless its chain is at its longest; add to `notes` what follows for the user."""
     if base is None:
         return None
     if base.ref.depth > MAX_WRITTEN_DEPTH:
@@ -456,10 +437,3 @@ def _usable(base: _Base | None, target: Path, notes: list[str]) -> _Base | None:
         where = f"its base {base.ref.file} is in {base.folder}"
         notes.append(f"{where}; restoring needs both in one folder, or --search-path")
     return base
-
-
-def _check_unchanged(files: Mapping[Path, Stamp]) -> None:
-    found = _stamps(files)
-    for path, stamp in files.items():
-        if found[path] != stamp:
-            raise OSError(f"{path}: was changed while it was read; compress it again")

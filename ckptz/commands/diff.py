@@ -134,7 +134,7 @@ def diff(
         workers = held.enter_context(Workers(jobs))
         pairs = _pairs(a.tensors, b.tensors)
         progress.start(f"{a.name} and {b.name}", sum(pair.n_bytes for pair in pairs if pair.is_read))
-        sums = _sums(pairs, workers, progress)
+        sums = sums_of(pairs, workers, progress)
         diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
         diffs += [_only(name, "only in A", a.tensors[name]) for name in a.tensors if name not in b.tensors]
         diffs += [_only(name, "only in B", b.tensors[name]) for name in b.tensors if name not in a.tensors]
@@ -146,7 +146,7 @@ def diff(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Pair:
     """A tensor that both sides have."""
 
     name: str
@@ -155,6 +155,7 @@ class _Pair:
 
     @property
     def is_same_type(self) -> bool:
+        """Whether dtype and shape are the same."""
         return self.a.dtype == self.b.dtype and tuple(self.a.shape) == tuple(self.b.shape)
 
     @property
@@ -170,28 +171,31 @@ class _Pair:
         """Whether units are compared."""
         if self.is_same_type:
             return not self.is_known_equal
-        has_numbers = self.a.dtype.name in _NUMBERS and self.b.dtype.name in _NUMBERS
+        has_numbers = self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
         return has_numbers and tuple(self.a.shape) == tuple(self.b.shape) and self.n_units == self.n_units_b
 
     @property
     def n_units(self) -> int:
+        """Units of A."""
         return self.a.dtype.n_units(self.a.shape)
 
     @property
     def n_units_b(self) -> int:
+        """Units of B."""
         return self.b.dtype.n_units(self.b.shape)
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of A."""
         return self.a.dtype.n_bytes(self.a.shape)
 
 
-def _pairs(a: Tensors, b: Tensors) -> list[_Pair]:
-    return [_Pair(name, a[name], b[name]) for name in a if name in b]
+def _pairs(a: Tensors, b: Tensors) -> list[Pair]:
+    return [Pair(name, a[name], b[name]) for name in a if name in b]
 
 
 @dataclass(slots=True)
-class _Sums:
+class Sums:
     """What chunks add up to: counts of units, and over finite numbers the squares."""
 
     n_units: int = 0
@@ -204,7 +208,8 @@ class _Sums:
     n_codes: int = 0
     n_codes_moved: int = 0
 
-    def add(self, other: _Sums) -> None:
+    def add(self, other: Sums) -> None:
+        """Add what was counted elsewhere."""
         self.n_units += other.n_units
         self.n_changed += other.n_changed
         self.n_not_finite += other.n_not_finite
@@ -218,13 +223,14 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    pair: _Pair
+    pair: Pair
     begin: int
     end: int
 
 
-def _sums(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> dict[str, _Sums]:
-    sums = {pair.name: _Sums() for pair in pairs}
+def sums_of(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> dict[str, Sums]:
+    """Compare pairs of tensors, chunk by chunk; what is found by name."""
+    sums = {pair.name: Sums() for pair in pairs}
     for pair in pairs:
         if not pair.is_read:
             sums[pair.name].n_units = pair.n_units if pair.is_same_type else 0
@@ -234,7 +240,7 @@ def _sums(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> dict[
     return sums
 
 
-def _tasks(pairs: Iterable[_Pair]) -> Iterator[_Task]:
+def _tasks(pairs: Iterable[Pair]) -> Iterator[_Task]:
     for pair in pairs:
         for source in (pair.a, pair.b):
             check_empty(source)
@@ -246,17 +252,17 @@ def _tasks(pairs: Iterable[_Pair]) -> Iterator[_Task]:
 # --- one chunk ----------------------------------------------------------------------------------
 
 
-def _compare(task: _Task) -> tuple[_Task, _Sums]:
-    pair, sums = task.pair, _Sums(n_units=task.end - task.begin)
+def _compare(task: _Task) -> tuple[_Task, Sums]:
+    pair, sums = task.pair, Sums(n_units=task.end - task.begin)
     codes = _both_codes(task)
     if codes is not None:
         sums.n_codes, sums.n_codes_moved = len(codes[0]), int(np.count_nonzero(codes[0] != codes[1]))
     a, b = _both_units(task)
-    has_numbers = pair.a.dtype.name in _NUMBERS and pair.b.dtype.name in _NUMBERS
+    has_numbers = pair.a.dtype.name in NUMBERS and pair.b.dtype.name in NUMBERS
     if pair.is_same_type and a is not b:
         sums.n_changed = int(np.count_nonzero(a != b))
     if has_numbers:
-        _add_numbers(sums, pair, _NUMBERS[pair.a.dtype.name](a), _NUMBERS[pair.b.dtype.name](b))
+        _add_numbers(sums, pair, NUMBERS[pair.a.dtype.name](a), NUMBERS[pair.b.dtype.name](b))
     return task, sums
 
 
@@ -298,7 +304,7 @@ def _both_codes(task: _Task) -> tuple[Codes, Codes] | None:
     return a, b
 
 
-def _add_numbers(sums: _Sums, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
+def _add_numbers(sums: Sums, pair: Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
     with np.errstate(all="ignore"):  # infinities and NaN are counted, not complained of
         finite = np.isfinite(a) & np.isfinite(b)
         sums.n_numbers = int(np.count_nonzero(finite))
@@ -335,7 +341,7 @@ def _as(dtype: str) -> Callable[[Units], NDArray[Any]]:
 
 
 _E4M3: Final = _e4m3()
-_NUMBERS: Final[Mapping[str, Callable[[Units], NDArray[Any]]]] = {
+NUMBERS: Final[Mapping[str, Callable[[Units], NDArray[Any]]]] = {
     **{name: _as(f"<i{size}") for name, size in (("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))},
     **{name: _as(f"<u{size}") for name, size in (("U8", 1), ("U16", 2), ("U32", 4), ("U64", 8))},
     **{name: _as(f"<f{size}") for name, size in (("F16", 2), ("F32", 4), ("F64", 8))},
@@ -357,7 +363,8 @@ def _only(name: str, kind: Kind, source: TensorSource) -> TensorDiff:
     return TensorDiff(name=name, kind=kind, dtype_b=dtype, shape_b=shape)
 
 
-def _kind(pair: _Pair, sums: _Sums) -> Kind:
+def kind_of(pair: Pair, sums: Sums) -> Kind:
+    """Say what differs between two tensors that were compared."""
     if tuple(pair.a.shape) != tuple(pair.b.shape):
         return "reshaped"
     if pair.a.dtype != pair.b.dtype:
@@ -365,8 +372,8 @@ def _kind(pair: _Pair, sums: _Sums) -> Kind:
     return "changed" if sums.n_changed else "equal"
 
 
-def _tensor_diff(pair: _Pair, sums: _Sums) -> TensorDiff:
-    kind = _kind(pair, sums)
+def _tensor_diff(pair: Pair, sums: Sums) -> TensorDiff:
+    kind = kind_of(pair, sums)
     has_numbers = bool(sums.n_numbers) and kind != "equal"
     return TensorDiff(
         name=pair.name,
@@ -389,7 +396,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _relative(sums: _Sums) -> float | None:
+def _relative(sums: Sums) -> float | None:
     return _finite(math.sqrt(sums.error / sums.power)) if sums.power else None
 
 
@@ -397,15 +404,15 @@ def _report(
     names: tuple[str, str],
     same_metadata: bool,
     diffs: Sequence[TensorDiff],
-    sums: Mapping[str, _Sums],
+    sums: Mapping[str, Sums],
     top: int | None,
     start: float,
 ) -> DiffReport:
     counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
-    total, changed = _Sums(), _Sums()
+    total, changed = Sums(), Sums()
     for diff in diffs:
-        total.add(sums.get(diff.name, _Sums()))
-        changed.add(sums[diff.name] if diff.relative_change is not None else _Sums())
+        total.add(sums.get(diff.name, Sums()))
+        changed.add(sums[diff.name] if diff.relative_change is not None else Sums())
     return DiffReport(
         first=names[0],
         second=names[1],

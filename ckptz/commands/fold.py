@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
+from ckptz.codec.units import tensor_bytes
 from ckptz.commands.restore import decoded_chunks
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.plain import plain_regions, write_plain
@@ -20,45 +21,40 @@ from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, base_ref, open_checkpoint, open_file
+from ckptz.store.resolve import (
+    PLAIN_SUFFIX,
+    SUFFIX,
+    Checkpoint,
+    base_metadata,
+    base_ref,
+    open_checkpoint,
+    open_file,
+)
 
 RANGE: Final = ".."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaReport:
-    """What was written.
+    """What `fold`, `export` or `apply` wrote."""
 
-    Attributes:
-        input: the file whose values the output holds.
-        output: what was written.
-        base: the file that the output needs, or that a delta was applied to; None if there is none.
-        step: training step, if it is recorded.
-        n_tensors: tensors in it.
-        n_deltas: those that are stored against the base.
-        tensor_bytes: bytes of all tensors.
-        stored_bytes: size of the output.
-        content_id: identity of the values.
-        seconds: time taken.
-    """
-
-    input: str
+    input: str  # the file whose values the output holds
     output: str
-    base: str | None
-    step: int | None
-    n_tensors: int
-    n_deltas: int
-    tensor_bytes: int
-    stored_bytes: int
-    content_id: str
-    seconds: float
+    base: str | None  # the file that the output needs, or that a delta was applied to; None if there is none
+    step: int | None  # training step, if it is recorded
+    n_tensors: int  # tensors in it
+    n_deltas: int  # those that are stored against the base
+    tensor_bytes: int  # bytes of all tensors
+    stored_bytes: int  # size of the output
+    content_id: str  # identity of the values
+    seconds: float  # time taken
 
 
 # --- which files are meant ----------------------------------------------------------------------
 
 
 def find_step(text: str, folder: Path) -> Path:
-    """The file that `text` names, or the one in `folder` that records this step; one that stands alone first.
+    """Find the file that `text` names, or one in `folder` that records this step, standing alone if possible.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -66,24 +62,20 @@ def find_step(text: str, folder: Path) -> Path:
     """
     if Path(text).exists() or not text.isdigit():
         return Path(text)
-    found = sorted((_depth, path) for step, _depth, path in _steps_in(folder) if step == int(text))
+    found = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(FileBytes(path))) as file:
+            if isinstance(file, Container) and file.index.step == int(text):
+                found.append((file.index.depth, path))
     if not found:
         raise ConfigError(
             f"{folder}: no .ckptz file here records step {text}; name the file itself, or another --folder"
         )
-    return found[0][1]
-
-
-def _steps_in(folder: Path) -> Iterator[tuple[int | None, int, Path]]:
-    """(step, depth, file) of every readable `.ckptz` file."""
-    for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(FileBytes(path))) as file:
-            if isinstance(file, Container):
-                yield file.index.step, file.index.depth, path
+    return min(found)[1]
 
 
 def find_range(text: str, folder: Path) -> tuple[Path, Path]:
-    """The two files that "A..B" names; B may be a plain file name in the folder of A.
+    """Find the two files that "A..B" names; B may be a plain file name in the folder of A.
 
     Raises:
         ConfigError: not a range, or its ends are not there.
@@ -141,7 +133,7 @@ def fold(
         last = held.enter_context(contextlib.closing(open_checkpoint(last_path, paths(search_path))))
         check_target(output, _files(first, last), force=force)
         workers = held.enter_context(Workers(jobs))
-        progress.start(last.name, _tensor_bytes(last))
+        progress.start(last.name, tensor_bytes(last.tensors))
         with naming_output(output), publish(output, [last_path]) as sink:
             written = write(sink, _job(last, first), workers, progress.advance)
         base = str(first_path) if written.n_deltas else None
@@ -150,17 +142,13 @@ def fold(
 
 def _job(checkpoint: Checkpoint, base: Checkpoint | None) -> Job:
     """Describe a file of the values of `checkpoint` that needs `base` alone, or nothing."""
-    index = None if checkpoint.container is None else checkpoint.container.index
-    return Job(
-        tensors=checkpoint.tensors,
-        config=Lossless(sparse=True),
-        metadata=checkpoint.metadata,
-        step=None if index is None else index.step,
-        sharding=None if index is None else index.sharding,
-        tree=None if index is None else index.tree,
-        base=None if base is None else base_ref(base),
-        bases={} if base is None else base.tensors,
-    )
+    job = Job(tensors=checkpoint.tensors, config=Lossless(sparse=True), metadata=checkpoint.metadata)
+    if checkpoint.container is not None:
+        index = checkpoint.container.index
+        job = replace(job, step=index.step, sharding=index.sharding, tree=index.tree)
+    if base is None:
+        return job
+    return replace(job, base=base_ref(base), bases=base.tensors, base_metadata=base_metadata(base))
 
 
 def export(
@@ -197,13 +185,12 @@ def export(
         Workers(jobs) as workers,
     ):
         check_target(output, _files(checkpoint), force=force)
-        progress.start(checkpoint.name, _tensor_bytes(checkpoint))
+        progress.start(checkpoint.name, tensor_bytes(checkpoint.tensors))
         with naming_output(output), publish(output, [path]) as sink:
             if output.suffix == SUFFIX:
                 write(sink, _job(checkpoint, None), workers, progress.advance)
             else:
-                chunks = decoded_chunks(checkpoint.tensors, workers, progress)
-                write_plain(sink, plain_regions(checkpoint.tensors), checkpoint.metadata, chunks)
+                _write_plain(sink, checkpoint, workers, progress)
         return _report(checkpoint, output, None, 0, output.stat().st_size, start)
 
 
@@ -239,20 +226,21 @@ def apply(
         held.enter_context(contextlib.closing(opened := open_checkpoint(base, paths(search_path))))
         container = held.enter_context(contextlib.closing(_open_delta(delta)))
         read = [*_files(opened), delta]
-        target = _replaced(base, opened) if output is None else output
+        target = base if output is None else output
         if output is not None:
             check_target(output, read, force=force)
+        elif opened.container is not None:
+            what = "a .ckptz file is not replaced by a safetensors file; name another with -o"
+            raise ConfigError(f"{base}: {what}")
         _check_base(container, opened)
         if container.outer_base is not None:
             container.bases = opened.tensors
         workers = held.enter_context(Workers(jobs))
-        made = Checkpoint(
-            container.name, container.tensors, _metadata(container, opened), container, (container,)
-        )
-        progress.start(container.name, _tensor_bytes(made))
+        metadata = opened.metadata if container.index.metadata is None else container.index.metadata
+        made = Checkpoint(container.name, container.tensors, metadata, container, (container,))
+        progress.start(container.name, tensor_bytes(made.tensors))
         with naming_output(target), publish(target, [base]) as sink:
-            chunks = decoded_chunks(made.tensors, workers, progress)
-            write_plain(sink, plain_regions(made.tensors), made.metadata, chunks)
+            _write_plain(sink, made, workers, progress)
         n_deltas = sum(source.needs_other_file for source in container.tensors.values())
         return _report(made, target, str(base), n_deltas, target.stat().st_size, start)
 
@@ -263,14 +251,6 @@ def _open_delta(path: Path) -> Container:
         return file
     file.close()
     raise FormatError(f"{path}: a plain safetensors file is no delta; is it the one to apply it to?")
-
-
-def _replaced(base: Path, opened: Checkpoint) -> Path:
-    if opened.container is not None:
-        raise ConfigError(
-            f"{base}: a .ckptz file is not replaced by a safetensors file; name another with -o"
-        )
-    return base
 
 
 def _check_base(container: Container, base: Checkpoint) -> None:
@@ -288,19 +268,13 @@ def _check_base(container: Container, base: Checkpoint) -> None:
     )
 
 
-def _metadata(container: Container, base: Checkpoint) -> dict[str, str] | None:
-    found = container.index.metadata
-    if found is None and base.metadata is not None:
-        found = dict(base.metadata)
-    return found
+def _write_plain(sink: BinaryIO, checkpoint: Checkpoint, workers: Workers, progress: Progress) -> None:
+    chunks = decoded_chunks(checkpoint.tensors, workers, progress)
+    write_plain(sink, plain_regions(checkpoint.tensors), checkpoint.metadata, chunks)
 
 
 def _files(*checkpoints: Checkpoint) -> list[Path]:
     return [Path(file.name) for checkpoint in checkpoints for file in checkpoint.files]
-
-
-def _tensor_bytes(checkpoint: Checkpoint) -> int:
-    return sum(source.dtype.n_bytes(source.shape) for source in checkpoint.tensors.values())
 
 
 def _report(
@@ -313,7 +287,7 @@ def _report(
         step=None if made.container is None else made.container.index.step,
         n_tensors=len(made.tensors),
         n_deltas=n_deltas,
-        tensor_bytes=_tensor_bytes(made),
+        tensor_bytes=tensor_bytes(made.tensors),
         stored_bytes=stored_bytes,
         content_id=made.content_id(),
         seconds=time.perf_counter() - start,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain
@@ -20,48 +21,33 @@ from ckptz.formats.targets import PathLike, paths
 from ckptz.roles import role_of
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_file
 
-Files = Sequence[Container | PlainFile]
-Levels = Sequence[Container | PlainFile | InlineFrames]
+Level = Container | PlainFile | InlineFrames
+CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in CoderId}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """One tensor.
-
-    Attributes:
-        name: its name.
-        role: what it is; from its record if it is lossy, else from name and shape, as below.
-        layer_type: of the parameter that it is or belongs to.
-        dtype: safetensors' code.
-        shape: dimensions.
-        tensor_bytes: decoded size.
-        stored_bytes: size of its frame.
-        ratio: decoded by stored size; None if it is empty.
-        bits_per_element: of the frame; None if it is empty.
-        predictor: "zero", "base" or "outer".
-        mode: how bit patterns are split, "raw", "rotated", "xor" or "difference"; for a quantization
-            map the domain of its values, "linear" or "bits".
-        coders: share of the stored streams that each entropy coder wrote.
-        n_chunks: chunks, each decoded on its own.
-        n_frames: frames that one chunk is decoded from: its own, those of its bases, and those of the
-            tensors that its classes read; None if some are missing.
-        lossy: what was asked of a lossy tensor and what was measured; None if it is lossless.
-    """
+    """What is stored of one tensor."""
 
     name: str
-    role: str
-    layer_type: str
-    dtype: str
+    role: str  # what it is; from its record if it is lossy, else from name and shape, as below
+    layer_type: str  # of the parameter that it is or belongs to
+    dtype: str  # safetensors' code
     shape: tuple[int, ...]
-    tensor_bytes: int
-    stored_bytes: int
-    ratio: float | None
-    bits_per_element: float | None
-    predictor: str
+    tensor_bytes: int  # decoded size
+    stored_bytes: int  # size of its frame
+    ratio: float | None  # decoded by stored size; None if it is empty
+    bits_per_element: float | None  # of the frame; None if it is empty
+    predictor: str  # "zero", "base" or "outer"
+    # how bit patterns are split, "raw", "rotated", "xor" or "difference"; for a quantization map the domain
+    # of its values, "linear" or "bits"
     mode: str
-    coders: dict[str, float]
-    n_chunks: int
+    coders: dict[str, float]  # share of the stored streams that each entropy coder wrote
+    n_chunks: int  # chunks, each decoded on its own
+    # frames that one chunk is decoded from: its own, those of its bases, and those of the tensors that its
+    # classes read; None if some are missing
     n_frames: int | None
+    # what was asked of a lossy tensor and what was measured; None if it is lossless
     lossy: LossyRecord | None
 
 
@@ -81,47 +67,26 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport:
-    """One file.
-
-    Attributes:
-        file: the file.
-        format_version: of its bytes.
-        writer: what wrote it.
-        content_id: identity of the values.
-        depth: deltas between it and its anchor.
-        chain: its bases, nearest first, as far as they are found.
-        broken: why the chain is incomplete, or None.
-        step: training step, if it was recorded.
-        metadata: the user's own.
-        quality: budgets that it was searched for, and what was measured.
-        n_tensors: tensors in it.
-        tensor_bytes: their decoded size.
-        stored_bytes: size of this file.
-        ratio: tensor bytes by stored bytes.
-        coders: share of all stored streams that each entropy coder wrote.
-        shards: files that a restore writes, if the source was a folder.
-        has_tree: whether the source was a nested checkpoint.
-        tensors: one report each, in stored order.
-    """
+    """What a file says of itself."""
 
     file: str
-    format_version: str
-    writer: str
-    content_id: str
-    depth: int
-    chain: tuple[Member, ...]
-    broken: str | None
-    step: int | None
-    metadata: dict[str, str] | None
-    quality: tuple[QualityRecord, ...]
-    n_tensors: int
-    tensor_bytes: int
-    stored_bytes: int
-    ratio: float
-    coders: dict[str, float]
-    shards: tuple[str, ...]
-    has_tree: bool
-    tensors: tuple[TensorReport, ...]
+    format_version: str  # of its bytes
+    writer: str  # what wrote it
+    content_id: str  # identity of the values
+    depth: int  # deltas between it and its anchor
+    chain: tuple[Member, ...]  # its bases, nearest first, as far as they are found
+    broken: str | None  # why the chain is incomplete, or None
+    step: int | None  # training step, if it was recorded
+    metadata: dict[str, str] | None  # the user's own
+    quality: tuple[QualityRecord, ...]  # budgets that it was searched for, and what was measured
+    n_tensors: int  # tensors in it
+    tensor_bytes: int  # their decoded size
+    stored_bytes: int  # size of this file
+    ratio: float  # tensor bytes by stored bytes
+    coders: dict[str, float]  # share of all stored streams that each entropy coder wrote
+    shards: tuple[str, ...]  # files that a restore writes, if the source was a folder
+    has_tree: bool  # whether the source was a nested checkpoint
+    tensors: tuple[TensorReport, ...]  # one report each, in stored order
 
 
 def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectReport:
@@ -153,7 +118,9 @@ def _require_container(file: Container | PlainFile, path: Path) -> Container:
 
 def _report(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:
     index = container.index
-    levels = _levels(checkpoint.files if checkpoint else (container,))
+    levels: list[Level] = []  # every checkpoint of the chain, as files or within them, nearest first
+    for file in checkpoint.files if checkpoint else (container,):
+        levels += file.levels if isinstance(file, Container) else [file]
     tensors: list[TensorReport] = []
     counts: Counter[str] = Counter()
     for source in container.tensors.values():  # once: few parsed headers are kept
@@ -182,36 +149,24 @@ def _report(container: Container, checkpoint: Checkpoint | None, broken: str | N
     )
 
 
-def _levels(files: Files) -> Levels:
-    """Every checkpoint of a chain, as files or within them, nearest first."""
-    levels: list[Container | PlainFile | InlineFrames] = []
-    for file in files:
-        levels += file.levels if isinstance(file, Container) else [file]
-    return levels
-
-
 def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member, ...]:
     """The bases; of a broken chain only the nearest is known."""
     members: list[Member] = []
     for i, file in enumerate(checkpoint.files if checkpoint else (container,)):
         if not isinstance(file, Container):
             break
-        members += _inline_bases(file)
+        records = [base.record for base in file.inline]
+        members += (
+            Member(file=r.file, content_id=r.content_id, depth=depth, path=file.name, is_inline=True)
+            for depth, r in zip(reversed(range(len(records))), records, strict=True)
+        )
         if (ref := file.index.base) is not None:
             path = checkpoint.files[i + 1].name if checkpoint else None
             members.append(Member(file=ref.file, content_id=ref.content_id, depth=ref.depth - 1, path=path))
     return tuple(members)
 
 
-def _inline_bases(file: Container) -> list[Member]:
-    records = [base.record for base in file.inline]
-    return [
-        Member(file=r.file, content_id=r.content_id, depth=depth, path=file.name, is_inline=True)
-        for depth, r in zip(reversed(range(len(records))), records, strict=True)
-    ]
-
-
-def _tensor_report(source: FrameSource, levels: Levels) -> TensorReport:
+def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport:
     header, n_bytes = source.header, source.dtype.n_bytes(source.shape)
     plan = header.plan
     n_elements = n_bytes * 8 // source.dtype.bits
@@ -236,7 +191,7 @@ def _tensor_report(source: FrameSource, levels: Levels) -> TensorReport:
     )
 
 
-def _n_frames(levels: Levels, name: str) -> int | None:
+def _n_frames(levels: Sequence[Level], name: str) -> int | None:
     """Frames that a chunk of tensor `name` is decoded from; None if one of them cannot be looked at."""
     found: set[tuple[int, str]] = set()
     waiting = [(0, name)]
@@ -248,29 +203,21 @@ def _n_frames(levels: Levels, name: str) -> int | None:
         found.add((level, name))
         if isinstance(source, FrameSource):
             try:
-                waiting += set(_needed(source, level)) - found
+                needed = {(level, companion) for companion in source.companion_names}
+                if source.header.plan.needs_base:
+                    needed.add((level + 1, name))
             except CkptzError:
                 return None
+            waiting += needed - found
     return len(found)
-
-
-def _needed(source: FrameSource, level: int) -> list[tuple[int, str]]:
-    """(level in the chain, name) of the tensors that one frame is decoded from."""
-    needed = [(level, name) for name in source.companion_names]
-    return needed + ([(level + 1, source.entry.name)] if source.header.plan.needs_base else [])
 
 
 def _coder_bytes(header: FrameHeader) -> Counter[str]:
     counts: Counter[str] = Counter()
     for chunk in header.chunks:
         for stream in chunk.streams:
-            counts[_coder_name(stream.coder)] += stream.n_bytes
+            counts[CODERS.get(stream.coder, f"coder {stream.coder}")] += stream.n_bytes
     return counts
-
-
-def _coder_name(coder: int) -> str:
-    known = {member.value: member.name.lower().replace("_", "-") for member in CoderId}
-    return known.get(coder, f"coder {coder}")
 
 
 def _shares(counts: Counter[str]) -> dict[str, float]:

@@ -10,11 +10,11 @@ from os import strerror
 from pathlib import Path
 from typing import Literal
 
+from ckptz.codec.units import tensor_bytes
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container
-from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
@@ -25,65 +25,39 @@ Tell = Callable[[Exception], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEntry:
-    """One checkpoint.
+    """One checkpoint of a folder, or a base of one."""
 
-    Attributes:
-        file: its name, or its path where it is in another folder.
-        kind: an anchor, a delta, or a file that carries its bases within; a plain safetensors file that
-            deltas are stored against; a base that is not here; a file that cannot be read.
-        parent: `file` of the entry that it is stored against, or None.
-        level: how far it stands from the root of its tree.
-        step: training step, if it is recorded.
-        content_id: identity of the values, where it is known without reading them.
-        depth: deltas between it and its anchor.
-        n_tensors: tensors in it.
-        n_lossy: those whose values are not those of the original.
-        tensor_bytes: decoded size.
-        stored_bytes: size of the file.
-        ratio: decoded by stored size.
-        quality: what was promised and measured when it was written.
-        note: what is wrong or uncertain, or None.
-    """
-
-    file: str
+    file: str  # its name, or its path where it is in another folder
+    # an anchor, a delta, or a file that carries its bases within; a plain safetensors file that deltas are
+    # stored against; a base that is not here; a file that cannot be read
     kind: Kind
-    parent: str | None = None
-    level: int = 0
-    step: int | None = None
-    content_id: str | None = None
-    depth: int = 0
-    n_tensors: int = 0
-    n_lossy: int = 0
-    tensor_bytes: int = 0
-    stored_bytes: int = 0
-    ratio: float | None = None
-    quality: tuple[QualityRecord, ...] = ()
-    note: str | None = None
+    parent: str | None = None  # `file` of the entry that it is stored against, or None
+    level: int = 0  # how far it stands from the root of its tree
+    step: int | None = None  # training step, if it is recorded
+    content_id: str | None = None  # identity of the values, where it is known without reading them
+    depth: int = 0  # deltas between it and its anchor
+    n_tensors: int = 0  # tensors in it
+    n_lossy: int = 0  # those whose values are not those of the original
+    tensor_bytes: int = 0  # decoded size
+    stored_bytes: int = 0  # size of the file
+    ratio: float | None = None  # decoded by stored size
+    quality: tuple[QualityRecord, ...] = ()  # what was promised and measured when it was written
+    note: str | None = None  # what is wrong or uncertain, or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport:
-    """A folder.
-
-    Attributes:
-        folder: where.
-        entries: every checkpoint behind the one it is stored against, by step and then by name.
-        n_files: `.ckptz` files of the folder that can be read.
-        tensor_bytes: what they decode to in all.
-        stored_bytes: their size.
-        ratio: one by the other; None if there are none.
-        n_broken: files that cannot be read.
-        n_missing: bases that are not here.
-    """
+    """The checkpoints of a folder."""
 
     folder: str
+    # every checkpoint behind the one it is stored against, by step and then by name
     entries: tuple[LogEntry, ...]
-    n_files: int
-    tensor_bytes: int
-    stored_bytes: int
-    ratio: float | None
-    n_broken: int
-    n_missing: int
+    n_files: int  # `.ckptz` files of the folder that can be read
+    tensor_bytes: int  # what they decode to in all
+    stored_bytes: int  # their size
+    ratio: float | None  # one by the other; None if there are none
+    n_broken: int  # files that cannot be read
+    n_missing: int  # bases that are not here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,20 +83,18 @@ def log(
         FileNotFoundError: no such folder.
         ConfigError: it is a file.
     """
-    folder, tell = Path(folder), tell or _ignore
+    folder, tell = Path(folder), tell or (lambda error: None)
     if not folder.exists():
         raise FileNotFoundError(ENOENT, strerror(ENOENT), str(folder))
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
     elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
     own = [_look(path, path.name, tell) for path in _files(folder, SUFFIX)]
-    others = [_look(path, str(path), _ignore) for where in elsewhere for path in _files(where, SUFFIX)]
+    others = [
+        _look(path, str(path), lambda error: None) for where in elsewhere for path in _files(where, SUFFIX)
+    ]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
     return _report(folder, own, _Tree(folder, [*own, *others], plain, tell).of(own))
-
-
-def _ignore(error: Exception) -> None:
-    """Of a file that nothing here may need."""
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
@@ -158,42 +130,34 @@ def _look(path: Path, name: str, tell: Tell) -> _Found:
 
 
 def _describe(path: Path, name: str, file: Container | PlainFile) -> _Found:
+    n_bytes, stored = tensor_bytes(file.tensors), file.stored_bytes
+    sizes = LogEntry(
+        file=name,
+        kind="plain",
+        n_tensors=len(file.tensors),
+        tensor_bytes=n_bytes,
+        stored_bytes=stored,
+        ratio=n_bytes / stored,
+    )
     if isinstance(file, PlainFile):
-        return _Found(path=path, entry=_plain_entry(name, file))
+        return _Found(path=path, entry=sizes)
     index = file.index
     if index.base is not None:
         check_reference(file, index.base)
-    n_bytes = sum(dtype_of(entry.dtype).n_bytes(entry.shape) for entry in index.tensors)
-    entry = LogEntry(
-        file=name,
+    entry = replace(
+        sizes,
         kind="delta" if index.base else "rebased" if index.inline else "anchor",
         step=index.step,
         content_id=index.content_id,
         depth=index.depth,
-        n_tensors=len(index.tensors),
         n_lossy=sum(tensor.lossy is not None for tensor in index.tensors),
-        tensor_bytes=n_bytes,
-        stored_bytes=file.stored_bytes,
-        ratio=n_bytes / file.stored_bytes,
         quality=index.quality,
     )
     return _Found(path=path, entry=entry, ref=index.base)
 
 
-def _plain_entry(name: str, file: PlainFile) -> LogEntry:
-    n_bytes = sum(source.dtype.n_bytes(source.shape) for source in file.tensors.values())
-    return LogEntry(
-        file=name,
-        kind="plain",
-        n_tensors=len(file.tensors),
-        tensor_bytes=n_bytes,
-        stored_bytes=file.stored_bytes,
-        ratio=n_bytes / file.stored_bytes,
-    )
-
-
 def _may_be_base(plain: Path, delta: Container) -> bool:
-    """Whether a plain file has what the delta needs, by names, dtypes and shapes."""
+    """Tell whether a plain file has what the delta needs, by names, dtypes and shapes."""
     with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(FileBytes(plain))) as file:
         return isinstance(file, PlainFile) and fits(file, delta)
     return False
@@ -211,7 +175,7 @@ class _Tree:
         self._children: dict[str | None, list[str]] = {}
 
     def of(self, wanted: Iterable[_Found]) -> tuple[LogEntry, ...]:
-        """The wanted checkpoints and their bases, each behind the one it is stored against."""
+        """Give the wanted checkpoints and their bases, each behind the one it is stored against."""
         for found in wanted:
             self._show(found)
         entries: list[LogEntry] = []
@@ -246,19 +210,18 @@ class _Tree:
 
     def _base(self, delta: _Found, ref: BaseRef) -> str:
         """Add what a delta is stored against, looked for as reading does; its name."""
-        usable = [found for found in self._found if _is_base(found.entry, ref)]
+        usable = [
+            found
+            for found in self._found
+            if found.entry.content_id == ref.content_id and found.entry.depth < ref.depth
+        ]
         if usable:
             return self._show(min(usable, key=lambda found: found.path.name != ref.file))
-        return self._plain_base(delta, ref) or self._missing_base(delta, ref)
-
-    def _plain_base(self, delta: _Found, ref: BaseRef) -> str | None:
         with contextlib.closing(open_file(FileBytes(delta.path))) as file:
             assert isinstance(file, Container)
             fitting = [path for path in self._plain if _may_be_base(path, file)]
         named = [path for path in fitting if path.name == ref.file]
-        if named:
-            return self._add_plain(named[0])
-        return self._add_renamed(ref, len(fitting)) if fitting else None
+        return self._add_plain(named[0]) if named else self._add_unnamed(delta, ref, len(fitting))
 
     def _add_plain(self, path: Path) -> str:
         name = path.name if path.parent == self._folder else str(path)
@@ -267,25 +230,13 @@ class _Tree:
         entry = _look(path, name, self._tell).entry
         return self._add(replace(entry, note="has this name; values are not read here"))
 
-    def _add_renamed(self, ref: BaseRef, n_fitting: int) -> str:
-        name = _title(ref)
+    def _add_unnamed(self, delta: _Found, ref: BaseRef, n_fitting: int) -> str:
+        """Add a base of which no file is known, though `n_fitting` plain ones may be it."""
+        name = f"{ref.file} ({ref.content_id[:16]})"
         if name in self._shown:
             return name
-        note = f"no file has this name; {n_fitting} plain files fit, and their values are not read here"
-        return self._add(LogEntry(file=name, kind="plain", content_id=ref.content_id, note=note))
-
-    def _missing_base(self, delta: _Found, ref: BaseRef) -> str:
-        name = _title(ref)
-        if name in self._shown:
-            return name
+        if n_fitting:
+            note = f"no file has this name; {n_fitting} plain files fit, and their values are not read here"
+            return self._add(LogEntry(file=name, kind="plain", content_id=ref.content_id, note=note))
         self._tell(missing_base(str(delta.path), ref))
         return self._add(LogEntry(file=name, kind="missing", content_id=ref.content_id, note="is not here"))
-
-
-def _title(ref: BaseRef) -> str:
-    """What a base is called of which no file is known."""
-    return f"{ref.file} ({ref.content_id[:16]})"
-
-
-def _is_base(entry: LogEntry, ref: BaseRef) -> bool:
-    return entry.content_id == ref.content_id and entry.depth < ref.depth

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptz.codec.units import tensor_bytes
 from ckptz.commands.restore import decoded_chunks
 from ckptz.commands.verify import check_stored_bytes
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inline
+from ckptz.container.inline_writer import bytes_to_write, write_inline
 from ckptz.container.publish import publish
-from ckptz.container.reader import Container
 from ckptz.errors import CorruptionError, FormatError
 from ckptz.formats.targets import PathLike, check_target, naming_output, paths
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.rebase import needed_bases
-from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from ckptz.store.resolve import open_checkpoint, open_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,33 +33,19 @@ class InlineReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebaseReport:
-    """What was written.
+    """What `rebase` wrote."""
 
-    Attributes:
-        input: the delta.
-        output: the file that stands alone.
-        is_changed: False if the input stood alone already and was left as it is.
-        bases: what it carries within, nearest first.
-        depth: deltas between the file and its anchor, as before.
-        n_tensors: tensors of the checkpoint.
-        tensor_bytes: their decoded size.
-        stored_bytes: size of the output.
-        chain_bytes: size of all files of the chain that was read.
-        content_id: identity of the values, which is unchanged.
-        seconds: time taken.
-    """
-
-    input: str
-    output: str
-    is_changed: bool
-    bases: tuple[InlineReport, ...]
-    depth: int
-    n_tensors: int
-    tensor_bytes: int
-    stored_bytes: int
-    chain_bytes: int
-    content_id: str
-    seconds: float
+    input: str  # the delta
+    output: str  # the file that stands alone
+    is_changed: bool  # False if the input stood alone already and was left as it is
+    bases: tuple[InlineReport, ...]  # what it carries within, nearest first
+    depth: int  # deltas between the file and its anchor, as before
+    n_tensors: int  # tensors of the checkpoint
+    tensor_bytes: int  # their decoded size
+    stored_bytes: int  # size of the output
+    chain_bytes: int  # size of all files of the chain that was read
+    content_id: str  # identity of the values, which is unchanged
+    seconds: float  # time taken
 
 
 def rebase(
@@ -93,15 +79,17 @@ def rebase(
     start, path, output = time.perf_counter(), Path(path), None if output is None else Path(output)
     with contextlib.ExitStack() as held:
         checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
-        container = _require_container(checkpoint)
+        container = checkpoint.container
+        if container is None:
+            what = "a plain safetensors file has no base; rebase takes a .ckptz file"
+            raise FormatError(f"{checkpoint.name}: {what}")
         target = path if output is None else output
         if output is not None:
             check_target(output, [Path(file.name) for file in checkpoint.files], force=force)
-        bases = needed_bases(checkpoint)
+        bases, n_decoded = needed_bases(checkpoint), tensor_bytes(checkpoint.tensors)
         is_changed = output is not None or container.outer_base is not None
         if is_changed:
             workers = held.enter_context(Workers(jobs))
-            n_decoded = sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values())
             progress.start(checkpoint.name, bytes_to_write(container, bases) + n_decoded)
             with naming_output(target), publish(target, [path]) as sink:
                 write_inline(sink, container, bases, workers, progress.advance)
@@ -111,23 +99,18 @@ def rebase(
             input=checkpoint.name,
             output=str(target),
             is_changed=is_changed,
-            bases=tuple(_report(base) for base in bases),
+            bases=tuple(
+                InlineReport(file=base.file, content_id=base.content_id, n_tensors=len(base.tensors))
+                for base in bases
+            ),
             depth=len(bases),
             n_tensors=len(checkpoint.tensors),
-            tensor_bytes=sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values()),
+            tensor_bytes=n_decoded,
             stored_bytes=target.stat().st_size,
             chain_bytes=sum(file.stored_bytes for file in checkpoint.files),
             content_id=container.index.content_id,
             seconds=time.perf_counter() - start,
         )
-
-
-def _require_container(checkpoint: Checkpoint) -> Container:
-    if checkpoint.container is None:
-        raise FormatError(
-            f"{checkpoint.name}: a plain safetensors file has no base; rebase takes a .ckptz file"
-        )
-    return checkpoint.container
 
 
 def _verify(written: Path, target: Path, content_id: str, workers: Workers, progress: Progress) -> None:
@@ -136,11 +119,7 @@ def _verify(written: Path, target: Path, content_id: str, workers: Workers, prog
     source.name = str(target)
     with contextlib.closing(open_source(source)) as found:
         if found.content_id() != content_id:
-            raise CorruptionError(f"{target}: was not written as meant; nothing was replaced")
+            raise CorruptionError(f"{target}: read back, the new file was not right; nothing was replaced")
         check_stored_bytes(found, workers)
         for _ in decoded_chunks(found.tensors, workers, progress):
             pass  # each was held against its checksum
-
-
-def _report(base: NeededBase) -> InlineReport:
-    return InlineReport(file=base.file, content_id=base.content_id, n_tensors=len(base.tensors))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Literal
 
-from numpy.typing import NDArray
-
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource, Units, chunk_bounds, tensor_bytes
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
@@ -33,7 +32,7 @@ from ckptz.formats.targets import (
 )
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
-from ckptz.store.resolve import PLAIN_SUFFIX, Checkpoint
+from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.tree.unflatten import Chunks
 
 Kind = Literal["safetensors", "pt", "dcp"]
@@ -42,59 +41,35 @@ Written = Literal["safetensors", "pt", "dcp", "folder"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What was restored.
+    """What `restore` wrote."""
 
-    Attributes:
-        input: what was read.
-        output: what was written.
-        kind: "safetensors", "pt", "dcp" or "folder".
-        n_tensors: tensors in it.
-        tensor_bytes: their size.
-        stored_bytes: size of all files of the chain.
-        n_files: how many there are.
-        content_id: identity of the values.
-        depth: deltas between the input and its anchor.
-        seconds: time taken.
-        notes: what the user should know.
-    """
-
-    input: str
-    output: str
-    kind: Written
-    n_tensors: int
-    tensor_bytes: int
-    stored_bytes: int
-    n_files: int
-    content_id: str
-    depth: int
-    seconds: float
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    source: TensorSource
-    begin: int
-    end: int
-
-    def units(self) -> NDArray[Any]:
-        return self.source.units(self.begin, self.end)
+    input: str  # what was read
+    output: str  # what was written
+    kind: Written  # "safetensors", "pt", "dcp" or "folder"
+    n_tensors: int  # tensors in it
+    tensor_bytes: int  # their size
+    stored_bytes: int  # size of all files of the chain
+    n_files: int  # how many there are
+    content_id: str  # identity of the values
+    depth: int  # deltas between the input and its anchor
+    seconds: float  # time taken
+    notes: tuple[str, ...] = ()  # what the user should know
 
 
 def decoded_chunks(
     tensors: Mapping[str, TensorSource], workers: Workers, progress: Progress = SILENT
-) -> Iterator[NDArray[Any]]:
-    """Units of all tensors in order, chunk after chunk, decoded on threads; a few are in flight."""
-    for units in workers.map(_Chunk.units, _chunks(tensors)):
+) -> Iterator[Units]:
+    """Decode all tensors on threads: units in order, unsigned [at most 2^20], a few chunks in flight."""
+
+    def chunks() -> Iterator[Callable[[], Units]]:
+        for source in tensors.values():
+            check_empty(source)
+            for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+                yield functools.partial(source.units, begin, end)
+
+    for units in workers.map(lambda decode: decode(), chunks()):
         yield units
         progress.advance(units.nbytes)
-
-
-def _chunks(tensors: Mapping[str, TensorSource]) -> Iterator[_Chunk]:
-    for source in tensors.values():
-        check_empty(source)
-        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
-            yield _Chunk(source, begin, end)
 
 
 def restore(
@@ -130,14 +105,16 @@ def restore(
     """
     start, path, output = time.perf_counter(), Path(path), None if output is None else Path(output)
     with contextlib.closing(open_input(path, paths(search_path))) as opened:
-        checkpoint = _require_ckptz(opened, path)
+        checkpoint = opened.checkpoint
+        if opened.kind != "ckptz" or checkpoint is None:
+            raise FormatError(f"{path}: not a .ckptz file, so there is nothing to restore")
         kind = _kind_of(opened, to)
         target = _target_of(opened, path, output, kind, force=force)
-        n_bytes = sum(t.dtype.n_bytes(t.shape) for t in opened.tensors.values())
+        n_bytes = tensor_bytes(opened.tensors)
         _check_size(opened.name, n_bytes, target, kind, max_decoded_bytes)
         progress.start(opened.name, n_bytes)
         with Workers(jobs) as workers, naming_output(target):
-            _WRITERS[kind](target, opened, lambda tensors: decoded_chunks(tensors, workers, progress))
+            _write(kind, target, opened, lambda tensors: decoded_chunks(tensors, workers, progress))
         return RestoreReport(
             input=opened.name,
             output=str(target),
@@ -151,12 +128,6 @@ def restore(
             seconds=time.perf_counter() - start,
             notes=_notes(opened, kind),
         )
-
-
-def _require_ckptz(opened: Input, path: Path) -> Checkpoint:
-    if opened.kind != "ckptz" or opened.checkpoint is None:
-        raise FormatError(f"{path}: not a .ckptz file, so there is nothing to restore")
-    return opened.checkpoint
 
 
 def _kind_of(opened: Input, asked: Kind | None) -> Written:
@@ -179,7 +150,7 @@ def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *,
             raise ConfigError(f"{target}: is not an empty folder; name a new one with -o")
         return target
     if kind != "folder":
-        [target] = places_for([path], output, _SUFFIXES[kind])
+        [target] = places_for([path], output, ".pt" if kind == "pt" else PLAIN_SUFFIX)
         check_target(target, read, force=force)
         return target
     folder = path.parent if output is None else output
@@ -218,36 +189,15 @@ def _notes(opened: Input, kind: Written) -> tuple[str, ...]:
     return ()
 
 
-def _write_safetensors(target: Path, opened: Input, chunks: Chunks) -> None:
-    with publish(target, [Path(opened.name)]) as sink:
-        write_plain(sink, plain_regions(opened.tensors), opened.metadata, chunks(opened.tensors))
-
-
-def _write_torch(target: Path, opened: Input, chunks: Chunks) -> None:
-    torch_files.write(target, opened.tensors, opened.tree, chunks, [Path(opened.name)])
-
-
-def _write_dcp(target: Path, opened: Input, chunks: Chunks) -> None:
-    write_dcp(target, opened.tensors, opened.tree, chunks, [Path(opened.name)])
-
-
-def _write_folder(target: Path, opened: Input, chunks: Chunks) -> None:
-    assert opened.sharding is not None
-    write_folder(
-        target,
-        opened.tensors,
-        opened.sharding,
-        tree=opened.tree,
-        carried=opened.carried,
-        chunks=chunks,
-        like=[Path(opened.name)],
-    )
-
-
-_WRITERS: Final[Mapping[Written, Callable[[Path, Input, Chunks], None]]] = {
-    "safetensors": _write_safetensors,
-    "pt": _write_torch,
-    "dcp": _write_dcp,
-    "folder": _write_folder,
-}
-_SUFFIXES: Final[Mapping[Written, str]] = {"safetensors": PLAIN_SUFFIX, "pt": ".pt"}
+def _write(kind: Written, target: Path, opened: Input, chunks: Chunks) -> None:
+    tensors, tree, like = opened.tensors, opened.tree, [Path(opened.name)]
+    if kind == "dcp":
+        write_dcp(target, tensors, tree, chunks, like)
+    elif kind == "pt":
+        torch_files.write(target, tensors, tree, chunks, like)
+    elif kind == "folder" and (sharding := opened.sharding) is not None:
+        carried = opened.carried
+        write_folder(target, tensors, sharding, tree=tree, carried=carried, chunks=chunks, like=like)
+    else:
+        with publish(target, like) as sink:
+            write_plain(sink, plain_regions(tensors), opened.metadata, chunks(tensors))

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
-from ckptz.container.index import Sharding
+from ckptz.commands.seal import FoundSeal, Reading, check_seal, find_seal
+from ckptz.container.index import Sharding, content_id
 from ckptz.container.reader import Container, FrameSource, check_empty
+from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.targets import PathLike, paths
@@ -40,6 +42,8 @@ class VerifyReport:
         content_id: identity of the values.
         against: the checkpoint compared with.
         n_lossy: tensors that were compared by their recorded errors instead of bit for bit.
+        seal: of files that are not ours, the seal that they were held against.
+        n_sealed_files: files that it speaks of.
         seconds: time taken.
     """
 
@@ -52,6 +56,8 @@ class VerifyReport:
     against: str | None
     n_lossy: int
     seconds: float
+    seal: str | None = None
+    n_sealed_files: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,10 @@ def verify(
 ) -> VerifyReport:
     """Check the stored bytes of every chunk of a file and its chain, and decode every tensor of the file.
 
+    Files and folders that are sealed are held against their seal, if there is no `against`.
+
     Args:
-        path: a `.ckptz` file; with `against` also a `.safetensors` file.
+        path: a `.ckptz` file, or what was sealed; with `against` also a `.safetensors` file.
         against: a checkpoint that must hold the same names, types, shapes, metadata and bits.
         jobs: threads, all cores by default.
         search_path: folders to look for bases in, after the file's own; also for those of the original.
@@ -85,14 +93,20 @@ def verify(
 
     Raises:
         ChecksumError: stored bytes were changed.
+        SealError: files are not as they were sealed.
         CorruptionError: values decode to others than were written, or differ from the original.
         MissingBaseError: the chain is incomplete.
     """
     start = time.perf_counter()
+    if against is None and (sealed := find_seal(Path(path))) is not None:
+        return _verify_sealed(Path(path), sealed, jobs, progress, start)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
         checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(Path(path), paths(search_path))))
         if checkpoint.container is None and against is None:
-            raise ConfigError(f"{path}: a plain file holds no checksums; compare it with --against")
+            raise ConfigError(
+                f"{path}: a plain file holds no checksums; write some with ckptz seal while it is whole, or "
+                "compare it with --against"
+            )
         originals: Tensors = {}
         if against is not None:
             original = open_input(Path(against), paths(search_path))
@@ -115,6 +129,29 @@ def verify(
             n_lossy=sum(_recorded_error(source) is not None for source in checkpoint.tensors.values()),
             seconds=time.perf_counter() - start,
         )
+
+
+def _verify_sealed(
+    path: Path, sealed: FoundSeal, jobs: int | None, progress: Progress, start: float
+) -> VerifyReport:
+    with Workers(jobs) as workers:
+        check_seal(path, sealed, Reading(workers, progress))
+    tensors = [tensor for file in sealed.files for tensor in file.tensors]
+    dtypes = [dtype_of(tensor.dtype) for tensor in tensors]
+    n_units = [dtype.n_units(tensor.shape) for dtype, tensor in zip(dtypes, tensors, strict=True)]
+    return VerifyReport(
+        file=str(path),
+        chain=(),
+        n_tensors=len(tensors),
+        n_chunks=sum(map(n_chunks_of, n_units)),
+        tensor_bytes=sum(n * dtype.unit_bytes for n, dtype in zip(n_units, dtypes, strict=True)),
+        content_id=content_id((t.name, t.dtype, t.shape, int(t.checksum, 16)) for t in tensors),
+        against=None,
+        n_lossy=0,
+        seconds=time.perf_counter() - start,
+        seal=str(sealed.path),
+        n_sealed_files=len(sealed.files),
+    )
 
 
 def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
@@ -182,14 +219,14 @@ def check_same_layout(checkpoint: Checkpoint, original: Input) -> None:
     differs = f"{checkpoint.name}: differs from {original.name}"
     _check_same_tensors(checkpoint.tensors, original.tensors, differs)
     if dict(checkpoint.metadata or {}) != dict(original.metadata or {}):
-        raise CorruptionError(f"{differs}: its metadata are others")
+        raise CorruptionError(f"{differs}: the metadata differ")
     index = checkpoint.container.index if checkpoint.container else None
     if index is None or original.kind == "safetensors":
         return  # one of the two has no place for more
     if index.tree != original.tree:
-        raise CorruptionError(f"{differs}: it is nested otherwise, or other values stand between the tensors")
+        raise CorruptionError(f"{differs}: the nesting differs, or values beside the tensors do")
     if _shards(index.sharding) != _shards(original.sharding):
-        raise CorruptionError(f"{differs}: it is split into other shards")
+        raise CorruptionError(f"{differs}: the shards differ")
 
 
 def _shards(sharding: Sharding | None) -> tuple[object, ...]:

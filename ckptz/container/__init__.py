@@ -1,1 +1,4 @@
-"""One `.ckptz` file: a valid safetensors file of frames and an index. Knows nothing of chains."""
+"""One `.ckptz` file: envelope, index and frames, written and read.
+
+Knows nothing of chains.
+"""

@@ -31,7 +31,7 @@ class ByteSource(Protocol):
 
 def _check_end(source: ByteSource, end: int) -> None:
     if end > source.size:
-        raise TruncatedError(f"{source.name}: ends at byte {source.size}, {end} are announced")
+        raise TruncatedError(f"{source.name}: is cut off: it has {source.size} bytes and should have {end}")
 
 
 class FileBytes:

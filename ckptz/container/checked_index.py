@@ -59,7 +59,7 @@ def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
         raise ChecksumError("the index was changed after it was written")
     index, features = parse_index(packed), features_of(envelope.metadata)
     if any(r.dtype.name != "U8" or r.shape != (r.end - r.begin,) for r in envelope.regions):
-        raise CorruptionError("header: a frame or the index is not one row of U8")
+        raise CorruptionError("header: frames and index must have dtype U8 and one dimension")
     _check_places(frames, index)
     _check_entries(index)
     _check_bases(index, features)

@@ -49,6 +49,7 @@ class Contents:
         metadata: the user's own, kept unchanged.
         base: the checkpoint the tensors are stored against.
         bases: its tensors by name; a tensor without a base of its dtype and shape stands alone.
+        base_metadata: checksum of the metadata of a base that is a plain file; other bases hold theirs.
         step: training step, if known.
         sharding: how the source folder was split.
         tree: JSON skeleton of a nested checkpoint.
@@ -61,6 +62,7 @@ class Contents:
     metadata: Mapping[str, str] | None = None
     base: BaseRef | None = None
     bases: Mapping[str, TensorSource] = field(default_factory=dict)
+    base_metadata: int | None = None
     step: int | None = None
     sharding: Sharding | None = None
     tree: dict[str, Any] | None = None

@@ -125,7 +125,7 @@ def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
             raise CorruptionError(f"tensor {region.name!r}: starts at {region.begin}, not at {position}")
         position = region.end
     if data_offset + position > size:
-        raise TruncatedError(f"ends at byte {size}, {data_offset + position} are announced")
+        raise TruncatedError(f"is cut off: it has {size} bytes and should have {data_offset + position}")
     if data_offset + position < size:
         raise CorruptionError(f"{size - data_offset - position} bytes follow the last tensor")
     return Envelope(metadata, tuple(regions), data_offset)
@@ -141,7 +141,9 @@ def _is_count(value: Any) -> bool:
 
 def _region(name: str, row: Any) -> Region:
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise CorruptionError(f"tensor {name!r}: its header entry has other fields")
+        raise CorruptionError(
+            f"tensor {name!r}: its header entry must have the fields dtype, shape and data_offsets"
+        )
     shape, offsets = row["shape"], row["data_offsets"]
     is_valid = isinstance(row["dtype"], str) and isinstance(shape, list) and isinstance(offsets, list)
     if not is_valid or len(offsets) != 2 or not all(map(_is_count, [*shape, *offsets])):

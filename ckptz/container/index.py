@@ -23,6 +23,7 @@ READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not 
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
 OPTIONAL_PREFIX: Final = "__ckptz__.optional."  # sections that a reader may skip
+BASE_METADATA: Final = f"{OPTIONAL_PREFIX}base-metadata"  # spec/07-chain.md#metadata-of-a-plain-base
 MAX_INDEX_BYTES: Final = 64 << 20
 DELTA_FEATURE: Final = "delta"
 MAPS_FEATURE: Final = "maps"
@@ -279,7 +280,7 @@ def check_version(metadata: dict[str, str]) -> None:
     if unknown and KEY_FEATURES in metadata:
         raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")
     if set(metadata) != {KEY_FORMAT, KEY_VERSION, KEY_FEATURES, KEY_DIGEST}:
-        raise CorruptionError("header: __metadata__ lacks a key of ckptz, or has others")
+        raise CorruptionError("header: __metadata__ must have the four keys of ckptz and no others")
     listed = metadata[KEY_FEATURES].split(",")
     if "lossless" not in listed or listed != sorted(set(listed)):
         raise CorruptionError("header: the required features lack 'lossless', are unsorted or name one twice")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 from numpy.typing import NDArray
 
 from ckptz.bits.checksum import combine, xxh64
+from ckptz.bits.cursor import ByteWriter
 from ckptz.codec.units import UNIT_TYPES, TensorSource, chunk_bounds
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.envelope import Envelope, Region, build_header, read_envelope
 from ckptz.container.index import content_id
 from ckptz.dtypes import DType
+from ckptz.errors import ChecksumError
+
+BASE_METADATA_BYTES: Final = 16  # of the section
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,35 @@ def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
         (name, source.dtype.name, tuple(source.shape), tensor_checksum(source))
         for name, source in tensors.items()
     )
+
+
+def metadata_checksum(metadata: Mapping[str, str] | None) -> int:
+    """Checksum of the `__metadata__` of a plain file: spec/07-chain.md#metadata-of-a-plain-base."""
+    out = ByteWriter()
+    out.u8(metadata is not None)
+    texts = {key.encode("utf-8"): text.encode("utf-8") for key, text in (metadata or {}).items()}
+    for part in itertools.chain.from_iterable(sorted(texts.items())):
+        out.u64(len(part))
+        out.raw(part)
+    return xxh64(out.getvalue())
+
+
+def pack_base_metadata(checksum: int) -> bytes:
+    """The optional section of a delta that holds the checksum of its base's metadata."""
+    packed = checksum.to_bytes(8, "little")
+    return packed + xxh64(packed).to_bytes(8, "little")
+
+
+def parse_base_metadata(section: bytes) -> int:
+    """Inverse of `pack_base_metadata`.
+
+    Raises:
+        ChecksumError: the section was changed.
+    """
+    checksum = int.from_bytes(section[:8], "little")
+    if section != pack_base_metadata(checksum):
+        raise ChecksumError("the section with the checksum of the base's metadata was changed")
+    return checksum
 
 
 def plain_regions(tensors: Mapping[str, TensorSource]) -> list[Region]:

@@ -22,10 +22,20 @@ from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.checked_index import read_index
 from ckptz.container.envelope import Envelope, read_envelope
-from ckptz.container.index import KEY_VERSION, MAPS_FEATURE, BaseRef, InlineBase, TensorEntry
+from ckptz.container.index import (
+    BASE_METADATA,
+    KEY_VERSION,
+    MAPS_FEATURE,
+    OPTIONAL_PREFIX,
+    BaseRef,
+    InlineBase,
+    TensorEntry,
+)
 from ckptz.container.needed import Decoded, Held, Node, gather
+from ckptz.container.plain import BASE_METADATA_BYTES, parse_base_metadata
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import (
+    ChecksumError,
     CkptzError,
     CorruptionError,
     FormatError,
@@ -167,9 +177,9 @@ class FrameSource(TensorSource):
         source = companions_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
         if source.dtype.n_units(source.shape) != self.header.n_units:
-            raise CorruptionError(f"classes depend on tensor {name!r}, which has another shape")
+            raise CorruptionError(f"it is decoded with tensor {name!r}, which has another shape")
         if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
-            raise CorruptionError(f"classes depend on tensor {name!r}, which depends on too many others")
+            raise CorruptionError(f"it is decoded with tensor {name!r}, and that with too many others")
         return source
 
     def source_depth(self, most: int) -> int:
@@ -322,6 +332,10 @@ class _Held(TensorSource):
         """Codes of the chunk."""
         return self.chunk.codes
 
+    def units_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
+        """Both, the units only if they were decoded: who wants the codes alone does not look at them."""
+        return self.chunk.units, self.chunk.codes
+
 
 @dataclass(frozen=True, slots=True)
 class CachedFrame(TensorSource):
@@ -434,6 +448,7 @@ class Container:
         self.bases: Mapping[str, TensorSource] = {}
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
+        self._sections = {r.name: r for r in envelope.regions if r.name.startswith(OPTIONAL_PREFIX)}
         try:
             self.index, self.features = read_index(envelope, self.read)
         except CkptzError as error:
@@ -461,6 +476,21 @@ class Container:
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
         """Bytes behind the header."""
         return self._source.read(self._data_offset + offset, n_bytes)
+
+    def base_metadata(self) -> int | None:
+        """Checksum of the metadata that the base had when it was a plain file, where the file says so.
+
+        Raises:
+            ChecksumError: the section that says so was changed.
+        """
+        region = self._sections.get(BASE_METADATA)
+        if region is None:
+            return None
+        n_bytes = min(region.end - region.begin, BASE_METADATA_BYTES + 1)
+        try:
+            return parse_base_metadata(self.read(region.begin, n_bytes).tobytes())
+        except ChecksumError as error:
+            raise named(error, self.name) from None
 
     @property
     def stored_bytes(self) -> int:

@@ -19,6 +19,7 @@ from ckptz.container.contents import Contents, Progress
 from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
 from ckptz.container.frame_writer import write_frames
 from ckptz.container.index import (
+    BASE_METADATA,
     INDEX_NAME,
     RESERVED_PREFIX,
     Index,
@@ -30,6 +31,7 @@ from ckptz.container.index import (
     pack_index,
     writer_name,
 )
+from ckptz.container.plain import pack_base_metadata
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.parallel import Workers
@@ -110,7 +112,8 @@ def write_container(
     _check_shapes(tensors)
     features = _features(contents)
     raw = sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
-    reserved = reserved_header_bytes(list(tensors), raw, features)
+    section = b"" if contents.base_metadata is None else pack_base_metadata(contents.base_metadata)
+    reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
     sink.seek(reserved)
     frames = list(write_frames(sink, reserved, tensors, contents, workers, progress))
     entries = [frame.entry for frame in frames]
@@ -118,13 +121,17 @@ def write_container(
     notes = tuple((frame.entry.name, frame.note) for frame in frames if frame.note)
     if contents.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
-        contents = replace(contents, base=None)
+        contents, section = replace(contents, base=None), b""
         features.remove("delta")
     index = _index(entries, contents)
     packed = pack_index(index)
-    sink.write(packed)
+    sink.write(section + packed)
     end = entries[-1].offset + entries[-1].n_bytes if entries else 0
-    regions = [blob(e.name, e.offset, e.n_bytes) for e in entries] + [blob(INDEX_NAME, end, len(packed))]
+    regions = [blob(e.name, e.offset, e.n_bytes) for e in entries]
+    if section:
+        regions.append(blob(BASE_METADATA, end, len(section)))
+        end += len(section)
+    regions.append(blob(INDEX_NAME, end, len(packed)))
     sink.seek(0)
     sink.write(build_header(regions, envelope_metadata(features, packed), reserved))
     sink.seek(reserved + end + len(packed))

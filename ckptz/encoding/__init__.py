@@ -1,1 +1,4 @@
-"""One tensor to the bytes of its frame, as its plan says. Encoder only: a reader imports nothing of it."""
+"""One tensor to the bytes of its frame, as its plan says.
+
+Only encoders need it: a reader imports nothing of it.
+"""

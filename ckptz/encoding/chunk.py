@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64, xxh64_of_parts
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
-from ckptz.codec.plan import Plan, Predictor, StreamTables
+from ckptz.codec.plan import Predictor, StreamTables
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.units import TensorSource, Units
 from ckptz.codec.values import KINDS, predicted
@@ -35,27 +35,20 @@ MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far decoded values are from the originals: summed over units, so that chunks add up.
+    """How far decoded values are from the originals: summed over units, so that chunks add up."""
 
-    Attributes:
-        largest: greatest absolute error.
-        error: sum of squared errors.
-        power: sum of squared values.
-        n_codes_used: units by code [256].
-    """
-
-    largest: float
-    error: float
-    power: float
-    counts: NDArray[np.int64]
+    largest: float  # greatest absolute error
+    error: float  # sum of squared errors
+    power: float  # sum of squared values
+    counts: NDArray[np.int64]  # units by code [256]
 
     def __add__(self, other: Deviation) -> Deviation:
-        return Deviation(
+        largest, error, power = (
             max(self.largest, other.largest),
             self.error + other.error,
             self.power + other.power,
-            self.counts + other.counts,
         )
+        return Deviation(largest, error, power, self.counts + other.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +65,6 @@ class EncodedChunk:
         return b"".join(self.streams)
 
 
-def _stored(plane: Bytes) -> Stream:
-    return CoderId.STORED, plane.data
-
-
 def _encode_classed(
     plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables, found: ClassCounts
 ) -> Stream:
@@ -83,7 +72,8 @@ def _encode_classed(
     table_of = tables.table_map.table_of[found.classes]
     bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
     shared = bits / 8 + MAX_LANE_BYTES
-    coder, data = _stored(plane)
+    coder: CoderId = CoderId.STORED
+    data: bytes | memoryview = plane.data
     if total.max() == len(plane) or entropy_bits(total[None]) / 8 < shared:
         coder, data = encode_stream(plane, total, beat=shared)
         if len(data) <= shared:
@@ -103,7 +93,7 @@ def _encode_codes(planes: Any, draft: Draft, labels: Labels | None) -> list[Stre
 
 
 def encode_values(units: Units) -> list[Stream]:
-    """Units as they are, each byte plane a stream; empty streams for no units."""
+    """Code units [n] as they are, each byte plane a stream; empty streams for no units."""
     if not len(units):
         return [(CoderId.STORED, b"")] * units.itemsize
     return [encode_stream(plane) for plane in cpu().split_planes(units, units, 0)]
@@ -167,13 +157,7 @@ def _deviation(kind: int, units: Units, quantized: _Quantized) -> Deviation:
 
 
 def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) -> Units:
-    """Give what a chunk will decode to, without coding it; other tensors may be classed by it.
-
-    Args:
-        source: the tensor.
-        draft: its plan and quantizer.
-        sources: the chunk's bounds, and what the plan needs.
-    """
+    """Give the units [n] that a chunk will decode to, without coding it; others may be classed by them."""
     units = (draft.source or source).units(sources.begin, sources.end)
     if draft.plan.quant_map is None:
         if draft.rounding is None:
@@ -185,13 +169,7 @@ def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) ->
 
 
 def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
-    """Encode one chunk.
-
-    Args:
-        source: the tensor.
-        draft: its plan and quantizer.
-        sources: the chunk's bounds, and the base where the plan needs one.
-    """
+    """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
     plan = draft.plan
     header = FrameHeader(source.dtype, tuple(source.shape), plan, ())
     exact = source.units(sources.begin, sources.end)
@@ -218,13 +196,9 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
             deviation = _deviation(header.value_table.kind, exact, quantized)
     parts = tuple(data for _, data in streams)
     records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
-    base_codes = _base_codes_checksum(plan, sources)
+    base_codes = None
+    if plan.reads_base_codes:
+        codes = sources.base_codes()
+        base_codes = 0 if codes is None else xxh64(codes)
     record = ChunkRecord(xxh64_of_parts(parts), xxh64(decoded), records, base_codes)
     return EncodedChunk(record, parts, deviation)
-
-
-def _base_codes_checksum(plan: Plan, sources: ChunkSources) -> int | None:
-    if not plan.reads_base_codes:
-        return None
-    codes = sources.base_codes()
-    return 0 if codes is None else xxh64(codes)

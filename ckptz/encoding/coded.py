@@ -27,34 +27,25 @@ Errors = tuple[float, float, float]
 
 
 def bits_for(n_codes: int) -> int:
-    """Bits of a packed code."""
+    """Count the bits of a packed code."""
     return max(1, (n_codes - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class CodedSource(TensorSource):
-    """See `ckptz.codec.units.TensorSource`; units are what the codes decode to, chunk by chunk.
+    """See `ckptz.codec.units.TensorSource`; units are what the codes decode to, chunk by chunk."""
 
-    Attributes:
-        dtype: of the tensor, F32, BF16 or F16.
-        shape: of the tensor.
-        quant_map: one class, linear, without a base.
-        packed: all codes with `bits_for` bits each.
-        kept: units that escaped, as they are restored, in order.
-        kept_ends: how many of them there are up to the end of each chunk.
-        errors: of each chunk, largest absolute error, sum of squared errors, sum of squared values.
-    """
-
-    dtype: DType
-    shape: tuple[int, ...]
-    quant_map: QuantizationMap
-    packed: Bytes
-    kept: Units
-    kept_ends: tuple[int, ...]
+    dtype: DType  # of the tensor, F32, BF16 or F16
+    shape: tuple[int, ...]  # of the tensor
+    quant_map: QuantizationMap  # one class, linear, without a base
+    packed: Bytes  # all codes with `bits_for` bits each
+    kept: Units  # units that escaped, as they are restored, in order
+    kept_ends: tuple[int, ...]  # how many of them there are up to the end of each chunk
+    # of each chunk, largest absolute error, sum of squared errors, sum of squared values
     errors: tuple[Errors, ...]
 
     def codes_of(self, begin: int, end: int) -> Bytes:
-        """Codes of units begin..end, which are one chunk."""
+        """Give the codes uint8 [end - begin] of units begin..end, which are one chunk."""
         n_bits = bits_for(self.quant_map.n_codes)
         codes = np.empty(end - begin, np.uint8)
         first = begin * n_bits // 8
@@ -62,7 +53,6 @@ class CodedSource(TensorSource):
         return codes
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         codes = self.codes_of(begin, end)
         units = np.empty(len(codes), UNIT_TYPES[self.dtype.unit_bytes])
         self._table.decode(codes, None, None, units)
@@ -89,10 +79,9 @@ class CodedQuantizer(Quantizer):
     source: CodedSource
 
     def codes(self, begin: int, end: int, units: Units) -> Bytes:
-        """Codes of some units, whatever these are."""
         del units
         return self.source.codes_of(begin, end)
 
     def errors(self, begin: int) -> Errors:
-        """What was measured on the chunk that begins there."""
+        """Give what was measured on the chunk that begins there."""
         return self.source.errors[begin // CHUNK_UNITS]

@@ -51,17 +51,14 @@ class Held(TensorSource):
 
     @property
     def n_codes(self) -> int | None:
-        """See `TensorSource.n_codes`."""
         return self._source.n_codes
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         if self._units is None:
             self._units = self._source.units(0, self.dtype.n_units(self.shape))
         return self._units[begin:end]
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """See `TensorSource.codes`."""
         if not self._has_codes:
             self._units, self._codes = self._source.units_and_codes(0, self.dtype.n_units(self.shape))
             self._has_codes = True
@@ -76,7 +73,6 @@ class Restored(SourceOf):
     draft: Draft
 
     def units(self, begin: int, end: int) -> Units:
-        """Read units of one chunk."""
         return restored_units(self.source, self.draft, ChunkSources(begin, end, self.base))
 
 

@@ -20,19 +20,14 @@ TABLE_COST_BITS: Final = 40.0
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """How often each code occurs in each class; classes that do not occur have no row.
+    """How often each code occurs in each class; classes that do not occur have no row."""
 
-    Attributes:
-        classes: ascending [n_used].
-        counts: occurrences [n_used, 256].
-    """
-
-    classes: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    classes: NDArray[np.int64]  # ascending [n_used]
+    counts: NDArray[np.int64]  # occurrences [n_used, 256]
 
     @classmethod
     def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
-        """Count some codes."""
+        """Count codes [n] with labels [n]."""
         return cls(*planning().used_class_histogram(labels, codes, n_classes))
 
     def __add__(self, other: Self) -> Self:
@@ -75,6 +70,6 @@ def share_tables(
 
 
 def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
-    """Frequency tables shared by classes, from how often each code occurs in each."""
+    """Make frequency tables that classes share, from how often each code occurs in each."""
     table_counts, table_map = share_tables(found, n_classes)
     return StreamTables(np.stack([normalise(row) for row in table_counts]), table_map)

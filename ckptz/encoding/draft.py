@@ -22,25 +22,17 @@ Units = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One tensor to plan, and all that a method may look at.
+    """One tensor to plan, and all that a method may look at."""
 
-    Attributes:
-        source: the tensor.
-        base: the restored tensor that a delta is made from, of the same dtype and shape, or None.
-        guide: what else is known of it.
-        companions: other tensors of the file as it restores them, where the recipe names one.
-        run: maps a function over chunks; a thread pool's map takes them in parallel.
-        seed: 32 bits that follow from the base's content id and the tensor's name alone.
-        name_seed: the same of the name alone, and so for all files of a chain.
-    """
-
-    source: TensorSource
+    source: TensorSource  # the tensor
+    # the restored tensor that a delta is made from, of the same dtype and shape, or None
     base: TensorSource | None = None
-    guide: Guide = NO_GUIDE
+    guide: Guide = NO_GUIDE  # what else is known of it
+    # other tensors of the file as it restores them, where the recipe names one
     companions: Companions | None = None
-    run: MapFunction = map
-    seed: int = 0
-    name_seed: int = 0
+    run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
+    seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
+    name_seed: int = 0  # the same of the name alone, and so for all files of a chain
 
     @property
     def moved(self) -> TensorSource | None:
@@ -52,31 +44,23 @@ class Rounding(Protocol):
     """What units are rounded to before they are split into byte planes."""
 
     def rounded(self, units: Units, kind: int, begin: int) -> Units:
-        """Round units from `begin` on, of a kind of `ckptz.kernels.reference`."""
+        """Round units [n] from `begin` on, of a kind of `ckptz.kernels.reference`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The plan of a tensor, and what only its encoder knows.
+    """The plan of a tensor, and what only its encoder knows."""
 
-    Attributes:
-        plan: what the frame will say.
-        quantizer: linear and bits domains: gives the codes.
-        note: what the user should know, or empty.
-        counted: codes by class of each stream, if the planner counted the one chunk there is.
-        is_sparse: code a chunk of which few units changed by their positions.
-        source: what is coded instead of the tensor itself, to make up for what is lost elsewhere; errors are
-            of the tensor itself all the same.
-        found: what the file's record says of the planning, beside what was asked.
-        rounding: planes domain: what units are rounded to before they are split, if at all.
-    """
-
-    plan: Plan
-    quantizer: Quantizer | None = None
-    note: str = ""
+    plan: Plan  # what the frame will say
+    quantizer: Quantizer | None = None  # linear and bits domains: gives the codes
+    note: str = ""  # what the user should know, or empty
+    # codes by class of each stream, if the planner counted the one chunk there is
     counted: tuple[ClassCounts, ...] = ()
-    is_sparse: bool = False
+    is_sparse: bool = False  # code a chunk of which few units changed by their positions
+    # what is coded instead of the tensor, to make up for what is lost elsewhere; errors are of the tensor
     source: TensorSource | None = None
+    # what the file's record says of the planning, beside what was asked
     found: Mapping[str, int | float | bool | str] = field(default_factory=dict)
+    # planes domain: what units are rounded to before they are split, if at all
     rounding: Rounding | None = None

@@ -29,29 +29,19 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What is known of a tensor before its steps: summed over chunks.
+    """What is known of a tensor before its steps: summed over chunks."""
 
-    Attributes:
-        n_units: values.
-        largest: greatest magnitude of the values and of the base's; NaN or infinite if one of them is.
-        power: sum of squares.
-        residual_power: of the differences to the base; infinite without one.
-        row_sums: of the second moments [n_rows], or None.
-        energy: sum of second moments times squared values.
-        is_measured: whether all second moments are finite and not negative.
-    """
-
-    n_units: int
-    largest: float
-    power: float
-    residual_power: float
-    row_sums: Reals | None
-    energy: float
-    is_measured: bool
+    n_units: int  # values
+    largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
+    power: float  # sum of squares
+    residual_power: float  # of the differences to the base; infinite without one
+    row_sums: Reals | None  # of the second moments [n_rows], or None
+    energy: float  # sum of second moments times squared values
+    is_measured: bool  # whether all second moments are finite and not negative
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None, guide: Guide, bounds: Bounds) -> Extent:
-        """Of one chunk."""
+        """Measure one chunk, with its base and its guide."""
         values = reals(source, *bounds)
         others = np.zeros(1) if base is None else reals(base, *bounds)
         squares = _squared_gradients(guide, *bounds)
@@ -87,7 +77,7 @@ class Extent:
         return float(np.sqrt(self.power / self.n_units))
 
     def fault(self, dtype: DType) -> str:
-        """Why no grid fits, or nothing."""
+        """Say why no grid fits, or nothing."""
         if not np.isfinite(self.largest):
             return "it or its base holds NaN or infinity, so it stays lossless"
         if self.largest > LARGEST[dtype.name]:
@@ -100,15 +90,14 @@ class Extent:
 
 
 def reals(source: TensorSource, begin: int, end: int) -> Reals:
-    """Values of a tensor of a dtype in `KINDS`."""
+    """Read values, float64 [end - begin], of a tensor of a dtype in `KINDS`."""
     return values_of(source.units(begin, end), source.dtype)
 
 
 def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float | None:
-    """Mean of second moment times squared weight, from at most a chunk of each tensor; None if it is 0.
+    """Average second moment times squared weight over at most a chunk of each tensor; None if it is 0.
 
-    Args:
-        pairs: weights and their second moments, of dtypes in `KINDS`.
+    `pairs` are weights and their second moments, of dtypes in `KINDS`.
     """
     energy = n_units = 0.0
     for weight, moments in pairs:
@@ -143,7 +132,7 @@ def _row_sums(values: Reals, begin: int, shape: tuple[int, ...]) -> Reals:
 
 
 def values_of(units: Units, dtype: DType) -> Reals:
-    """Values of units of a dtype in `KINDS`."""
+    """Convert units [n] of a dtype in `KINDS` to values, float64 [n]."""
     patterns = cpu().to_f32(units, KINDS[dtype.name])
     with np.errstate(invalid="ignore"):  # signalling NaN
         values: Reals = patterns.view(np.float32).astype(np.float64)

@@ -16,25 +16,18 @@ from ckptz.quant.sketch import Sketch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """Side knowledge of one tensor; its sources have the tensor's shape.
+    """Side knowledge of one tensor; its sources have the tensor's shape."""
 
-    Attributes:
-        gradient: average of its gradients, for sensitivity |g*w|; if there is none, the root of
-            `second_moment` stands in.
-        second_moment: the exact average of squared gradients, Adam's exp_avg_sq.
-        inputs: second moments of the inputs that it is multiplied with.
-        sketch: of the whole tensor where this is a shard of it, so that all shards get one map.
-        energy: mean of second moment times squared weight over all weights of the checkpoint, which
-            relates the steps of its tensors to one another.
-        fold: its moments, to make up for what a file loses of them.
-    """
-
+    # average of its gradients, for sensitivity |g*w|; if there is none, the root of `second_moment` stands in
     gradient: TensorSource | None = None
-    second_moment: TensorSource | None = None
-    inputs: InputMoments | None = None
+    second_moment: TensorSource | None = None  # the exact average of squared gradients, Adam's exp_avg_sq
+    inputs: InputMoments | None = None  # second moments of the inputs that it is multiplied with
+    # of the whole tensor where this is a shard of it, so that all shards get one map
     sketch: Sketch | None = None
+    # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
+    # of its tensors to one another
     energy: float | None = None
-    fold: Fold | None = None
+    fold: Fold | None = None  # its moments, to make up for what a file loses of them
 
 
 NO_GUIDE: Final = Guide()

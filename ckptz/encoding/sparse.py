@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -22,21 +22,18 @@ _UNCHANGED: Final = (CoderId.CONSTANT, b"\x00")
 
 
 def n_changed(units: Units, base: Units) -> int:
-    """Units that differ from the base."""
+    """Count the units [n] that differ from those of the base [n]."""
     return int(np.count_nonzero(units != base))
 
 
 def encode_changes(units: Units, base: Units, plan: Plan, dtype: DType) -> list[Stream] | None:
-    """The streams of a chunk of which few units differ from the base; None if too many do."""
+    """Code a chunk, units [n], of which few differ from the base [n]; None if too many do."""
     positions = np.flatnonzero(units != base)
     if len(positions) > MAX_SPARSE_SHARE * len(units):
         return None
     mode = kernel_mode(plan.mode, dtype)
-    return [_encode_plane(positions, plane) for plane in _planes_at(positions, units, base, mode)]
-
-
-def _planes_at(positions: Positions, units: Units, base: Units, mode: int) -> Any:
-    return cpu().split_planes(units[positions], base[positions], mode)
+    planes = cpu().split_planes(units[positions], base[positions], mode)
+    return [_encode_plane(positions, plane) for plane in planes]
 
 
 def _encode_plane(positions: Positions, plane: Bytes) -> Stream:

@@ -1,1 +1,4 @@
-"""Codes to bytes and back: constant, stored, zstd, interleaved rANS, sparse. Knows no tensors."""
+"""Codes to bytes and back: constant, stored, zstd, interleaved rANS, sparse.
+
+Knows no tensors.
+"""

@@ -23,7 +23,7 @@ MAX_ORDER: Final = MAX_TABLE_ORDER
 
 
 def normalise(counts: Counts) -> Frequencies:
-    """Frequencies [256] that sum to 4096, at least 1 for every symbol that occurs.
+    """Make frequencies [256] that sum to 4096 of counts [256], at least 1 for every symbol that occurs.
 
     The encoder's choice: any table with these two properties decodes.
     """
@@ -31,17 +31,17 @@ def normalise(counts: Counts) -> Frequencies:
 
 
 def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
-    """Bits that `counts` take under `frequencies`; infinite if a symbol has no frequency."""
+    """Count the bits that `counts` [256] take under `frequencies` [256]; infinite if a symbol has none."""
     return float(planning().cost_bits(counts, frequencies))
 
 
 def entropy_bits(counts: Counts) -> float:
-    """Bits of an ideal order-0 coder with one table for each row of the last axis."""
+    """Count the bits of an ideal order-0 coder of counts [..., 256] with a table for each row."""
     return float(planning().entropy_bits(np.ascontiguousarray(counts).reshape(-1, counts.shape[-1])))
 
 
 def pack_table(frequencies: Frequencies) -> bytes:
-    """A table as bytes."""
+    """Write a table [256] as bytes."""
     used = np.flatnonzero(frequencies)
     first, last = int(used[0]), int(used[-1])
     body = frequencies[first:last]
@@ -50,7 +50,7 @@ def pack_table(frequencies: Frequencies) -> bytes:
 
 
 def parse_table(source: ByteReader) -> Frequencies:
-    """Inverse of `pack_table`; refuses tables that do not sum to 4096."""
+    """Read what `pack_table` wrote, [256]; refuse tables that do not sum to 4096."""
     frequencies = np.empty(256, np.uint16)
     _parse_into(source, frequencies)
     return frequencies
@@ -79,14 +79,14 @@ def _why_no_table(source: ByteReader) -> FormatError:
 
 
 def write_tables(out: ByteWriter, tables: Frequencies) -> None:
-    """A number of tables (u8) and the tables [n_tables, 256]."""
+    """Write the number of tables (u8) and the tables [n_tables, 256]."""
     out.u8(len(tables))
     for row in tables:
         out.raw(pack_table(row))
 
 
 def parse_tables(source: ByteReader, most: int) -> Frequencies:
-    """Inverse of `write_tables`."""
+    """Read what `write_tables` wrote, [n_tables, 256] with at most `most` tables."""
     n_tables = source.u8("number of frequency tables")
     if n_tables > most:
         raise CorruptionError(f"{n_tables} frequency tables, at most {most} are allowed")

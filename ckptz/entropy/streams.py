@@ -60,21 +60,15 @@ RANDOM_BITS: Final = 7.97  # 32,768 uniform bytes measure 7.994; MIN_GAIN asks f
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How a stream runs through the tensor's tables: codes sorted by class, one segment a class.
+    """How a stream runs through the tensor's tables: codes sorted by class, one segment a class."""
 
-    Attributes:
-        ends: index after the last code of each segment, ascending.
-        table_of: the table of each segment.
-        tables: frequencies [n_tables, 256].
-    """
-
-    ends: NDArray[np.int64]
-    table_of: NDArray[np.int64]
-    tables: Frequencies
+    ends: NDArray[np.int64]  # index after the last code of each segment, ascending
+    table_of: NDArray[np.int64]  # the table of each segment
+    tables: Frequencies  # frequencies [n_tables, 256]
     slots: NDArray[np.uint32] | None = field(default=None, repr=False)
 
     def slot_tables(self) -> NDArray[np.uint32]:
-        """Decoding tables, made once for a tensor by the caller or here."""
+        """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or here."""
         return cpu().slot_tables(self.tables) if self.slots is None else self.slots
 
 
@@ -103,14 +97,14 @@ def _n_lanes_for(n_bytes: float) -> int:
 
 
 def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> bytes:
-    """Lane index u8, lane states u32 each, words u16 each."""
+    """Code symbols [n]: lane index u8, lane states u32 each, words u16 each."""
     n_lanes = _n_lanes_for(expected_bytes)
     states, words = cpu().rans_encode(symbols, segments.ends, segments.table_of, segments.tables, n_lanes)
     return b"".join((bytes((LANE_CHOICES.index(n_lanes),)), states.tobytes(), words.tobytes()))
 
 
 def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
-    """Inverse of `encode_rans`; uses all that is left of `source`."""
+    """Decode what `encode_rans` wrote, all that is left of `source`, into `out` [n]."""
     index = source.u8("rANS lanes")
     if index >= len(LANE_CHOICES):
         raise CorruptionError(f"rANS stream: lane index {index} is not defined")
@@ -128,10 +122,6 @@ def _single(table: Frequencies, n: int) -> Segments:
     return Segments(np.array([n], np.int64), np.zeros(1, np.int64), table[None])
 
 
-def _encode_own(symbols: Bytes, table: Frequencies, packed: bytes, expected_bytes: float) -> bytes:
-    return packed + encode_rans(symbols, _single(table, len(symbols)), expected_bytes)
-
-
 def _decode_own(source: ByteReader, out: Bytes) -> None:
     table = parse_table(source)
     decode_rans(source, _single(table, len(out)), out)
@@ -141,7 +131,7 @@ def _decode_own(source: ByteReader, out: Bytes) -> None:
 
 
 def encode_sparse(gaps: Bytes, values: Bytes, common: int) -> bytes:
-    """Common symbol u8, then gaps and values: each a count, a coder, a length and a stream."""
+    """Write the common symbol u8, then gaps [m] and values [k]: each a count and an embedded stream."""
     out = ByteWriter()
     out.u8(common)
     for part in (gaps, values):
@@ -151,7 +141,7 @@ def encode_sparse(gaps: Bytes, values: Bytes, common: int) -> bytes:
 
 
 def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
-    """(common symbol, gaps, values) of a sparse stream of `n` codes; inverse of `encode_sparse`."""
+    """Read what `encode_sparse` wrote for `n` codes: common symbol, gaps [m], values [k], k at most n."""
     common = source.u8("sparse common symbol")
     # Each value has one gap byte below 255, and gaps of 255 skip 255 codes each.
     most = (n + n // 255 + 1, n)
@@ -163,11 +153,6 @@ def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
         parts.append(read_embedded(source, n_symbols, what, nested=True))
     source.end("sparse stream")
     return common, parts[0], parts[1]
-
-
-def _encode_around(symbols: Bytes, common: int) -> bytes:
-    gaps, values = cpu().sparse_split(symbols, common)
-    return encode_sparse(gaps, values, common)
 
 
 def _decode_sparse(source: ByteReader, out: Bytes) -> None:
@@ -182,7 +167,7 @@ def _decode_sparse(source: ByteReader, out: Bytes) -> None:
 def encode_stream(
     symbols: Bytes, counts: Counts | None = None, *, nested: bool = False, beat: float = float("inf")
 ) -> tuple[CoderId, bytes | memoryview]:
-    """The smallest of the coders that need nothing but the stream.
+    """Code a stream by the smallest of the coders that need nothing else.
 
     Args:
         symbols: codes [n], n at least 1; a stored stream is their memory, not a copy.
@@ -206,7 +191,8 @@ def encode_stream(
     plain = min(rans_bytes if pays else n, beat)
     candidates: list[tuple[CoderId, bytes]] = []
     if counts[common] >= SPARSE_MIN_SHARE * n and not nested:
-        candidates.append((CoderId.SPARSE, _encode_around(symbols, common)))
+        gaps, values = cpu().sparse_split(symbols, common)
+        candidates.append((CoderId.SPARSE, encode_sparse(gaps, values, common)))
     if _zstd_promises(symbols, plain):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
@@ -214,11 +200,11 @@ def encode_stream(
         return coder, stream
     if not pays or rans_bytes > plain:
         return CoderId.STORED, symbols.data
-    return CoderId.RANS_OWN, _encode_own(symbols, table, packed, rans_bytes)
+    return CoderId.RANS_OWN, packed + encode_rans(symbols, _single(table, n), rans_bytes)
 
 
 def _looks_random(symbols: Bytes) -> bool:
-    """Whether samples from all over a long stream have nearly eight bits of entropy and no repeats."""
+    """Tell whether samples from all over a long stream have nearly eight bits of entropy and no repeats."""
     if len(symbols) < RANDOM_MIN:
         return False
     spread = np.ascontiguousarray(symbols[: len(symbols) // 64 * 64].reshape(64, -1)[:, :512]).reshape(-1)
@@ -247,7 +233,7 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
         FormatError: the bytes are not a stream of n codes.
     """
     if not len(out) and (coder != CoderId.STORED or len(stream)):
-        raise CorruptionError("a stream of no codes is not an empty stored one")
+        raise CorruptionError("a stream of no codes must be stored and have no bytes")
     if coder == CoderId.RANS_SHARED:
         if segments is None:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
@@ -260,7 +246,7 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
 
 
 def write_embedded(out: ByteWriter, symbols: Bytes, *, nested: bool = False) -> None:
-    """A stream with its coder and length before it: spec/02-entropy.md#embedded-streams."""
+    """Write symbols [n] with coder and length before them: spec/02-entropy.md#embedded-streams."""
     coder, stream = encode_stream(symbols, nested=nested) if len(symbols) else (CoderId.STORED, b"")
     out.u8(coder)
     out.varint(len(stream))
@@ -275,14 +261,14 @@ class Embedded:
     stream: bytes
 
     def codes(self, n: int) -> Bytes:
-        """Codes [n]; see `read_embedded`."""
+        """Give the codes [n]; see `read_embedded`."""
         symbols = np.empty(n, np.uint8)
         decode_stream(self.coder, memoryview(self.stream), symbols)
         return symbols
 
 
 def take_embedded(source: ByteReader, what: str, *, nested: bool = False) -> Embedded:
-    """An embedded stream as it is stored.
+    """Take an embedded stream as it is stored.
 
     Raises:
         FormatError: the bytes end before it, or it may not stand in another.
@@ -297,7 +283,7 @@ def take_embedded(source: ByteReader, what: str, *, nested: bool = False) -> Emb
 
 
 def read_embedded(source: ByteReader, n: int, what: str, *, nested: bool = False) -> Bytes:
-    """Inverse of `write_embedded`.
+    """Read what `write_embedded` wrote.
 
     Args:
         source: at the coder.

@@ -310,7 +310,7 @@ def _dtype(properties: Any, name: str) -> str:
 
 def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
     if not isinstance(value, Made) or value.kind != kind:
-        raise CorruptionError(f"{METADATA_FILE}: holds no {kind} where one belongs")
+        raise CorruptionError(f"{METADATA_FILE}: a {kind} is missing")
     return value.attributes()
 
 

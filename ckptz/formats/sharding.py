@@ -99,7 +99,7 @@ def _check_files(sharding: Sharding) -> None:
             raise CorruptionError(f"sharding: {file!r} is not a plain file name")
     for shard in sharding.shards:
         if not is_shard_name(shard.file):
-            raise CorruptionError(f"sharding: {shard.file!r} does not end as a shard's name")
+            raise CorruptionError(f"sharding: {shard.file!r} has no suffix of a shard, such as .safetensors")
     _check_index(sharding)
 
 
@@ -110,7 +110,7 @@ def _check_index(sharding: Sharding) -> None:
     if file is None or text is None:
         raise CorruptionError("sharding: an index needs a file name and a text")
     if not file.endswith(INDEX_SUFFIXES):
-        raise CorruptionError(f"sharding: {file!r} does not end as an index's name")
+        raise CorruptionError(f"sharding: {file!r} has no suffix of an index file")
     try:
         places = parse_places(strict_json(text.encode(), "index"))
     except CorruptionError as error:

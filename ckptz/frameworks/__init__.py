@@ -1,4 +1,4 @@
-"""What a decoded tensor becomes: a numpy array or a PyTorch tensor, made where its units are decoded to.
+"""What a decoded tensor becomes: a numpy array or a PyTorch tensor, whose memory the units are decoded into.
 
 Framework and device names are those of safetensors. `framework` is a lazy door: PyTorch loads when a
 caller asks for its tensors.

@@ -1,1 +1,1 @@
-"""What an encoder may know of tensors beside their values: moments, gradients, inputs of layers."""
+"""What is known of tensors beside their values, and where it comes from: moments, gradients, layer inputs."""

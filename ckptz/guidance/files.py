@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from ckptz.errors import CalibrationError
 from ckptz.guidance.layout import (
     CalibrationContent,
+    Guide,
     GuideFile,
     InputRow,
     Kind,
@@ -45,16 +47,11 @@ def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedInputs:
-    """What a calibration knows of one weight.
+    """What a calibration knows of one weight."""
 
-    Attributes:
-        names: of the weight; several where it is tied.
-        shape: of the weight.
-        moments: by the kind of layer that uses it. A head that is tied to an embedding has two.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
+    names: tuple[str, ...]  # of the weight; several where it is tied
+    shape: tuple[int, ...]  # of the weight
+    # by the kind of layer that uses it. A head that is tied to an embedding has two.
     moments: Mapping[Kind, InputMoments]
 
 
@@ -105,26 +102,21 @@ class RecordedCalibration:
 
     weights: Mapping[str, RecordedInputs] = field(repr=False)
 
+    def __len__(self) -> int:
+        return len(self.weights)
+
     def match(self, shapes: Shapes) -> tuple[dict[str, RecordedInputs], list[str]]:
-        """What is known of the tensors of a checkpoint; see `CalibrationFile.match`."""
+        """Find what is known of the tensors of a checkpoint; see `CalibrationFile.match`."""
         return _matched("calibration", self.weights, shapes)
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationFile(Mapping[str, RecordedInputs]):
-    """What `ckptz.hooks.Calibration` saved, by the first name of each weight.
+class _Recordings(Mapping[str, Recorded]):
+    """What an open guide file records, by the first name of each parameter."""
 
-    Example:
-        >>> with CalibrationFile.open("calibration.safetensors") as calibration:  # doctest: +SKIP
-        ...     matched, unmatched = calibration.match({"head.weight": (10, 64)})
-        ...     matched["head.weight"].moments["linear"].read().shape
-        (64, 64)
-    """
-
+    guide: ClassVar[Guide]
     file: GuideFile
-    content: CalibrationContent
-    sums: tuple[StoredSum, ...] = field(repr=False)
-    weights: Mapping[str, RecordedInputs] = field(repr=False)
+    recorded: Mapping[str, Recorded] = field(repr=False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -135,49 +127,43 @@ class CalibrationFile(Mapping[str, RecordedInputs]):
             CalibrationError: another kind of file, or damaged.
             UnsupportedError: written by a newer ckptz.
         """
-        file = GuideFile(path, "calibration")
+        file = GuideFile(path, cls.guide)
         try:
-            content = file.content(CalibrationContent)
-            sums = tuple(_stored_sums(file, content.modules))
-            return cls(file, content, sums, dict(_weights(file, content.modules)))
+            return cls._of(file)
         except BaseException:
             file.close()
             raise
 
-    def match(self, shapes: Shapes) -> tuple[dict[str, RecordedInputs], list[str]]:
-        """What is known of the tensors of a checkpoint.
+    @classmethod
+    def _of(cls, file: GuideFile) -> Self:
+        raise NotImplementedError
+
+    def match(self, shapes: Shapes) -> tuple[dict[str, Recorded], list[str]]:
+        """Find what is known of the tensors of a checkpoint.
 
         Args:
             shapes: of its tensors by name. Names may begin with "model." or "module.".
 
         Returns:
-            What was recorded by the checkpoint's names, and the weights that the checkpoint does not hold.
+            What was recorded by the checkpoint's names, and the parameters that the checkpoint does not hold.
 
         Raises:
-            CalibrationError: a tensor has another shape than the weight that was recorded.
+            CalibrationError: a tensor has another shape than the parameter that was recorded.
         """
-        return _matched(self.file.path, self.weights, shapes)
-
-    def read(self, one: StoredSum) -> NDArray[Any]:
-        """A stored tensor, checked: a matrix, or counts as int64.
-
-        Raises:
-            CalibrationError: its values are not finite, or no sums of squares or counts.
-        """
-        return (_counts if one.kind == "embedding" else _matrix)(self.file, one.tensor)
+        return _matched(self.file.path, self.recorded, shapes)
 
     def close(self) -> None:
         """Release the file; nothing more can be read."""
         self.file.close()
 
-    def __getitem__(self, name: str) -> RecordedInputs:
-        return self.weights[name]
+    def __getitem__(self, name: str) -> Recorded:
+        return self.recorded[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
+        return iter(self.recorded)
 
     def __len__(self) -> int:
-        return len(self.weights)
+        return len(self.recorded)
 
     def __enter__(self) -> Self:
         return self
@@ -187,49 +173,51 @@ class CalibrationFile(Mapping[str, RecordedInputs]):
 
 
 @dataclass(frozen=True, slots=True)
-class SensitivityFile(Mapping[str, GradientAverage]):
-    """What `ckptz.hooks.SensitivityTracker` saved, by the first name of each parameter."""
+class CalibrationFile(_Recordings[RecordedInputs]):
+    """What `ckptz.hooks.Calibration` saved, by the first name of each weight.
 
-    file: GuideFile
-    content: SensitivityContent
-    parameters: Mapping[str, GradientAverage] = field(repr=False)
+    Example:
+        >>> with CalibrationFile.open("calibration.safetensors") as calibration:  # doctest: +SKIP
+        ...     matched, unmatched = calibration.match({"head.weight": (10, 64)})
+        ...     matched["head.weight"].moments["linear"].read().shape
+        (64, 64)
+    """
+
+    guide = "calibration"
+    content: CalibrationContent
+    sums: tuple[StoredSum, ...] = field(repr=False)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open a file and check all but the values; see `CalibrationFile.open`."""
-        file = GuideFile(path, "sensitivity")
-        try:
-            content = file.content(SensitivityContent)
-            return cls(file, content, dict(_averages(file, content)))
-        except BaseException:
-            file.close()
-            raise
+    def _of(cls, file: GuideFile) -> Self:
+        content = file.content(CalibrationContent)
+        sums = tuple(_stored_sums(file, content.modules))
+        return cls(file, dict(_weights(file, content.modules)), content, sums)
 
-    def match(self, shapes: Shapes) -> tuple[dict[str, GradientAverage], list[str]]:
-        """What is known of the tensors of a checkpoint; see `CalibrationFile.match`."""
-        return _matched(self.file.path, self.parameters, shapes)
+    def read(self, one: StoredSum) -> NDArray[Any]:
+        """Read a stored tensor and check it: a float32 or float64 matrix [..., n, n], or int64 counts [n].
 
-    def close(self) -> None:
-        """Release the file; nothing more can be read."""
-        self.file.close()
-
-    def __getitem__(self, name: str) -> GradientAverage:
-        return self.parameters[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parameters)
-
-    def __len__(self) -> int:
-        return len(self.parameters)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        Raises:
+            CalibrationError: its values are not finite, or no sums of squares or counts.
+        """
+        return (_counts if one.kind == "embedding" else _matrix)(self.file, one.tensor)
 
 
-# --- calibrations -----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class SensitivityFile(_Recordings[GradientAverage]):
+    """What `ckptz.hooks.SensitivityTracker` saved, by the first name of each parameter."""
+
+    guide = "sensitivity"
+    content: SensitivityContent
+
+    @classmethod
+    def _of(cls, file: GuideFile) -> Self:
+        content = file.content(SensitivityContent)
+        _check_names(file, content.parameters)
+        averages = {}
+        for names in content.parameters:
+            shape, read = file.region(names[0], ("F32",)).shape, functools.partial(file.array, names[0])
+            averages[names[0]] = GradientAverage(names=names, shape=shape, read=read)
+        return cls(file, averages, content)
 
 
 def _stored_sums(file: GuideFile, rows: Iterable[ModuleRow]) -> Iterator[StoredSum]:
@@ -255,8 +243,10 @@ def _weights(file: GuideFile, rows: Sequence[ModuleRow]) -> Iterator[tuple[str, 
         by_weight.setdefault(row.weight[0], []).append(row)
     _check_names(file, {row.weight for row in rows})
     for name, uses in by_weight.items():
+        layouts = {(row.kind, row.shape, file.shape_of(one.tensor)) for row in uses for one in row.inputs}
         kinds = dict.fromkeys(row.kind for row in uses)
-        _check_summable(file, uses)
+        if len({shape for _, shape, _ in layouts}) > 1 or len(kinds) < len(layouts):
+            raise file.error(f"weight {name!r} is listed with several shapes; record again")
         moments = {kind: _moments(file, [row for row in uses if row.kind == kind]) for kind in kinds}
         yield name, RecordedInputs(names=uses[0].weight, shape=uses[0].shape, moments=moments)
 
@@ -283,15 +273,8 @@ def _check_row(file: GuideFile, row: ModuleRow) -> None:
             )
 
 
-def _check_summable(file: GuideFile, rows: Sequence[ModuleRow]) -> None:
-    """Refuse layers that share a weight and disagree on its shape, or on that of their sums."""
-    layouts = {(row.kind, row.shape, file.shape_of(one.tensor)) for row in rows for one in row.inputs}
-    if len({shape for _, shape, _ in layouts}) > 1 or len({kind for kind, _, _ in layouts}) < len(layouts):
-        raise file.error(f"weight {rows[0].weight[0]!r} is listed with several shapes; record again")
-
-
 def _fits(kind: Kind, weight: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether sums of this shape belong to a weight of that shape."""
+    """Tell whether sums of this shape belong to a weight of that shape."""
     if kind == "conv":
         n = math.prod(weight[1:])
         is_grouped = len(shape) == 3 and shape[0] > 1 and len(weight) > 0 and weight[0] % shape[0] == 0
@@ -304,20 +287,14 @@ def _fits(kind: Kind, weight: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _moments(file: GuideFile, rows: list[ModuleRow]) -> InputMoments:
     kind, inputs = rows[0].kind, [one for row in rows for one in row.inputs]
-    return InputMoments(
-        axis=WEIGHT_AXIS[kind],
-        n_samples=sum(one.n_samples for one in inputs),
-        read=functools.partial(_read_sum, file, kind, [one.tensor for one in inputs]),
-    )
 
+    def read() -> NDArray[Any]:
+        read_one = _counts if kind == "embedding" else _matrix
+        total = functools.reduce(operator.add, (read_one(file, one.tensor) for one in inputs))
+        return total.astype(np.float64) if kind == "embedding" else total
 
-def _read_sum(file: GuideFile, kind: Kind, tensors: list[str]) -> NDArray[Any]:
-    """The sum of some tensors, as `InputMoments.read` gives it."""
-    read = _counts if kind == "embedding" else _matrix
-    total = read(file, tensors[0])
-    for tensor in tensors[1:]:
-        total = total + read(file, tensor)
-    return total.astype(np.float64) if kind == "embedding" else total
+    n_samples = sum(one.n_samples for one in inputs)
+    return InputMoments(axis=WEIGHT_AXIS[kind], n_samples=n_samples, read=read)
 
 
 def _counts(file: GuideFile, tensor: str) -> NDArray[Any]:
@@ -333,14 +310,3 @@ def _matrix(file: GuideFile, tensor: str) -> NDArray[Any]:
     if (diagonal < 0).any() or not np.array_equal(matrix, np.swapaxes(matrix, -2, -1)):
         raise file.error(f"tensor {tensor!r} is not a symmetric sum of squares; record again")
     return matrix
-
-
-# --- gradient averages ------------------------------------------------------------------------------
-
-
-def _averages(file: GuideFile, content: SensitivityContent) -> Iterator[tuple[str, GradientAverage]]:
-    _check_names(file, content.parameters)
-    for names in content.parameters:
-        shape = file.region(names[0], ("F32",)).shape
-        read = functools.partial(file.array, names[0])
-        yield names[0], GradientAverage(names=names, shape=shape, read=read)

@@ -18,12 +18,7 @@ from ckptz.encoding.extent import moments_energy
 from ckptz.encoding.guide import Guide
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.formats.inputs import open_input
-from ckptz.guidance.files import (
-    CalibrationFile,
-    RecordedCalibration,
-    RecordedInputs,
-    SensitivityFile,
-)
+from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile
 from ckptz.guidance.layout import Shapes
 from ckptz.guidance.owners import roles_beside
 from ckptz.methods.method import CALIBRATION, READ_OPTIMIZER, SENSITIVITY, Method
@@ -39,17 +34,11 @@ INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuideFiles:
-    """Files that say more of a checkpoint than it does.
+    """Files that say more of a checkpoint than it does."""
 
-    Attributes:
-        read_optimizer: a checkpoint with Adam's second moments.
-        calibration: what `ckptz.hooks.Calibration` saved, or has in memory.
-        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
-    """
-
-    read_optimizer: Path | None = None
-    calibration: Calibrated | None = None
-    sensitivity: Path | None = None
+    read_optimizer: Path | None = None  # a checkpoint with Adam's second moments
+    calibration: Calibrated | None = None  # what `ckptz.hooks.Calibration` saved, or has in memory
+    sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
 
     def check(self, config: Method) -> None:
         """Refuse files that the method would not read.
@@ -65,13 +54,10 @@ class GuideFiles:
             what = name.replace("_", "-")
             if not config.is_lossy:
                 raise ConfigError(f"{where}lossless compression reads no {what} file; name a --method")
-            raise ConfigError(f"{where}the method {config.name} reads no {what}; {_readers(name)}")
-
-
-def _readers(name: str) -> str:
-    """Say which methods a guide is for."""
-    methods = [method.name for method in METHODS.values() if name in method.reads]
-    return f"a {name.replace('_', '-')} guides {' and '.join(methods)} only"
+            readers = " and ".join(method.name for method in METHODS.values() if name in method.reads)
+            raise ConfigError(
+                f"{where}the method {config.name} reads no {what}; a {what} guides {readers} only"
+            )
 
 
 NO_FILES: Final = GuideFiles()
@@ -79,15 +65,10 @@ NO_FILES: Final = GuideFiles()
 
 @dataclass(slots=True)
 class Guided:
-    """Guides by the names of weights, and what the user should know of where they come from.
+    """Guides by the names of weights, and what the user should know of where they come from."""
 
-    Attributes:
-        guides: by name of the tensor.
-        notes: for the user.
-    """
-
-    guides: dict[str, Guide] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    guides: dict[str, Guide] = field(default_factory=dict)  # by name of the tensor
+    notes: list[str] = field(default_factory=list)  # for the user
 
 
 def guides_of(
@@ -138,12 +119,9 @@ def guides_of(
         found.notes.append(UNCALIBRATED)
     energy = moments_energy([(source, moments[name]) for name, source in weights.items() if name in moments])
     for name in weights:
-        found.guides[name] = Guide(
-            gradient=gradients.get(name),
-            second_moment=moments.get(name),
-            inputs=inputs.get(name),
-            energy=energy,
-        )
+        gradient, moment = gradients.get(name), moments.get(name)
+        guide = Guide(gradient=gradient, second_moment=moment, inputs=inputs.get(name), energy=energy)
+        found.guides[name] = guide
     return found
 
 
@@ -155,18 +133,12 @@ def _own_moments(
 ) -> dict[str, TensorSource]:
     """Second moments that stand in the same file as their weights."""
     squares = {roles[n].parameter: s for n, s in tensors.items() if roles[n].role == "exp_avg_sq"}
-    found, unlike = {}, []
-    for name, weight in weights.items():
-        moments = squares.get(roles[name].parameter)
-        if moments is None:
-            continue
-        if _fits(moments, weight):
-            found[name] = moments
-        else:
-            unlike.append(name)
+    given = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
+    found = {name: moments for name, moments in given.items() if _fits(moments, weights[name])}
+    unlike = [name for name in given if name not in found]
     if unlike:
         notes.append(
-            f"{len(unlike)} weights have second moments of another shape or type, which guide nothing, "
+            f"{len(unlike)} weights have second moments of another shape or type, which are not used, "
             f"first {unlike[0]!r}"
         )
     return found
@@ -193,17 +165,14 @@ def _read_moments(
         role = known.roles.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
         if role.role == "exp_avg_sq":
             squares[role.parameter] = source
-    found = {}
-    for name, weight in weights.items():
-        moments = squares.get(roles[name].parameter)
-        if moments is None:
-            continue
-        if not _fits(moments, weight):
+    found = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
+    for name, moments in found.items():
+        if not _fits(moments, weights[name]):
             raise ConfigError(
                 f"{path}: the second moment of {name!r} is {moments.dtype.name} {list(moments.shape)}, the "
-                f"weight has shape {list(weight.shape)}; give this model's optimizer, in F32, BF16 or F16"
+                f"weight has shape {list(weights[name].shape)}; give this model's optimizer, in F32, BF16 or "
+                "F16"
             )
-        found[name] = moments
     if not found:
         reason = "".join(f" ({note})" for note in known.notes[:1])
         raise ConfigError(
@@ -233,7 +202,7 @@ def _read_gradients(
 def read_inputs(
     calibration: Calibrated, shapes: Shapes, held: contextlib.ExitStack, notes: list[str]
 ) -> dict[str, InputMoments]:
-    """Second moments of the inputs of layers by the names of their weights.
+    """Give second moments of the inputs of layers by the names of their weights.
 
     Args:
         calibration: of this model.
@@ -250,7 +219,7 @@ def read_inputs(
     else:
         where, recorded = "calibration", calibration
     matched, unmatched = recorded.match(shapes)
-    n = len(recorded.weights)
+    n = len(recorded)
     if not matched:
         found = f", not even {unmatched[0]!r}" if unmatched else ""
         raise CalibrationError(
@@ -263,11 +232,10 @@ def read_inputs(
     without = [name for name, shape in shapes.items() if name not in matched and len(shape) > 1]
     if without:
         notes.append(f"{len(without)} weights are uncalibrated, first {without[0]!r}")
-    return {name: _inputs_of(one) for name, one in matched.items()}
-
-
-def _inputs_of(recorded: RecordedInputs) -> InputMoments:
-    return next(recorded.moments[kind] for kind in INPUT_KINDS if kind in recorded.moments)
+    return {
+        name: next(one.moments[kind] for kind in INPUT_KINDS if kind in one.moments)
+        for name, one in matched.items()
+    }
 
 
 def _shapes(weights: Mapping[str, TensorSource]) -> dict[str, tuple[int, ...]]:

@@ -82,13 +82,13 @@ Content = TypeVar("Content", CalibrationContent, SensitivityContent)
 
 
 def shape_fingerprint(shapes: Shapes) -> str:
-    """SHA-256 of the names and shapes of a model's parameters, in hexadecimal."""
+    """Hash the names and shapes of a model's parameters: SHA-256 in hexadecimal."""
     lines = (f"{name}\t{'x'.join(map(str, shape))}\n" for name, shape in sorted(shapes.items()))
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def guide_metadata(guide: Guide, content: CalibrationContent | SensitivityContent) -> dict[str, str]:
-    """The `__metadata__` of a guide file."""
+    """Make the `__metadata__` of a guide file."""
     text = msgspec.json.encode(content).decode()
     return {KEY_GUIDE: guide, KEY_VERSION: str(GUIDE_VERSION), KEY_CONTENT: text}
 
@@ -109,11 +109,11 @@ class GuideFile:
             raise self.error(f"not a whole safetensors file ({error}); use an intact copy") from None
 
     def error(self, message: str) -> CalibrationError:
-        """An error that names this file."""
+        """Make an error that names this file."""
         return CalibrationError(f"{self.path}: {message}")
 
     def content(self, content_type: type[Content]) -> Content:
-        """The parsed metadata.
+        """Parse the metadata.
 
         Raises:
             CalibrationError: another kind of file, or damaged.
@@ -137,7 +137,7 @@ class GuideFile:
             raise self.error(f"damaged ({error}); record again") from None
 
     def region(self, tensor: str, dtypes: Iterable[str]) -> RegionSource:
-        """Where a tensor lies; its dtype is one of `dtypes`."""
+        """Find where a tensor lies; its dtype must be one of `dtypes`."""
         region = self._file.tensors.get(tensor)
         if region is None:
             raise self.error(f"tensor {tensor!r} is missing; record again")
@@ -146,7 +146,7 @@ class GuideFile:
         return region
 
     def array(self, tensor: str) -> NDArray[Any]:
-        """A tensor's values, finite, in memory of the caller's own."""
+        """Read a tensor's finite values, of its dtype and shape [...], into memory of the caller's own."""
         region = self._file.tensors[tensor]
         flat: Units = region.units(0, region.dtype.n_units(region.shape))
         array: NDArray[Any] = flat.view(_ARRAY_TYPES[region.dtype.name]).reshape(region.shape)
@@ -155,7 +155,7 @@ class GuideFile:
         return array
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """Dimensions of a tensor that the file has."""
+        """Give the dimensions of a tensor that the file has."""
         return self._file.tensors[tensor].shape
 
     def close(self) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.index import Shard, Sharding
@@ -27,6 +27,13 @@ from ckptz.tree.skeleton import parse_tree
 
 # Weights of a state_dict that no optimizer knows: statistics of batch normalisation.
 BUFFERS: Final = re.compile(r"(^|\.)running_(mean|var)$")
+WHOLE_STATES: Final = (
+    "exp_avg",
+    "exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "variance",
+)  # shaped as it is
 MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
 
 
@@ -34,7 +41,7 @@ MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
 
 
 def join(model: Input, optimizer: Input) -> Input:
-    """One checkpoint of a model and its optimizer, which restores to both under their own names.
+    """Make one checkpoint of a model and its optimizer, which restores to both under their own names.
 
     Args:
         model: a safetensors or torch file, or a folder of shards.
@@ -119,38 +126,24 @@ def _renumbered(node: Any, n_before: int) -> Any:
 
 @dataclass(slots=True)
 class Joined:
-    """What is known of a checkpoint's optimizer state.
+    """What is known of a checkpoint's optimizer state."""
 
-    Attributes:
-        roles: of its tensors, where names alone do not say it.
-        notes: for the user.
-    """
-
-    roles: dict[str, Role] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    roles: dict[str, Role] = field(default_factory=dict)  # of its tensors, where names alone do not say it
+    notes: list[str] = field(default_factory=list)  # for the user
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The state of one parameter: tensor names by what the optimizer calls them.
+    """The state of one parameter: tensor names by what the optimizer calls them."""
 
-    Attributes:
-        key: number or name in the optimizer's state.
-        group: position of its parameter group.
-        tensors: names by word: "exp_avg" and so on.
-        shape: of the parameter, if a state tells it.
-        label: name of the parameter, if the group or the key tells it.
-    """
-
-    key: Any
-    group: int
-    tensors: Mapping[str, str]
-    shape: tuple[int, ...] | None
-    label: str | None
+    key: Any  # number or name in the optimizer's state
+    group: int  # position of its parameter group
+    tensors: Mapping[str, str]  # names by word: "exp_avg" and so on
+    shape: tuple[int, ...] | None  # of the parameter, if a state tells it
+    label: str | None  # name of the parameter, if the group or the key tells it
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
+class _Weight(NamedTuple):
     parameter: str
     shape: tuple[int, ...]
 
@@ -190,7 +183,7 @@ def known_roles(
 def roles_beside(
     read: Input, weights: Mapping[str, TensorSource], model_tree: Any, rules: Sequence[Rule] = ()
 ) -> Joined:
-    """Roles of a checkpoint that is read beside the weights of another one.
+    """Find the roles of a checkpoint that is read beside the weights of another one.
 
     A file that holds weights itself says whose moments it has; of optimizer state alone, the model decides.
 
@@ -211,15 +204,25 @@ def roles_beside(
 
 def _optimizers(node: Any) -> Iterator[Mapping[Any, Any]]:
     """The states of torch optimizers anywhere in a tree."""
+    is_mapping = isinstance(node, Mapping)
+    if is_mapping and isinstance(node.get("state"), Mapping) and isinstance(node.get("param_groups"), list):
+        yield node
+        return
+    for child in _children(node):
+        yield from _optimizers(child)
+
+
+def _refs(node: Any) -> Iterator[TensorRef]:
+    if isinstance(node, TensorRef):
+        yield node
+    for child in _children(node):
+        yield from _refs(child)
+
+
+def _children(node: Any) -> Iterable[Any]:
     if isinstance(node, Mapping):
-        if isinstance(node.get("state"), Mapping) and isinstance(node.get("param_groups"), list):
-            yield node
-            return
-        for value in node.values():
-            yield from _optimizers(value)
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from _optimizers(value)
+        return node.values()
+    return node if isinstance(node, list | tuple) else ()
 
 
 def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> Iterator[_Entry]:
@@ -235,15 +238,8 @@ def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> I
                 if isinstance(word, str) and isinstance(ref, TensorRef) and ref.name in tensors
             }
             label = labels[position] or (key if isinstance(key, str) else None)
-            yield _Entry(key, group, names, _shape(names, tensors), label)
-
-
-def _shape(names: Mapping[str, str], tensors: Mapping[str, TensorSource]) -> tuple[int, ...] | None:
-    """The shape of the parameter, from a state that has one number for each of its elements."""
-    for word in ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "variance"):
-        if word in names:
-            return tuple(tensors[names[word]].shape)
-    return None
+            whole = next((tensors[names[word]] for word in WHOLE_STATES if word in names), None)
+            yield _Entry(key, group, names, None if whole is None else tuple(whole.shape), label)
 
 
 def _join(
@@ -277,17 +273,6 @@ def _join(
         for word, name in entry.tensors.items():
             source = tensors[name]
             found.roles[name] = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
-
-
-def _refs(node: Any) -> Iterator[TensorRef]:
-    if isinstance(node, TensorRef):
-        yield node
-    elif isinstance(node, Mapping):
-        for value in node.values():
-            yield from _refs(value)
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from _refs(value)
 
 
 def _match(
@@ -335,14 +320,9 @@ def _keep_strangers(
     tensors: Mapping[str, TensorSource],
     found: Joined,
 ) -> None:
-    """What an optimizer holds under unknown words, or for unknown weights, stays lossless.
+    """Keep lossless what an optimizer holds under unknown words, or for unknown weights.
 
-    Args:
-        roles: of all tensors.
-        inside: names of tensors that are optimizer state.
-        given: names of tensors whose role the user has given; they keep it.
-        tensors: of the checkpoint.
-        found: gets roles and notes.
+    `inside` are names of optimizer state, `given` those whose role the user has given; they keep it.
     """
     free = {name: source for name, source in tensors.items() if name not in given}
     unknown = [name for name in free if name in inside and roles[name].role == "weight"]
@@ -354,7 +334,7 @@ def _keep_strangers(
     ]
     if exact:
         found.notes.append(
-            f"{len(exact)} tensors of optimizer state have no role that becomes lossy and stay lossless, "
+            f"{len(exact)} tensors of optimizer state are neither moments nor momentum and stay lossless, "
             f"first {exact[0]!r}"
         )
     weights = [name for name in tensors if roles[name].role == "weight" and name not in inside]
@@ -370,5 +350,5 @@ def _keep_strangers(
 
 
 def _is_large(source: TensorSource) -> bool:
-    """Whether it holds numbers for elements of a parameter, and not a counter."""
+    """Tell whether it holds numbers for elements of a parameter, and not a counter."""
     return source.dtype.is_float and source.dtype.n_units(tuple(source.shape)) > 1

@@ -1,4 +1,4 @@
-"""Hooks for plain PyTorch training loops: what an encoder wants to know and a checkpoint does not say.
+"""Hooks for plain PyTorch training loops: they record gradients and the inputs of layers.
 
     from ckptz.hooks import Calibration, SensitivityTracker
 

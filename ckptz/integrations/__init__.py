@@ -1,1 +1,1 @@
-"""Adapters to other libraries: one module each, loaded by who uses that library."""
+"""Adapters to other libraries, one module each, which loads only when it is imported."""

@@ -1,7 +1,7 @@
-"""Kernels: arrays in, arrays out. `reference` is the meaning, `cpu` and `torch` are fast.
+"""Arithmetic on arrays: each kernel in plain numpy, which defines it, and compiled for CPUs or for torch.
 
-`cpu()` is the one lazy door: numba loads when the first chunk is encoded or decoded, not on import.
-The first use on a machine compiles, and `notice` says so.
+`cpu()` and its neighbours are lazy doors: numba loads when the first chunk is encoded or decoded, not on
+import. The first use on a machine compiles, and `notice` says so.
 """
 
 from __future__ import annotations

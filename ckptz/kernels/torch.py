@@ -166,7 +166,11 @@ def to_f32(units: Tensor, kind: int) -> Tensor:
     if kind == BF16:
         return _narrow(_wide(units) << 16, 32)
     if kind == F16:
-        return units.view(torch.float16).to(torch.float32).view(torch.int32)
+        wide = _wide(units)
+        exact = units.view(torch.float16).to(torch.float32).view(torch.int32)
+        # Not left to torch: on some processors it makes one NaN of all in short or last parts of arrays.
+        nan = _narrow((wide & 0x8000) << 16 | 0x7F800000 | (wide & 0x3FF) << 13, 32)
+        return torch.where((wide & 0x7FFF) > 0x7C00, nan, exact)
     return units
 
 

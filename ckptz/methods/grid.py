@@ -94,7 +94,7 @@ OPTIONS: Final = (
         field="step",
         type=float,
         metavar="S",
-        help="multiple of the reference step (default 1).",
+        help="size of the grid step: a multiple of the reference step (default 1).",
         is_searched=True,
     ),
     Option(
@@ -102,13 +102,13 @@ OPTIONS: Final = (
         field="dead_zone",
         type=float,
         metavar="D",
-        help="share of a step added to zero's own (default 0.1, and 0 to resume from).",
+        help="share of a grid step by which the range that becomes zero is wider (default 0.1 to ship).",
     ),
     Option(
         flag="--purpose",
         field="purpose",
         type=("auto", "resume", "ship"),
-        help="training goes on from the file, or not (default by what is in it).",
+        help="resume keeps what training has moved, ship is smallest (default by what the file holds).",
     ),
 )
 MAX_SECOND_STEP: Final = 8.0  # octaves: Adam then steps up to 4 times too far, no small error any more

@@ -1,1 +1,4 @@
-"""The quantization map, its fitters and their error bounds: the only lossy step. Knows no bytes."""
+"""Fits quantization maps to values: k-means, grids, moments, rounding; the only lossy step.
+
+Knows no bytes.
+"""

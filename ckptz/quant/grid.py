@@ -38,15 +38,10 @@ N_FITS: Final = 8  # rounds of the alternating fit; it has converged to 1e-3 lon
 
 @dataclass(frozen=True, slots=True)
 class RowSteps:
-    """The step of each row.
+    """The step of each row."""
 
-    Attributes:
-        steps: of each class [n_classes], ascending, half an octave apart.
-        labels: class of each row [n_rows].
-    """
-
-    steps: Reals
-    labels: Labels
+    steps: Reals  # of each class [n_classes], ascending, half an octave apart
+    labels: Labels  # class of each row [n_rows]
 
     @property
     def n_classes(self) -> int:
@@ -55,7 +50,7 @@ class RowSteps:
 
 
 def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: float | None) -> RowSteps:
-    """Steps by row: `step * REFERENCE_NOISE * sqrt(energy / sensitivity[row])`, in half octaves.
+    """Find steps by row: `step * REFERENCE_NOISE * sqrt(energy / sensitivity[row])`, in half octaves.
 
     `energy` is the mean of v * w^2 over the weights of a model, so that the expected loss change of this
     grid, the sum of v * e^2 with e^2 a twelfth of the squared step, is the share
@@ -85,9 +80,9 @@ def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: flo
 
 
 def grid_codes(scaled: Floats, dead_zone: float, most: int = MAX_MAGNITUDE) -> Codes:
-    """Codes of values given in steps: 0, then 2 m - 1 for +m and 2 m for -m; ESCAPE beyond `most`.
+    """Give the codes uint8 [...] of values in steps [...]: 2 m - 1 for +m, 2 m for -m; ESCAPE beyond `most`.
 
-    The dead zone widens zero alone: other values go to the nearest grid point.
+    The dead zone, in steps, widens zero alone: other values go to the nearest grid point.
     """
     size = np.abs(scaled)
     magnitude = np.floor(size + np.float32(0.5))
@@ -99,10 +94,9 @@ def grid_codes(scaled: Floats, dead_zone: float, most: int = MAX_MAGNITUDE) -> C
 
 
 def largest_magnitude(counts: Counts | Reals) -> int:
-    """The magnitude above which values are cheaper to store beside their codes than to have levels.
+    """Find the magnitude above which values are cheaper to store beside their codes than to have levels.
 
-    Args:
-        counts: occurrences of each code [256], ESCAPE included.
+    `counts` are occurrences of each code [256], ESCAPE included.
     """
     by_magnitude = counts[1:ESCAPE].reshape(-1, 2).sum(axis=1)
     beyond = np.append(np.cumsum(by_magnitude[::-1])[::-1], 0) + counts[ESCAPE]
@@ -112,23 +106,18 @@ def largest_magnitude(counts: Counts | Reals) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What codes stand for: `scales[k] * levels[c]` in row class k.
+    """What codes stand for: `scales[k] * levels[c]` in row class k."""
 
-    Attributes:
-        scales: [n_classes].
-        levels: by code [n_codes], without the escape code.
-    """
-
-    scales: Reals
-    levels: Reals
+    scales: Reals  # [n_classes]
+    levels: Reals  # by code [n_codes], without the escape code
 
     def table(self, has_escape: bool) -> LinearTable:
-        """As a map has it; the escape code's entry is 0."""
+        """Give the levels as a map has them; the escape code's entry is 0."""
         levels = np.append(self.levels, 0.0) if has_escape else self.levels
         return LinearTable(self.scales, levels, np.zeros(len(self.scales)))
 
     def expand(self) -> Floats:
-        """What a reader adds to the predictor, [n_classes, n_codes]."""
+        """Give what a reader adds to the predictor, float32 [n_classes, n_codes]."""
         values: Floats = self.table(has_escape=False).expand().view(np.float32)
         return values
 
@@ -139,7 +128,7 @@ def bare_levels(steps: Reals, most: int = MAX_MAGNITUDE) -> Levels:
 
 
 def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> Levels:
-    """Centroids of the values of each code, as products of a scale for each class and a level for each code.
+    """Fit centroids of the values of each code, products of a scale for each class and a level for each code.
 
     Args:
         steps: of each class [n_classes].

@@ -33,12 +33,12 @@ SMALLEST_SCALE: Final = 2.0**-1022  # of a table: subnormal doubles are not allo
 
 
 def exponent_mask(kind: int) -> int:
-    """The bits of an exponent, which are all 1 in an infinity or a NaN."""
+    """Give the bits of an exponent, which are all 1 in an infinity or a NaN."""
     return (0x7F800000, 0x7F80, 0x7C00)[kind]
 
 
 def largest_unit(kind: int) -> int:
-    """The bit pattern of the largest finite number."""
+    """Give the bit pattern of the largest finite number."""
     return exponent_mask(kind) - 1
 
 
@@ -47,15 +47,10 @@ def largest_unit(kind: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Levels at equal distances in the order of bit patterns.
+    """Levels at equal distances in the order of bit patterns."""
 
-    Attributes:
-        step: from one level to the next, in units of the last place.
-        phase: of level 0, from the predictor.
-    """
-
-    step: int
-    phase: int = 0
+    step: int  # from one level to the next, in units of the last place
+    phase: int = 0  # of level 0, from the predictor
 
     def indices(self, distances: Integers, offsets: Integers | None = None) -> Integers:
         """Find the level of each distance from the predictor: the nearest, or that of offsets 0..step - 1."""
@@ -79,31 +74,23 @@ class Ladder:
         return np.clip(((1 - places) * self.step).astype(np.int64), 0, self.step - 1)
 
     def distances(self, indices: Integers) -> Integers:
-        """Where levels stand."""
+        """Give the distances [n] at which levels [n] stand."""
         return indices * self.step + self.phase
 
 
 def ladder_step(octaves: float, kind: int) -> int:
-    """A step in units of the last place; an octave of them is a mantissa's."""
+    """Convert a step of octaves to units of the last place; an octave of them is a mantissa's."""
     return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
 
 
 def best_ladder(distances: Integers, step: int) -> Ladder:
-    """The phase whose levels take the fewest bits.
-
-    Args:
-        distances: from the predictor, of some elements; at least one.
-        step: of the ladder.
-    """
-    sizes = {}
-    for phase in sorted({step * i // N_PHASES for i in range(N_PHASES)}):
-        ladder = Ladder(step, phase)
-        sizes[ladder] = entropy_of(ladder.indices(distances))
-    return min(sizes, key=sizes.__getitem__)
+    """Find the phase whose levels take the fewest bits, for distances [n] from the predictor, n not 0."""
+    ladders = [Ladder(step, phase) for phase in sorted({step * i // N_PHASES for i in range(N_PHASES)})]
+    return min(ladders, key=lambda ladder: entropy_of(ladder.indices(distances)))
 
 
 def counted(numbers: Integers) -> tuple[Integers, Integers]:
-    """Numbers that occur, ascending, and how often."""
+    """Count numbers [n]: those that occur, ascending, and how often."""
     if not len(numbers):
         return numbers, numbers
     lowest = int(numbers.min())
@@ -116,26 +103,19 @@ def counted(numbers: Integers) -> tuple[Integers, Integers]:
 
 
 def entropy_of(numbers: Integers) -> float:
-    """Bits of an ideal coder of numbers."""
+    """Count the bits of an ideal coder of numbers [n]."""
     _, counts = counted(numbers)
     return float((counts * np.log2(len(numbers) / counts)).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """Which levels of a ladder have codes, and what takes the codes behind them.
+    """Which levels of a ladder have codes, and what takes the codes behind them."""
 
-    Attributes:
-        lowest: index of the level of code 0.
-        n_levels: levels, 0 to 254.
-        has_zeros: exact zeros occur, and have the code behind the levels.
-        has_exceptions: some elements are none of these and escape, by the last code.
-    """
-
-    lowest: int
-    n_levels: int
-    has_zeros: bool
-    has_exceptions: bool
+    lowest: int  # index of the level of code 0
+    n_levels: int  # levels, 0 to 254
+    has_zeros: bool  # exact zeros occur, and have the code behind the levels
+    has_exceptions: bool  # some elements are none of these and escape, by the last code
 
     @property
     def zero_code(self) -> int | None:
@@ -154,7 +134,7 @@ class Rungs:
 
 
 def rungs_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: int) -> Rungs:
-    """Codes for the levels that occur, the most frequent ones if they are too many.
+    """Give codes to the levels that occur, the most frequent ones if they are too many.
 
     Args:
         indices: of levels that occur, ascending [n].
@@ -176,7 +156,7 @@ def rungs_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: in
 def second_map(
     ladder: Ladder, rungs: Rungs, kind: int, n_classes: int, *, is_absolute: bool
 ) -> QuantizationMap:
-    """The map of a second moment, of one row.
+    """Make the map of a second moment, of one row.
 
     Args:
         ladder: where levels stand.
@@ -201,19 +181,14 @@ def second_map(
 
 @dataclass(slots=True)
 class LogSums:
-    """Sums of binary logarithms over rows and columns of a matrix of second moments; chunks add up.
+    """Sums of binary logarithms over rows and columns of a matrix of second moments; chunks add up."""
 
-    Attributes:
-        rows: sum and number of elements above zero by row [2, n_rows].
-        columns: the same by column [2, n_columns].
-    """
-
-    rows: Floats
-    columns: Floats
+    rows: Floats  # sum and number of elements above zero by row [2, n_rows]
+    columns: Floats  # the same by column [2, n_columns]
 
     @classmethod
     def of(cls, values: Floats, begin: int, shape: tuple[int, int]) -> LogSums:
-        """Of elements begin.. of the matrix."""
+        """Sum up elements [n] of a matrix of this shape, from element `begin` on."""
         n_rows, n_columns = shape
         positions = begin + np.flatnonzero(values > 0)
         logarithms = np.log2(values[values > 0])
@@ -224,7 +199,7 @@ class LogSums:
         return LogSums(self.rows + other.rows, self.columns + other.columns)
 
     def factors(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """F32 patterns of two vectors whose outer product is the best fit of the logarithms.
+        """Fit an outer product to the logarithms: F32 patterns of its two vectors, [n_rows] and [n_columns].
 
         Sums of the values themselves, as in Adafactor (arXiv 1804.04235), follow the largest elements;
         means of logarithms take 30 to 40 % fewer bits behind them. Rounded to few bits of the mantissa.
@@ -254,11 +229,7 @@ def _rounded_powers(exponents: Floats) -> NDArray[np.uint32]:
 
 
 def class_roots(kind: int) -> Floats:
-    """Root of what a second moment of each magnitude class is about [256]; 0 for infinities and NaN.
-
-    Args:
-        kind: of the second moment's units.
-    """
+    """Give the root of what a second moment of each magnitude class is about [256]; 0 if it is not finite."""
     width = 32 if kind == reference.F32 else 16
     labels = np.arange(N_LABELS, dtype=np.int64)
     middles = (labels << (width - 9)) | (1 << (width - 10))
@@ -268,7 +239,7 @@ def class_roots(kind: int) -> Floats:
 
 
 def first_indices(values: Floats, steps: Floats, dead_zone: float) -> Integers:
-    """Level of each value, 0 in the dead zone; values beyond the last level on a side are one beyond it.
+    """Find the level of each value, 0 in the dead zone, and one beyond the last level for what is beyond it.
 
     Args:
         values: finite [n].
@@ -283,19 +254,15 @@ def first_indices(values: Floats, steps: Floats, dead_zone: float) -> Integers:
 
 @dataclass(slots=True)
 class LevelSums:
-    """How often each level occurs in each class, and sums of values in steps; chunks add up.
+    """How often each level occurs in each class, and sums of values in steps; chunks add up."""
 
-    Attributes:
-        counts: [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above.
-        sums: of values in steps, the same.
-    """
-
+    # [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
     counts: Integers
-    sums: Floats
+    sums: Floats  # of values in steps, the same
 
     @classmethod
     def of(cls, indices: Integers, values: Floats, steps: Floats, labels: Units, n_classes: int) -> LevelSums:
-        """Of some elements."""
+        """Count some elements, all arrays [n]."""
         width = 2 * (MAX_INDEX + 1) + 1
         cells = labels.astype(np.int64) * width + (indices + MAX_INDEX + 1)
         ratios = values / np.where(steps > 0, steps, 1.0)
@@ -308,22 +275,21 @@ class LevelSums:
         return LevelSums(self.counts + other.counts, self.sums + other.sums)
 
     def window(self, rungs: Rungs) -> slice:
-        """The columns of the levels that have codes."""
+        """Give the columns of the levels that have codes."""
         first = rungs.lowest + MAX_INDEX + 1
         return slice(first, first + rungs.n_levels)
 
     def rungs(self) -> Rungs:
-        """Codes of the levels that occur; what is beyond them escapes."""
+        """Give codes to the levels that occur; what is beyond them escapes."""
         totals = self.counts.sum(axis=0)
         used = np.flatnonzero(totals[1:-1]) - MAX_INDEX
         n_beyond = int(totals[0] + totals[-1])
-        if not len(used):
-            return Rungs(0, 1, has_zeros=False, has_exceptions=n_beyond > 0)
-        return Rungs(int(used[0]), int(used[-1] - used[0]) + 1, has_zeros=False, has_exceptions=n_beyond > 0)
+        first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
+        return Rungs(first, last - first + 1, has_zeros=False, has_exceptions=n_beyond > 0)
 
 
 def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> QuantizationMap:
-    """The map of a first moment: levels at the means of what they stand for, class by class.
+    """Make the map of a first moment: levels at the means of what they stand for, class by class.
 
     Level 0 is zero in every row, so a class that takes no other needs no row of its own.
 
@@ -343,8 +309,10 @@ def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> Quant
     shared[: rungs.n_levels] = _centroids(counts.sum(axis=0), sums.sum(axis=0), levels)
     expanded = LinearTable(scale, shared, np.zeros(len(used)))
     n_rows, n_codes = expanded.shape
-    if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes and _is_finite(expanded, kind):
-        return QuantizationMap(expanded, row_of_class, escape_code=rungs.escape_code)
+    if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes:
+        units = reference.from_f32(expanded.expand().reshape(-1), kind)
+        if reference.all_finite(units, kind):
+            return QuantizationMap(expanded, row_of_class, escape_code=rungs.escape_code)
     own = np.zeros(expanded.shape)
     own[:, : rungs.n_levels] = _centroids(counts, sums, levels) * scale[:, None]
     # Levels that no element takes may lie beyond all numbers.
@@ -359,19 +327,11 @@ def _centroids(counts: Integers, sums: Floats, levels: Integers) -> Floats:
     return np.where(levels == 0, 0.0, means)
 
 
-def _is_finite(table: LinearTable, kind: int) -> bool:
-    units = reference.from_f32(table.expand().reshape(-1), kind)
-    return reference.all_finite(units, kind)
-
-
 def row_labels(spreads: Floats) -> tuple[NDArray[np.uint8], Floats]:
-    """Rows sorted into half octaves of their spread.
-
-    Args:
-        spreads: of each row, 0 for rows of zeros.
+    """Sort rows into half octaves of their spread [n_rows], which is 0 for rows of zeros.
 
     Returns:
-        The label of each row, and the spread that each label stands for, ascending [n_labels].
+        The label of each row uint8 [n_rows], and the spread that each label stands for, ascending [n_labels].
     """
     largest = float(spreads.max())
     if not largest:

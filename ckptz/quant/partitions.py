@@ -16,13 +16,7 @@ from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, reference
 from ckptz.quant.kmeans import SIGMA, fit_centroids, sample_weights
 from ckptz.quant.quantizer import Quantizer
-from ckptz.quant.sensitivity import (
-    NO_CUT,
-    Sensitivities,
-    SensitivityCut,
-    SensitivitySketch,
-    floats_of,
-)
+from ckptz.quant.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivitySketch, floats_of
 from ckptz.quant.sketch import Sketch
 
 Units = NDArray[Any]
@@ -30,25 +24,15 @@ Units = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """What `fit_partitions` is asked for; `ckptz.methods.kmeans.KMeans` checks the ranges.
+    """What `fit_partitions` is asked for; `ckptz.methods.kmeans.KMeans` checks the ranges."""
 
-    Attributes:
-        levels: values that quantized and pruned elements may take, 2..255.
-        prune: share of the elements, smallest magnitudes first, that become zero.
-        protect: share of the elements, largest magnitudes first, that stay.
-        protect_as_bf16: protected elements are rounded to BF16 instead of kept exactly.
-        sigma: see `kmeans.sample_weights`.
-        prune_by: what is smallest, "magnitude" or "sensitivity".
-        protect_by: what is largest, likewise, or "either": the share by each of them.
-    """
-
-    levels: int = 16
-    prune: float = 0.0
-    protect: float = 0.0
-    protect_as_bf16: bool = False
-    sigma: float = SIGMA
-    prune_by: str = "magnitude"
-    protect_by: str = "magnitude"
+    levels: int = 16  # values that quantized and pruned elements may take, 2..255
+    prune: float = 0.0  # share of the elements, smallest magnitudes first, that become zero
+    protect: float = 0.0  # share of the elements, largest magnitudes first, that stay
+    protect_as_bf16: bool = False  # protected elements are rounded to BF16 instead of kept exactly
+    sigma: float = SIGMA  # see `kmeans.sample_weights`
+    prune_by: str = "magnitude"  # what is smallest, "magnitude" or "sensitivity"
+    protect_by: str = "magnitude"  # what is largest, likewise, or "either": the share by each of them
 
     @property
     def prunes_by_sensitivity(self) -> float:
@@ -66,7 +50,7 @@ class Partitions:
         return bool(self.prunes_by_sensitivity or self.protects_by_sensitivity)
 
     def by_magnitude(self) -> Partitions:
-        """The same where no sensitivity is known."""
+        """Give the same where no sensitivity is known."""
         return replace(self, prune_by="magnitude", protect_by="magnitude")
 
 
@@ -80,7 +64,7 @@ class RegionQuantizer(Quantizer):
     keep_as_bf16: bool
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Codes of some units."""
+        """Give the codes uint8 [n] of units [n], whichever of the tensor they are."""
         del begin, end
         return cpu().region_codes(units, self.boundaries, self.region_code)
 
@@ -106,26 +90,16 @@ def _ordered(value: float, kind: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityQuantizer(Quantizer):
-    """Regions of values, overruled by sensitivity; protecting goes before pruning.
+    """Regions of values, overruled by sensitivity; protecting goes before pruning."""
 
-    Attributes:
-        regions: codes by value.
-        kind: of the units.
-        cut: what is pruned and protected by sensitivity.
-        sensitivities: of units begin..end.
-        zero_code: of pruned elements.
-        escape_code: of protected elements, or None.
-    """
-
-    regions: RegionQuantizer
-    kind: int
-    cut: SensitivityCut
-    sensitivities: Sensitivities
-    zero_code: int
-    escape_code: int | None
+    regions: RegionQuantizer  # codes by value
+    kind: int  # of the units
+    cut: SensitivityCut  # what is pruned and protected by sensitivity
+    sensitivities: Sensitivities  # of units begin..end
+    zero_code: int  # of pruned elements
+    escape_code: int | None  # of protected elements, or None
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Codes of units begin..end."""
         codes = self.regions.codes(begin, end, units)
         found = self.sensitivities(begin, end, units)
         if self.cut.floor >= 0:
@@ -142,26 +116,17 @@ class SensitivityQuantizer(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a tensor is cut into partitions.
+    """Where a tensor is cut into partitions."""
 
-    Attributes:
-        floor: magnitudes at or below it are pruned; -1 prunes none.
-        ceiling: magnitudes above it are protected.
-        by_sensitivity: what is pruned and protected by sensitivity.
-    """
-
-    floor: float = -1.0
-    ceiling: float = np.inf
-    by_sensitivity: SensitivityCut = NO_CUT
+    floor: float = -1.0  # magnitudes at or below it are pruned; -1 prunes none
+    ceiling: float = np.inf  # magnitudes above it are protected
+    by_sensitivity: SensitivityCut = NO_CUT  # what is pruned and protected by sensitivity
 
     @classmethod
     def of(cls, wanted: Partitions, sketch: Sketch, ranks: SensitivitySketch | None = None) -> Cut:
-        """Thresholds for the wanted shares.
+        """Find thresholds for the wanted shares of a tensor with a finite sketch that is not empty.
 
-        Args:
-            wanted: the shares; those by sensitivity need `ranks`.
-            sketch: of the tensor; finite and not empty.
-            ranks: of its sensitivities.
+        Shares by sensitivity need `ranks`, the sketch of its sensitivities.
         """
         prune = wanted.prune - wanted.prunes_by_sensitivity
         protect = wanted.protect if wanted.protect_by != "sensitivity" else 0.0
@@ -185,11 +150,11 @@ class Cut:
 def fit_levels(
     values: NDArray[np.float64], counts: NDArray[np.int64], wanted: Partitions, cut: Cut
 ) -> NDArray[np.float64]:
-    """What codes stand for, ascending; zero among them if elements are pruned.
+    """Find what codes stand for, ascending [n_levels]; zero among them if elements are pruned.
 
     Args:
-        values: of the elements that are not taken by sensitivity, ascending.
-        counts: how often each occurs.
+        values: of the elements that are not taken by sensitivity, ascending [n].
+        counts: how often each occurs [n].
         wanted: levels and shares.
         cut: where the tensor is cut.
     """
@@ -202,10 +167,7 @@ def fit_levels(
 
 
 def fit_partitions(
-    sketch: Sketch,
-    wanted: Partitions,
-    cut: Cut | None = None,
-    sensitivities: Sensitivities | None = None,
+    sketch: Sketch, wanted: Partitions, cut: Cut | None = None, sensitivities: Sensitivities | None = None
 ) -> tuple[QuantizationMap, RegionQuantizer | SensitivityQuantizer]:
     """Fit the map of one tensor.
 
@@ -220,18 +182,22 @@ def fit_partitions(
     """
     cut = Cut.of(wanted, sketch) if cut is None else cut
     levels = fit_levels(*sketch.occupied(), wanted, cut)
-    quant_map, regions = _map_of(levels, cut, sketch.kind, wanted)
+    kind, escape = sketch.kind, len(levels) if cut.protects else None
+    entries = np.append(levels, 0.0) if cut.protects else levels
+    table = ExplicitTable(reference.round_f64(entries).reshape(1, -1))
+    quant_map = QuantizationMap(table, np.zeros(1, np.int64), escape_code=escape)
+    cuts, codes = region_cuts(levels, cut)
+    boundaries = np.maximum.accumulate(np.array([_ordered(c, kind) for c in cuts], np.int64))
+    boundaries = boundaries.astype(np.uint32 if kind == reference.F32 else np.uint16)
+    regions = RegionQuantizer(boundaries, np.array(codes, np.uint8), kind, wanted.protect_as_bf16)
     if sensitivities is None:
         return quant_map, regions
     zero = int(np.searchsorted(levels, 0.0))
-    ranked = SensitivityQuantizer(
-        regions, sketch.kind, cut.by_sensitivity, sensitivities, zero, quant_map.escape_code
-    )
-    return quant_map, ranked
+    return quant_map, SensitivityQuantizer(regions, kind, cut.by_sensitivity, sensitivities, zero, escape)
 
 
 def region_cuts(levels: NDArray[np.float64], cut: Cut) -> tuple[list[float], list[int]]:
-    """Where values change their code, ascending, and the code of each region between."""
+    """Find where values change their code at levels [n], ascending, and the code of each region between."""
     cuts = [(a + b) / 2 for a, b in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True)]
     if cut.floor >= 0:
         # Zero takes what is pruned and nothing else: its borders are the threshold, not the middles.
@@ -246,19 +212,3 @@ def region_cuts(levels: NDArray[np.float64], cut: Cut) -> tuple[list[float], lis
         cuts = [-cut.ceiling, *cuts, float(np.nextafter(cut.ceiling, np.inf))]
         codes = [len(levels), *codes, len(levels)]
     return cuts, codes
-
-
-def _map_of(
-    levels: NDArray[np.float64], cut: Cut, kind: int, wanted: Partitions
-) -> tuple[QuantizationMap, RegionQuantizer]:
-    cuts, codes = region_cuts(levels, cut)
-    unit = np.uint32 if kind == reference.F32 else np.uint16
-    boundaries = np.maximum.accumulate(np.array([_ordered(c, kind) for c in cuts], np.int64))
-    escape = len(levels) if cut.protects else None
-    entries = np.append(levels, 0.0) if cut.protects else levels
-    table = reference.round_f64(entries).reshape(1, -1)
-    quant_map = QuantizationMap(ExplicitTable(table), np.zeros(1, np.int64), escape_code=escape)
-    quantizer = RegionQuantizer(
-        boundaries.astype(unit), np.array(codes, np.uint8), kind, wanted.protect_as_bf16
-    )
-    return quant_map, quantizer

@@ -16,7 +16,7 @@ class Quantizer:
     __slots__ = ()
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end of the tensor."""
+        """Give the codes uint8 [end - begin] of units begin..end of the tensor."""
         raise NotImplementedError
 
     def kept(self, begin: int, units: Units) -> Units:
@@ -25,6 +25,6 @@ class Quantizer:
         return units
 
     def protected(self, begin: int, end: int, units: Units) -> NDArray[np.bool_] | None:
-        """Mark positions that are stored exactly beside their code; None where there are none."""
+        """Mark positions [end - begin] that are stored exactly beside their code; None if there are none."""
         del begin, end, units
         return None

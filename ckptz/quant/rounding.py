@@ -37,24 +37,16 @@ MAX_DAMPING: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ColumnGrid:
-    """What columns [n, n_rows] are rounded to.
+    """What columns [n, n_rows] are rounded to."""
 
-    Attributes:
-        steps: float32, [1, n_rows] or [n, 1].
-        labels: class of each step, of the same shape.
-        values: what the codes of each class restore to, float32 [n_classes, n_codes].
-        dead_zone: additional share of a step that becomes zero.
-        most: largest magnitude that has codes.
-    """
-
-    steps: Floats
-    labels: NDArray[np.uint8]
-    values: Floats
-    dead_zone: float
-    most: int
+    steps: Floats  # float32, [1, n_rows] or [n, 1]
+    labels: NDArray[np.uint8]  # class of each step, of the same shape
+    values: Floats  # what the codes of each class restore to, float32 [n_classes, n_codes]
+    dead_zone: float  # additional share of a step that becomes zero
+    most: int  # largest magnitude that has codes
 
     def round(self, column: int, target: Floats, exact: Floats) -> tuple[Codes, Floats]:
-        """Codes of a column's targets, and what they restore to: `exact` where they escape."""
+        """Round a column's targets [n_rows]: codes, and what they restore to, `exact` where they escape."""
         at = min(column, len(self.steps) - 1)
         codes = grid_codes(target / self.steps[at], self.dead_zone, self.most)
         is_escaped = codes == ESCAPE
@@ -62,47 +54,36 @@ class ColumnGrid:
         return codes, np.where(is_escaped, exact, restored)
 
     def recording(self, targets: Floats) -> RecordingGrid:
-        """The same grid, which writes what it rounds to `targets` [n, n_rows]."""
+        """Make the same grid, which writes what it rounds to `targets` [n, n_rows]."""
         return RecordingGrid(self.steps, self.labels, self.values, self.dead_zone, self.most, targets=targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingGrid(ColumnGrid):
-    """A grid that keeps what it is asked to round.
+    """A grid that keeps what it is asked to round."""
 
-    Attributes:
-        targets: what is written to, float32 [n, n_rows].
-    """
-
-    targets: Floats
+    targets: Floats  # what is written to, float32 [n, n_rows]
 
     def round(self, column: int, target: Floats, exact: Floats) -> tuple[Codes, Floats]:
-        """See `ColumnGrid.round`."""
         self.targets[column] = target
         return ColumnGrid.round(self, column, target, exact)
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What was rounded, by class and code, float64 [n_classes, 256]; parts of a tensor add up in place.
+    """What was rounded, by class and code, float64 [n_classes, 256]; parts of a tensor add up in place."""
 
-    Attributes:
-        counts: occurrences.
-        weights: the same, each as much as an error in its column costs.
-        sums: of magnitudes, with these weights.
-    """
-
-    counts: Reals
-    weights: Reals
-    sums: Reals
+    counts: Reals  # occurrences
+    weights: Reals  # the same, each as much as an error in its column costs
+    sums: Reals  # of magnitudes, with these weights
 
     @classmethod
     def none(cls, n_classes: int) -> Targets:
-        """Nothing so far."""
+        """Make sums of nothing."""
         return cls(*(np.zeros((n_classes, 256)) for _ in range(3)))
 
     def add(self, feedback: Feedback, columns: Floats, grid: ColumnGrid) -> None:
-        """What rounding columns [n, n_rows] comes across."""
+        """Add what rounding columns [n, n_rows] comes across."""
         targets = np.empty_like(columns)
         codes = feedback.round(columns, grid.recording(targets))
         cells = (grid.labels.astype(np.intp) * 256 + codes).reshape(-1)
@@ -114,30 +95,25 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """How errors of a layer's columns are pushed on, by the factors of H.
+    """How errors of a layer's columns are pushed on, by the factors of H."""
 
-    Attributes:
-        order: of the columns. Those with large inputs go first, while most of the others can still make up
-            for them: on the layers of the demo that takes a third off e H e^T, at the same entropy.
-        upper: U of the columns in this order, float32 [n, n].
-        costs: D, what an error that is left in a column costs, columns as they are, float32 [n].
-    """
-
+    # of the columns. Those with large inputs go first, while most of the others can still make up for them:
+    # on the layers of the demo that takes a third off e H e^T, at the same entropy.
     order: NDArray[np.intp]
-    upper: Floats
-    costs: Floats
+    upper: Floats  # U of the columns in this order, float32 [n, n]
+    costs: Floats  # D, what an error that is left in a column costs, columns as they are, float32 [n]
 
     @classmethod
     def of(cls, moments: Matrix) -> Feedback:
-        """Of the second moments of n inputs, symmetric and finite [n, n]."""
+        """Factor the second moments of n inputs, symmetric and finite [n, n]."""
         order = np.argsort(-np.diagonal(moments), kind="stable")
-        upper, in_order = _factors(moments[np.ix_(order, order)], DAMPING)
+        upper, in_order = factors(moments[np.ix_(order, order)])
         costs = np.empty(len(order), np.float32)
         costs[order] = in_order
         return cls(order, upper, costs)
 
     def round(self, columns: Floats, grid: ColumnGrid) -> Codes:
-        """Codes of the columns of a weight, float32 [n, n_rows]."""
+        """Give the codes uint8 [n, n_rows] of the columns of a weight, float32 [n, n_rows]."""
         order, upper = self.order, self.upper
         codes = np.empty(columns.shape, np.uint8)
         errors = columns[order]
@@ -152,34 +128,14 @@ class Feedback:
         return codes
 
 
-def round_compensated(columns: Floats, moments: Matrix, grid: ColumnGrid) -> Codes:
-    """Codes of the columns of a weight, [n, n_rows].
+def factors(moments: Matrix, damping: float = DAMPING) -> tuple[Floats, Floats]:
+    """Factor H = U D U^T, [n, n]: U, unit upper triangular, and D [n] but for a common factor, both float32.
 
-    Args:
-        columns: float32 [n, n_rows].
-        moments: second moments of the n inputs, symmetric and finite [n, n].
-        grid: what they are rounded to.
+    A share `damping` of the mean diagonal of live inputs is added to the diagonal. Inputs that never fire are
+    uncorrelated with all others and take no part. Factors are made in float32, of a matrix that is too close
+    to singular for it in float64, and if that fails with ten times the damping. One that is no second moment
+    of anything gives the unit matrix, which is plain rounding.
     """
-    return Feedback.of(moments).round(columns, grid)
-
-
-def feedback(moments: Matrix, damping: float = DAMPING) -> Floats:
-    """The factor U of H = U D U^T: float32 [n, n], unit upper triangular.
-
-    Inputs that never fire are uncorrelated with all others and take no part. The factor is made in
-    float32; a matrix that is too close to singular for it is factored in float64, and if that fails with
-    ten times the damping. One that is no second moment of anything gives the unit matrix, which is plain
-    rounding.
-
-    Args:
-        moments: symmetric and finite [n, n].
-        damping: share of the mean diagonal of live inputs that is added to the diagonal.
-    """
-    return _factors(moments, damping)[0]
-
-
-def _factors(moments: Matrix, damping: float) -> tuple[Floats, Floats]:
-    """U and, but for a common factor, D."""
     diagonal = np.diagonal(moments).astype(np.float64)
     scale = float(diagonal[diagonal > 0].mean()) if (diagonal > 0).any() else 0.0
     while scale and damping <= MAX_DAMPING:

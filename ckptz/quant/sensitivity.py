@@ -22,37 +22,31 @@ Sensitivities = Callable[[int, int, Units], Floats]  # of units begin..end
 
 
 def floats_of(units: Units, kind: int) -> Floats:
-    """Values of units of kind F32, BF16 or F16 of `ckptz.kernels.reference`."""
+    """Read values, float32 [n], of units [n] of kind F32, BF16 or F16 of `ckptz.kernels.reference`."""
     return cpu().to_f32(units, kind).view(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class SensitivityCut:
-    """What is pruned and protected by sensitivity.
+    """What is pruned and protected by sensitivity."""
 
-    Attributes:
-        floor: elements at or below it are pruned; -1 prunes none.
-        floor_at_zero: greatest magnitude that is pruned among elements of zero sensitivity.
-        ceiling: elements above it are protected.
-    """
-
-    floor: float = -1.0
-    floor_at_zero: float = np.inf
-    ceiling: float = np.inf
+    floor: float = -1.0  # elements at or below it are pruned; -1 prunes none
+    floor_at_zero: float = np.inf  # greatest magnitude that is pruned among elements of zero sensitivity
+    ceiling: float = np.inf  # elements above it are protected
 
     def prunes(self, sensitivities: Floats, magnitudes: Floats) -> NDArray[np.bool_]:
-        """Which elements become zero."""
+        """Mark elements that become zero; all arrays [n]."""
         lowest = sensitivities <= np.float32(self.floor)
         if np.isfinite(self.floor_at_zero):
             lowest &= (sensitivities > 0) | (magnitudes <= np.float32(self.floor_at_zero))
         return lowest
 
     def protects(self, sensitivities: Floats) -> NDArray[np.bool_]:
-        """Which elements stay."""
+        """Mark elements [n] that stay."""
         return sensitivities > np.float32(self.ceiling)
 
     def leaves(self, sensitivities: Floats, magnitudes: Floats) -> NDArray[np.bool_]:
-        """Which elements are left to their values."""
+        """Mark elements that are left to their values; all arrays [n]."""
         return ~(self.prunes(sensitivities, magnitudes) | self.protects(sensitivities))
 
 
@@ -68,7 +62,7 @@ class SensitivitySketch:
 
     @classmethod
     def of(cls, sensitivities: Floats, units: Units, kind: int) -> Self:
-        """The sketch of some units of kind F32, BF16 or F16."""
+        """Sketch the sensitivities [n] of units [n] of kind F32, BF16 or F16."""
         patterns = np.ascontiguousarray(sensitivities).view(np.uint32)
         return cls(Sketch.of(patterns, reference.F32), Sketch.of(units[sensitivities == 0], kind))
 
@@ -81,7 +75,7 @@ class SensitivitySketch:
         return self.sensitivities.is_finite
 
     def cut(self, prune: float, protect: float) -> SensitivityCut:
-        """Thresholds for shares of the elements; a share of 0 takes none."""
+        """Find thresholds for shares of the elements; a share of 0 takes none."""
         ceiling = self.sensitivities.magnitude_quantile(1 - protect) if protect else np.inf
         if not prune:
             return SensitivityCut(ceiling=ceiling)

@@ -45,7 +45,7 @@ class Sketch:
 
     @classmethod
     def of(cls, units: NDArray[Any], kind: int) -> Sketch:
-        """The sketch of some units."""
+        """Sketch units [n]."""
         return cls(kind, cpu().top_histogram(units))
 
     def __add__(self, other: Sketch) -> Sketch:
@@ -64,19 +64,19 @@ class Sketch:
         return int(self.counts.sum())
 
     def representatives(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Buckets that occur and what stands for each, values ascending; finite ones only."""
+        """Give finite buckets that occur [n] and what stands for each [n], values ascending."""
         values = _bucket_values(self.kind)
         used = np.flatnonzero((self.counts > 0) & np.isfinite(values))
         ascending = used[np.argsort(values[used], kind="stable")]
         return ascending, values[ascending]
 
     def occupied(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Representative values in ascending order, and how often they occur; finite ones only."""
+        """Give finite representative values [n] in ascending order, and how often they occur [n]."""
         buckets, values = self.representatives()
         return values, self.counts[buckets]
 
     def magnitude_quantile(self, share: float) -> float:
-        """The least representative magnitude with at least `share` of the values at or below it."""
+        """Find the least representative magnitude with at least `share` of the values at or below it."""
         values, counts = self.occupied()
         order = np.argsort(np.abs(values), kind="stable")
         reached = np.cumsum(counts[order]) >= share * self.n_values

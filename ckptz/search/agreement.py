@@ -8,7 +8,7 @@ Both see what a loss averages away: a model can be as good on average and yet an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -57,7 +57,6 @@ class Agreement:
         return digest_of(self.logits)
 
     def against(self, exact: Exact) -> Prepared:
-        """See `Comparing.against`."""
         kept = _rows_of(self.logits(exact.state()), self.metric).copy()  # theirs may be a buffer
         if not kept.size:
             raise ConfigError(f"{self.metric} returned no logits: shape {list(kept.shape)}")
@@ -78,40 +77,31 @@ class _Compared:
         return name_of(self.logits)
 
     def __call__(self, state: State) -> dict[str, float]:
-        """Divergence and agreement; not finite where the logits are not."""
+        """Give divergence and agreement; not finite where the logits are not."""
         found = _rows_of(self.logits(state), self.metric)
         if found.shape != self.kept.shape:
+            n_found, n_kept = (" x ".join(map(str, logits.shape)) for logits in (found, self.kept))
             raise ConfigError(
-                f"{self.metric} returned {_count(found)} logits for a trial and {_count(self.kept)} for the "
-                "exact tensors; evaluate the same inputs each time"
+                f"{self.metric} returned {n_found} logits for a trial and {n_kept} for the exact tensors; "
+                "evaluate the same inputs each time"
             )
         return agreement_of(self.kept, found)
 
 
 def agreement_of(exact: Logits, found: Logits) -> dict[str, float]:
-    """Mean divergence in nats and share of equal first ranks.
+    """Compare logits, float32 [positions, entries]: "kl" in nats, and "top1", the share of equal first ranks.
 
-    Args:
-        exact: logits [positions, entries].
-        found: of the same positions.
-
-    Returns:
-        "kl" and "top1"; NaN if `found` has rows without a largest finite logit.
+    Both are NaN if `found` has rows without a largest finite logit.
     """
     if not np.isfinite(found.max(axis=1)).all():
         return {KL: float("nan"), TOP1: float("nan")}
     divergence, n_equal = 0.0, 0
-    for rows in _chunks(exact.shape):
-        own, other = exact[rows], found[rows]
+    n_rows = max(CHUNK_ENTRIES // exact.shape[1], 1)
+    for begin in range(0, len(exact), n_rows):
+        own, other = exact[begin : begin + n_rows], found[begin : begin + n_rows]
         divergence += _divergence(_log_shares(own), _log_shares(other))
         n_equal += int((own.argmax(axis=1) == other.argmax(axis=1)).sum())
     return {KL: max(divergence, 0.0) / len(exact), TOP1: n_equal / len(exact)}
-
-
-def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    n = max(CHUNK_ENTRIES // shape[1], 1)
-    for begin in range(0, shape[0], n):
-        yield slice(begin, begin + n)
 
 
 def _log_shares(logits: Logits) -> Reals:
@@ -140,7 +130,3 @@ def _rows_of(logits: Any, name: str) -> Logits:
     if not found.ndim:
         raise ConfigError(f"{name} returned no logits [..., entries] but {type(logits).__name__}")
     return found.reshape(-1, found.shape[-1]) if found.size else found.reshape(0, 1)
-
-
-def _count(logits: Logits) -> str:
-    return " x ".join(map(str, logits.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,21 +37,21 @@ class Limit:
     is_relative: bool
 
     def drop(self, exact: Reading, measured: Reading) -> float:
-        """How much worse `measured` is, in the unit of `max_drop`; infinite if it is not finite."""
+        """Give how much worse `measured` is, in the unit of `max_drop`; infinite if it is not finite."""
         if not measured.is_finite:
             return math.inf
         worse = measured.value - exact.value if exact.lower_is_better else exact.value - measured.value
         return worse / abs(exact.value) if self.is_relative else worse
 
     def used(self, exact: Reading, measured: Reading) -> float:
-        """Share of the limit that is used: at most 1 keeps it, negative is an improvement."""
+        """Give the share of the limit that is used: at most 1 keeps it, negative is an improvement."""
         drop = self.drop(exact, measured)
         if self.max_drop:
             return drop / self.max_drop
         return math.inf if drop > 0 else drop
 
     def is_measurable(self, exact: Reading, noise: float) -> bool:
-        """Whether differences of `noise`, which say nothing, are within the limit."""
+        """Tell whether differences of `noise`, which say nothing, are within the limit."""
         return (noise / abs(exact.value) if self.is_relative else noise) <= self.max_drop
 
 
@@ -102,16 +103,15 @@ class Budget:
         return name_of(self.quality)
 
     def read(self, result: Any) -> Reading:
-        """The value in what the quality returned.
+        """Read the value in what the quality returned.
 
         Raises:
             ConfigError: there is no number in it.
         """
         if not isinstance(result, Mapping):
             value = number(result, self.name)
-            if self.metric is None:
-                return Reading(self.name, value, self.lower_is_better)
-            return Reading(self.metric, value, self._is_lower_better(self.metric))
+            known = self.lower_is_better if self.metric is None else self._is_lower_better(self.metric)
+            return Reading(self.metric or self.name, value, known)
         keys = ["loss", "accuracy"] if self.lower_is_better else ["accuracy", "loss"]
         if self.metric is not None:
             keys = [self.metric]
@@ -140,34 +140,24 @@ class Budget:
 
 
 def share_used(limits: Sequence[Limit], exact: Sequence[Reading], measured: Sequence[Reading]) -> float:
-    """Share that is used of the tightest of several limits."""
+    """Give the share that is used of the tightest of several limits."""
     rows = zip(limits, exact, measured, strict=True)
     return max(limit.used(was, now) for limit, was, now in rows)
 
 
 def check_consistent(budgets: Sequence[Budget], exact: Sequence[Reading]) -> None:
-    """Refuse budgets that contradict one another, by name.
-
-    Args:
-        budgets: all of a search.
-        exact: what each of them is about.
+    """Refuse budgets that contradict one another, by name; `exact` is what each of them is about.
 
     Raises:
         ConfigError: one value is to be low and high, or has two limits of one kind.
     """
-    seen: dict[tuple[int, str], list[tuple[Budget, Reading]]] = {}
-    for budget, reading in zip(budgets, exact, strict=True):
-        others = seen.setdefault((id(budget.quality), reading.metric), [])
-        for other, was in others:
-            _check_pair(reading, (budget, reading), (other, was))
-        others.append((budget, reading))
-
-
-def _check_pair(reading: Reading, one: tuple[Budget, Reading], other: tuple[Budget, Reading]) -> None:
-    what = f"{one[0].name}: two budgets of {reading.metric} contradict each other"
-    if one[1].lower_is_better != other[1].lower_is_better:
-        raise ConfigError(f"{what}: lower is better for one, higher for the other")
-    if one[0].relative == other[0].relative and one[0].max_drop != other[0].max_drop:
-        kind = "relative" if one[0].relative else "absolute"
-        limits = sorted((one[0].max_drop, other[0].max_drop))
-        raise ConfigError(f"{what}: {kind} limits of {limits[0]:g} and {limits[1]:g}; keep one of them")
+    for (one, value), (other, same) in itertools.combinations(zip(budgets, exact, strict=True), 2):
+        if one.quality is not other.quality or value.metric != same.metric:
+            continue
+        what = f"{one.name}: two budgets of {value.metric} contradict each other"
+        if value.lower_is_better != same.lower_is_better:
+            raise ConfigError(f"{what}: lower is better for one, higher for the other")
+        if one.relative == other.relative and one.max_drop != other.max_drop:
+            kind = "relative" if one.relative else "absolute"
+            low, high = sorted((one.max_drop, other.max_drop))
+            raise ConfigError(f"{what}: {kind} limits of {low:g} and {high:g}; keep one of them")

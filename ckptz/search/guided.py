@@ -33,20 +33,14 @@ MAX_SHARE: Final = 0.25  # of the configurations: the descent ends there at the 
 
 @dataclass(frozen=True, kw_only=True)
 class Guided:
-    """Finds the smallest configuration that keeps a budget.
+    """Finds the smallest configuration that keeps a budget."""
 
-    Attributes:
-        cubes: what is searched.
-        predict: bytes of a configuration's file.
-        doubt: measurements are noisy: a trial that uses up to 1 + `doubt` of the budget does not
-            exclude configurations within `near` steps of it.
-        near: see `doubt`.
-    """
-
-    cubes: Sequence[Cube]
-    predict: Predict
+    cubes: Sequence[Cube]  # what is searched
+    predict: Predict  # bytes of a configuration's file
+    # measurements are noisy: a trial that uses up to 1 + `doubt` of the budget does not exclude
+    # configurations within `near` steps of it
     doubt: float = 0.5
-    near: int = 2
+    near: int = 2  # see `doubt`
     name: str = "guided"
 
     @functools.cached_property
@@ -54,7 +48,6 @@ class Guided:
         return _Grid.of(self.cubes, self.predict)
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
-        """See `Strategy.propose`."""
         grid = self._grid
         open_ = np.ones(len(grid.configs), np.bool_)
         for outcome in history:
@@ -86,7 +79,6 @@ class Exhaustive:
     name: str = "exhaustive"
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
-        """See `Strategy.propose`."""
         tried = {outcome.config for outcome in history}
         configs = {cube.config(point) for cube in self.cubes for point in cube.points} - tried
         return sorted(configs, key=lambda config: (self.predict(config), repr(config)))[:n]
@@ -94,25 +86,15 @@ class Exhaustive:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """All points of all cubes.
+    """All points of all cubes."""
 
-    Attributes:
-        configs: one a point; without pruning, cubes share theirs.
-        places: the points of each configuration.
-        at: the points, steps from the mildest one by axis [n, axes].
-        home: index of each one's cube [n].
-        sizes: predicted bytes [n].
-        steps: from the mildest point, over all axes [n].
-        is_beyond: whether the first is at least as aggressive as the second, in one cube [n, n].
-    """
-
-    configs: list[KMeans]
-    places: dict[Method, list[int]]
-    at: NDArray[np.int64]
-    home: NDArray[np.int64]
-    sizes: NDArray[np.float64]
-    steps: NDArray[np.int64]
-    is_beyond: Mask
+    configs: list[KMeans]  # one a point; without pruning, cubes share theirs
+    places: dict[Method, list[int]]  # the points of each configuration
+    at: NDArray[np.int64]  # the points, steps from the mildest one by axis [n, axes]
+    home: NDArray[np.int64]  # index of each one's cube [n]
+    sizes: NDArray[np.float64]  # predicted bytes [n]
+    steps: NDArray[np.int64]  # from the mildest point, over all axes [n]
+    is_beyond: Mask  # whether the first is at least as aggressive as the second, in one cube [n, n]
 
     @classmethod
     def of(cls, cubes: Sequence[Cube], predict: Predict) -> _Grid:
@@ -124,18 +106,11 @@ class _Grid:
         places: dict[Method, list[int]] = {}
         for i, config in enumerate(configs):
             places.setdefault(config, []).append(i)
-        return cls(
-            configs=configs,
-            places=places,
-            at=at,
-            home=home,
-            sizes=np.array([predict(c) for c in configs]),
-            steps=at.sum(axis=1),
-            is_beyond=is_beyond,
-        )
+        sizes = np.array([predict(config) for config in configs])
+        return cls(configs, places, at, home, sizes, at.sum(axis=1), is_beyond)
 
     def beside(self, i: int) -> Mask:
-        """Points of the same cube that are at most one step away along each axis [n]."""
+        """Mark points of the same cube that are at most one step away along each axis [n]."""
         near: Mask = (np.abs(self.at - self.at[i]) <= 1).all(axis=1) & (self.home == self.home[i])
         return near
 

@@ -7,6 +7,7 @@ of this page.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -21,34 +22,28 @@ class Exact(Protocol):
     """The exact state, as often as it is wanted."""
 
     def state(self) -> State:
-        """A fresh copy."""
+        """Decode a fresh copy."""
         ...
 
     def disturbed(self, share: float, seed: int) -> State:
-        """A fresh copy, with noise of `share` of their spread on weights of two or more dimensions."""
+        """Decode a copy with noise of `share` of their spread on weights of two or more dimensions."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A quality that has seen the exact state.
+    """A quality that has seen the exact state."""
 
-    Attributes:
-        quality: called with trials.
-        exact: what it would return for the exact state.
-        noise: differences up to this one say nothing.
-    """
-
-    quality: Quality
-    exact: Any
-    noise: float = 0.0
+    quality: Quality  # called with trials
+    exact: Any  # what it would return for the exact state
+    noise: float = 0.0  # differences up to this one say nothing
 
 
 class Comparing(Protocol):
     """A quality that needs the exact state before it can judge another."""
 
     def against(self, exact: Exact) -> Prepared:
-        """What to call with trials, and the result of the exact state."""
+        """Give what to call with trials, and the result of the exact state."""
         ...
 
 
@@ -61,32 +56,28 @@ def prepare(quality: Quality | Comparing, exact: Exact) -> Prepared:
 
 
 def number(value: Any, name: str) -> float:
-    """What a function returned, as a number.
+    """Read what a function returned as a number.
 
     Raises:
         ConfigError: it is none; names the function.
     """
-    is_number = hasattr(value, "__float__") and not isinstance(value, str | bytes | bool)
-    try:
-        if is_number:
+    with contextlib.suppress(
+        TypeError, ValueError, RuntimeError
+    ):  # an array, or a tensor of several elements
+        if hasattr(value, "__float__") and not isinstance(value, str | bytes | bool):
             return float(value)
-    except (TypeError, ValueError, RuntimeError):  # an array, or a tensor of several elements
-        pass
-    raise ConfigError(f"{name} returned {_shown(value)}, which is not a number")
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    raise ConfigError(f"{name} returned {shown}, which is not a number")
 
 
 def name_of(function: Any) -> str:
-    """What to call a function: its `metric`, or its name."""
+    """Say what to call a function: its `metric`, or its name."""
     return str(getattr(function, "metric", getattr(function, "__name__", "quality")))
 
 
 def digest_of(function: Any) -> str | None:
-    """What a function says of the data that it measures on."""
+    """Ask a function what data it measures on, or None."""
     found = getattr(function, "data_digest", None)
     found = found() if callable(found) else found
     return None if found is None else str(found)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -21,21 +21,14 @@ REACH: Final = 3  # steps from the parent, over all axes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbourhood:
-    """Tries what is near the parent, at most ten configurations; goes before every other strategy.
+    """Tries what is near the parent, at most ten configurations; goes before every other strategy."""
 
-    Attributes:
-        parent: the previous checkpoint's configuration.
-        cubes: one for each prune metric.
-        predict: bytes of a configuration's file.
-    """
-
-    parent: KMeans
-    cubes: Sequence[Cube]
-    predict: Predict
+    parent: KMeans  # the previous checkpoint's configuration
+    cubes: Sequence[Cube]  # one for each prune metric
+    predict: Predict  # bytes of a configuration's file
     name: str = "neighbourhood"
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
-        """See `Strategy.propose`."""
         if any(outcome.is_feasible for outcome in history):
             return ()
         broken = [cast(KMeans, outcome.config) for outcome in history]
@@ -45,18 +38,16 @@ class Neighbourhood:
     def _ordered(self) -> list[KMeans]:
         others = [cube for cube in self.cubes if cube.prune_by != self.parent.prune_by]
         same_knobs = [cube.config(cube.point(self.parent)) for cube in others]
-        rest = {config for cube in self.cubes for config in self._around(cube)}
+        rest: set[KMeans] = set()
+        for cube in self.cubes:  # as aggressive as the parent, or a few steps milder
+            at = cube.point(self.parent)
+            near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH)
+            rest.update(map(cube.config, near))
         by_ratio = sorted(rest, key=lambda config: (self.predict(config), repr(config)))
         return list(dict.fromkeys([*same_knobs, *by_ratio]))
 
-    def _around(self, cube: Cube) -> list[KMeans]:
-        """Configurations that are as aggressive as the parent, or a few steps milder."""
-        at = cube.point(self.parent)
-        near = [p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH]
-        return [cube.config(point) for point in near]
-
     def _is_excluded(self, config: KMeans, broken: Sequence[KMeans]) -> bool:
-        """Whether it was tried, or is at least as aggressive as something that broke the budget."""
+        """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""
         return any(
             dominates(point, other)
             for cube in self.cubes

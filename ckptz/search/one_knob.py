@@ -41,28 +41,23 @@ class OneKnob:
     """Looks for the largest multiplier that keeps the budget.
 
     Measurements may be noisy: of several that keep the budget the largest counts, whatever failed below.
-
-    Attributes:
-        template: steps at a multiplier of 1, and everything that does not follow from it.
-        start: the first multiplier to try.
-        most: trials, those of strategies before this one included.
-        close: share of the budget that is near enough to it.
     """
 
-    template: Method
-    start: float = 1.0
-    most: int = MAX_FIRST
-    close: float = CLOSE
+    template: Method  # steps at a multiplier of 1, and everything that does not follow from it
+    start: float = 1.0  # the first multiplier to try
+    most: int = MAX_FIRST  # trials, those of strategies before this one included
+    close: float = CLOSE  # share of the budget that is near enough to it
     name: str = "one-knob"
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
-        """See `Strategy.propose`."""
         room = min(n, self.most - len(history))
         points = _Bracket.of(history)
         if room < 1 or points.is_done(self.close):
             return ()
         tried = {outcome.config for outcome in history}
-        found = (self.template.scaled(_rounded(x)) for x in points.around(math.log(self.start)))
+        # Multipliers of three digits, which plans and records show as they are.
+        multipliers = (float(f"{math.exp(x):.3g}") for x in points.around(math.log(self.start)))
+        found = map(self.template.scaled, multipliers)
         configs = dict.fromkeys(config for config in found if config not in tried)
         return list(configs)[:room]
 
@@ -77,31 +72,22 @@ class _Point:
 
 @dataclass(frozen=True, slots=True)
 class _Bracket:
-    """The largest multiplier that kept the budget, and the smallest above it that did not.
+    """The largest multiplier that kept the budget, and the smallest above it that did not."""
 
-    Attributes:
-        kept: None if none did.
-        broken: None if all above did.
-        power: of the multiplier, by which the share that is used grows.
-    """
-
-    kept: _Point | None
-    broken: _Point | None
-    power: float
+    kept: _Point | None  # None if none did
+    broken: _Point | None  # None if all above did
+    power: float  # of the multiplier, by which the share that is used grows
 
     @classmethod
     def of(cls, history: History) -> Self:
-        points = [
-            _Point(math.log(outcome.config.multiplier), math.log(max(outcome.used, LEAST_USED)))
-            for outcome in history
-        ]
-        points.sort(key=lambda point: point.x)
+        trials = [(o.config.multiplier, max(o.used, LEAST_USED)) for o in history]
+        points = sorted((_Point(math.log(x), math.log(y)) for x, y in trials), key=lambda p: p.x)
         kept = max((p for p in points if p.y <= math.log(FULL)), key=lambda p: p.x, default=None)
         above = [p for p in points if kept is None or p.x > kept.x]
         return cls(kept, above[0] if above else None, _power(points))
 
     def is_done(self, close: float) -> bool:
-        """Whether another trial would gain too little, or leave the range."""
+        """Tell whether another trial would gain too little, or leave the range."""
         if self.kept is None:
             return self.broken is not None and self.broken.x <= math.log(SMALLEST)
         if self.kept.y >= math.log(close) or self.kept.x >= math.log(LARGEST):
@@ -109,25 +95,21 @@ class _Bracket:
         return self.broken is not None and self.broken.x - self.kept.x <= NARROW
 
     def around(self, start: float) -> Iterator[float]:
-        """Where to measure next, best first."""
+        """Say where to measure next, as logarithms of multipliers, best first."""
         x = self._next(start)
-        yield _within(x, self._low, self._high)
+        low = math.log(SMALLEST) if self.kept is None else self.kept.x
+        high = math.log(LARGEST) if self.broken is None else self.broken.x
+        yield _within(x, low, high)
         for i in range(1, 9):
-            for other in (x - i * APART, x + i * APART):
-                if self._low < other < self._high:
-                    yield other
-
-    @property
-    def _low(self) -> float:
-        return math.log(SMALLEST) if self.kept is None else self.kept.x
-
-    @property
-    def _high(self) -> float:
-        return math.log(LARGEST) if self.broken is None else self.broken.x
+            yield from (other for other in (x - i * APART, x + i * APART) if low < other < high)
 
     def _next(self, start: float) -> float:
         if self.kept is not None and self.broken is not None:
-            return _between(self.kept, self.broken)
+            share = 0.5  # where the line through both meets the target, not too near to either
+            if math.isfinite(self.broken.y):
+                wanted = (math.log(TARGET) - self.kept.y) / (self.broken.y - self.kept.y)
+                share = _within(wanted, MARGIN, 1 - MARGIN)
+            return self.kept.x + share * (self.broken.x - self.kept.x)
         known = self.kept or self.broken
         if known is None:
             return start
@@ -143,18 +125,5 @@ def _power(points: Sequence[_Point]) -> float:
     return _within((near[1].y - near[0].y) / (near[1].x - near[0].x), *POWERS)
 
 
-def _between(kept: _Point, broken: _Point) -> float:
-    """Where the line through both meets the target, not too near to either."""
-    share = 0.5
-    if math.isfinite(broken.y):
-        share = _within((math.log(TARGET) - kept.y) / (broken.y - kept.y), MARGIN, 1 - MARGIN)
-    return kept.x + share * (broken.x - kept.x)
-
-
 def _within(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
-
-
-def _rounded(x: float) -> float:
-    """A multiplier of three digits, which plans and records show as it is."""
-    return float(f"{math.exp(x):.3g}")

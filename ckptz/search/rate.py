@@ -42,32 +42,21 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the size of one lossy tensor is predicted from.
+    """What the size of one lossy tensor is predicted from."""
 
-    Attributes:
-        sketch: of all values.
-        ranked: its sensitivities, or None.
-        bands: upper ends of the bands of sensitivity, ascending; the last band has none.
-        values: what stands for each bucket that occurs, ascending [n_buckets].
-        halves: half the width of each bucket; 0 where it holds one value.
-        buckets: the top 16 bits of the patterns in each.
-        below: occurrences in all bands before one [n_base_codes, n_bands + 1, n_buckets].
-        unit_bytes: width of a unit.
-        cuts: those that were asked for before.
-    """
-
-    sketch: Sketch
-    ranked: Ranked | None
-    bands: NDArray[np.float64]
-    values: NDArray[np.float64]
-    halves: NDArray[np.float64]
-    buckets: NDArray[np.int64]
-    below: Counts
-    unit_bytes: int
+    sketch: Sketch  # of all values
+    ranked: Ranked | None  # its sensitivities, or None
+    bands: NDArray[np.float64]  # upper ends of the bands of sensitivity, ascending; the last band has none
+    values: NDArray[np.float64]  # what stands for each bucket that occurs, ascending [n_buckets]
+    halves: NDArray[np.float64]  # half the width of each bucket; 0 where it holds one value
+    buckets: NDArray[np.int64]  # the top 16 bits of the patterns in each
+    below: Counts  # occurrences in all bands before one [n_base_codes, n_bands + 1, n_buckets]
+    unit_bytes: int  # width of a unit
+    # those that were asked for before
     cuts: dict[Partitions, tuple[Cut, _Parts]] = field(default_factory=dict)
 
     def n_bytes(self, wanted: Partitions) -> float:
-        """Size of the tensor's frame."""
+        """Predict the size of the tensor's frame in bytes."""
         if self.ranked is None:
             wanted = wanted.by_magnitude()
         cut, parts = self._cut(wanted)
@@ -199,27 +188,23 @@ class SizeModel:
         self._sizes = dict(zip(wanted, sizes.tolist(), strict=True))
 
     def __call__(self, config: Method) -> float:
-        """Bytes of the file."""
+        """Give the predicted bytes of the file."""
         return self._sizes[config]
 
 
 def _sizes_of(sources: Sources, configs: Sequence[Method]) -> NDArray[np.float64]:
     """Size of one tensor's frame for each configuration."""
-    methods = [_method(sources, config) for config in configs]
-    profile = _profile(sources, {method for method in methods if method is not None})
-    sizes: dict[Partitions | None, float] = {}
-    for method in dict.fromkeys(methods):
-        if method is None or profile is None:
-            sizes[method] = _exact_bytes(sources)
-        else:
-            sizes[method] = profile.n_bytes(method)
-    return np.array([sizes[method] for method in methods])
-
-
-def _method(sources: Sources, config: Method) -> Partitions | None:
     tensor = sources.tensor
-    recipe = config.recipe(sources.role, tensor.dtype, tuple(tensor.shape))
-    return recipe.wanted if isinstance(recipe, Clusters) else None
+    recipes = (config.recipe(sources.role, tensor.dtype, tuple(tensor.shape)) for config in configs)
+    methods = [recipe.wanted if isinstance(recipe, Clusters) else None for recipe in recipes]
+    profile = _profile(sources, {method for method in methods if method is not None})
+    sizes = {
+        method: profile.n_bytes(method)
+        if profile is not None and method is not None
+        else _exact_bytes(sources)
+        for method in dict.fromkeys(methods)
+    }
+    return np.array([sizes[method] for method in methods])
 
 
 def _exact_bytes(sources: Sources) -> float:
@@ -281,7 +266,7 @@ class _CellCounter:
         self._n_base = 1 if sources.base is None else sources.base.n_codes or 1
 
     def count(self, bounds: tuple[int, int]) -> Counts:
-        """Occurrences [n_base_codes, n_bands, n_buckets] in one chunk."""
+        """Count occurrences [n_base_codes, n_bands, n_buckets] in one chunk of units begin..end."""
         units: Any = self._sources.tensor.units(*bounds)
         shape = (self._n_base, len(self._bands) + 1, len(self.buckets))
         cell = self._place[units >> units.dtype.type(self._shift)]

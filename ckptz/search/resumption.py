@@ -62,7 +62,6 @@ class ResumeProbe:
         return digest_of(self.resume)
 
     def against(self, exact: Exact) -> Prepared:
-        """See `Comparing.against`."""
         resumed = _Resumed(self.resume, self.n_steps)
         loss = resumed(exact.state())
         if self.noise_floor is not None or not math.isfinite(loss):

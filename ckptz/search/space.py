@@ -15,23 +15,16 @@ from ckptz.methods.kmeans import KMeans
 
 Point: TypeAlias = tuple[int, ...]  # steps from the mildest value along each axis
 
-
 TEMPLATE: Final = KMeans.reference()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cube:
-    """The configurations of one prune metric.
+    """The configurations of one prune metric."""
 
-    Attributes:
-        template: everything that is not a knob.
-        prune_by: "magnitude" or "sensitivity".
-        has_embeddings: whether there are embeddings, whose levels are an axis of their own.
-    """
-
-    template: KMeans = TEMPLATE
-    prune_by: str = "magnitude"
-    has_embeddings: bool = True
+    template: KMeans = TEMPLATE  # everything that is not a knob
+    prune_by: str = "magnitude"  # "magnitude" or "sensitivity"
+    has_embeddings: bool = True  # whether there are embeddings, whose levels are an axis of their own
 
     @property
     def axes(self) -> Mapping[str, tuple[float, ...]]:
@@ -42,14 +35,9 @@ class Cube:
         return axes
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of values along each axis."""
-        return tuple(map(len, self.axes.values()))
-
-    @property
     def points(self) -> list[Point]:
-        """All of them."""
-        return list(itertools.product(*map(range, self.shape)))
+        """All points."""
+        return list(itertools.product(*(range(len(values)) for values in self.axes.values())))
 
     def config(self, point: Point) -> KMeans:
         """Make the configuration of a point; without pruning both metrics mean the same one."""
@@ -75,5 +63,5 @@ def _last(values: Sequence[float], wanted: float) -> int:
 
 
 def dominates(point: Point, other: Point) -> bool:
-    """Whether `point` is at least as aggressive as `other` along every axis."""
+    """Tell whether `point` is at least as aggressive as `other` along every axis."""
     return all(a >= b for a, b in zip(point, other, strict=True))

@@ -28,7 +28,7 @@ def check_strategy(strategy: str, template: Method, parent: Method | None) -> No
     """
     known = strategies_of(template)
     if not known:
-        raise ConfigError(f"the method {template.name} has nothing that a search could turn")
+        raise ConfigError(f"the method {template.name} has no settings that a search can look for")
     if strategy not in known:
         raise ConfigError(
             f"the strategy of {template.name} must be one of {', '.join(known)}, got {strategy!r}"

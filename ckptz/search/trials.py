@@ -17,17 +17,11 @@ FULL: Final = 1.0  # share of the budget that may be used
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one configuration.
+    """What came of one configuration."""
 
-    Attributes:
-        config: what was tried.
-        used: share of the budget that is used; infinite if it could not be measured.
-        n_bytes: size of the file.
-    """
-
-    config: Method
-    used: float
-    n_bytes: int
+    config: Method  # what was tried
+    used: float  # share of the budget that is used; infinite if it could not be measured
+    n_bytes: int  # size of the file
 
     @property
     def is_feasible(self) -> bool:
@@ -47,17 +41,15 @@ class Strategy(Protocol):
     def name(self) -> str: ...
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
-        """Up to `n` configurations to try side by side; none if nothing is left to learn.
+        """Propose at most `n` configurations to try side by side; none if nothing is left to learn.
 
-        Args:
-            history: what was tried, in order, by other strategies too.
-            n: most of them.
+        `history` is what was tried, in order, by other strategies too.
         """
         ...
 
 
 def best_of(history: History) -> Outcome | None:
-    """The smallest outcome that keeps the budget."""
+    """Find the smallest outcome that keeps the budget."""
     return min((o for o in history if o.is_feasible), key=lambda o: o.n_bytes, default=None)
 
 
@@ -77,13 +69,13 @@ def run_stages(
     """
     history: list[Outcome] = []
     for stage in stages:
-        while configs := stage.propose(history, _room(n_side_by_side, most, len(history))):
+        while True:
+            room = n_side_by_side if most is None else min(n_side_by_side, most - len(history))
+            configs = stage.propose(history, room)
+            if not configs:
+                break
             found = try_all(configs, stage.name)
             history += found
             yield from found
         if best_of(history) is not None:
             return
-
-
-def _room(n_side_by_side: int, most: int | None, n_done: int) -> int:
-    return n_side_by_side if most is None else min(n_side_by_side, most - n_done)

@@ -1,1 +1,1 @@
-"""Runs searches: writes trial files, measures them, keeps the best. `ckptz.search` says what to try."""
+"""Runs a search: writes trial files, measures them and keeps the best, as `ckptz.search` proposes them."""

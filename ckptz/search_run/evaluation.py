@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ckptz.codec.units import TensorSource
@@ -25,7 +24,7 @@ from ckptz.container.reader import Container
 from ckptz.encoding.draft import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.parallel import default_jobs
-from ckptz.search.budget import Budget, Limit, Reading, share_used
+from ckptz.search.budget import Budget, Limit, share_used
 from ckptz.search.trials import FULL
 from ckptz.search_run.quality import Readings, Scope, measure_exact, measure_trial, promise_of
 from ckptz.store.resolve import open_checkpoint, open_file
@@ -33,21 +32,16 @@ from ckptz.store.resolve import open_checkpoint, open_file
 
 @dataclass(frozen=True, slots=True)
 class TrialFile:
-    """A written file that is to be measured; can be sent to another process.
+    """A written file that is to be measured; can be sent to another process."""
 
-    Attributes:
-        path: the file.
-        base_paths: what its deltas are made from; of several files, each has other tensors.
-        search_path: folders to look for the base's own bases in.
-    """
-
-    path: Path
+    path: Path  # the file
+    # what its deltas are made from; of several files, each has other tensors
     base_paths: tuple[Path, ...] = ()
-    search_path: tuple[Path, ...] = ()
+    search_path: tuple[Path, ...] = ()  # folders to look for the base's own bases in
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, TensorSource]]:
-        """Its tensors by name."""
+        """Open the file, for its tensors by name."""
         with contextlib.ExitStack() as held:
             file = held.enter_context(contextlib.closing(open_file(FileBytes(self.path))))
             # It was written against these very bases, which need not be read to know that they are the ones.
@@ -86,40 +80,37 @@ Waiting = Callable[[], Measured]
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Says what a trial used of its budgets.
+    """Says what a trial used of its budgets."""
 
-    Attributes:
-        limits: at least one.
-        exact: what drops are measured from, one a limit.
-        promises: what a file that keeps them promises, by each.
-        begin: starts to measure a trial; what it returns waits for the result.
-        digests: of the data of each.
-        noise: differences up to these say nothing, one a limit.
-    """
-
-    limits: tuple[Limit, ...]
-    exact: Readings
-    promises: tuple[Promise, ...]
-    begin: Callable[[TrialFile], Waiting]
-    digests: tuple[str | None, ...]
-    noise: tuple[float, ...]
+    limits: tuple[Limit, ...]  # at least one
+    exact: Readings  # what drops are measured from, one a limit
+    promises: tuple[Promise, ...]  # what a file that keeps them promises, by each
+    begin: Callable[[TrialFile], Waiting]  # starts to measure a trial; what it returns waits for the result
+    digests: tuple[str | None, ...]  # of the data of each
+    noise: tuple[float, ...]  # differences up to these say nothing, one a limit
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:
         """Of limits below the noise of their measurement, which nothing can be said to keep: what to tell."""
-        rows = zip(self.limits, self.exact, self.noise, strict=True)
-        return tuple(
-            _below_noise(limit, exact, noise)
-            for limit, exact, noise in rows
-            if noise and not limit.is_measurable(exact, noise)
-        )
+        faults = []
+        for limit, exact, noise in zip(self.limits, self.exact, self.noise, strict=True):
+            if noise and not limit.is_measurable(exact, noise):
+                is_share, value = limit.is_relative, abs(exact.value)
+                shown = f"{noise / value:.2%}" if is_share else f"{noise:.3g}"
+                allowed = f"{limit.max_drop:.2%}" if is_share else f"{limit.max_drop:.3g}"
+                faults.append(
+                    f"{exact.metric} cannot be measured to its budget of {allowed}: exact states differ by "
+                    f"{shown} (the noise floor), so nothing counts as keeping it; allow more, or average "
+                    "over more steps or data"
+                )
+        return tuple(faults)
 
     def used(self, readings: Readings) -> float:
-        """Share that is used of the tightest limit."""
+        """Give the share that is used of the tightest limit."""
         return share_used(self.limits, self.exact, readings)
 
     def records(self, readings: Readings) -> tuple[QualityRecord, ...]:
-        """What the file says of its budgets; values that are not finite have no place in it."""
+        """Give what the file says of its budgets; values that are not finite have no place in it."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         rows = zip(self.promises, self.limits, self.exact, readings, self.digests, strict=True)
         return tuple(
@@ -139,18 +130,8 @@ class Judge:
         )
 
 
-def _below_noise(limit: Limit, exact: Reading, noise: float) -> str:
-    """A sentence for the user."""
-    shown = f"{noise / abs(exact.value):.2%}" if limit.is_relative else f"{noise:.3g}"
-    allowed = f"{limit.max_drop:.2%}" if limit.is_relative else f"{limit.max_drop:.3g}"
-    return (
-        f"{exact.metric} cannot be measured to its budget of {allowed}: exact states differ by {shown} "
-        "(the noise floor), so nothing counts as keeping it; allow more, or average over more steps or data"
-    )
-
-
 def measured_here(read: Callable[[TrialFile], Readings]) -> Callable[[TrialFile], Waiting]:
-    """Measures on the caller's own thread, at once."""
+    """Measure on the caller's own thread, at once."""
 
     def begin(file: TrialFile) -> Waiting:
         found = _timed(read, file)
@@ -192,13 +173,11 @@ class Processes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, file: TrialFile) -> Waiting:
-        """See `Judge.begin`."""
+        """Begin to measure a trial; see `Judge.begin`."""
         future = self._pool.submit(_timed, self._read, file)
 
         def wait() -> Measured:
@@ -206,7 +185,7 @@ class Processes:
                 return future.result()
             except BrokenProcessPool:
                 raise ConfigError(
-                    "an evaluation process ended by itself, perhaps for want of memory; use fewer workers"
+                    "an evaluation process died, perhaps because memory ran out; use fewer workers"
                 ) from None
 
         return wait
@@ -226,7 +205,7 @@ def judging(
     n_workers: int,
     run: MapFunction,
 ) -> Iterator[Judge]:
-    """A judge by quality; measures the exact tensors, once.
+    """Make a judge by quality; the exact `tensors` are measured, once.
 
     Args:
         budgets: what must be kept.

@@ -21,20 +21,16 @@ HOW = "give package.module:function or file.py:function"
 
 @dataclass(frozen=True, slots=True)
 class NamedFunction:
-    """A function that is loaded where it is called, in another process too.
+    """A function that is loaded where it is called, in another process too."""
 
-    Attributes:
-        text: as the user wrote it.
-    """
-
-    text: str
+    text: str  # as the user wrote it
 
     def __post_init__(self) -> None:
         if not all(self.text.rpartition(":")):
             raise ConfigError(f"{self.text!r} names no function; {HOW}")
 
     def load(self) -> Callable[..., Any]:
-        """The function.
+        """Load the function.
 
         Raises:
             ConfigError: there is none; or its module fails to load.
@@ -42,7 +38,7 @@ class NamedFunction:
         return _load(self.text)
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns; what it prints goes to stderr, as stdout is for the report."""
+        """Call the function; what it prints goes to stderr, as stdout is for the report."""
         function = self.load()
         with contextlib.redirect_stdout(sys.stderr):
             return function(*args)

@@ -17,33 +17,18 @@ from ckptz.search.strategies import StrategyName, check_strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """One configuration that was tried.
+    """One configuration that was tried."""
 
-    Attributes:
-        config: its settings.
-        strategy: what proposed it.
-        predicted_bytes: size expected before anything was encoded, if it was predicted.
-        n_bytes: size of its file.
-        drop: share of the tightest budget that is used; at most 1 keeps it, None if a value is not finite.
-        is_feasible: whether all budgets are kept.
-        values: one a budget, measured on the decoded tensors; None where not finite.
-        seconds: taken to write and to measure it.
-        evaluation_seconds: taken to decode and evaluate alone.
-    """
-
-    config: dict[str, Any]
-    strategy: str
-    predicted_bytes: int | None
-    n_bytes: int
+    config: dict[str, Any]  # its settings
+    strategy: str  # what proposed it
+    predicted_bytes: int | None  # size expected before anything was encoded, if it was predicted
+    n_bytes: int  # size of its file
+    # share of the tightest budget that is used; at most 1 keeps it, None if a value is not finite
     drop: float | None
-    is_feasible: bool
-    values: tuple[float | None, ...]
-    seconds: float
-    evaluation_seconds: float
-
-
-def _ignore(trial: TrialReport) -> None:
-    del trial
+    is_feasible: bool  # whether all budgets are kept
+    values: tuple[float | None, ...]  # one a budget, measured on the decoded tensors; None where not finite
+    seconds: float  # taken to write and to measure it
+    evaluation_seconds: float  # taken to decode and evaluate alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +59,7 @@ class SearchOptions:
     parent: Method | None = None
     workers: int = 1
     max_evaluations: int | None = None
-    on_trial: Callable[[TrialReport], None] = _ignore
+    on_trial: Callable[[TrialReport], None] = lambda trial: None
     is_dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -93,38 +78,24 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport:
-    """How a search went.
+    """How a search went."""
 
-    Attributes:
-        method: name of the method of the settings.
-        strategy: what proposed the winner, or the last that was tried.
-        is_met: whether the budgets are kept; if not, the file is lossless. None if that was not measured.
-        is_interrupted: stopped by Ctrl-C; the file is the best that was found until then.
-        is_dry_run: nothing was written.
-        config: settings of the winner, None for a lossless file.
-        metrics: what was measured, one a budget.
-        exact: its values for the exact tensors.
-        trials: in order.
-        n_predicted: configurations whose size was predicted.
-        noise: differences of each budget's value that say nothing, 0 where that was not measured.
-        unmeasurable: what to tell of budgets below their noise, which count as not kept.
-        quality: what the file records of its budgets.
-        seconds: taken in all.
-        evaluation_seconds: taken to decode and evaluate, in all processes, the exact tensors included.
-    """
-
-    method: str
-    strategy: str
-    is_met: bool | None
-    is_interrupted: bool
-    is_dry_run: bool
-    config: dict[str, Any] | None
-    metrics: tuple[str, ...]
-    exact: tuple[float, ...]
-    trials: tuple[TrialReport, ...]
-    n_predicted: int
-    noise: tuple[float, ...]
-    unmeasurable: tuple[str, ...]
-    quality: tuple[QualityRecord, ...]
-    seconds: float
-    evaluation_seconds: float
+    method: str  # name of the method of the settings
+    strategy: str  # what proposed the winner, or the last that was tried
+    # whether the budgets are kept; if not, the file is lossless. None if that was not measured.
+    is_met: bool | None = None
+    is_interrupted: bool = False  # stopped by Ctrl-C; the file is the best that was found until then
+    is_dry_run: bool = False  # nothing was written
+    config: dict[str, Any] | None = None  # settings of the winner, None for a lossless file
+    metrics: tuple[str, ...] = ()  # what was measured, one a budget
+    exact: tuple[float, ...] = ()  # its values for the exact tensors
+    trials: tuple[TrialReport, ...] = ()  # in order
+    n_predicted: int = 0  # configurations whose size was predicted
+    # differences of each budget's value that say nothing, 0 where that was not measured
+    noise: tuple[float, ...] = ()
+    unmeasurable: tuple[str, ...] = ()  # what to tell of budgets below their noise, which count as not kept
+    quality: tuple[QualityRecord, ...] = ()  # what the file records of its budgets
+    seconds: float  # taken in all
+    evaluation_seconds: float = (
+        0.0  # taken to decode and evaluate, in all processes, the exact tensors included
+    )

@@ -36,7 +36,7 @@ def save_plan(path: Path, config: Method) -> None:
 
 
 def load_plan(path: Path) -> Method:
-    """The configuration of a plan.
+    """Read the configuration of a plan.
 
     Raises:
         ConfigError: not a plan, of a newer version, or with settings that no method has.
@@ -57,7 +57,7 @@ def load_plan(path: Path) -> Method:
 
 
 def config_of(method: str, settings: Any) -> Method:
-    """A configuration from the name of its method and its settings as plain values.
+    """Make a configuration from the name of its method and its settings as plain values.
 
     Raises:
         msgspec.ValidationError: settings that the method does not have.
@@ -71,11 +71,6 @@ def config_of(method: str, settings: Any) -> Method:
 
 
 def recorded_in(bases: Mapping[str, TensorSource], template: Method) -> Method | None:
-    """Find the settings that a base was written with, from its records.
-
-    Args:
-        bases: its tensors by name.
-        template: of the method that is looked for, and what no record tells.
-    """
+    """Find the settings that the tensors of a base record; `template` has what they do not tell."""
     records = [source.entry.lossy for source in bases.values() if isinstance(source, FrameSource)]
     return template.recorded([record for record in records if record is not None])

@@ -9,7 +9,7 @@ one. It is a proxy, and is called so wherever it is shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,7 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.draft import MapFunction
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.encoding.sensitivity import GuidedSensitivities, sensitivities_of
-from ckptz.quant.sensitivity import Floats, floats_of
+from ckptz.quant.sensitivity import floats_of
 from ckptz.search.budget import Limit, Reading
 from ckptz.search_run.evaluation import Judge, TrialFile, measured_here
 from ckptz.search_run.quality import Readings
@@ -35,19 +35,19 @@ class _Weighted:
     source: TensorSource
     gradients: GuidedSensitivities | None
 
-    @property
-    def bounds(self) -> Iterator[tuple[int, int]]:
-        return chunk_bounds(self.source.dtype.n_units(self.source.shape))
-
-    def values(self, source: TensorSource, begin: int, end: int) -> Floats:
-        return floats_of(source.units(begin, end), KINDS[source.dtype.name])
-
-    def weighted(self, values: Floats, begin: int, end: int) -> float:
-        """Sum of squares of g * values, g being 1 where it is not known."""
-        if self.gradients is not None:
-            values = self.gradients.gradients_of(begin, end) * values
-        wide = values.astype(np.float64)
-        return float(wide @ wide)
+    def sum(self, decoded: TensorSource | None) -> float:
+        """Sum up squares of g * (w - w'), g being 1 where it is not known, w' 0 where nothing is decoded."""
+        total, source = 0.0, self.source
+        kind = KINDS[source.dtype.name]
+        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+            values = floats_of(source.units(begin, end), kind)
+            if decoded is not None:
+                values = values - floats_of(decoded.units(begin, end), kind)
+            if self.gradients is not None:
+                values = self.gradients.gradients_of(begin, end) * values
+            wide = values.astype(np.float64)
+            total += float(wide @ wide)
+        return total
 
 
 class ProxyMeter:
@@ -74,7 +74,7 @@ class ProxyMeter:
         self._power = self._sum({})
 
     def __call__(self, file: TrialFile) -> Readings:
-        """The error of the tensors decoded from a trial."""
+        """Measure the error of the tensors decoded from a trial."""
         with file.opened() as decoded:
             error = self._sum(decoded)
         return (Reading(METRIC, math.sqrt(error / self._power) if self._power else 0.0, True),)
@@ -83,13 +83,7 @@ class ProxyMeter:
         """Weighted sum of squares of the errors, or of the originals where nothing is decoded."""
 
         def one(name: str) -> float:
-            tensor, total = self._tensors[name], 0.0
-            for begin, end in tensor.bounds:
-                values = tensor.values(tensor.source, begin, end)
-                if name in decoded:
-                    values = values - tensor.values(decoded[name], begin, end)
-                total += tensor.weighted(values, begin, end)
-            return self._scale[name] * total
+            return self._scale[name] * self._tensors[name].sum(decoded.get(name))
 
         return sum(self._run(one, self._tensors))
 
@@ -110,7 +104,7 @@ def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float
 def proxy_judge(
     limit: float, tensors: Mapping[str, TensorSource], guides: Mapping[str, Guide], run: MapFunction
 ) -> Judge:
-    """A judge that wants the error to be at most `limit`."""
+    """Make a judge that wants the error to be at most `limit`."""
     meter = ProxyMeter(tensors, guides, run)
     exact = (Reading(METRIC, 0.0, True),)
     return Judge((Limit(limit, False),), exact, ("rmse",), measured_here(meter), (None,), (0.0,))

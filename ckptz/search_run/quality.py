@@ -25,81 +25,62 @@ T = TypeVar("T")
 
 
 def is_of_training(budget: Budget) -> bool:
-    """Whether a budget is about going on with the training, and so needs optimizer state."""
+    """Tell whether a budget is about going on with the training, and so needs optimizer state."""
     return bool(getattr(budget.quality, "trains", False))
 
 
 def promise_of(budget: Budget) -> Promise:
-    """What a file promises that keeps the budget."""
+    """Say what a file promises that keeps the budget."""
     return "resume-gap" if is_of_training(budget) else "quality-drop"
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Names of the tensors that qualities are called with.
+    """Names of the tensors that qualities are called with."""
 
-    Attributes:
-        weights: those of the model: parameters and buffers.
-        others: optimizer state, for qualities that train on.
-        tied: other names of these tensors, and what they are stored as.
-        prefix: what begins names in the file, and not those that qualities see.
-    """
-
-    weights: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    weights: tuple[str, ...]  # those of the model: parameters and buffers
+    others: tuple[str, ...] = ()  # optimizer state, for qualities that train on
+    # other names of these tensors, and what they are stored as
     tied: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = ""
+    prefix: str = ""  # what begins names in the file, and not those that qualities see
 
     def names(self, budget: Budget) -> tuple[str, ...]:
-        """What the budget's quality gets."""
+        """Name what the budget's quality gets."""
         return (*self.weights, *self.others) if is_of_training(budget) else self.weights
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Decodes the state that one budget's quality is called with; see `ckptz.search.measures.Exact`.
+    """Decodes the state that one budget's quality is called with; see `ckptz.search.measures.Exact`."""
 
-    Attributes:
-        tensors: by name.
-        names: those that it gets.
-        scope: of all budgets.
-        run: maps a function over chunks.
-    """
-
-    tensors: Mapping[str, TensorSource]
-    names: Sequence[str]
-    scope: Scope
-    run: MapFunction = map
+    tensors: Mapping[str, TensorSource]  # by name
+    names: Sequence[str]  # those that it gets
+    scope: Scope  # of all budgets
+    run: MapFunction = map  # maps a function over chunks
 
     def state(self) -> State:
-        """A fresh copy."""
+        """Decode a fresh copy."""
         state = state_of({name: self.tensors[name] for name in self.names}, self.run)
         state |= {n: state[stored] for n, stored in self.scope.tied.items() if stored in state}
         return {name.removeprefix(self.scope.prefix): tensor for name, tensor in state.items()}
 
     def disturbed(self, share: float, seed: int) -> State:
-        """A fresh copy with noise on weights of two or more dimensions, `share` of the spread of each."""
+        """Decode a copy with noise on weights of two or more dimensions, `share` of the spread of each."""
         state, rng = self.state(), np.random.default_rng(seed)
         for name in self.scope.weights:
-            _disturb(state[name.removeprefix(self.scope.prefix)], share, rng)
+            tensor = state[name.removeprefix(self.scope.prefix)]
+            is_matrix = tensor.dim() > 1 and tensor.numel() > 1
+            if (
+                is_matrix and tensor.is_floating_point() and tensor.element_size() > 1
+            ):  # 8-bit floats do not add
+                spread = float(tensor.float().std())
+                noise = rng.standard_normal(tuple(tensor.shape), np.float32)
+                tensor.add_(tensor.new_tensor(noise * np.float32(share * spread)))
         return state
 
 
-def _disturb(tensor: Any, share: float, rng: np.random.Generator) -> None:
-    is_matrix = tensor.dim() > 1 and tensor.numel() > 1
-    if is_matrix and tensor.is_floating_point() and tensor.element_size() > 1:  # 8-bit floats do not add
-        spread = float(tensor.float().std())
-        noise = rng.standard_normal(tuple(tensor.shape), np.float32)
-        tensor.add_(tensor.new_tensor(noise * np.float32(share * spread)))
-
-
 def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> State:
-    """Decoded tensors as CPU torch tensors by name, in memory of their own.
-
-    Args:
-        tensors: sources by name.
-        run: maps a function over chunks.
-    """
+    """Decode tensors, by name, to CPU torch tensors in memory of their own; `run` maps over chunks."""
     torch = framework("torch", "cpu", "mmap")
     state, places = {}, []
     for name, source in tensors.items():
@@ -107,29 +88,23 @@ def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> Sta
         state[name], units = torch.allocate(source.dtype, shape)
         bounds = chunk_bounds(source.dtype.n_units(source.shape))
         places += [(source, units, begin, end) for begin, end in bounds]
-    for _ in run(_fill, places):
+
+    def fill(place: tuple[TensorSource, Any, int, int]) -> None:
+        source, units, begin, end = place
+        units[begin:end] = source.units(begin, end)
+
+    for _ in run(fill, places):
         pass
     return state
 
 
-def _fill(place: tuple[TensorSource, Any, int, int]) -> None:
-    source, units, begin, end = place
-    units[begin:end] = source.units(begin, end)
-
-
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What drops are measured from.
+    """What drops are measured from."""
 
-    Attributes:
-        budgets: with qualities that have seen the exact tensors.
-        exact: values of the exact tensors, one a budget.
-        noise: differences up to these say nothing, one a budget.
-    """
-
-    budgets: tuple[Budget, ...]
-    exact: Readings
-    noise: tuple[float, ...]
+    budgets: tuple[Budget, ...]  # with qualities that have seen the exact tensors
+    exact: Readings  # values of the exact tensors, one a budget
+    noise: tuple[float, ...]  # differences up to these say nothing, one a budget
 
 
 def measure_exact(
@@ -164,13 +139,9 @@ def measure_exact(
 def measure_trial(
     budgets: Sequence[Budget], scope: Scope, tensors: Mapping[str, TensorSource], run: MapFunction = map
 ) -> Readings:
-    """What each budget's quality says of decoded tensors; one that several budgets share is called once.
+    """Ask each budget's quality about decoded tensors; one that several budgets share is called once.
 
-    Args:
-        budgets: those of a `Baseline`.
-        scope: which tensors they are called with.
-        tensors: by name.
-        run: maps a function over chunks.
+    The arguments are those of `measure_exact`, with the budgets of its `Baseline`.
 
     Raises:
         ConfigError: a quality raises, or returns no number.
@@ -185,7 +156,7 @@ def measure_trial(
 
 
 def _called(budget: Budget, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a user's function returns; whatever it raises is told by the name of the budget."""
+    """Call a user's function; whatever it raises is told by the name of the budget."""
     try:
         return call(*args, **kwargs)
     except (MemoryError, ConfigError):

@@ -47,10 +47,8 @@ def search_and_write(
     """
     start = time.perf_counter()
     with prepared(replace(job, config=options.template)) as ready:
-        if options.max_evaluations == 0:
-            written, report = _replay(target, ready, options, run, start)
-        else:
-            written, report = _searched(target, ready, options, run, start)
+        find = _replay if options.max_evaluations == 0 else _searched
+        written, report = find(target, ready, options, run, start)
     return replace(written, notes=(*written.notes, *ready.notes)), report
 
 
@@ -63,27 +61,27 @@ def _searched(
         judge = held.enter_context(_judge(ready, lossy, options, run))
         exact_seconds = time.perf_counter() - start
         route = route_of(options, ready, run.workers.map)
-        searcher = Searcher(target, ready, options, run, judge, route.predict)
-        held.enter_context(searcher)
+        searcher = held.enter_context(Searcher(target, ready, options, run, judge, route.predict))
         is_interrupted = _search(searcher, route.stages if lossy and not judge.unmeasurable else [])
         written, records = searcher.publish()
-    best = searcher.best
+    best, trials = searcher.best, searcher.trials
+    tried_by = trials[-1].strategy if trials else route.stages[0].name
     report = SearchReport(
         method=template.name,
-        strategy=_deciding(searcher, route.stages),
+        strategy=best.trial.strategy if best else tried_by,
         is_met=best is not None or not lossy,
         is_interrupted=is_interrupted,
         is_dry_run=options.is_dry_run,
         config=best.trial.config if best else None,
         metrics=tuple(reading.metric for reading in judge.exact),
         exact=tuple(reading.value for reading in judge.exact),
-        trials=tuple(searcher.trials),
+        trials=tuple(trials),
         n_predicted=route.n_predicted,
         noise=judge.noise,
         unmeasurable=judge.unmeasurable if lossy else (),
         quality=records,
         seconds=time.perf_counter() - start,
-        evaluation_seconds=exact_seconds + sum(t.evaluation_seconds for t in searcher.trials),
+        evaluation_seconds=exact_seconds + sum(t.evaluation_seconds for t in trials),
     )
     return written, report
 
@@ -98,36 +96,21 @@ def _replay(
     """
     config = parent_config(options, ready.job)
     if config is None:
-        raise ConfigError("no evaluations, and no settings to replay: neither a base nor a plan records any")
+        raise ConfigError("with 0 evaluations a base or a plan must record settings, and none does")
     staged = stage(target, ready, ready.contents(config), run)
-    try:
-        run.check()
-        if not options.is_dry_run:
-            staged.publication.commit()
-    finally:
-        staged.drop()  # nothing if it has its name
+    staged.publish(run, options)
     report = SearchReport(
         method=options.template.name,
         strategy="replay",
-        is_met=None,
-        is_interrupted=False,
         is_dry_run=options.is_dry_run,
         config=asdict(config),
-        metrics=(),
-        exact=(),
-        trials=(),
-        n_predicted=0,
-        noise=(),
-        unmeasurable=(),
-        quality=(),
         seconds=time.perf_counter() - start,
-        evaluation_seconds=0.0,
     )
     return staged.written, report
 
 
 def _search(searcher: Searcher, stages: Sequence[Strategy]) -> bool:
-    """Try until the strategies are done; whether Ctrl-C came before."""
+    """Try until the strategies are done; tell whether Ctrl-C came before."""
     options = searcher.options
     try:
         for _ in run_stages(stages, searcher.try_all, options.workers, options.max_evaluations):
@@ -137,12 +120,6 @@ def _search(searcher: Searcher, stages: Sequence[Strategy]) -> bool:
             raise
         return True
     return False
-
-
-def _deciding(searcher: Searcher, stages: Sequence[Strategy]) -> str:
-    if searcher.best is not None:
-        return searcher.best.trial.strategy
-    return searcher.trials[-1].strategy if searcher.trials else stages[0].name
 
 
 @contextlib.contextmanager
@@ -160,11 +137,8 @@ def _judge(ready: Prepared, lossy: Sequence[str], options: SearchOptions, run: S
 
 
 def _is_of_model(name: str, ready: Prepared) -> bool:
-    """Whether a model has the tensor: weights, and buffers of integers, but no optimizer state."""
-    role = ready.roles[name]
-    if not ready.job.tensors[name].dtype.is_float:
-        shape = tuple(ready.job.tensors[name].shape)
-        role = (ready.job.roles or {}).get(name) or role_of(
-            name, shape, is_float=True, rules=ready.job.role_rules
-        )
+    """Tell whether a model has the tensor: weights, and buffers of integers, but no optimizer state."""
+    job, source, role = ready.job, ready.job.tensors[name], ready.roles[name]
+    if not source.dtype.is_float:
+        role = (job.roles or {}).get(name) or role_of(name, source.shape, is_float=True, rules=job.role_rules)
     return role.role == "weight"

@@ -8,6 +8,7 @@ from typing import cast
 
 from ckptz.container.frame_writer import matching_base
 from ckptz.encoding.draft import MapFunction
+from ckptz.encoding.guide import NO_GUIDE
 from ckptz.errors import ConfigError
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.method import Method
@@ -39,46 +40,37 @@ def parent_config(options: SearchOptions, job: Job) -> Method | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How a search goes.
+    """How a search goes."""
 
-    Attributes:
-        stages: strategies, one after another.
-        predict: sizes of configurations before they are tried, if the strategies need them.
-        n_predicted: configurations that it was prepared for.
-    """
-
-    stages: Sequence[Strategy]
+    stages: Sequence[Strategy]  # strategies, one after another
+    # sizes of configurations before they are tried, if the strategies need them
     predict: Predict | None = None
-    n_predicted: int = 0
+    n_predicted: int = 0  # configurations that it was prepared for
 
 
 def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
-    """Find the strategies for the options.
-
-    Args:
-        options: of the search.
-        ready: the exact tensors, their roles, bases and guides.
-        run: maps a function over tensors.
+    """Find the strategies for the options of a search; `run` maps a function over tensors.
 
     Raises:
         ConfigError: the strategy needs a parent, and there is none.
     """
     template, parent = searched_template(options), parent_config(options, ready.job)
     if template.is_scalable:
-        return Route(stages=_knob_stages(template, parent))
+        first = OneKnob(template=template)
+        if parent is None:
+            return Route(stages=[first])
+        # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
+        first = replace(first, start=parent.multiplier)
+        return Route(stages=[replace(first, most=MAX_LATER, close=CLOSE_LATER), first])
     cubes = _cubes(template, options.prune_metrics, ready)
-    predict, n_predicted = _size_model(ready, cubes, run)
+    sources = {}
+    for name, tensor in ready.job.tensors.items():
+        base = matching_base(tensor, ready.job.bases.get(name))
+        sources[name] = Sources(tensor, base, ready.roles[name], ready.guides.get(name, NO_GUIDE))
+    configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
+    predict = SizeModel(sources, configs, run)
     stages = _cube_stages(options.strategy, parent, cubes, predict)
-    return Route(stages=stages, predict=predict, n_predicted=n_predicted)
-
-
-def _knob_stages(template: Method, parent: Method | None) -> list[Strategy]:
-    if parent is None:
-        return [OneKnob(template=template)]
-    # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
-    start = parent.multiplier
-    later = OneKnob(template=template, start=start, most=MAX_LATER, close=CLOSE_LATER)
-    return [later, OneKnob(template=template, start=start)]
+    return Route(stages=stages, predict=predict, n_predicted=len(configs))
 
 
 def _cubes(template: Method, prune_metrics: Sequence[str], ready: Prepared) -> tuple[Cube, ...]:
@@ -92,27 +84,14 @@ def _cubes(template: Method, prune_metrics: Sequence[str], ready: Prepared) -> t
     return tuple(Cube(template=paper, prune_by=m, has_embeddings=has_embeddings) for m in metrics)
 
 
-def _size_model(ready: Prepared, cubes: Sequence[Cube], run: MapFunction) -> tuple[Predict, int]:
-    """Predict sizes, and say for how many configurations that was prepared."""
-    sources = {}
-    for name, tensor in ready.job.tensors.items():
-        base = matching_base(tensor, ready.job.bases.get(name))
-        guide = ready.guides.get(name)
-        sources[name] = Sources(tensor, base, ready.roles[name], *([guide] if guide else []))
-    configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
-    return SizeModel(sources, configs, run), len(configs)
-
-
 def _cube_stages(
     strategy: str, parent: Method | None, cubes: Sequence[Cube], predict: Predict
 ) -> list[Strategy]:
     if strategy == "exhaustive":
         return [Exhaustive(cubes=cubes, predict=predict)]
     guided = Guided(cubes=cubes, predict=predict)
-    if strategy == "guided":
-        return [guided]
-    if parent is not None:
+    if strategy != "guided" and parent is not None:
         return [Neighbourhood(parent=cast(KMeans, parent), cubes=cubes, predict=predict), guided]
     if strategy == "neighbourhood":
-        raise ConfigError("the neighbourhood of no configuration: neither a base nor a plan records one")
+        raise ConfigError("strategy neighbourhood begins at settings of a base or a plan, and there are none")
     return [guided]

@@ -32,33 +32,19 @@ from ckptz.search_run.evaluation import Judge, Measured, TrialFile, Waiting
 from ckptz.search_run.options import SearchOptions, TrialReport
 
 
-def _unchecked() -> None:
-    """Nothing that could have changed meanwhile."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRun:
-    """What a search works with.
+    """What a search works with."""
 
-    Attributes:
-        workers: threads.
-        base_paths: the files behind `Contents.bases`.
-        search_path: folders to look for its own bases in.
-        like: files whose permissions the target gets, if it replaces none.
-        progress: told of the bytes of each trial as it is written.
-        check: called before the target gets its name; raises if what was read has changed.
-        owner: begins the names of temporary files.
-        prefix: what begins the names of weights in the file, and not those that qualities see.
-    """
-
-    workers: Workers
-    base_paths: tuple[Path, ...] = ()
-    search_path: tuple[Path, ...] = ()
-    like: Sequence[Path] = ()
-    progress: Progress | None = None
-    check: Callable[[], None] = _unchecked
-    owner: str = ""
-    prefix: str = ""
+    workers: Workers  # threads
+    base_paths: tuple[Path, ...] = ()  # the files behind `Contents.bases`
+    search_path: tuple[Path, ...] = ()  # folders to look for its own bases in
+    like: Sequence[Path] = ()  # files whose permissions the target gets, if it replaces none
+    progress: Progress | None = None  # told of the bytes of each trial as it is written
+    # called before the target gets its name; raises if what was read has changed
+    check: Callable[[], None] = lambda: None
+    owner: str = ""  # begins the names of temporary files
+    prefix: str = ""  # what begins the names of weights in the file, and not those that qualities see
 
 
 @dataclass(slots=True)
@@ -70,8 +56,17 @@ class Staged:
     written: Written
 
     def drop(self) -> None:
-        """Remove it."""
+        """Remove it, unless it has its name."""
         self.publication.discard()
+
+    def publish(self, run: SearchRun, options: SearchOptions) -> None:
+        """Give it its name, unless what was read has changed or the run is a dry one; drop it then."""
+        try:
+            run.check()
+            if not options.is_dry_run:
+                self.publication.commit()
+        finally:
+            self.drop()
 
 
 def stage(target: Path, ready: Prepared, contents: Contents, run: SearchRun) -> Staged:
@@ -120,7 +115,7 @@ class Searcher:
         for staged in self.waiting:
             staged.drop()
         if self.best is not None:
-            self.best.staged.drop()  # nothing if it has its name
+            self.best.staged.drop()
 
     def stage(self, config: Method) -> Staged:
         """Write a file under a temporary name."""
@@ -178,25 +173,20 @@ class Searcher:
         if not (found.outcome.is_feasible and is_better):
             found.staged.drop()
             return
-        previous, self.best = self.best, found
-        if previous is not None:
-            previous.staged.drop()
+        if self.best is not None:
+            self.best.staged.drop()
+        self.best = found
 
     def publish(self) -> tuple[Written, tuple[QualityRecord, ...]]:
         """Give the best its records and its name; a lossless file where nothing keeps the budget."""
         staged = self.best.staged if self.best is not None else self.stage(LOSSLESS)
-        try:
-            records: tuple[QualityRecord, ...] = ()
-            if self.best is not None:
-                records = self.judge.records(self.best.measured.readings)
-                n_bytes = amend_quality(staged.path, records)
-                staged.written = replace(staged.written, stored_bytes=n_bytes)
-            self.run.check()
-            if not self.options.is_dry_run:
-                staged.publication.commit()
-            return staged.written, records
-        finally:
-            staged.drop()  # nothing if it has its name
+        records: tuple[QualityRecord, ...] = ()
+        if self.best is not None:  # which is dropped in the end, whatever happens here
+            records = self.judge.records(self.best.measured.readings)
+            n_bytes = amend_quality(staged.path, records)
+            staged.written = replace(staged.written, stored_bytes=n_bytes)
+        staged.publish(self.run, self.options)
+        return staged.written, records
 
 
 def _finite(value: float) -> float | None:

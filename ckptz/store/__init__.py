@@ -1,1 +1,4 @@
-"""Chains of checkpoint files: finding bases, checking them. Knows no torch."""
+"""Several files: chains and their bases, folders of steps, locks, keep rules.
+
+Knows no torch.
+"""

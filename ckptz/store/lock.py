@@ -107,7 +107,7 @@ def _refused(folder: str, holder: Holder | None) -> ConfigError:
     if holder is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
         who = f"process {holder.pid} on {holder.host} since {since}"
-    return ConfigError(f"{folder}: is written to by {who}; one writer to a folder, wait for it or stop it")
+    return ConfigError(f"{folder}: {who} is writing here already; wait for it, or stop it")
 
 
 # --- flock --------------------------------------------------------------------------------------

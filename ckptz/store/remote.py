@@ -32,7 +32,7 @@ class _Ranges:
         """See `ByteSource.read`."""
         end = offset + n_bytes
         if end > self.size:
-            raise TruncatedError(f"{self.name}: ends at byte {self.size}, {end} are announced")
+            raise TruncatedError(f"{self.name}: is cut off: it has {self.size} bytes and should have {end}")
         if not self._begin <= offset <= end <= self._begin + len(self._read):
             self._begin = offset
             self._read = self._folder.read_range(self._file, offset, min(self.size, end + READ_AHEAD))

@@ -17,7 +17,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import ByteSource, FileBytes
 from ckptz.container.envelope import read_envelope
 from ckptz.container.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, is_ckptz
-from ckptz.container.plain import PlainFile, content_id_of
+from ckptz.container.plain import PlainFile, content_id_of, metadata_checksum
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
 
@@ -78,7 +78,9 @@ def _open_file(source: ByteSource) -> Container | PlainFile:
     for region in envelope.regions:
         # One flipped bit in the metadata must not turn frames into tensors of bytes.
         if region.name.startswith(RESERVED_PREFIX):
-            raise CorruptionError(f"{source.name}: holds {region.name!r}, yet is not announced as .ckptz")
+            raise CorruptionError(
+                f"{source.name}: tensor {region.name!r} in a file that is not a .ckptz file"
+            )
     return PlainFile(source, envelope)
 
 
@@ -149,16 +151,20 @@ def _is_plain_name(file: str) -> bool:
 
 def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Container | PlainFile:
     unusable: list[str] = []
+    metadata = delta.base_metadata()
     for path, accepts in _candidates(ref, folders):
         try:
             file = open_file(FileBytes(path))
         except (CkptzError, OSError) as error:
             unusable.append(str(error))
             continue
-        if accepts(file, delta, ref):
+        is_base = accepts(file, delta, ref)
+        if is_base and _has_metadata(file, metadata):
             return file
         file.close()
-        if path.name == ref.file:
+        if is_base:
+            unusable.append(f"{path}: its __metadata__ was changed after the delta was made")
+        elif path.name == ref.file:
             unusable.append(f"{path} holds another checkpoint")
     raise missing_base(delta.name, ref, unusable)
 
@@ -194,6 +200,11 @@ def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> boo
     return fits(file, delta) and content_id_of(file.tensors) == ref.content_id
 
 
+def _has_metadata(file: Container | PlainFile, expected: int | None) -> bool:
+    """Whether a plain base has the metadata that it had, as far as the delta says what that was."""
+    return isinstance(file, Container) or expected in (None, metadata_checksum(file.metadata))
+
+
 def fits(file: PlainFile, delta: Container) -> bool:
     """Whether every tensor of the delta that needs one has a base of its dtype and shape in `file`."""
     for name, source in delta.tensors.items():
@@ -214,6 +225,12 @@ def base_ref(base: Checkpoint) -> BaseRef:
     """
     file = base_file_name(Path(base.files[0].name))
     return BaseRef(content_id=base.content_id(), file=file, depth=base.depth + 1)
+
+
+def base_metadata(base: Checkpoint | None) -> int | None:
+    """What a delta records of the metadata of a base that is a plain file; None for other bases."""
+    is_plain = base is not None and base.container is None
+    return metadata_checksum(base.metadata) if base is not None and is_plain else None
 
 
 def base_file_name(path: Path) -> str:

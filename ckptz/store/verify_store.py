@@ -20,7 +20,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX))
     if not names:
-        raise ConfigError(f"{folder}: holds no {SUFFIX} files; name a folder of checkpoints")
+        raise ConfigError(
+            f"{folder}: holds no {SUFFIX} files; name a folder of checkpoints, or write checksums of other "
+            "files with ckptz seal while they are whole"
+        )
     return [folder / name for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Weight sync: a trainer publishes what changed, any number of inference engines follow.
+"""Weight sync: a trainer publishes what changed, and any number of inference engines follow.
 
     from ckptz.sync import Publisher, Follower
 

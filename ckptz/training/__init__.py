@@ -1,1 +1,1 @@
-"""Checkpoints in a training loop: the Checkpointer, and what becomes of a snapshot."""
+"""Checkpoints in a training loop: the Checkpointer, its snapshots and files, and how they are restored."""

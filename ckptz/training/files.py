@@ -311,12 +311,12 @@ class StepReader:
         if tree is None:
             prefix = f"{MODEL}."
             if odd := [name for name in tensors if not name.startswith(prefix)]:
-                raise CorruptionError(f"{self.name}: tensor {odd[0]!r} is no weight of a step")
+                raise CorruptionError(f"{self.name}: tensor {odd[0]!r} was not saved by a Checkpointer")
             return {MODEL: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}}
         parse_tree(tree).check_names(tensors)
         root = parse_tree(tree, lambda leaf: self._leaf(leaf, tensors)).root
         if not isinstance(root, dict):
-            raise CorruptionError(f"{self.name}: its tree is not that of a step")
+            raise CorruptionError(f"{self.name}: its tree is not one that a Checkpointer writes")
         return root
 
     def _leaf(self, leaf: object, tensors: Mapping[str, torch.Tensor]) -> Any:

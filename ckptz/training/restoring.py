@@ -26,7 +26,7 @@ def check_there(store: StepStore, step: int, weights_only: bool) -> None:
         return
     if step in listing.weights_steps:
         raise ConfigError(
-            f"{store.name}: of step {step} only the weights are left; restore them with weights_only=True"
+            f"{store.name}: step {step} has only its weights left; restore them with weights_only=True"
         )
     newest = f"the newest is {there[-1]}" if there else "there is none"
     raise ConfigError(f"{store.name}: step {step} is not there; {newest}, steps() lists all")
@@ -60,7 +60,7 @@ def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
     """
     found = state.get(MODEL)
     if not isinstance(found, dict):
-        raise CorruptionError(f"{reader.name}: holds no weights of a step")
+        raise CorruptionError(f"{reader.name}: holds no weights that a Checkpointer saved")
     return found
 
 
@@ -71,7 +71,7 @@ def rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
         CorruptionError: a part is missing.
     """
     if missing := [name for name in _REST if name not in state]:
-        raise CorruptionError(f"{reader.name}: holds no {missing[0]!r}; it is no state of a step")
+        raise CorruptionError(f"{reader.name}: has no {missing[0]!r}, so it is not the state file of a step")
     return state
 
 

@@ -142,7 +142,7 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
             f"tensor {name!r} is a {type(tensor).__name__}, made of other tensors; turn it into a plain one"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise ConfigError(f"tensor {name!r} is not dense ({tensor.layout}); make it so before it is saved")
+        raise ConfigError(f"tensor {name!r} has the layout {tensor.layout}; make it dense first")
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -77,7 +77,7 @@ ClassRule = Magnitude | Row | Block | BaseCode
 
 
 def n_classes_of(rules: Sequence[ClassRule]) -> int:
-    """Number of classes; 1 without rules."""
+    """Count the classes; 1 without rules."""
     return math.prod(rule.radix for rule in rules)
 
 
@@ -88,15 +88,15 @@ class ClassSources(Protocol):
     end: int
 
     def base_units(self) -> Any:
-        """Units of the base."""
+        """Read units [end - begin] of the base."""
         ...
 
     def base_codes(self) -> NDArray[np.uint8] | None:
-        """Codes of the base's frame, or None."""
+        """Read codes [end - begin] of the base's frame, or None."""
         ...
 
     def units_of(self, name: str) -> Any:
-        """Units of another tensor of the same file."""
+        """Read units [end - begin] of another tensor of the same file."""
         ...
 
 
@@ -116,13 +116,7 @@ def _labels_of(rule: ClassRule, sources: ClassSources, row_units: int) -> Labels
 
 
 def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:
-    """The class of each unit of a chunk.
-
-    Args:
-        rules: at least one.
-        sources: what they look at.
-        row_units: units of one index of the first dimension.
-    """
+    """Give the class of each unit of a chunk [n], by at least one rule; `row_units` are those of one row."""
     labels: Labels = _labels_of(rules[0], sources, row_units)
     if len(rules) > 1:
         labels = labels.astype(np.uint16)
@@ -138,7 +132,7 @@ class TableMap:
     table_of: NDArray[np.int64]
 
     def write(self, out: ByteWriter) -> None:
-        """Runs: length varint, table varint."""
+        """Write runs: length varint, table varint."""
         changes = np.flatnonzero(np.diff(self.table_of)) + 1
         begins = [0, *changes.tolist()]
         for begin, end in zip(begins, [*begins[1:], len(self.table_of)], strict=True):
@@ -147,7 +141,7 @@ class TableMap:
 
     @classmethod
     def parse(cls, source: ByteReader, n_classes: int, n_tables: int) -> Self:
-        """Inverse of `write`; refuses tables that do not exist."""
+        """Read what `write` wrote; refuse tables that do not exist."""
         table_of = np.empty(n_classes, np.int64)
         position = 0
         while position < n_classes:

@@ -21,7 +21,7 @@ BASE_MODES = frozenset((PlaneMode.XOR, PlaneMode.DIFFERENCE))
 
 
 def kernel_mode(mode: PlaneMode, dtype: DType) -> int:
-    """The kernels' number for a mode: the difference of floats goes through `order`."""
+    """Give the kernels' number for a mode: the difference of floats goes through `order`."""
     if mode is PlaneMode.DIFFERENCE:
         return reference.ORDERED_DIFFERENCE if dtype.is_float else reference.DIFFERENCE
     return (reference.RAW, reference.ROTATED, reference.XOR)[mode]

@@ -50,7 +50,7 @@ class Tree:
         if missing := sorted(used - set(names)):
             raise CorruptionError(f"tree: tensor {missing[0]!r} is not in the file")
         if unused := sorted(set(names) - used):
-            raise CorruptionError(f"tree: tensor {unused[0]!r} has no place in it")
+            raise CorruptionError(f"tree: does not say where tensor {unused[0]!r} belongs")
 
 
 def where(path: Path) -> str:

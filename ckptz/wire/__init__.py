@@ -1,4 +1,6 @@
-"""Messages between pipeline stages, with the same codec as the files. Implements spec/08-wire.md.
+"""Messages between pipeline stages, with the same codec as the files.
+
+Implements spec/08-wire.md.
 
     from ckptz.wire import LinkPolicy, CompressLink, CompressedPipelineStage, TopK, Uniform
 

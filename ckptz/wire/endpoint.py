@@ -111,6 +111,7 @@ class Link:
             place: which message this is.
 
         Raises:
+            ConfigError: the units are not a tensor of this type and shape.
             WireError: the shape changed, or the positions to reuse are not there.
         """
         tensor, k = _Tensor(direction, dtype, tuple(shape), place), self.state.kernels
@@ -140,6 +141,7 @@ class Link:
 
     def _encode(self, tensor: _Tensor, units: Array) -> tuple[Callable[[], Array], LinkHeader, Frame]:
         direction, place, state = tensor.direction, tensor.place, self.state
+        self._check_units(tensor, units)
         self._check_shape(tensor)
         if direction is Direction.BACKWARD:
             self._observe(Direction.BACKWARD, tensor, units)
@@ -152,7 +154,7 @@ class Link:
         else:
             received, frame = self._encode_lossy(tensor, plan, units, memory)
         if direction is Direction.FORWARD:
-            state.keep_mask(place, frame.mask, strong)
+            state.keep_mask(plan, place, frame.mask, strong)
         header = self._header("tx", tensor, plan, memory, strong, frame.not_finite, frame.mode)
         state.count("tx", direction, place)
         self.raw_bytes[direction] += plan.raw_bytes
@@ -230,7 +232,7 @@ class Link:
         decoded, mask = decode_frame(k, plan, payload, header.mode, not_finite, known)
         received = self._accepted(plan, memory, decoded, not_finite)
         if tensor.direction is Direction.FORWARD:
-            state.keep_mask(place, mask, bool(header.flags & Flag.STRONG))
+            state.keep_mask(plan, place, mask, bool(header.flags & Flag.STRONG))
         else:
             self._observe(Direction.FORWARD, tensor, received)
         state.count("rx", tensor.direction, place)
@@ -303,6 +305,16 @@ class Link:
             f"link {self.src}->{self.dst} {direction.word}, {phase} {place.step}, "
             f"microbatch {place.microbatch}, tensor {place.tensor}"
         )
+
+    def _check_units(self, tensor: _Tensor, units: Array) -> None:
+        n_bytes = tensor.dtype.n_bytes(tensor.shape)
+        found = len(units), len(self.state.kernels.as_bytes(units))
+        if found != (n_bytes // tensor.dtype.unit_bytes, n_bytes):
+            name, dtype = self.name_of(tensor.direction, tensor.place), tensor.dtype
+            raise ConfigError(
+                f"{name}: {found[0]} units of {found[1]} bytes are not a tensor of {dtype.name} "
+                f"{list(tensor.shape)}: {n_bytes} bytes in units of {dtype.unit_bytes}"
+            )
 
     def _check_shape(self, tensor: _Tensor) -> None:
         """A plan is agreed on once: the tensors of a cut keep their shape and type."""

@@ -148,7 +148,7 @@ def _decode_uniform(k: Any, plan: TensorPlan, payload: Array, mode: int, not_fin
     elif mode == PACKED:
         codes = _unpacked(k, parts, codec.bits, plan.n, "codes")
     else:
-        raise CorruptionError(f"mode: {mode} is not defined for this plan")
+        raise CorruptionError(f"mode: {mode} does not exist for this codec")
     parts.end()
     return _decode_blocks(k, ranges, codes, plan.block, plan.largest, not_finite)
 
@@ -278,7 +278,7 @@ def _decode_mask(k: Any, plan: TensorPlan, codec: TopK, parts: Parts, mode: int)
     elif codec.tries_rice:
         mask = _decode_rice(k, parts, mode - RICE, plan.n, plan.k * plan.n_samples)
     else:
-        raise CorruptionError(f"mode: {mode} is not defined for this plan")
+        raise CorruptionError(f"mode: {mode} does not exist for this codec")
     return mask
 
 

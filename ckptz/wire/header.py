@@ -107,7 +107,7 @@ class LinkHeader:
             )
         source = ByteReader(bytes(raw[:HEADER_BYTES]))
         if source.u16("magic") != MAGIC:
-            raise CorruptionError("magic: these bytes are no ckptz message")
+            raise CorruptionError("magic: these bytes are not a ckptz message")
         version, length = source.u8("version"), source.u8("header length")
         if header_checksum(bytes(raw[: HEADER_BYTES - 8])) != int.from_bytes(raw[56:HEADER_BYTES], "little"):
             raise ChecksumError("header checksum: the header was changed on its way")
@@ -118,7 +118,7 @@ class LinkHeader:
         fields += [source.u32(name) for name in ("step", "microbatch", "state_seq", "plan")]
         fields += [source.u32(name) for name in ("n", "count", "payload_bytes", "batch")]
         if fields[3] & Flag.UNDEFINED:
-            raise UnsupportedError(f"flags: {fields[3]:#x} sets what is not defined here; upgrade ckptz")
+            raise UnsupportedError(f"flags: {fields[3]:#x} sets unknown flags; upgrade ckptz")
         names = cls.__slots__[:-1]
         return cls(**dict(zip(names, fields, strict=True)), checksum=source.u64("checksum"))
 

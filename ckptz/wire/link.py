@@ -50,7 +50,7 @@ def dtype_named(dtype: torch.dtype) -> DType:
         DTypeError: messages cannot carry this type.
     """
     if dtype not in NAMES:
-        raise DTypeError(f"messages cannot carry {dtype}; cast the tensor before the cut")
+        raise DTypeError(f"messages cannot carry {dtype}; cast the tensor before it is sent")
     return dtype_of(NAMES[dtype])
 
 

@@ -80,7 +80,7 @@ class LinkPolicy:
             if kind not in (None, *FEEDBACKS):
                 raise ConfigError(f"feedback {kind!r} is not one of {', '.join(FEEDBACKS)}")
             if kind == "ef-mixed" and self.choice(direction) != RAW and not _shares(self.choice(direction)):
-                raise ConfigError("ef-mixed divides a TopK budget: it needs TopK in its direction")
+                raise ConfigError("ef-mixed needs TopK in the same direction")
             if kind == "aqsgd" and direction is Direction.BACKWARD:
                 raise ConfigError("aqsgd keeps activations of samples: it is for the forward direction")
             if kind == "ef-mixed" and self.reuse and direction is Direction.BACKWARD:

@@ -5,6 +5,8 @@ Implements spec/08-wire.md#state. Knows nothing of messages; `endpoint.py` asks 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire as compiled
-from ckptz.wire.adaptive import Adaptive, Detector
+from ckptz.wire.adaptive import N_NUMBERS, Adaptive, Detector
 from ckptz.wire.codecs import KINDS, RAW, TensorPlan
 from ckptz.wire.feedback import (
     MEMORIES,
@@ -31,6 +33,12 @@ from ckptz.wire.policy import LinkPolicy
 Array = Any
 End = Literal["tx", "rx"]
 NOTHING: Final = Nothing()
+ENTRY: Final = re.compile(  # spec/08-wire.md#names-in-a-checkpoint, behind the prefix of the link
+    r"(?P<direction>forward|backward)/(?P<tensor>\d{1,9})/"
+    r"((?P<level>level)|samples/(?P<end>[tr]x)/(?P<samples>ids|rows)"
+    r"|(?P<microbatch>\d{1,9})/(?P<slot_end>[tr]x)/(?P<slot>seq|state))",
+    re.ASCII,
+)
 SENDERS: Final = Nothing()  # the receiver's side of a direction whose state is the sender's alone
 
 
@@ -51,6 +59,25 @@ class Place:
     tensor: int = 0
     sample_ids: NDArray[np.int64] | None = None
     is_eval: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Positions of an activation, for its gradient.
+
+    Attributes:
+        packed: the mask as a bitmap, or None where the activation was sent without positions.
+        strong: level of the activation.
+        step: of the activation.
+        shape: of the activation.
+        k: positions of each sample.
+    """
+
+    packed: Array | None
+    strong: bool
+    step: int
+    shape: tuple[int, ...]
+    k: int
 
 
 @dataclass
@@ -81,7 +108,7 @@ class LinkState:
         self._slots: dict[tuple[str, Direction, int, int], Slot] = {}
         self._buffers: dict[tuple[str, int], SampleBuffers] = {}
         self._detectors: dict[tuple[Direction, int], Detector] = {}
-        self.masks: dict[tuple[int, int], tuple[Array, bool]] = {}
+        self.masks: dict[tuple[int, int], Kept] = {}
 
     @property
     def kernels(self) -> Any:
@@ -137,35 +164,50 @@ class LinkState:
             if path is not None:
                 path = path.with_name(f"{path.name}.{self._prefix.split('/')[1]}.{tensor}.{end}")
             self._buffers[end, tensor] = SampleBuffers(size, path, n_samples)
-        return self._buffers[end, tensor]
+        buffers = self._buffers[end, tensor]
+        if buffers.size != size:
+            raise WireError(f"samples: {size} elements each, and those before had {buffers.size}")
+        return buffers
 
     # --- positions ------------------------------------------------------------------------------
 
-    def keep_mask(self, place: Place, mask: Array | None, strong: bool) -> None:
+    def keep_mask(self, plan: TensorPlan, place: Place, mask: Array | None, strong: bool) -> None:
         """Remember the positions of an activation for its gradient, as a bitmap."""
         if self._policy.reuse and not place.is_eval:
-            packed = None if mask is None else self.kernels.pack(mask, 1)
-            self.masks[place.microbatch, place.tensor] = (packed, strong)
+            packed, k = (None, 0) if mask is None else (self.kernels.pack(mask, 1), plan.k)
+            self.masks[place.microbatch, place.tensor] = Kept(packed, strong, place.step, plan.shape, k)
+
+    def _kept(self, place: Place) -> Kept | None:
+        """What the activation of this step and microbatch left, if there was one."""
+        kept = self.masks.get((place.microbatch, place.tensor))
+        return kept if kept is not None and kept.step == place.step else None
 
     def level_of_mask(self, place: Place) -> bool | None:
         """Level of the activation whose positions a gradient reuses, if there is one."""
-        kept = self.masks.get((place.microbatch, place.tensor))
-        return None if kept is None else kept[1]
+        kept = self._kept(place)
+        return None if kept is None else kept.strong
 
     def lacks_mask(self, place: Place) -> bool:
         """Whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
-        return self.masks.get((place.microbatch, place.tensor), (True, False))[0] is None
+        kept = self._kept(place)
+        return kept is not None and kept.packed is None
 
     def take_mask(self, plan: TensorPlan, place: Place) -> Array:
         """Positions of the activation of this microbatch, once.
 
         Raises:
-            WireError: there was none.
+            WireError: there was none, or it had another shape than the gradient.
         """
-        packed = self.masks.pop((place.microbatch, place.tensor), None)
-        if packed is None or packed[0] is None:
+        kept = self._kept(place)
+        if kept is None or kept.packed is None:
             raise WireError("positions: no activation of this microbatch was on this link")
-        return self.kernels.unpack(packed[0], 1, plan.n)
+        if (kept.shape, kept.k) != (plan.shape, plan.k):
+            raise WireError(
+                f"positions: {plan.k} of each sample of a gradient of shape {list(plan.shape)}, and "
+                f"{kept.k} of an activation of shape {list(kept.shape)}; send the gradient of the activation"
+            )
+        del self.masks[place.microbatch, place.tensor]
+        return self.kernels.unpack(kept.packed, 1, plan.n)
 
     # --- the adaptive level ---------------------------------------------------------------------
 
@@ -224,32 +266,48 @@ class LinkState:
         """Inverse of `state_dict`; entries of other links are left alone.
 
         Raises:
-            WireError: the state lacks an entry.
+            WireError: the state lacks an entry, or one is not what this link would have saved.
         """
         for held in (self._slots, self._buffers, self._detectors, self.masks):
             held.clear()
         for name in sorted(state):
             if name.startswith(self._prefix):
-                self._load_entry(state, name, name.removeprefix(self._prefix).split("/"))
+                self._load_entry(state, name, name.removeprefix(self._prefix))
 
-    def _load_entry(self, state: Mapping[str, Any], name: str, words: list[str]) -> None:
-        direction, tensor = Direction[words[0].upper()], int(words[1])
-        if words[2] == "level":
+    def _load_entry(self, state: Mapping[str, Any], name: str, path: str) -> None:
+        found = ENTRY.fullmatch(path)
+        if found is None:
+            raise WireError(f"wire state: {name} is no entry of a link; start the link without it")
+        direction, tensor = Direction[found["direction"].upper()], int(found["tensor"])
+        if found["level"]:
             detector = self.detector(direction, tensor)
             if detector is not None:
-                detector.set_numbers(np.asarray(state[name]).tolist())
-        elif words[-1] == "ids":
-            rows = _entry(state, name.removesuffix("ids") + "rows")
-            self._sample_buffers(words[3], tensor, rows.shape[1]).load(np.asarray(state[name]), rows)
-        elif words[-1] == "seq":
-            self._slots[words[3], direction, tensor, int(words[2])] = self._loaded(state, name, direction)
+                detector.set_numbers(_level(state, name))
+        elif found["samples"] == "ids":
+            self._load_samples(state, name, found["end"], tensor)
+        elif found["slot"] == "seq":
+            slot = self._loaded(state, name, direction)
+            self._slots[found["slot_end"], direction, tensor, int(found["microbatch"])] = slot
+
+    def _load_samples(self, state: Mapping[str, Any], name: str, end: str, tensor: int) -> None:
+        ids, rows = _entry(state, name), _entry(state, name.removesuffix("ids") + "rows")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or rows.shape[:1] != ids.shape or rows.ndim != 2:
+            raise _misfit(name, f"ids {_title(ids)} and rows {_title(rows)}")
+        if rows.dtype.itemsize != 4:
+            raise _misfit(name, f"rows {_title(rows)}, not F32 patterns")
+        self._sample_buffers(end, tensor, rows.shape[1]).load(ids.astype(np.int64), rows.view(np.uint32))
 
     def _loaded(self, state: Mapping[str, Any], name: str, direction: Direction) -> Slot:
-        seq, *shape = np.asarray(state[name]).tolist()
-        slot, kind = Slot(int(seq), shape=tuple(shape)), self._policy.feedback_of(direction)
+        found = _entry(state, name)
+        if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found) or (found < 0).any():
+            raise _misfit(name, f"{_title(found)}, not a counter and a shape")
+        seq, *shape = found.tolist()
+        slot, kind = Slot(seq, shape=tuple(shape)), self._policy.feedback_of(direction)
         if shape and kind in MEMORIES:
             patterns = _entry(state, name.removesuffix("seq") + "state")
-            as_bytes = np.ascontiguousarray(patterns).view(np.uint8)
+            if patterns.dtype.itemsize != 4 or patterns.size != math.prod(shape):
+                raise _misfit(name, f"a state {_title(patterns)} of shape {shape}")
+            as_bytes = np.ascontiguousarray(patterns).reshape(-1).view(np.uint8)
             array = self.kernels.as_units(self.kernels.from_bytes(as_bytes.copy(), self._like), 4)
             slot.memory = MEMORIES[kind](array)
         return slot
@@ -259,3 +317,18 @@ def _entry(state: Mapping[str, Any], name: str) -> NDArray[Any]:
     if name not in state:
         raise WireError(f"wire state lacks {name}: it is incomplete; start the link without it")
     return np.asarray(state[name])
+
+
+def _level(state: Mapping[str, Any], name: str) -> list[float]:
+    found = _entry(state, name)
+    if found.shape != (N_NUMBERS,) or found.dtype.kind != "f" or not np.isfinite(found[[0, 3]]).all():
+        raise _misfit(name, f"{_title(found)}, not {N_NUMBERS} numbers of a level")
+    return [float(number) for number in found]
+
+
+def _title(array: NDArray[Any]) -> str:
+    return f"{array.dtype} {list(array.shape)}"
+
+
+def _misfit(name: str, what: str) -> WireError:
+    return WireError(f"wire state: {name} holds {what}; start the link without it")

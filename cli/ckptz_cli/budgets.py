@@ -25,7 +25,7 @@ FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
 
 
 def amount_of(text: str) -> tuple[float, bool]:
-    """`1%` is a share of the exact value, `0.01` a difference: the number, and whether it is relative.
+    """Read `1%`, a share of the exact value, or `0.01`, a difference: the number, and whether it is relative.
 
     Raises:
         click.BadParameter: neither.
@@ -42,23 +42,16 @@ def amount_of(text: str) -> tuple[float, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One `--budget`.
+    """One `--budget`."""
 
-    Attributes:
-        text: as it was written.
-        metric: what it is about.
-        max_drop: how much worse it may be.
-        is_relative: whether that is a share of the exact value.
-    """
-
-    text: str
-    metric: str
-    max_drop: float
-    is_relative: bool
+    text: str  # as it was written
+    metric: str  # what it is about
+    max_drop: float  # how much worse it may be
+    is_relative: bool  # whether that is a share of the exact value
 
     @classmethod
     def parse(cls, text: str) -> Wanted:
-        """From the command line.
+        """Read a budget from the command line.
 
         Raises:
             click.BadParameter: it says nothing that can be kept.
@@ -72,7 +65,9 @@ class Wanted:
             raise click.BadParameter(f"{text!r}: {metric} is better when {better}; write {EXAMPLES}")
         number, is_relative = amount_of(written)
         if metric == "top1":
-            return cls(text, metric, _drop_of_top1(text, number), False)
+            if not 0 <= number <= 1:
+                raise click.BadParameter(f"{text!r} cannot be met or broken: top1 is a share from 0 to 1")
+            return cls(text, metric, 1 - number, False)
         if metric == "kl" and is_relative:
             raise click.BadParameter(f"{text!r}: kl of the exact state is 0; give nats, as in 'kl<=5e-3'")
         drop = number if sign == "<=" else -number
@@ -87,12 +82,6 @@ class Wanted:
         return "<=" in self.text
 
 
-def _drop_of_top1(text: str, share: float) -> float:
-    if not 0 <= share <= 1:
-        raise click.BadParameter(f"{text!r} cannot be met or broken: top1 is a share from 0 to 1")
-    return 1 - share
-
-
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """One `--eval`: a function and what it returns."""
@@ -102,7 +91,7 @@ class Evaluation:
 
     @classmethod
     def parse(cls, text: str) -> Evaluation:
-        """From `WHERE`, whose name tells the kind, or from `KIND=WHERE`; loads it, to fail early."""
+        """Read `WHERE`, whose name tells the kind, or `KIND=WHERE`; load it, to fail early."""
         from ckptz.search_run.functions import NamedFunction
 
         kind, equals, where = text.partition("=")
@@ -114,7 +103,7 @@ class Evaluation:
         return cls(kind or (name if name in KINDS else "quality"), function)
 
     def quality(self, n_steps: int | None) -> Any:
-        """What a budget calls."""
+        """Give what a budget calls."""
         from ckptz.search.agreement import Agreement
         from ckptz.search.resumption import ResumeProbe
 
@@ -126,7 +115,7 @@ class Evaluation:
 
 
 def budgets_of(given: Mapping[str, Any]) -> tuple[Budget, ...]:
-    """The budgets that the options ask for.
+    """Make the budgets that the options ask for.
 
     Raises:
         click.UsageError: options that contradict each other.
@@ -140,7 +129,7 @@ def budgets_of(given: Mapping[str, Any]) -> tuple[Budget, ...]:
         return tuple(_single(given, evaluations, qualities))
     for name in ("max_drop", "lower_is_better"):
         if given[name] is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')} contradicts --budget, which says it itself")
+            raise click.UsageError(f"--{name.replace('_', '-')} contradicts --budget; give one of them")
     return _several([Wanted.parse(text) for text in given["budget"]], evaluations, qualities)
 
 
@@ -152,15 +141,13 @@ def _single(
 
     if len(evaluations) > 1:
         raise click.UsageError("--max-drop is the budget of one --eval; of several, each needs a --budget")
-    options: dict[str, Any] = {}
-    if given["max_drop"] is not None:
-        options["max_drop"], options["relative"] = given["max_drop"]
-    if given["lower_is_better"] is not None:
-        options["lower_is_better"] = given["lower_is_better"]
+    drop, relative = given["max_drop"] or (None, None)
+    options = {"max_drop": drop, "relative": relative, "lower_is_better": given["lower_is_better"]}
+    used: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     for one in evaluations:
         if one.kind == "logits":
             raise click.UsageError(f"--eval {one.function.text}: logits need {FROM_LOGITS}")
-    return [Budget(quality, **options) for quality in qualities]
+    return [Budget(quality, **used) for quality in qualities]
 
 
 def _several(
@@ -168,7 +155,12 @@ def _several(
 ) -> tuple[Budget, ...]:
     from ckptz.search.budget import Budget
 
-    _refuse_twice(wanted)
+    seen: dict[tuple[str, bool], Wanted] = {}
+    for one in wanted:
+        other = seen.setdefault((one.metric, one.is_relative), one)
+        if other is not one:
+            what = f"--budget {other.text!r} and {one.text!r} contradict each other"
+            raise click.UsageError(f"{what}; keep one")
     places = [_place_of(one, evaluations) for one in wanted]
     for i, evaluation in enumerate(evaluations):
         if i not in places:
@@ -183,16 +175,6 @@ def _several(
         )
         for one, place in zip(wanted, places, strict=True)
     )
-
-
-def _refuse_twice(wanted: Sequence[Wanted]) -> None:
-    seen: dict[tuple[str, bool], Wanted] = {}
-    for one in wanted:
-        other = seen.setdefault((one.metric, one.is_relative), one)
-        if other is not one:
-            raise click.UsageError(
-                f"--budget {other.text!r} and {one.text!r} contradict each other; keep one"
-            )
 
 
 def _place_of(wanted: Wanted, evaluations: Sequence[Evaluation]) -> int:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptz_cli.methods import MethodCommand
+from ckptz_cli.methods import MethodCommand, options_of_methods
 from ckptz_cli.options import PATH, only_one, writing_options
-from ckptz_cli.search_options import choose, require_budgets, save_plan, search_options
+from ckptz_cli.search_options import NAMES, choose, require_budgets, save_plan, search_options
 from ckptz_cli.search_view import view_of
 from ckptz_cli.session import Session
 
@@ -31,41 +31,43 @@ Examples:
   ckptz compress model.safetensors --eval evaluate.py:loss --max-drop 1%
 
 \b
-A search that is stopped with Ctrl-C writes the best that it found, if anything kept the budget.
-Where nothing keeps it, the file is written without loss and the exit code is 6.
+If no settings keep the budget, the file is written without loss and the exit code is 6.
+Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 """
 
 
 @click.command(cls=MethodCommand, epilog=EPILOG, short_help="Compress checkpoints, by default without loss.")
 @click.argument("inputs", nargs=-1, required=True, type=PATH, metavar="INPUT...")
-@click.option(
-    "-o", "--output", type=PATH, metavar="OUT", help="Output file; a folder if there are several inputs."
-)
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="Output file; for several inputs a folder.")
 @click.option(
     "--base",
     type=PATH,
     multiple=True,
     callback=only_one,
     metavar="FILE",
-    help="Store each input against this checkpoint.",
+    help="Store each input as a delta: what changed since this checkpoint.",
 )
-@click.option("--chain", is_flag=True, help="Store each input against the one before it.")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The training step, to be recorded.")
+@click.option("--chain", is_flag=True, help="Store each input as a delta to the one before it.")
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="Training step, which the file records."
+)
 @search_options
+@click.option("--roles", type=PATH, metavar="FILE", help="TOML file that says which tensors are what.")
 @click.option(
-    "--roles", type=PATH, metavar="FILE", help="TOML rows that name the role or layer type of tensors."
-)
-@click.option(
-    "--optimizer", type=PATH, metavar="FILE", help="Optimizer state to go into the same file as INPUT."
+    "--optimizer", type=PATH, metavar="FILE", help="Optimizer state, stored in the same file as INPUT."
 )
 @click.option(
     "--read-optimizer",
     type=PATH,
     metavar="FILE",
-    help="A checkpoint with Adam's second moments, read to guide lossy methods and not stored.",
+    help="Checkpoint with Adam's second moments, which guide a lossy method. It is not stored.",
 )
-@click.option("--calibration", type=PATH, metavar="FILE", help="grid: what ckptz.hooks.Calibration saved.")
-@click.option("--sensitivity", type=PATH, metavar="FILE", help="What ckptz.hooks.SensitivityTracker saved.")
+@click.option(
+    "--calibration", type=PATH, metavar="FILE", help="grid: layer inputs that ckptz.hooks.Calibration saved."
+)
+@click.option(
+    "--sensitivity", type=PATH, metavar="FILE", help="Gradients that ckptz.hooks.SensitivityTracker saved."
+)
 @writing_options
 @click.pass_obj
 def compress(
@@ -73,23 +75,13 @@ def compress(
     /,
     inputs: tuple[Path, ...],
     output: Path | None,
-    base: Path | None,
-    chain: bool,
-    step: int | None,
     roles: Path | None,
-    optimizer: Path | None,
-    read_optimizer: Path | None,
-    calibration: Path | None,
-    sensitivity: Path | None,
-    jobs: int | None,
-    force: bool,
-    search_path: tuple[Path, ...],
-    **lossy: Any,
+    **given: Any,
 ) -> None:
-    """Compress checkpoints, without loss unless a method is named.
+    """Compress checkpoints. Nothing is lost unless you name a method or a budget.
 
     INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
-    folder of torch.distributed.checkpoint. The output is INPUT with the suffix .ckptz, or OUT.
+    folder of torch.distributed.checkpoint. The output is OUT, or INPUT with the suffix .ckptz.
     """
     import ckptz
     from ckptz_cli.render import compressed_line, total_line
@@ -99,30 +91,22 @@ def compress(
         for note in report.notes:
             session.note(f"{report.output}: {note}")
 
-    with view_of(lossy) as view:
-        chosen = choose(lossy, view.on_trial)
+    lossy = {name: given.pop(name) for name in ("method", *options_of_methods(), *NAMES)}
+    with view_of(lossy) as (progress, on_trial):
+        config, search = choose(lossy, on_trial)
         reports = ckptz.compress(
             inputs,
             output,
-            config=chosen.config,
-            search=chosen.search,
-            base=base,
-            chain=chain,
-            step=step,
-            optimizer=optimizer,
-            read_optimizer=read_optimizer,
-            calibration=calibration,
-            sensitivity=sensitivity,
+            config=config,
+            search=search,
             role_rules=_rules_in(roles) if roles else (),
-            jobs=jobs,
-            force=force,
-            search_path=search_path,
-            progress=view.progress,
+            progress=progress,
             on_report=show,
+            **given,
         )
     if len(reports) > 1:
         session.say(total_line(reports))
-    save_plan(session, lossy["save_plan"], chosen, reports)
+    save_plan(session, lossy["save_plan"], config, reports)
     require_budgets(reports)
 
 

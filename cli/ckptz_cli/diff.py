@@ -24,7 +24,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG, short_help="Say what changed between two checkpoints.")
+@click.command(epilog=EPILOG, short_help="Show what changed between two checkpoints.")
 @click.argument("first", metavar="A", type=PATH)
 @click.argument("second", metavar="B", type=PATH)
 @click.option("--top", type=click.IntRange(min=0), metavar="N", help="Show only the first N tensors.")
@@ -33,9 +33,10 @@ Examples:
     type=click.Choice(["change", "max", "share", "name"]),
     default="change",
     show_default=True,
-    help="By rms change relative to rms, largest change, share of changed elements, or name.",
+    help="change: by rms change relative to rms; max: by largest change; share: by share of changed "
+    "elements; name: by name.",
 )
-@click.option("--exit-code", is_flag=True, help=f"End with {DIFFERENT} if the tensors differ.")
+@click.option("--exit-code", is_flag=True, help=f"End with exit code {DIFFERENT} if the tensors differ.")
 @jobs_option
 @search_path_option
 @json_option
@@ -51,10 +52,10 @@ def diff(
     jobs: int | None,
     search_path: tuple[Path, ...],
 ) -> None:
-    """Say what changed from checkpoint A to checkpoint B, tensor by tensor.
+    """Show what changed from checkpoint A to checkpoint B, tensor by tensor.
 
-    Each may be a .ckptz, .safetensors or torch file, or a folder of shards. Chunks that are equal by their
-    checksums are not decoded twice. Ends with 0 also where they differ, unless --exit-code is given.
+    Each may be a .ckptz, .safetensors or torch file, or a folder of shards. The exit code is 0 even if they
+    differ, unless --exit-code is given.
     """
     import ckptz
     from ckptz_cli.render_chains import diffed_text

@@ -1,12 +1,13 @@
 """Errors as one line and an exit code by cause; no library module loads before something failed.
 
 0 ok    1 internal    2 usage    3 damaged    4 unsupported    5 missing file or base
-6 budget not met    7 I/O    10 checkpoints differ, if asked for    130 interrupted
+6 budget not met    7 I/O    10 checkpoints differ, if asked for or by resume-check    130 interrupted
 """
 
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,22 +33,25 @@ class Failure:
     exit_code: int
     kind: str
     message: str
+    differences: tuple[str, ...] = ()
 
 
 def printable(text: str) -> str:
-    """The text with control characters and what else does not print written as escapes."""
+    """Write control characters, and what else does not print, as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Exit code and one line of text for any error."""
+    """Give the exit code and one line of text for any error."""
     code, message = _explain(error)
-    return Failure(code, type(error).__name__, printable(message))
+    return Failure(code, type(error).__name__, printable(message), getattr(error, "differences", ()))
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, click.ClickException):
-        return USAGE, _usage_text(error)
+        context = getattr(error, "ctx", None)
+        where = f"; see {context.command_path} --help" if context is not None else ""
+        return USAGE, " ".join(error.format_message().split()).rstrip(".") + where
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, "interrupted"
     if isinstance(error, OSError):
@@ -56,10 +60,6 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return INTERNAL, "out of memory; try --jobs 1"
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return USAGE, "this needs torch; install it with: pip install 'ckptz[torch]'"
-    return _explain_library_error(error)
-
-
-def _explain_library_error(error: BaseException) -> tuple[int, str]:
     from safetensors import SafetensorError
 
     if isinstance(error, SafetensorError):  # CkptzError is one, and knows its code
@@ -68,18 +68,10 @@ def _explain_library_error(error: BaseException) -> tuple[int, str]:
 
 
 def _explain_os_error(error: OSError) -> tuple[int, str]:
-    where = f"{_text(error.filename)}: " if error.filename is not None else ""
+    where = "" if error.filename is None else f"{error.filename}: "
+    if isinstance(error.filename, bytes):
+        where = f"{os.fsdecode(error.filename)}: "
     if isinstance(error, FileNotFoundError):
         return MISSING, f"{where}no such file or folder; check the path" if where else str(error)
     remedy = _REMEDIES.get(error.errno or 0)
     return IO, f"{where}{error.strerror or error}" + (f"; {remedy}" if remedy else "")
-
-
-def _text(filename: str | bytes | int) -> str:
-    return filename.decode(errors="surrogateescape") if isinstance(filename, bytes) else str(filename)
-
-
-def _usage_text(error: click.ClickException) -> str:
-    context = getattr(error, "ctx", None)
-    where = f"; see {context.command_path} --help" if context is not None else ""
-    return " ".join(error.format_message().split()).rstrip(".") + where

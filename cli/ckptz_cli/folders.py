@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckptz.errors import CkptzError
+from ckptz.commands.seal import SEAL_NAME
+from ckptz.errors import CkptzError, ConfigError
 from ckptz.store.verify_store import checkpoint_files, leftovers, mismatched_pairs
 from ckptz_cli.session import Session
 
 
 def expanded(paths: Iterable[Path], session: Session) -> Iterator[Path]:
-    """Files as they are, of folders all checkpoints; a folder without any is reported as a failure."""
+    """Give files and sealed folders as they are, of folders all checkpoints; one without any is a failure."""
     for path in paths:
-        if not path.is_dir():
+        has_seal = (path / SEAL_NAME).is_file()
+        if has_seal or not path.is_dir():
             yield path
-            continue
         try:
-            yield from checkpoint_files(path)
+            yield from checkpoint_files(path) if path.is_dir() else ()
         except (CkptzError, OSError) as error:
-            session.add_failure(str(path), error)
+            if not (has_seal and isinstance(error, ConfigError)):
+                session.add_failure(str(path), error)
 
 
 def report_folders(paths: Iterable[Path], session: Session) -> None:
-    """What is wrong with the folders as such."""
+    """Say what is wrong with the folders as such."""
     for folder in filter(Path.is_dir, paths):
         for file, error in mismatched_pairs(folder):
             session.add_failure(str(file), error)
         if left := leftovers(folder):
-            session.note(f"{folder}: {len(left)} files of a killed writer; ckptz prune removes them")
+            session.note(f"{folder}: {len(left)} unfinished files; ckptz prune removes them")

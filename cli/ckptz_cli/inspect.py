@@ -25,10 +25,10 @@ Examples:
 @debug_option
 @click.pass_obj
 def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path, ...]) -> None:
-    """Say what a .ckptz file holds, without decoding it.
+    """Show what a .ckptz file holds, without decoding it.
 
-    Shows format and writer, identity, chain, metadata, sizes, and how each tensor is stored. Works where
-    the base is missing.
+    That is its format, content id, chain, metadata, sizes, what was promised and measured, and how tensors
+    are stored. It works even if the base is missing.
     """
     import ckptz
     from ckptz_cli.render import inspected_text

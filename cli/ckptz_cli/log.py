@@ -17,17 +17,17 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG, short_help="Show the checkpoints of a folder and their bases.")
+@click.command(epilog=EPILOG, short_help="List the checkpoints of a folder and their bases.")
 @click.argument("folder", type=PATH, default=Path(), metavar="[DIR]")
 @search_path_option
 @json_option
 @debug_option
 @click.pass_obj
 def log(session: Session, folder: Path, search_path: tuple[Path, ...]) -> None:
-    """Show the checkpoints of a folder, each behind the one it is stored against.
+    """List the checkpoints of a folder, each below the one it is stored against.
 
-    Reads headers and indexes only. Files that cannot be read and bases that are not here are shown as
-    such; the first of them decides the exit code. DIR is the working folder by default.
+    DIR is the working folder by default. Nothing is decoded. Files that cannot be read and bases that are
+    missing are listed too; the first of them decides the exit code.
     """
     import ckptz
     from ckptz_cli.render_chains import logged_text

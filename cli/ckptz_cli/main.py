@@ -16,17 +16,16 @@ from typing import Any, Final, NoReturn
 import click
 
 from ckptz._version import __version__
-from ckptz_cli.apply import apply
 from ckptz_cli.compress import compress
+from ckptz_cli.deltas import apply, export, fold, rebase
 from ckptz_cli.diff import diff
-from ckptz_cli.export import export
-from ckptz_cli.fold import fold
 from ckptz_cli.inspect import inspect
 from ckptz_cli.log import log
 from ckptz_cli.options import debug_option, json_option
 from ckptz_cli.prune import prune
-from ckptz_cli.rebase import rebase
 from ckptz_cli.restore import restore
+from ckptz_cli.resume_check import resume_check
+from ckptz_cli.seal import seal
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
 
@@ -38,13 +37,13 @@ Examples:
   ckptz compress model.safetensors
   ckptz compress step-2.safetensors --base step-1.ckptz
   ckptz restore model.ckptz -o restored.safetensors
-  ckptz inspect model.ckptz --tensors
   ckptz verify model.ckptz --against model.safetensors
 
 \b
 Exit codes:
-  0 ok, 1 internal, 2 usage, 3 damaged, 4 unsupported, 5 missing file or base,
-  6 budget not met (lossless written), 7 I/O, 10 checkpoints differ (diff --exit-code), 130 interrupted
+  0 done, 1 an error in ckptz, 2 wrong usage, 3 damaged file, 4 unsupported, 5 file or base missing,
+  6 budget not kept (written without loss), 7 disk, 10 differ (diff --exit-code, resume-check),
+  130 interrupted
 """
 
 
@@ -61,6 +60,11 @@ class Program(click.Group):
             except Exception as error:
                 session.fail(error)
             sys.exit(session.finish())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List the verbs in the order of their use, not of the alphabet."""
+        del ctx
+        return list(self.commands)
 
 
 @contextlib.contextmanager
@@ -104,12 +108,26 @@ def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) ->
 @json_option
 @debug_option
 def main() -> None:
-    """Compress training checkpoints, bit for bit, and get them back.
+    """Make training checkpoints smaller, and get them back.
 
-    A .ckptz file is smaller than its .safetensors file and restores to exactly the same tensors; stored
-    against an earlier checkpoint it is smaller still.
+    By default every bit comes back. Stored against an earlier checkpoint, a file is smaller still; with a
+    method or a budget it is lossy and many times smaller. `ckptz VERB --help` says more.
     """
 
 
-for _verb in (compress, restore, inspect, verify, log, diff, rebase, prune, fold, apply, export):
+for _verb in (
+    compress,
+    restore,
+    inspect,
+    verify,
+    seal,
+    log,
+    diff,
+    resume_check,
+    rebase,
+    prune,
+    fold,
+    apply,
+    export,
+):
     main.add_command(_verb)

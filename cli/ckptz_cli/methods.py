@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 NEXT: Final = "eval"  # the option before which those of methods stand in the help
 
 
-@functools.cache
 def options_of_methods() -> Mapping[str, tuple[str, Option]]:
     """Give the options of all methods by their keyword, each with the name of its method."""
     from ckptz.methods.table import METHODS
@@ -53,16 +52,16 @@ def _click_option(method: str, option: Option) -> click.Option:
     )
 
 
-@functools.cache
-def _params() -> tuple[click.Parameter, ...]:
+@functools.cache  # click looks a parameter up by identity
+def _params(methods: tuple[str, ...]) -> tuple[click.Parameter, ...]:
     """Make the options of all methods; they arrive as one keyword each."""
-    from ckptz.methods.table import AUTO, METHODS
+    from ckptz.methods.table import AUTO
 
-    first, *others = METHODS
+    first, *others = methods
     method = click.Option(
         ["--method"],
         type=click.Choice((first, "auto", *others)),
-        help=f"{', '.join(METHODS)}, or auto, which is {AUTO} (default lossless).",
+        help=f"How tensors become smaller; auto is {AUTO} (default lossless).",
     )
     return method, *(_click_option(name, option) for name, option in options_of_methods().values())
 
@@ -71,10 +70,11 @@ class MethodCommand(click.Command):
     """A command that takes the options of all methods as well."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """See `click.Command.get_params`."""
+        from ckptz.methods.table import METHODS
+
         own = super().get_params(ctx)
         at = [param.name for param in own].index(NEXT)
-        return [*own[:at], *_params(), *own[at:]]
+        return [*own[:at], *_params(tuple(METHODS)), *own[at:]]
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:

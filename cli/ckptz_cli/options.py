@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -13,7 +12,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator; the help lists them in this order."""
+    """Make one decorator of several options; the help lists them in this order."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -26,45 +25,39 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 class _Path(click.Path):
     """A path; an empty one, as an unset variable gives, is not taken for the working folder."""
 
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("a path is empty", param, ctx)
         return super().convert(value, param, ctx)
 
 
 PATH: Final = _Path(path_type=Path)
+COUNT: Final = click.IntRange(min=1)
 
 
 def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...]) -> Path | None:
-    """Callback of an option that may be repeated, but with one value only: the last would win unsaid."""
+    """Refuse a second value of an option, of which click would take the last one unsaid."""
     if len(set(values)) > 1:
-        raise click.BadParameter(f"{values[0]} and {values[-1]}: there can be one only", param=param)
+        raise click.BadParameter(f"{values[0]} and {values[-1]}: give only one of them", param=param)
     return values[0] if values else None
 
 
 # Read from the command line by `Session`, so that they work before or after the verb.
 debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+    "--debug", is_flag=True, expose_value=False, help="Show where an error was raised."
 )
 json_option = click.option(
-    "--json", is_flag=True, expose_value=False, help="Print one JSON object on stdout."
+    "--json", is_flag=True, expose_value=False, help="Print the report as one JSON object on stdout."
 )
 
-jobs_option = click.option(
-    "--jobs", type=click.IntRange(min=1), metavar="N", help="Threads; by default all cores."
-)
+jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
 search_path_option = click.option(
     "--search-path",
     type=PATH,
     multiple=True,
     metavar="DIR",
-    help="A folder to look for bases in, after the file's own; may be given several times.",
+    help="Look for bases in this folder too, after the file's own; repeatable.",
 )
 
 # What every verb has that writes a file, at the end of its help.

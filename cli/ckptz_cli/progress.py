@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody looks; a stream that was closed before the start is None."""
+    """Tell whether somebody looks; a stream that was closed before the start is None."""
     return stream is not None and stream.isatty()
 
 
@@ -28,45 +28,33 @@ class _Bar:
         self._task: rich.progress.TaskID | None = None
 
     def start(self, name: str, n_bytes: int) -> None:
-        """A file of this many tensor bytes comes next."""
+        """Begin a file of this many tensor bytes."""
         if self._task is not None:
             self._display.remove_task(self._task)
         self._task = self._display.add_task(printable(name), total=n_bytes)
 
     def advance(self, n_bytes: int) -> None:
-        """So many more are done."""
+        """Add bytes that are done."""
         if self._task is not None:
             self._display.advance(self._task, n_bytes)
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr if that is a terminal."""
+    """Draw a bar on stderr if that is a terminal."""
     from ckptz.progress import SILENT
 
     if not is_terminal(sys.stderr):
         yield SILENT
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
     columns = (
-        TextColumn("{task.description}", markup=False),
-        *(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()),
+        bars.TextColumn("{task.description}", markup=False),
+        *(bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()),
     )
     # Results printed meanwhile go above the bar, unless they go somewhere else altogether.
-    display = Progress(
-        *columns,
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=is_terminal(sys.stdout),
-    )
-    with display:
+    console, is_shown = Console(stderr=True), is_terminal(sys.stdout)
+    with bars.Progress(*columns, console=console, transient=True, redirect_stdout=is_shown) as display:
         yield _Bar(display)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, json_option
+from ckptz_cli.options import COUNT, PATH, debug_option, json_option
 from ckptz_cli.session import Session
 
 EPILOG = """\b
@@ -17,19 +17,23 @@ Examples:
   ckptz prune run --after 5000
 """
 
-COUNT = click.IntRange(min=1)
-
 
 @click.command(epilog=EPILOG)
 @click.argument("folder", type=PATH, metavar="DIR")
 @click.option("--keep-last", type=COUNT, metavar="N", help="Keep the N newest steps.")
 @click.option("--keep-every", type=COUNT, metavar="K", help="Keep steps that are multiples of K.")
 @click.option("--keep-best", type=COUNT, metavar="N", help="Keep the N steps with the best metric.")
-@click.option("--higher-is-better", is_flag=True, help="The best metric is the highest, not the lowest.")
+@click.option(
+    "--higher-is-better", is_flag=True, help="With --keep-best: higher metrics are better (default lower)."
+)
 @click.option("--keep-weights-last", type=COUNT, metavar="N", help="Keep the weights of the N newest steps.")
-@click.option("--keep-weights-every", type=COUNT, metavar="K", help="Keep the weights of multiples of K.")
-@click.option("--after", type=click.IntRange(min=0), metavar="STEP", help="First remove all later steps.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option(
+    "--keep-weights-every", type=COUNT, metavar="K", help="Keep the weights of steps that are multiples of K."
+)
+@click.option(
+    "--after", type=click.IntRange(min=0), metavar="STEP", help="First remove all steps after this one."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @json_option
 @debug_option
 @click.pass_obj
@@ -45,13 +49,13 @@ def prune(
     after: int | None,
     dry_run: bool,
 ) -> None:
-    """Remove steps of a training run that no rule keeps.
+    """Remove the steps of a training run that no rule keeps.
 
-    A file that kept ones are stored against stays, hidden, until they go too. The newest step always
-    stays. Without rules, only what killed writers left is removed.
+    The newest step always stays. A file that other files are still stored against is hidden, and removed
+    when they are. Without rules, only unfinished files of killed writers are removed.
     """
     from ckptz.store.retention import keep_policy, prune_folder
-    from ckptz_cli.render_store import pruned_text
+    from ckptz_cli.render_chains import pruned_text
 
     policy = keep_policy(
         steps=(keep_last, keep_every, keep_best),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from rich.table import Table
@@ -11,6 +12,7 @@ from rich.table import Table
 from ckptz.commands.compress import CompressReport
 from ckptz.commands.inspect import InspectReport, TensorReport
 from ckptz.commands.restore import RestoreReport
+from ckptz.commands.seal import SealReport
 from ckptz.commands.verify import VerifyReport
 from ckptz.container.index import QualityRecord
 from ckptz_cli.errors import printable
@@ -21,7 +23,7 @@ LONGEST_VALUE: Final = 100  # characters of a metadata value
 
 
 def size(n_bytes: float) -> str:
-    """A number of bytes in decimal units."""
+    """Write a number of bytes in decimal units."""
     for unit in UNITS[:-1]:
         if n_bytes < 999.5:
             return f"{n_bytes:.3g} {unit}" if unit != "B" else f"{n_bytes:.0f} B"
@@ -30,11 +32,13 @@ def size(n_bytes: float) -> str:
 
 
 def ratio(stored_bytes: int, tensor_bytes: int) -> str:
-    """Stored size by decoded size, with both named."""
+    """Write stored size by decoded size, in bytes, with both named."""
     if not tensor_bytes:
         return "no tensor bytes"
-    times = f"{tensor_bytes / stored_bytes:.3g}x" if stored_bytes else "-"
-    return f"{stored_bytes / tensor_bytes:.4f} of the tensors' bytes, {times}"
+    share = f"{stored_bytes / tensor_bytes:.4f} of raw"
+    if stored_bytes > tensor_bytes:
+        return f"{stored_bytes / tensor_bytes:.3g}x larger, {share}"
+    return f"{tensor_bytes / stored_bytes:.3g}x smaller, {share}" if stored_bytes else share
 
 
 def _pace(n_bytes: int, seconds: float) -> str:
@@ -42,8 +46,8 @@ def _pace(n_bytes: int, seconds: float) -> str:
 
 
 def compressed_line(report: CompressReport) -> str:
-    """What one input became."""
-    against = f", {report.n_deltas} tensors against {printable(report.base)}" if report.base else ""
+    """Say what one input became."""
+    against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
     lossy = f", {report.n_lossy} of them lossy with {_promise(report)}" if report.n_lossy else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} -> {size(report.stored_bytes)} "
@@ -53,14 +57,13 @@ def compressed_line(report: CompressReport) -> str:
 
 
 def _promise(report: CompressReport) -> str:
-    """What was measured of the budgets that the file was searched for."""
     if report.search is None or not report.search.quality:
         return "no promise, errors in inspect"
     return "; ".join(map(quality_text, report.search.quality))
 
 
 def quality_text(record: QualityRecord) -> str:
-    """A budget and what was measured; an error that stands in for a quality is called a proxy."""
+    """Say what was measured of a budget; an error that stands in for a quality is called a proxy."""
     if record.promise == "rmse":
         kept = f"{record.measured:.4g} of at most {record.max_drop:.4g}"
         return f"no promise of quality, {printable(record.metric)} {kept}"
@@ -75,14 +78,14 @@ def quality_text(record: QualityRecord) -> str:
 
 
 def total_line(reports: Sequence[CompressReport]) -> str:
-    """All inputs together."""
+    """Sum up all inputs."""
     n_bytes, stored = sum(r.tensor_bytes for r in reports), sum(r.stored_bytes for r in reports)
     sizes = f"{size(n_bytes)} -> {size(stored)} ({ratio(stored, n_bytes)})"
     return f"{len(reports)} files: {sizes}, {_pace(n_bytes, sum(r.seconds for r in reports))}"
 
 
 def restored_line(report: RestoreReport) -> str:
-    """What was restored."""
+    """Say what was restored."""
     chain = f" in a chain of {report.n_files} files" if report.n_files > 1 else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} in {report.n_tensors} tensors from "
@@ -92,31 +95,36 @@ def restored_line(report: RestoreReport) -> str:
 
 
 def verified_line(report: VerifyReport) -> str:
-    """What was found to be right."""
+    """Say what was found to be right."""
+    if report.seal is not None:
+        return (
+            f"{printable(report.file)}: ok, as sealed; {report.n_sealed_files} files and all "
+            f"{report.n_tensors} tensors match {printable(report.seal)}, {report.seconds:.2f} s"
+        )
     chain = f" of {len(report.chain) + 1} files" if report.chain else ""
-    same = _agreement(report)
+    same = f", bit for bit {printable(report.against)}" if report.against else ""
+    within = f" but for {report.n_lossy} lossy tensors within their recorded errors"
     return (
-        f"{printable(report.file)}: ok{same}; {report.n_chunks} stored chunks{chain} and all "
-        f"{report.n_tensors} tensors match their checksums, "
+        f"{printable(report.file)}: ok{same}{within if same and report.n_lossy else ''}; {report.n_chunks} "
+        f"stored chunks{chain} and all {report.n_tensors} tensors match their checksums, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
 
 
-def _agreement(report: VerifyReport) -> str:
-    """How the file agrees with the original it was compared with."""
-    if not report.against:
-        return ""
-    if not report.n_lossy:
-        return f", bit for bit {printable(report.against)}"
-    within = f"{report.n_lossy} lossy tensors within their recorded errors"
-    return f", bit for bit {printable(report.against)} but for {within}"
+def sealed_line(report: SealReport) -> str:
+    """Say what was sealed."""
+    return (
+        f"{printable(report.seal)}: {report.n_files} files with {report.n_tensors} tensors, "
+        f"{_pace(report.file_bytes, report.seconds)}"
+    )
 
 
 def inspected_text(report: InspectReport, *, with_tensors: bool) -> str:
-    """Tables: the file, its metadata, its chain, how it is stored, and, if asked for, every tensor."""
+    """Draw the file, its metadata, its chain, how it is stored and, if asked for, every tensor as tables."""
     parts = [facts_table(_file_facts(report))]
     if report.metadata:
-        parts.append(facts_table([(f"metadata {k}", _short(v)) for k, v in report.metadata.items()]))
+        shown = {name: _cut(value) for name, value in report.metadata.items()}
+        parts.append(facts_table((f"metadata {name}", value) for name, value in shown.items()))
     if report.depth:
         parts.append(_chain_table(report))
     parts.append(_methods_table(report.tensors))
@@ -167,57 +175,35 @@ def _methods_table(tensors: Sequence[TensorReport]) -> Table:
     groups: dict[tuple[str, str, str], list[TensorReport]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.predictor, tensor.mode), []).append(tensor)
-    table = table_of(
-        "dtype", "predictor", "mode", "tensors", "bytes", "stored", "ratio", "bits/element", "coders"
-    )
+    headings = ("dtype", "predictor", "mode", "tensors", "bytes", "stored", "ratio", "bits/element", "coders")
+    table = table_of(*headings)
     for (dtype, predictor, mode), members in groups.items():
         n_bytes, stored = sum(t.tensor_bytes for t in members), sum(t.stored_bytes for t in members)
         bits = [t.bits_per_element for t in members if t.bits_per_element is not None]
         n_elements = sum(t.stored_bytes * 8 / t.bits_per_element for t in members if t.bits_per_element)
         numbers = (size(n_bytes), size(stored), _times(n_bytes, stored))
         per_element = f"{stored * 8 / n_elements:.3f}" if bits and n_elements else "-"
-        shares = _merged_shares(members)
-        add_row(table, dtype, predictor, mode, str(len(members)), *numbers, per_element, _share_text(shares))
+        sums: Counter[str] = Counter()
+        for t in members:
+            sums.update({coder: share * t.stored_bytes for coder, share in t.coders.items()})
+        shares = _share_text({coder: n / sums.total() for coder, n in sums.most_common() if sums.total()})
+        add_row(table, dtype, predictor, mode, str(len(members)), *numbers, per_element, shares)
     return table
 
 
-def _merged_shares(tensors: Iterable[TensorReport]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for tensor in tensors:
-        for coder, share in tensor.coders.items():
-            sums[coder] = sums.get(coder, 0.0) + share * tensor.stored_bytes
-    total = sum(sums.values())
-    return {coder: n / total for coder, n in sorted(sums.items(), key=lambda item: -item[1]) if total}
-
-
 def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
-    names = (
-        "tensor",
-        "layer",
-        "dtype",
-        "shape",
-        "stored",
-        "ratio",
-        "bits/element",
-        "predictor",
-        "mode",
-        "coders",
-    )
+    headings = ("tensor", "layer", "dtype", "shape", "stored", "ratio", "bits/element")
     losses = ("loss",) if any(tensor.lossy for tensor in tensors) else ()
-    table = table_of(*names, "slice decodes", *losses)
+    table = table_of(*headings, "predictor", "mode", "coders", "slice decodes", *losses)
     for tensor in tensors:
         bits = "-" if tensor.bits_per_element is None else f"{tensor.bits_per_element:.3f}"
         numbers = (size(tensor.stored_bytes), _times(tensor.tensor_bytes, tensor.stored_bytes), bits)
         method = (tensor.predictor, tensor.mode, _share_text(tensor.coders))
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         ends = (_slice_cost(tensor), *(_loss_text(tensor) for _ in losses))
-        add_row(table, tensor.name, _layer(tensor), tensor.dtype, shape, *numbers, *method, *ends)
+        layer = tensor.layer_type if tensor.role == "weight" else f"{tensor.layer_type} {tensor.role}"
+        add_row(table, tensor.name, layer, tensor.dtype, shape, *numbers, *method, *ends)
     return table
-
-
-def _layer(tensor: TensorReport) -> str:
-    """Its layer type, and of optimizer state what it is."""
-    return tensor.layer_type if tensor.role == "weight" else f"{tensor.layer_type} {tensor.role}"
 
 
 def _loss_text(tensor: TensorReport) -> str:
@@ -228,15 +214,12 @@ def _loss_text(tensor: TensorReport) -> str:
     error = f"{loss.rms_error / loss.rms:.2%}" if loss.rms else f"{loss.rms_error:.2g}"
     n = max(math.prod(tensor.shape), 1)
     shares = f"pruned {loss.n_pruned / n:.2%}, protected {loss.n_protected / n:.2%}"
+    # What is off or zero goes without saying.
+    settings = (f"{name.replace('_', ' ')} {value}" for name, value in loss.settings.items() if value)
     return (
-        f"{loss.method}, {loss.layer_type}, {_settings_text(loss.settings)}, {shares}, "
+        f"{loss.method}, {loss.layer_type}, {', '.join(settings)}, {shares}, "
         f"promise {loss.promise}, rms error {error} of rms, largest {loss.max_abs_error:.3g}"
     )
-
-
-def _settings_text(settings: Mapping[str, float | bool | str]) -> str:
-    """What was asked of a method; what is off or zero goes without saying."""
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value)
 
 
 def _slice_cost(tensor: TensorReport) -> str:
@@ -254,5 +237,5 @@ def _share_text(shares: dict[str, float]) -> str:
     return ", ".join(f"{coder} {share:.0%}" for coder, share in shares.items() if share >= 0.005) or "-"
 
 
-def _short(text: str) -> str:
+def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"

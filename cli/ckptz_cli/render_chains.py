@@ -1,4 +1,4 @@
-"""Reports of `log`, `rebase` and `diff` as text."""
+"""Reports as text: of `log`, `prune`, `diff`, `resume-check` and the verbs of deltas."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckptz.commands.diff import DiffReport, TensorDiff
+from ckptz.commands.fold import DeltaReport
 from ckptz.commands.log import LogEntry, LogReport
 from ckptz.commands.rebase import RebaseReport
+from ckptz.commands.resume_check import FirstDifference, ResumeReport
 from ckptz.container.index import QualityRecord
+from ckptz.store.retention import PruneReport
 from ckptz_cli.errors import printable
 from ckptz_cli.progress import is_terminal
 from ckptz_cli.render import ratio, size
@@ -24,16 +27,13 @@ _BLANKS: Final = ("  ",) * 4
 
 
 def logged_text(report: LogReport) -> str:
-    """The tree of a folder as a table, and a total."""
-    lines = _LINES if is_terminal(sys.stdout) and _is_unicode() else _BLANKS
+    """Draw the tree of a folder as a table, with a total."""
+    is_drawn = is_terminal(sys.stdout) and (sys.stdout.encoding or "").lower().startswith("utf")
+    lines = _LINES if is_drawn else _BLANKS
     table = table_of("checkpoint", "step", "kind", "size", "ratio", "depth", "lossy", "quality", "")
     for guide, entry in zip(_guides(report.entries, lines), report.entries, strict=True):
         add_row(table, f"{guide}{entry.file}", *_cells(entry))
     return f"{drawn(table)}\n\n{_log_total(report)}" if report.entries else _log_total(report)
-
-
-def _is_unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
 def _guides(entries: Sequence[LogEntry], lines: tuple[str, ...]) -> list[str]:
@@ -71,20 +71,33 @@ def _quality_text(record: QualityRecord) -> str:
 
 def _log_total(report: LogReport) -> str:
     sizes = f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"
-    problems = [
-        f"{n} {what}"
-        for n, what in ((report.n_broken, "cannot be read"), (report.n_missing, "bases missing"))
-        if n
-    ]
+    counts = ((report.n_broken, "cannot be read"), (report.n_missing, "bases missing"))
+    problems = [f"{n} {what}" for n, what in counts if n]
     what = sizes if report.n_files else "no .ckptz file that can be read"
     return ", ".join([f"{printable(report.folder)}: {report.n_files} files, {what}", *problems])
 
 
-# --- rebase -------------------------------------------------------------------------------------
+def pruned_text(report: PruneReport) -> str:
+    """Say what a prune did, a line for each file that goes and one for all."""
+    verb = "would remove" if report.dry_run else "removed"
+    lines = [f"{verb} {name}" for name in report.removed]
+    counts = [f"{len(report.steps)} steps"]
+    if report.weights_only:
+        counts.append(f"{len(report.weights_only)} more of which the weights stay")
+    if report.hidden:
+        counts.append(f"{len(report.hidden)} hidden files that these are stored against")
+    lines.append(
+        f"{printable(report.folder)}: keeps {', '.join(counts)}, {size(report.kept_bytes)}; "
+        f"{verb} {len(report.removed)} files, {size(report.removed_bytes)}"
+    )
+    return "\n".join(lines)
+
+
+# --- deltas -------------------------------------------------------------------------------------
 
 
 def rebased_line(report: RebaseReport) -> str:
-    """What became of a file."""
+    """Say what became of a file that was to stand alone."""
     output = printable(report.output)
     if not report.is_changed:
         return f"{output}: stands alone already, nothing was written"
@@ -94,11 +107,38 @@ def rebased_line(report: RebaseReport) -> str:
     return f"{output}: {within}, {sizes}, read back and right, {report.seconds:.2f} s"
 
 
+def folded_line(report: DeltaReport) -> str:
+    """Say what a fold wrote."""
+    against = f"from {printable(report.base)}" if report.base else "which stands alone"
+    n_deltas = f"{report.n_deltas} of {report.n_tensors} tensors {against}"
+    return f"{_written(report)}, {n_deltas}, {report.seconds:.2f} s"
+
+
+def exported_line(report: DeltaReport) -> str:
+    """Say what an export wrote."""
+    return f"{_written(report)}, {report.n_tensors} tensors, needs no other file, {report.seconds:.2f} s"
+
+
+def applied_line(report: DeltaReport) -> str:
+    """Say what became of a file that a delta was applied to."""
+    what = f"{report.n_tensors} tensors, {size(report.tensor_bytes)}"
+    return (
+        f"{printable(report.output)}: {printable(report.input)} on {printable(report.base or '')}, {what}, "
+        f"all checksums match, {report.seconds:.2f} s"
+    )
+
+
+def _written(report: DeltaReport) -> str:
+    step = "" if report.step is None else f"step {report.step}, "
+    n_bytes = f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"
+    return f"{printable(report.output)}: {step}{n_bytes}"
+
+
 # --- diff ---------------------------------------------------------------------------------------
 
 
 def diffed_text(report: DiffReport) -> str:
-    """The tensors that differ as a table, and a total."""
+    """Draw the tensors that differ as a table, with a total."""
     shown = [diff for diff in report.tensors if diff.kind != "equal"]
     total = _diff_total(report)
     if not shown:
@@ -117,13 +157,11 @@ def diffed_text(report: DiffReport) -> str:
 
 def _names(diff: TensorDiff) -> tuple[str, ...]:
     dtypes = dict.fromkeys(filter(None, (diff.dtype_a, diff.dtype_b)))
-    shapes = dict.fromkeys(_shape(s) for s in (diff.shape_a, diff.shape_b) if s is not None)
+    shapes = dict.fromkeys(
+        "x".join(map(str, s)) or "scalar" for s in (diff.shape_a, diff.shape_b) if s is not None
+    )
     what = f"{diff.kind}, {diff.n_not_finite} not finite" if diff.n_not_finite else diff.kind
     return diff.name, what, " -> ".join(dtypes), " -> ".join(shapes)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def _share(value: float | None) -> str:
@@ -151,3 +189,38 @@ def _diff_total(report: DiffReport) -> str:
     if report.max_change is not None:
         parts.append(f"largest {_number(report.max_change)}")
     return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{metadata}"
+
+
+# --- resume-check -------------------------------------------------------------------------------
+
+
+def resumed_line(report: ResumeReport) -> str:
+    """Say what differs first, or that nothing does."""
+    names = f"{printable(report.first)} and {printable(report.second)}"
+    first = report.difference
+    if first is None:
+        return f"{names}: no difference, all {report.n_equal} are equal, {report.seconds:.2f} s"
+    after = f"; {report.n_equal} before it are equal"
+    if first.part == "losses":
+        at = f"step {first.name}: {first.value_a} in A, {first.value_b} in B"
+        return f"{names}: losses differ first at {at}{after}"
+    what = "value" if first.dtype_a is None and first.dtype_b is None else "tensor"
+    return f"{names}: differ first in {first.part}, {what} {printable(first.name)!r}: {_first(first)}{after}"
+
+
+def _first(first: FirstDifference) -> str:
+    """How a tensor or a value differs."""
+    kinds = [
+        f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
+        for dtype, shape in ((first.dtype_a, first.shape_a), (first.dtype_b, first.shape_b))
+        if dtype is not None and shape is not None
+    ]
+    kind = " -> ".join(dict.fromkeys(kinds))
+    if first.value_a is None or first.value_b is None:
+        return f"{kind} {first.kind}".strip()
+    values = f"{printable(first.value_a)} in A, {printable(first.value_b)} in B"
+    if first.position is None:
+        return values
+    largest = "" if first.max_change is None else f", largest difference {first.max_change:.6g}"
+    many = f"{first.n_differing} of {first.n_units} differ"
+    return f"{kind} at {list(first.position)}: {values}; {many}{largest}"

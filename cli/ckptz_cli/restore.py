@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,36 +26,26 @@ Examples:
 
 @click.command(epilog=EPILOG, short_help="Write back what was compressed.")
 @click.argument("file", type=PATH)
-@click.option("-o", "--output", type=PATH, metavar="OUT", help="Where to write.")
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="Output file or folder.")
 @click.option(
     "--to",
     "kind",
     type=click.Choice(["safetensors", "pt", "dcp"]),
-    help="What to write; by default what was compressed.",
+    help="Kind of file to write (default: as it was before compression).",
 )
 @writing_options
 @click.pass_obj
-def restore(
-    session: Session,
-    file: Path,
-    output: Path | None,
-    kind: Kind | None,
-    jobs: int | None,
-    force: bool,
-    search_path: tuple[Path, ...],
-) -> None:
-    """Write back what was compressed; what was compressed without loss comes back bit for bit.
+def restore(session: Session, /, file: Path, output: Path | None, kind: Kind | None, **how: Any) -> None:
+    """Write back what was compressed. From a lossless file every bit comes back.
 
-    Every chunk is checked against the checksum of what the writer decoded. A folder of shards comes back as
-    one, a torch file as a torch file.
+    A folder of shards comes back as a folder, a torch file as a torch file. All values are checked against
+    the checksums that the writer stored.
     """
     import ckptz
     from ckptz_cli.render import restored_line
 
     with progress_bar() as progress:
-        report = ckptz.restore(
-            file, output, to=kind, jobs=jobs, force=force, search_path=search_path, progress=progress
-        )
+        report = ckptz.restore(file, output, to=kind, progress=progress, **how)
     session.show(report, restored_line(report))
     for note in report.notes:
         session.note(note)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +11,7 @@ import click
 
 from ckptz_cli.budgets import amount_of, budgets_of
 from ckptz_cli.methods import config_of, fields_of, is_given, options_of_methods
-from ckptz_cli.options import PATH, together
+from ckptz_cli.options import COUNT, PATH, together
 
 if TYPE_CHECKING:
     from ckptz.commands.compress import CompressReport
@@ -27,7 +26,6 @@ NAMES: Final = ("eval", "max_drop", "proxy_error", *SEARCH_ONLY, "plan", "save_p
 
 
 def _drop(context: click.Context, option: click.Parameter, value: str | None) -> tuple[float, bool] | None:
-    """`1%` is a share of the exact value, `0.01` a difference: the number, and whether it is relative."""
     if value is None:
         return None
     number, is_relative = amount_of(value.strip())
@@ -42,21 +40,21 @@ search_options = together(
         "--eval",
         multiple=True,
         metavar="WHAT",
-        help="Search for the smallest file that keeps a budget: package.module:function or "
-        "file.py:function, called with the tensors by name, returns a loss or an accuracy. One that "
-        "is called logits returns those; one called resume trains on for some steps and returns a "
-        "loss; or logits=WHAT, resume=WHAT. Repeatable, with --budget.",
+        help="Search for the smallest file that keeps a budget. WHAT is package.module:function or "
+        "file.py:function. The function gets the tensors by name and returns a loss or an accuracy. A "
+        "function called logits returns logits; one called resume trains on and returns a loss. Or write "
+        "logits=WHAT, resume=WHAT. Repeatable, with --budget.",
     ),
     click.option(
         "--budget",
         multiple=True,
         metavar="B",
-        help="What to keep: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%'; "
-        "repeatable, all are kept.",
+        help="How much may be lost: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', "
+        "'resume<=0.2%'. Repeatable; all are kept.",
     ),
     click.option(
         "--resume-steps",
-        type=click.IntRange(min=1),
+        type=COUNT,
         metavar="N",
         help="Training steps of an --eval called resume (default 20).",
     ),
@@ -64,72 +62,59 @@ search_options = together(
         "--max-drop",
         callback=_drop,
         metavar="D",
-        help="What --eval may lose: 1% of its value, or a difference such as 0.01 (default 0.5%).",
+        help="How much worse the value of --eval may be: 1% of it, or a difference such as 0.01 "
+        "(default 0.5%).",
     ),
     click.option(
         "--lower-is-better/--higher-is-better",
         default=None,
-        help="What --eval's number means (default lower, unless it is called accuracy).",
+        help="Which values of --eval are better (default lower, but of accuracy higher).",
     ),
     click.option(
         "--proxy-error",
         type=click.FloatRange(min=0),
         metavar="E",
-        help="Search without --eval: largest sensitivity-weighted relative RMS error.",
+        help="Search without --eval: keep the sensitivity-weighted relative RMS error at or below E.",
     ),
     click.option("--strategy", type=click.Choice(STRATEGIES), help="How to search (default auto)."),
     click.option(
-        "--eval-workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Evaluations side by side (default 1).",
+        "--eval-workers", type=COUNT, metavar="N", help="How many evaluations run at a time (default 1)."
     ),
     click.option(
         "--max-evaluations",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Keep the best after so many; 0 takes the base's settings and promises nothing.",
+        help="Stop after N evaluations; with 0 the base's settings are used and nothing is measured.",
     ),
-    click.option("--dry-run", is_flag=True, default=None, help="Search and report, write nothing."),
+    click.option("--dry-run", is_flag=True, default=None, help="Search and report, but write nothing."),
     click.option(
         "--plan",
         type=PATH,
         metavar="FILE",
-        help="Settings that --save-plan wrote: used as they are, or where a search begins.",
+        help="Use the settings that --save-plan wrote; with --eval, begin the search there.",
     ),
     click.option("--save-plan", type=PATH, metavar="FILE", help="Write the settings that were used."),
-    click.option("-v", "--verbose", is_flag=True, help="A line on stderr for each evaluation."),
+    click.option("-v", "--verbose", is_flag=True, help="Print a line on stderr for each evaluation."),
 )
 
 
 def is_search(given: Mapping[str, Any]) -> bool:
-    """Whether the options ask for a search."""
+    """Tell whether the options ask for a search."""
     return bool(given["eval"]) or given["proxy_error"] is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A configuration, or what to search for; one of them."""
-
-    config: Method
-    search: SearchOptions | None
-
-
-def choose(given: Mapping[str, Any], on_trial: Callable[[TrialReport], None]) -> Chosen:
-    """What the options of methods and of searches mean together.
+def choose(
+    given: Mapping[str, Any], on_trial: Callable[[TrialReport], None]
+) -> tuple[Method, SearchOptions | None]:
+    """Give the configuration that all options mean together, or lossless and what to search for.
 
     Raises:
         click.UsageError: they contradict each other.
         ConfigError: values out of range, or a plan that cannot be used.
     """
     method = {name: value for name, value in given.items() if name not in NAMES}
-    if not is_search(given):
-        _refuse_without_search(given)
-        return Chosen(_fixed(given["plan"], method), None)
-    return Chosen(config_of(None), _search(given, method, on_trial))
-
-
-def _refuse_without_search(given: Mapping[str, Any]) -> None:
+    if is_search(given):
+        return config_of(None), _search(given, method, on_trial)
     if given["max_drop"] is not None:
         raise click.UsageError(
             "--max-drop needs --eval to measure it; without an evaluation, --proxy-error E bounds an error"
@@ -137,25 +122,31 @@ def _refuse_without_search(given: Mapping[str, Any]) -> None:
     for name in SEARCH_ONLY:
         if is_given(given[name]):
             raise click.UsageError(f"{_flag(name)} belongs to a search: --eval with --max-drop or --budget")
-
-
-def _fixed(plan: Path | None, method: dict[str, Any]) -> Method:
+    plan = _planned(given["plan"])
     if plan is None:
-        return config_of(**method)
+        return config_of(**method), None
     for name, value in method.items():
         if is_given(value):
             raise click.UsageError(f"{_flag(name)} contradicts --plan, which has all settings")
+    return plan, None
+
+
+def _planned(path: Path | None) -> Method | None:
     from ckptz.search_run.plans import load_plan
 
-    return load_plan(plan)
+    return None if path is None else load_plan(path)
 
 
 def _search(
     given: Mapping[str, Any], method: dict[str, Any], on_trial: Callable[[TrialReport], None]
 ) -> SearchOptions:
+    from ckptz.errors import ConfigError
     from ckptz.search_run.run import SearchOptions
 
-    parent = _parent(given["plan"])
+    parent = _planned(given["plan"])
+    if parent is not None and not parent.is_lossy:
+        what = "a search begins at settings of a lossy method, and this plan is lossless"
+        raise ConfigError(f"{given['plan']}: {what}")
     searched = _searched_method(method["method"], parent)
     _refuse_in_search(given, method, searched)
     prune_by = method.pop("prune_by")
@@ -204,20 +195,8 @@ def _refuse_in_search(given: Mapping[str, Any], method: dict[str, Any], searched
             raise click.UsageError(f"{option.flag} belongs to --method {owner}")
 
 
-def _parent(plan: Path | None) -> Method | None:
-    if plan is None:
-        return None
-    from ckptz.errors import ConfigError
-    from ckptz.search_run.plans import load_plan
-
-    found = load_plan(plan)
-    if not found.is_lossy:
-        raise ConfigError(f"{plan}: a search begins at settings of a lossy method, and these are of none")
-    return found
-
-
-def save_plan(session: Session, path: Path | None, chosen: Chosen, reports: Sequence[CompressReport]) -> None:
-    """Write the settings of the last file, if that was asked for."""
+def save_plan(session: Session, path: Path | None, config: Method, reports: Sequence[CompressReport]) -> None:
+    """Write the settings of the last file to `path`: `config`, or what its search found."""
     if path is None or not reports:
         return
     from ckptz.search_run import plans
@@ -226,7 +205,7 @@ def save_plan(session: Session, path: Path | None, chosen: Chosen, reports: Sequ
     if search is not None and search.config is None:
         session.note(f"{path}: not written, as no settings were found")
         return
-    plans.save_plan(path, chosen.config if search is None else plans.config_of(search.method, search.config))
+    plans.save_plan(path, config if search is None else plans.config_of(search.method, search.config))
 
 
 def require_budgets(reports: Sequence[CompressReport]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 
@@ -21,31 +20,24 @@ if TYPE_CHECKING:
 
 LAST_SHOWN: Final = 12
 
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a command tells how far it is."""
-
-    progress: Progress
-    on_trial: Callable[[TrialReport], None]
+OnTrial: TypeAlias = "Callable[[TrialReport], None]"
 
 
 @contextlib.contextmanager
-def view_of(given: Mapping[str, Any]) -> Iterator[View]:
-    """Trials if the options ask for a search, else bytes."""
+def view_of(given: Mapping[str, Any]) -> Iterator[tuple[Progress, OnTrial]]:
+    """Give what is told of bytes and what is told of trials: of trials if the options ask for a search."""
+    from ckptz.progress import SILENT
+
     if is_search(given):
-        from ckptz.progress import SILENT
-
-        with search_view(is_verbose=given["verbose"]) as on_trial:
-            yield View(SILENT, on_trial)
-        return
-    with progress_bar() as progress:
-        yield View(progress, _nothing)
+        with _search_view(is_verbose=given["verbose"]) as on_trial:
+            yield SILENT, on_trial
+    else:
+        with progress_bar() as progress:
+            yield progress, _nothing
 
 
 @contextlib.contextmanager
-def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
-    """What a search tells its trials to."""
+def _search_view(*, is_verbose: bool) -> Iterator[OnTrial]:
     if not is_terminal(sys.stderr):
         yield _line if is_verbose else _nothing
         return
@@ -53,12 +45,8 @@ def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
     from rich.live import Live
 
     trials: list[TrialReport] = []
-    display = Live(
-        console=Console(stderr=True),
-        transient=not is_verbose,
-        redirect_stdout=is_terminal(sys.stdout),
-        refresh_per_second=4,
-    )
+    console, is_shown = Console(stderr=True), is_terminal(sys.stdout)
+    display = Live(console=console, transient=not is_verbose, redirect_stdout=is_shown, refresh_per_second=4)
 
     def tell(trial: TrialReport) -> None:
         trials.append(trial)
@@ -73,14 +61,14 @@ def _nothing(trial: TrialReport) -> None:
 
 
 def _line(trial: TrialReport) -> None:
-    """One trial on stderr."""
-    cells = [*_settings(trial), *_outcome(trial)]
-    click.echo(f"ckptz: tried {', '.join(cells)}", err=True)
+    click.echo(f"ckptz: tried {', '.join([*_settings(trial), *_outcome(trial)])}", err=True)
 
 
 def _table(trials: list[TrialReport]) -> Table:
     """The best trial, and the last ones."""
     from rich.table import Table
+
+    from ckptz_cli.render import size
 
     kept = [trial for trial in trials if trial.is_feasible]
     best = min(kept, key=lambda trial: trial.n_bytes, default=None)
@@ -89,17 +77,14 @@ def _table(trials: list[TrialReport]) -> Table:
         table.add_column(column)
     shown = trials[-LAST_SHOWN:]
     for trial in shown if best is None or best in shown else [best, *shown]:
-        size, quality, used, seconds = _outcome(trial)
         mark = "best" if trial is best else ""
         style = "bold green" if trial is best else "" if trial.is_feasible else "dim"
-        predicted = "-" if trial.predicted_bytes is None else _size(trial.predicted_bytes)
-        row = (mark, ", ".join(_settings(trial)), predicted, size, quality, used, seconds)
-        table.add_row(*row, style=style)
+        predicted = "-" if trial.predicted_bytes is None else size(trial.predicted_bytes)
+        table.add_row(mark, ", ".join(_settings(trial)), predicted, *_outcome(trial), style=style)
     return table
 
 
 def _settings(trial: TrialReport) -> list[str]:
-    """What was searched for."""
     config: dict[str, Any] = trial.config
     if "step" in config:
         return [f"step {config['step']:g}"]
@@ -112,12 +97,8 @@ def _settings(trial: TrialReport) -> list[str]:
 
 
 def _outcome(trial: TrialReport) -> tuple[str, str, str, str]:
-    values = " ".join("not finite" if value is None else f"{value:.6g}" for value in trial.values)
-    used = "-" if trial.drop is None else f"{trial.drop:.0%} of the budget"
-    return _size(trial.n_bytes), values, used, f"{trial.seconds:.1f} s"
-
-
-def _size(n_bytes: int) -> str:
     from ckptz_cli.render import size
 
-    return size(n_bytes)
+    values = " ".join("not finite" if value is None else f"{value:.6g}" for value in trial.values)
+    used = "-" if trial.drop is None else f"{trial.drop:.0%} of the budget"
+    return size(trial.n_bytes), values, used, f"{trial.seconds:.1f} s"

@@ -37,17 +37,17 @@ class Session:
         self._is_heard = True
 
     def show(self, report: Any, text: str) -> None:
-        """The report of a command that has one."""
+        """Show the report of a command that has one."""
         self.say(text)
         self._document.update(_builtins(report))
 
     def add(self, report: Any, text: str) -> None:
-        """The report on one of several files."""
+        """Show the report on one of several files."""
         self.say(text)
         self._document.setdefault("files", []).append(_builtins(report))
 
     def note(self, text: str) -> None:
-        """Something the user should know, on stderr."""
+        """Say something that the user should know, on stderr."""
         _tell(f"ckptz: note: {printable(text)}")
 
     def fail(self, error: BaseException) -> None:
@@ -55,19 +55,19 @@ class Session:
         self._say(error)
 
     def add_failure(self, file: str, error: BaseException) -> None:
-        """One of several files failed; the others are still done."""
+        """Say that one of several files failed; the others are still done."""
         failure = self._say(error)
         self._document.setdefault("files", []).append({"file": file, "error": _fields(failure)})
 
     def finish(self) -> int:
-        """Print what is left; the exit code."""
+        """Print what is left, and give the exit code."""
         if self.as_json and self._document:
             self._print(json.dumps(self._document, indent=1) + "\n")
         self._print("")  # flushes what click printed itself
         return self.exit_code
 
     def say(self, text: str) -> None:
-        """A result that is text only."""
+        """Print a result that is text only."""
         if not self.as_json:
             self._print(text + "\n")
 
@@ -107,7 +107,13 @@ def _silence_stdout() -> None:
 
 
 def _fields(failure: Failure) -> dict[str, Any]:
-    return {"kind": failure.kind, "message": failure.message, "exit_code": failure.exit_code}
+    differences = {"differences": list(failure.differences)} if failure.differences else {}
+    return {
+        "kind": failure.kind,
+        "message": failure.message,
+        "exit_code": failure.exit_code,
+        **differences,
+    }
 
 
 def _builtins(report: Any) -> Any:

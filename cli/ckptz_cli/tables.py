@@ -18,7 +18,7 @@ WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """Names and values, one pair a line."""
+    """Make a table of names and values, one pair a line."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts:
         add_row(table, name, value)
@@ -26,7 +26,7 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def table_of(*columns: str) -> Table:
-    """An empty table with these headings."""
+    """Make an empty table with these headings."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -39,7 +39,7 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def drawn(table: Table) -> str:
-    """The table as text for standard output."""
+    """Give the table as text for standard output."""
     is_shown = is_terminal(sys.stdout)
     buffer = io.StringIO()
     console = Console(file=buffer, width=None if is_shown else WIDE, force_terminal=is_shown)

@@ -15,12 +15,13 @@ Examples:
   ckptz verify model.ckptz
   ckptz verify run
   ckptz verify model.ckptz --against model.safetensors
+  ckptz verify downloaded-model
 """
 
 
-@click.command(epilog=EPILOG, short_help="Check every stored byte and decoded value.")
+@click.command(epilog=EPILOG, short_help="Check every stored byte and every value.")
 @click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE|DIR...")
-@click.option("--against", type=PATH, metavar="ORIGINAL", help="Compare with this checkpoint.")
+@click.option("--against", type=PATH, metavar="ORIGINAL", help="Also compare with this checkpoint.")
 @jobs_option
 @search_path_option
 @json_option
@@ -35,10 +36,14 @@ def verify(
 ) -> None:
     """Check every stored byte and every decoded value, through the whole chain.
 
-    With --against, also that names, types, shapes, metadata and all bits are those of ORIGINAL; lossy
-    tensors must be within the errors that the file records. All files are checked; the first failure
-    decides the exit code. Of a folder, every `.ckptz` file and its chain is checked, and of a
-    training run also that the two files of each step belong together.
+    With --against, also check that names, types, shapes, metadata and all bits are those of ORIGINAL.
+    Lossy tensors must be within the errors that the file records.
+
+    In a folder, every .ckptz file and its chain is checked, and in a training run that the two files of
+    each step belong together. All files are checked; the first failure decides the exit code.
+
+    Other files and folders are held against the seal that ckptz seal wrote, which is found beside them.
+    Every tensor and file that differs, is missing or is new is named; --json names all of them.
     """
     import ckptz
     from ckptz_cli.folders import expanded, report_folders

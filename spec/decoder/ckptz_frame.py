@@ -267,7 +267,10 @@ class Stream(Cursor):
     def sparse(self, n: int) -> bytes:
         """02-entropy#sparse: "a *gap* is the number of common codes before a value"."""
         codes, parts = bytearray(self.take(1)) * n, []
-        for most in (n + n // 255 + 1, n):  # "at most n + n / 255 + 1", then "number of values, at most n"
+        for most in (
+            n + n // 255 + 1,
+            n,
+        ):  # "at most n + n / 255 + 1", then "The count of values is at most n."
             count = self.varint()
             need(count <= most, "E13")
             parts.append(embedded(self, count, nested=True))
@@ -365,7 +368,7 @@ EXPONENT = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 
 
 def finite(pattern: int, name: str) -> bool:
-    """04-quantization#decoding: "its exponent bits" "are not all 1"."""
+    """04-quantization#decoding: "exponent bits" "are not all 1"."""
     return pattern & EXPONENT[name] != EXPONENT[name]
 
 

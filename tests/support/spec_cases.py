@@ -373,7 +373,11 @@ QUANTIZATION: dict[str, list[Input]] = {
     "Q5": [
         expanded(*values) for values in ((np.inf, 1, 0), (1, np.nan, 0), (1e-310, 1e300, 0), (1, 1, 1e-310))
     ],
-    "Q6": [quantized(codes=b"\0\0\1\0")],
+    "Q6": [
+        quantized(codes=b"\0\0\1\0"),
+        # of a base whose codes alone are wanted
+        over(quantized(codes=b"\0\0\1\0"), base_coded(2, xxh64(b"\0\0\1\0"))),
+    ],
     "Q7": [
         quantized(ONE + INFINITY, b"\0\1\0\0", decoded=ONE + INFINITY + ONE * 2),
         quantized(b"\xff\xff\xff\x7f", dtype="BF16", decoded=b"\0\x80" * 4),

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from ckptz.bits.checksum import xxh64
 from tests.support.spec_cases import delta, empty, over, quantized
 from tests.support.spec_files import ABSENT, STORED, File, Folder, Frame, Input, Raw, plain_file, plan
 
@@ -276,6 +277,38 @@ def chain(anchor: File = ANCHOR, depth: int = 1, file: str = "anchor.ckptz", **r
     return Folder({"delta.ckptz": made.bytes(), "anchor.ckptz": anchor.bytes()})
 
 
+PT = {"format": "pt"}
+PLAIN_ROWS = {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+
+
+def text_field(text: str) -> bytes:
+    return len(text.encode()).to_bytes(8, "little") + text.encode()
+
+
+def metadata_section(metadata: dict[str, str] | None) -> bytes:
+    """spec/07-chain.md#metadata-of-a-plain-base."""
+    pairs = sorted((metadata or {}).items(), key=lambda pair: pair[0].encode())
+    data = b"".join(text_field(text) for pair in pairs for text in pair)
+    checksum = xxh64(bytes((metadata is not None,)) + data).to_bytes(8, "little")
+    return checksum + xxh64(checksum).to_bytes(8, "little")
+
+
+MADE = metadata_section(PT)
+
+
+def of_plain(section: bytes, **rows: Any) -> Folder:
+    """A delta of a plain file with the section `base-metadata`."""
+    base = {"content_id": File({"w": full()}).content_id(), "file": "base.safetensors", "depth": 1}
+    made = File(
+        {"w": delta()},
+        features="delta,lossless",
+        index={"base": base},
+        optional={"base-metadata": section},
+    )
+    plain = plain_file({"__metadata__": PT, **rows, **PLAIN_ROWS}, bytes(16))
+    return Folder({"delta.ckptz": made.bytes(), "base.safetensors": plain})
+
+
 CHAIN: dict[str, list[Input]] = {
     "H1": [chain(depth=0), chain(depth=65)],
     "H2": [
@@ -296,4 +329,6 @@ CHAIN: dict[str, list[Input]] = {
         chain(File({"w": full((2, 2))})),
         chain(File({"w": Frame()})),
     ],
+    "H5": [of_plain(metadata) for metadata in (MADE[:15], MADE + b"\0", MADE[:8] + bytes(8))],
+    "H6": [of_plain(MADE, __metadata__=found) for found in (None, {}, {"format": "pu"}, {**PT, "a": "b"})],
 }

@@ -39,7 +39,7 @@ from tests.support.spec_cases import (
     windowed,
     zstd_frame,
 )
-from tests.support.spec_cases_files import LOSSY, PLAIN_ROW, full, inlined, packed_text
+from tests.support.spec_cases_files import LOSSY, PLAIN_ROW, full, inlined, metadata_section, packed_text
 from tests.support.spec_cases_tree import nested, node, tree
 from tests.support.spec_files import (
     CONSTANT,
@@ -660,6 +660,16 @@ SUBNORMAL = Frame(
     (3,),
 )
 PLAIN_BASE = Plain("", rows={"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, data=bytes(16))
+
+
+def of_plain(needs: str, metadata: dict[str, str] | None) -> Valid:
+    """A delta of a plain file with the section `base-metadata`."""
+    plain = Plain("", rows={**PLAIN_BASE.rows, "__metadata__": metadata}, data=PLAIN_BASE.data)
+    found = based(needs, delta(), plain, name="base.safetensors")
+    found.file.optional = {"base-metadata": metadata_section(metadata)}
+    return found
+
+
 MIDDLE = based("", delta(), File({"w": full()}), name="anchor.ckptz")
 
 
@@ -681,6 +691,8 @@ CHAIN: dict[str, Valid] = {
     "delta-difference-i8": of_base(b"\0", b"\xff", "I8", 3, b"\2", (1,)),
     "delta-difference-f64": of_base(struct.pack("<d", 1.5), struct.pack("<d", 1.5), "F64", 3, bytes(8), (1,)),
     "delta-of-a-plain-file": based("F13 H2 H3", delta(), PLAIN_BASE, name="base.safetensors"),
+    "delta-of-a-plain-file-and-its-metadata": of_plain("H5 H6", {"format": "pt", "\U0001f9ca": "", "": "é"}),
+    "delta-of-a-plain-file-without-metadata": of_plain("H5 H6", None),
     "delta-by-another-name": Valid("H3", MIDDLE.file, {"renamed.ckptz": MIDDLE.beside["anchor.ckptz"]}),
     "delta-depth-2": second_step(),
     "delta-depth-64": based("H1 H3", delta(), File({"w": full()}), depth=64),

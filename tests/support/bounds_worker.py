@@ -1,0 +1,238 @@
+"""Mutants with fitting checksums through every reader, with the bounds checks of the kernels on.
+
+    NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=FOLDER python -m tests.support.bounds_worker FILES MESSAGES SEED
+
+Reads FILES mutants of files and chains and MESSAGES of messages of links. A process of its own, because numba
+reads both variables when it is imported. Prints a line of JSON for each kind of mutant: how many there were,
+how many were accepted and refused, and how many ended otherwise: in another error, or in values that the
+second decoder does not find.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ckptz
+from ckptz.errors import CkptzError
+from ckptz.kernels import cpu
+from ckptz.numpy import save_file
+from ckptz.store.patch import CHECKS
+from ckptz.store.resolve import open_checkpoint
+from ckptz.torch import apply_, load_file
+from tests.support import second_decoder, wire_mutants
+from tests.support.mutant_support import Member, file_of, fit, frames_of, is_small, mutant
+from tests.support.spec_files import read_all
+from tests.support.vector_support import VALID
+
+SHARED = Path("/dev/shm")  # files in memory, where there is such a place: a mutant writes several times
+MAX_FILES = 4  # of a chain: longer ones only cost time
+LARGE_EVERY = 40  # files of some thousand values are slow to decode in plain Python
+SECOND_LIMIT = 1 << 20
+GOOD = ("accepted", "refused", "codes alone")
+FOUND: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+Outcome = dict[str, str] | str  # digests of tensors by name, or a word for why there are none
+
+
+def counted(kind: str, outcome: str, about: str = "") -> None:
+    """One mutant more; what must not be is told with how to make it again."""
+    FOUND[kind]["mutants"] += 1
+    FOUND[kind][outcome] += 1
+    if outcome not in GOOD:
+        print(f"{kind} {outcome}: {about}", file=sys.stderr)
+
+
+def outcome_of(run: Callable[[], Any]) -> tuple[str, Any]:
+    """("accepted", result), ("refused", None), or what else came out of a reader."""
+    try:
+        return "accepted", run()
+    except CkptzError:
+        return "refused", None
+    except IndexError:
+        return "out of bounds", traceback.format_exc()
+    except Exception:
+        return "other error", traceback.format_exc()
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def ours(path: Path) -> Outcome:
+    """Digests of the tensors of a file; a word if it is not asked for them."""
+    checkpoint = open_checkpoint(path)
+    try:
+        if not is_small(checkpoint):
+            return "large"
+        return {name: hashlib.sha256(data).hexdigest() for name, data in read_all(checkpoint).items()}
+    finally:
+        checkpoint.close()
+
+
+def second(path: Path) -> Outcome:
+    """What the decoder that was written from the pages says."""
+    try:
+        rows = second_decoder.files.decode(path, second_decoder.files.Shelf(SECOND_LIMIT), os.devnull)
+        return {row["name"]: row["sha256"] for row in rows}
+    except second_decoder.frames.Refusal as refusal:
+        return str(refusal)
+
+
+def read_file(kind: str, path: Path, about: str) -> bool:
+    """Read a mutant; whether its tensors were accepted."""
+    outcome, found = outcome_of(lambda: ours(path))
+    if outcome == "accepted" and found != "large":
+        expected = second(path)
+        if found != expected:
+            outcome = "codes alone" if is_by_codes_alone(path, expected) else "differs"
+        counted(kind, outcome, f"{about} {found} is {expected}")
+        return outcome == "accepted"
+    counted(kind, outcome, f"{about} {found}")
+    return False
+
+
+def is_by_codes_alone(path: Path, expected: Outcome) -> bool:
+    """Whether a fault is one of a base whose codes alone are wanted: spec/03-transforms.md#classes."""
+    checkpoint = open_checkpoint(path)
+    try:
+        assert checkpoint.container is not None
+        plans = [frame.header.plan for frame in checkpoint.container.tensors.values()]
+        bases = [s for name, s in checkpoint.container.bases.items() if name in checkpoint.tensors]
+        refused = any(outcome_of(lambda: s.units(0, s.dtype.n_units(s.shape)))[0] == "refused" for s in bases)  # noqa: B023
+        by_codes = any(plan.reads_base_codes and not plan.reads_base_units for plan in plans)
+        return isinstance(expected, str) and by_codes and refused
+    finally:
+        checkpoint.close()
+
+
+def apply_file(path: Path, base: Path, is_read: bool, about: str) -> None:
+    """Apply a mutated delta to the tensors of its base."""
+    try:
+        if ours(base) == "large" or outcome_of(lambda: ours(path))[1] == "large":
+            return
+        expected = load_file(path) if is_read else None
+        states = [load_file(base) for _ in CHECKS]
+    except CkptzError:  # a dtype that torch lacks, or a base that is damaged itself
+        return
+    for check, live in zip(CHECKS, states, strict=True):
+        untouched = {name: _bits(tensor) for name, tensor in live.items()}
+        outcome, found = outcome_of(lambda: apply_(live, path.read_bytes(), check=check, jobs=1))  # noqa: B023
+        wanted = untouched
+        if outcome == "accepted" and expected is not None:
+            wanted = untouched | {name: _bits(tensor) for name, tensor in expected.items()}
+        if outcome == "refused" or expected is not None:
+            same = all(_bits(live[name]) == data for name, data in wanted.items())
+            outcome = outcome if same else "differs"
+        counted(f"apply_ {check}", outcome, f"{about} {found}")
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def vectors() -> Iterator[tuple[list[str], list[Member]]]:
+    """The valid vectors in pieces; those of many chunks or files are left out."""
+    for vector in VALID:
+        if len(vector.paths) <= MAX_FILES:
+            try:
+                chain = [file_of(path.read_bytes()) for path in vector.paths]
+            except ValueError:
+                continue
+            yield [path.name for path in vector.paths], chain
+
+
+def generated(folder: Path) -> Iterator[tuple[list[str], list[Member]]]:
+    """Chains of two files as our writer makes them: 32 lanes, shared tables, escapes, classes, outer."""
+    rng = np.random.default_rng(5)
+    scale = np.exp(rng.standard_normal((48, 1)))
+    weight = (0.02 * scale * rng.standard_normal((48, 96))).astype(np.float32)
+    state = {"up.weight": weight, "small": weight[0].astype(np.float16), "step": np.arange(300)}
+    drifted = {name: _drifted(t, rng) for name, t in state.items()}
+    kmeans = ckptz.KMeans(levels=12, prune=0.1, protect=0.01)
+    for name, config in (("lossless", ckptz.LOSSLESS), ("kmeans", kmeans), ("grid", ckptz.Grid(step=0.1))):
+        names = [f"{name}-{step}.ckptz" for step in (2, 1)]
+        save_file(state, folder / names[1], config=config)
+        save_file(drifted, folder / names[0], config=config, base=folder / names[1])
+        yield names, [file_of((folder / n).read_bytes()) for n in names]
+        yield names[1:], [file_of((folder / names[1]).read_bytes())]
+
+
+def _drifted(values: Any, rng: np.random.Generator) -> Any:
+    moved = values.copy().reshape(-1)
+    some = rng.integers(0, len(moved), len(moved) // 8)
+    moved[some] = moved[some] * 1.25
+    return moved.reshape(values.shape)
+
+
+def read_mutants(n: int, seed: int) -> None:
+    """Files alone are of kind `file`, others of kind `chain`; deltas are applied to live tensors too."""
+    rng = np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as name:
+        small, large = list(vectors()), list(generated(Path(name)))
+        pool = [frame for _, chain in (*small, *large) for frame in frames_of(chain)]
+        for i in range(n):
+            seeds = large if i % LARGE_EVERY == 0 else small
+            names, chain = seeds[int(rng.integers(0, len(seeds)))]
+            folder = Path(name, "mutant")
+            folder.mkdir(exist_ok=True)
+            changed = mutant(chain, rng, pool)
+            about = f"mutant {i} of seed {seed}, {names[0]} of {len(names)}"
+            outcome, found = outcome_of(lambda: fit(changed, names, folder))  # noqa: B023
+            if outcome != "accepted":
+                counted("fitting", outcome, f"{about} {found}")
+            else:
+                read_and_apply(folder, names, about)
+            for path in folder.iterdir():
+                path.unlink()
+
+
+def read_and_apply(folder: Path, names: Sequence[str], about: str) -> None:
+    """Read what was written."""
+    path = folder / names[0]
+    is_read = read_file("chain" if len(names) > 1 else "file", path, about)
+    if len(names) > 1:
+        apply_file(path, folder / names[1], is_read, about)
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def receive_mutants(n: int, seed: int) -> None:
+    """Messages under right checksums: both ends' kernels agree, and the second receiver with them."""
+    for kind, outcome, about in itertools.islice(wire_mutants.outcomes(seed, outcome_of), n):
+        counted(kind, outcome, about)
+
+
+def require_checks() -> None:
+    """A kernel that is led out of bounds on purpose says so, or nothing here means anything."""
+    out, nine = np.zeros(1, np.uint32), np.array([9], np.uint8)
+    try:
+        cpu().lookup(nine, np.zeros(1, np.uint16), np.zeros((1, 1), np.uint32), out)
+    except IndexError:
+        return
+    sys.exit("the bounds checks are off: set NUMBA_BOUNDSCHECK=1, and a NUMBA_CACHE_DIR of its own")
+
+
+def main() -> None:
+    n_files, n_messages, seed = map(int, sys.argv[1:4])
+    torch.set_num_threads(1)
+    require_checks()
+    read_mutants(n_files, seed)
+    receive_mutants(n_messages, seed)
+    for kind, found in FOUND.items():
+        print(json.dumps({"kind": kind, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""No kernel reads or writes out of bounds, whatever a file, a message or a saved state says.
+
+The compiled kernels have no bounds checks: who calls one with positions, codes, classes, counts or lengths
+that come from elsewhere holds them against what is there first. The tables say where; mutants show it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.spec_support import ROOT
+
+KERNELS = ROOT / "ckptz" / "kernels"
+DECORATORS = {"kernel", "summing"}
+DOORS = {"cpu", "planning", "sparse", "compiled"}  # what calls of kernels go through
+WIRE_NAMES = {"k", "_k", "kernels"}
+
+# Kernels that index by numbers from data: the function that holds them against what they index.
+CHECKED = {
+    # entropy coding: what is read bounds itself, word by word or bit by bit
+    "rans_decode": "ckptz/kernels/coding_cpu.py:_decode_scalar",
+    "_decode_scalar": "ckptz/kernels/coding_cpu.py:_decode_scalar",
+    "slot_tables": "ckptz/kernels/coding_cpu.py:table_unpack",  # frequencies that sum to 4096
+    "table_unpack": "ckptz/kernels/coding_cpu.py:table_unpack",
+    "golomb_unpack": "ckptz/kernels/coding_cpu.py:golomb_unpack",
+    "sparse_merge": "ckptz/kernels/coding_cpu.py:sparse_merge",
+    "unpack_gaps": "ckptz/kernels/sparse_cpu.py:unpack_gaps",
+    # classes below their number
+    "ungroup": "ckptz/codec/frame_plan.py:_parse_indices",
+    "group": "ckptz/codec/frame_plan.py:_parse_indices",
+    "_class_starts": "ckptz/transform/classes.py:_labels_of",
+    "class_histogram": "ckptz/transform/classes.py:_labels_of",
+    "used_class_histogram": "ckptz/transform/classes.py:_labels_of",
+    # codes below those of the map, rows below those of its table
+    "lookup": "ckptz/codec/decode.py:map_codes",
+    "_add_linear": "ckptz/transform/classes.py:parse",
+    "_add_bits": "ckptz/transform/classes.py:parse",
+    # positions below the units of a chunk
+    "place": "ckptz/codec/sparse.py:_read_plane",
+    "union": "ckptz/codec/sparse.py:_read_plane",
+    # as many ones in a mask as there are values
+    "_take": "ckptz/wire/state.py:take_mask",
+    "_put": "ckptz/wire/frames.py:_decode_topk",
+    "_threshold": "ckptz/wire/codecs.py:k",
+    "_find": "ckptz/wire/codecs.py:k",
+    "_top_mask": "ckptz/wire/codecs.py:k",
+    # as many bytes as codes of so many bits take
+    "unpack_codes": "ckptz/wire/frames.py:_unpacked",
+    "_unpack_tail": "ckptz/wire/frames.py:_unpacked",
+    "_dequantize": "ckptz/wire/frames.py:_decode_uniform",
+    "_checksum": "ckptz/wire/endpoint.py:_checked",  # a multiple of 16 bytes
+    "_quantize": "ckptz/wire/endpoint.py:_check_units",
+    "_codes_nearest": "ckptz/wire/endpoint.py:_check_units",
+    "_codes_random": "ckptz/wire/endpoint.py:_check_units",
+    "_range": "ckptz/wire/endpoint.py:_check_units",
+    # as many units in a base, or in a tensor that is named, as in the tensor
+    "_merge_planes": "ckptz/container/reader.py:base",
+    "_restore": "ckptz/container/reader.py:base",
+    "_add_block": "ckptz/container/reader.py:base",
+    "_magnitude_classes": "ckptz/container/reader.py:_companion",
+    "_to_f32": "ckptz/container/reader.py:base",
+    "_from_f32": "ckptz/container/reader.py:base",
+    "_merge_rotated_2": "ckptz/codec/decode.py:_plain",
+    "_merge_rotated_4": "ckptz/codec/decode.py:_plain",
+}
+# Kernels that index by their own loops, by patterns of as many bits as the table has entries, or by what the
+# encoder made of tensors in memory.
+OWN = {
+    *(
+        "_encode_scalar",
+        "_encode_segments",
+        "_encoding_tables",
+        "golomb_pack",
+        "_sparse_sizes",
+        "_sparse_fill",
+    ),
+    *("_n_gap_bytes", "_fill_gaps", "_transform", "_split_planes", "_split_rotated_2", "_split_rotated_4"),
+    *("histogram", "top_histogram", "_region_table", "_region_codes", "_any_equal_masked", "_pack_tail"),
+    *("pack_codes", "_scale_of", "row_entropy_bits", "entropy_bits", "normalise", "cost_bits"),
+    *(
+        "shared_cost_bits",
+        "best_golomb_order",
+        "_row_cost",
+        "merge_neighbours",
+        "_interval_cost",
+        "_fill_row",
+    ),
+    *("partition", "deviation"),
+}
+# Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.
+CALLERS = {
+    "rans_decode": {"entropy/streams.py"},
+    "slot_tables": {"codec/frame.py", "entropy/streams.py"},
+    "table_unpack": {"entropy/frequency.py"},
+    "golomb_unpack": {"entropy/frequency.py"},
+    "sparse_merge": {"entropy/streams.py"},
+    "unpack_gaps": {"codec/sparse.py"},
+    "union": {"codec/sparse.py"},
+    "place": {"codec/sparse.py"},
+    "group": {"encoding/chunk.py"},
+    "ungroup": {"codec/decode.py"},
+    "used_class_histogram": {"encoding/counts.py"},
+    "lookup": {"codec/values.py"},
+    "add_linear": {"codec/values.py"},
+    "add_bits": {"codec/values.py"},
+    "merge_planes": {"codec/decode.py", "codec/sparse.py"},
+    "magnitude_classes": {"transform/classes.py", "methods/first_moment.py", "methods/lossless.py"},
+    "unpack_codes": {"encoding/coded.py"},
+    "unpack": {"wire/frames.py", "wire/state.py"},
+    "take": {"wire/frames.py"},
+    "put": {"wire/frames.py"},
+    "mask_at": {"wire/frames.py"},
+    "top_mask": {"wire/frames.py", "wire/feedback.py"},
+    "dequantize": {"wire/frames.py"},
+    "quantize": {"wire/frames.py"},
+}
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    """All of a module, methods too."""
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def compiled() -> set[str]:
+    """Names of all kernels that numba compiles on their own."""
+    return {
+        function.name
+        for path in KERNELS.glob("*.py")
+        for function in functions(path)
+        if any(isinstance(mark, ast.Name) and mark.id in DECORATORS for mark in function.decorator_list)
+    }
+
+
+def _through(node: ast.expr) -> bool:
+    """Whether an expression is a module of kernels."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in DOORS
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return name in WIRE_NAMES
+
+
+def test_every_kernel_is_in_one_of_the_tables() -> None:
+    assert compiled() == set(CHECKED) | OWN
+    assert not set(CHECKED) & OWN
+
+
+@pytest.mark.parametrize("place", sorted(set(CHECKED.values())))
+def test_every_check_is_where_the_table_says(place: str) -> None:
+    path, name = place.split(":")
+    assert name in {function.name for function in functions(ROOT / path)}
+
+
+def test_kernels_have_the_callers_of_the_table_and_no_others() -> None:
+    found: dict[str, set[str]] = {name: set() for name in CALLERS}
+    for path in sorted((ROOT / "ckptz").rglob("*.py")):
+        if path.parent == KERNELS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in CALLERS and _through(node.value):
+                found[node.attr].add(path.relative_to(ROOT / "ckptz").as_posix())
+    assert found == CALLERS
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+SHORT = (1200, 100, 7)
+LONG = (90_000, 10_000, 8)  # of files, and of messages and states; the seed
+
+
+@pytest.mark.parametrize("counts", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_mutants_are_refused_or_read_as_the_second_decoder_reads_them(
+    counts: tuple[int, int, int], pytestconfig: pytest.Config
+) -> None:
+    """Checked kernels stay compiled between runs, as others do."""
+    checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("bounds"))}  # type: ignore[union-attr]
+    command = [sys.executable, "-m", "tests.support.bounds_worker", *map(str, counts)]
+    run = subprocess.run(command, env=os.environ | checks, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    rows: list[dict[str, Any]] = [json.loads(line) for line in run.stdout.splitlines()]
+    right = {"kind", "mutants", "accepted", "refused", "codes alone"}
+    assert all(set(row) <= right for row in rows), run.stderr
+    found = {row["kind"]: row for row in rows}
+    assert {"file", "chain", "apply_ base", "apply_ stored", "message", "shape", "state"} == set(found)
+    assert found["file"]["mutants"] + found["chain"]["mutants"] == counts[0]
+    for kind in ("file", "chain", "apply_ base", "message", "state"):
+        assert found[kind]["refused"] > 0
+        assert found[kind]["accepted"] > 0.05 * found[kind]["mutants"]
