@@ -19,8 +19,9 @@ from ckptz.container.amend import amend_quality
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.inline_writer import NeededBase, write_inline
+from ckptz.container.needed import Decoded
 from ckptz.container.plain import PlainFile, content_id_of, plain_regions, write_plain
-from ckptz.container.reader import Container, FrameSource
+from ckptz.container.reader import Container, FrameSource, _Held
 from ckptz.container.writer import Written
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.companions import MAX_DRAFTS
@@ -418,3 +419,11 @@ def test_a_file_that_needs_no_base_is_copied_without_one() -> None:
     with Workers(1) as workers:
         write_inline(sink, opened(data), [], workers)
     assert sink.getvalue() == data
+
+
+def test_codes_of_a_base_come_without_the_units_that_nobody_asked_for() -> None:
+    """A frame that reads values and codes of its base gives its own codes from the base's codes alone."""
+    decoded = Decoded(None, np.array([1, 2], np.uint8))
+    units, codes = _Held(None, decoded).units_and_codes(0, 2)  # type: ignore[arg-type]  # no frame is asked
+    assert units is None
+    assert codes is decoded.codes

@@ -227,7 +227,7 @@ def test_thresholds_go_on_where_nothing_was_restored(tmp_path: Path) -> None:
 
 def test_the_recorded_key_tells_what_was_drawn(tmp_path: Path) -> None:
     anchor = written(tmp_path, "0", state(), Grid())
-    later = moved(anchor, 0.3, 1)
+    later = moved(anchor, 0.15, 1)
     found = written(tmp_path, "1", later, Grid(), "0")
     key, step = record_of(tmp_path, "1").settings["drawn"], step_of(tmp_path, "1")
     assert isinstance(key, int)

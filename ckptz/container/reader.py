@@ -322,6 +322,10 @@ class _Held(TensorSource):
         """Codes of the chunk."""
         return self.chunk.codes
 
+    def units_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
+        """Both, the units only if they were decoded: who wants the codes alone does not look at them."""
+        return self.chunk.units, self.chunk.codes
+
 
 @dataclass(frozen=True, slots=True)
 class CachedFrame(TensorSource):
