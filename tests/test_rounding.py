@@ -344,7 +344,19 @@ def test_deltas_are_calibrated_only_to_be_shipped(
     model.load_state_dict(moved)
     errors = []
     for options in ([], ["--calibration", calibration]):
-        ckptz("compress", *paths, "--chain", "-o", tmp_path, "--force", "--method", "grid", "--purpose", purpose, *options)
+        ckptz(
+            "compress",
+            *paths,
+            "--chain",
+            "-o",
+            tmp_path,
+            "--force",
+            "--method",
+            "grid",
+            "--purpose",
+            purpose,
+            *options,
+        )
         errors.append(output_error(model, tmp_path / "moved.ckptz", tokens, ("up.weight",)))
         assert reports_of(tmp_path / "moved.ckptz")["up.weight"]["predictor"] == "base"
     assert (errors[1] < 0.9 * errors[0]) == (purpose == "ship")

@@ -116,7 +116,8 @@ MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
-WHOLE_STEPS: Final = 0.3  # share of whole steps over the rms distance: 0.8 with old thresholds, else below 0.05
+# Share of whole steps over the rms distance: 0.8 where thresholds go on, below 0.05 after a restore (Gaussian).
+WHOLE_STEPS: Final = 0.3
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
