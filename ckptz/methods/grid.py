@@ -116,7 +116,7 @@ MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
-# Share of whole steps over the rms distance: 0.8 where thresholds go on, below 0.05 after a restore (Gaussian).
+# Share of whole steps over the rms distance: of Gaussians 0.8 where thresholds go on, 0.05 after a restore.
 WHOLE_STEPS: Final = 0.3
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
@@ -170,7 +170,7 @@ class UniformGrid(Recipe):
         moved = subject.moved
         drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
         key = drawn if isinstance(drawn, int) else NEAREST
-        grid = _Grid(moved or subject.source, base, rows, 0.0, key)
+        grid = _Grid(moved or subject.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None and grid.was_restored(bounds[len(bounds) // 2]):
             grid = replace(grid, key=subject.seed)
         counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
@@ -225,7 +225,7 @@ class Grid(Method):
         step: multiple of the reference step, above 0. An equal multiple means about an equal loss change for
             any model: its square is proportional to the expected change, see `ckptz.quant.grid.row_steps`.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default what
-            measured best, a tenth.
+            measured best, a tenth, and 0 to resume from. Where thresholds are drawn there is none.
         moments: how optimizer state becomes lossy; None keeps it exactly.
         min_elements: smaller weights, and those of one dimension, are kept to a relative 2^-10 if there
             are moments, exactly if not.
@@ -417,7 +417,7 @@ class _Grid:
             return distance < NEAR
         nearest = np.empty(len(units), np.uint8)
         rounding().residual_codes(*inputs, 0.0, NEAREST, begin, nearest)
-        return np.count_nonzero(nearest) <= WHOLE_STEPS * distance * len(units)
+        return bool(np.count_nonzero(nearest) <= WHOLE_STEPS * distance * len(units))
 
     def fit(self, counted: _Counted) -> tuple[int, Levels]:
         """The largest magnitude that has codes, and what codes stand for."""
