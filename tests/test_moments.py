@@ -377,7 +377,7 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
     restored = load_file(tmp_path / "a.ckptz")
     assert np.abs(np.log2(restored[SECOND]) - np.log2(second)).max() < 4.01
     for i in (0, 3):
-        assert relative_error(restored[f"optimizer.{i}.exp_avg"], first[:64]) < 0.6
+        assert relative_error(restored[f"optimizer.{i}.exp_avg"], first[:64]) < 0.7
 
 
 def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:

@@ -118,7 +118,7 @@ class LadderQuantizer(Quantizer):
         unit, n_bits = (np.uint32, 32) if kind == reference.F32 else (np.uint16, 16)
         patterns = np.clip(orders - (1 << (n_bits - 1)), 1, largest_unit(kind)).astype(unit)
         values: NDArray[np.float32] = cpu().to_f32(patterns, kind).view(np.float32)
-        roots: NDArray[np.float32] = np.float32(1) / np.sqrt(values)
+        roots: NDArray[np.float32] = np.reciprocal(np.sqrt(values))
         return roots
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
