@@ -76,7 +76,7 @@ def orders(values: Array) -> Array:
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 @pytest.mark.parametrize("step", [0.01, 1.0, 4.0])
-def test_second_moments_keep_zero_sign_and_half_a_step(tmp_path: Path, dtype: str, step: float) -> None:
+def test_second_moments_keep_zero_sign_and_a_step(tmp_path: Path, dtype: str, step: float) -> None:
     rng = np.random.default_rng(1)
     exponents = rng.uniform(-24 if dtype == "F16" else -149, 15, (70, 90))
     values = np.exp2(exponents).astype(ARRAYS[dtype])
@@ -87,7 +87,7 @@ def test_second_moments_keep_zero_sign_and_half_a_step(tmp_path: Path, dtype: st
     assert np.isfinite(restored.astype(np.float64)).all()
     assert not np.signbit(restored.astype(np.float64)).any()
     distance = np.abs(orders(restored) - orders(values)).max()
-    assert distance <= max(ladder_step(step, KINDS[dtype]) // 2 + 1, 1)
+    assert distance <= max(ladder_step(step, KINDS[dtype]), 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -171,7 +171,7 @@ def test_a_base_that_says_more_is_used(tmp_path: Path) -> None:
     assert report.n_deltas == 1
     assert report.stored_bytes < (tmp_path / "a.ckptz").stat().st_size / 1.5
     restored = load_file(tmp_path / "b.ckptz")[SECOND]
-    assert np.abs(np.log2(restored) - np.log2(later)).max() < 1.2
+    assert np.abs(np.log2(restored) - np.log2(later)).max() < 2.01
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,9 @@ def test_small_trained_weights_are_rounded_and_the_rest_is_exact(tmp_path: Path)
 def test_rounding_twice_changes_nothing_more(kind: int) -> None:
     unit = np.uint32 if kind == reference.F32 else np.uint16
     units = np.random.default_rng(0).integers(0, np.iinfo(unit).max, 10000, endpoint=True).astype(unit)
-    once = Rounding().rounded(units, kind)
-    np.testing.assert_array_equal(Rounding().rounded(once, kind), once)
+    once = Rounding().rounded(units, kind, 0)
+    np.testing.assert_array_equal(Rounding().rounded(once, kind, 0), once)
+    np.testing.assert_array_equal(Rounding(key=7).rounded(once, kind, 0), once)
     is_finite = ~np.isnan(reference.to_f32(units, kind).view(np.float32))
     exact, got = (
         reference.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (units, once)
@@ -354,7 +355,7 @@ def test_the_file_records_what_was_asked_and_measured(tmp_path: Path) -> None:
     assert (second.method, second.role, second.settings) == ("second-moment", "exp_avg_sq", {"step": 4.0})
     assert (first.method, first.settings) == ("first-moment", {"step": 1.0, "dead_zone": 0.35})
     error = np.abs(load_file(tmp_path / "a.ckptz")[SECOND].astype(np.float64) - tensors[SECOND]).max()
-    assert second.max_abs_error == pytest.approx(error, rel=1e-6)
+    assert second.max_abs_error == pytest.approx(error, rel=2e-6)  # seven digits, rounded up
 
 
 def test_moments_that_are_saved_beside_the_weights_of_others_are_lossy_too(tmp_path: Path) -> None:
@@ -383,8 +384,9 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
         found.append((tmp_path / "a.ckptz").read_bytes())
     assert found[0] == found[1]
     restored = load_file(tmp_path / "a.ckptz")
-    assert np.abs(np.log2(restored[SECOND]) - np.log2(second)).max() < 2.2
-    np.testing.assert_array_equal(restored["optimizer.3.exp_avg"], restored["optimizer.0.exp_avg"])
+    assert np.abs(np.log2(restored[SECOND]) - np.log2(second)).max() < 4.01
+    for i in (0, 3):
+        assert relative_error(restored[f"optimizer.{i}.exp_avg"], first[:64]) < 0.7
 
 
 def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:

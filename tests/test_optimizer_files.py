@@ -231,7 +231,8 @@ def test_numbers_of_a_file_beside_a_torch_model_follow_its_order(tmp_path: Path)
     model, optimizer = written(tmp_path)
     joined = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid())
     assert not any("no parameter's name" in note for note in joined.notes)
-    [read] = compress([model], tmp_path / "w.ckptz", read_optimizer=optimizer, config=Grid())
+    config = Grid(purpose="resume")  # as files with their optimizer are written by themselves
+    [read] = compress([model], tmp_path / "w.ckptz", read_optimizer=optimizer, config=config)
     assert not any("second moment" in note for note in read.notes)
     both, weights = load_file(tmp_path / "s.ckptz"), load_file(tmp_path / "w.ckptz")
     for name in ("up.weight", "mid.weight", "out.weight"):
@@ -243,7 +244,10 @@ def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path:
     whole = saved_together(tmp_path, net, optimizer)
     save_plain(net.state_dict(), tmp_path / "model.safetensors")
     [report] = compress(
-        [tmp_path / "model.safetensors"], tmp_path / "w.ckptz", read_optimizer=whole, config=Grid()
+        [tmp_path / "model.safetensors"],
+        tmp_path / "w.ckptz",
+        read_optimizer=whole,
+        config=Grid(purpose="resume"),
     )
     [joined] = compress([whole], tmp_path / "s.ckptz", config=Grid())
     assert not any("second moment" in note for note in (*report.notes, *joined.notes))

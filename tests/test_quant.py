@@ -175,7 +175,7 @@ def test_protected_values_may_be_rounded_to_bf16() -> None:
     values = gaussian(20_000)
     wanted = Partitions(8, protect=0.01, protect_as_bf16=True)
     quantizer = fit_partitions(f32_sketch(values), wanted)[1]
-    kept = quantizer.kept(values.view(np.uint32))
+    kept = quantizer.kept(0, values.view(np.uint32))
     assert (kept & np.uint32(0xFFFF) == 0).all()
     np.testing.assert_allclose(kept.view(np.float32), values, rtol=2.0**-8)
 

@@ -326,7 +326,10 @@ def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:
     np.testing.assert_array_equal(along_first, along_second)
 
 
-def test_deltas_are_calibrated_too(tmp_path: Path, layers: tuple[Layers, Path, torch.Tensor]) -> None:
+@pytest.mark.parametrize("purpose", ["auto", "resume", "ship"])
+def test_deltas_are_calibrated_only_to_be_shipped(
+    tmp_path: Path, purpose: str, layers: tuple[Layers, Path, torch.Tensor]
+) -> None:
     model, calibration, tokens = layers
     moved = {n: t + 0.03 * t.std() * torch.randn_like(t) for n, t in model.state_dict().items()}
     save_plain({n: t.numpy() for n, t in moved.items()}, tmp_path / "moved.safetensors")
@@ -334,10 +337,22 @@ def test_deltas_are_calibrated_too(tmp_path: Path, layers: tuple[Layers, Path, t
     model.load_state_dict(moved)
     errors = []
     for options in ([], ["--calibration", calibration]):
-        ckptz("compress", *paths, "--chain", "-o", tmp_path, "--force", "--method", "grid", *options)
+        ckptz(
+            "compress",
+            *paths,
+            "--chain",
+            "-o",
+            tmp_path,
+            "--force",
+            "--method",
+            "grid",
+            "--purpose",
+            purpose,
+            *options,
+        )
         errors.append(output_error(model, tmp_path / "moved.ckptz", tokens, ("up.weight",)))
         assert reports_of(tmp_path / "moved.ckptz")["up.weight"]["predictor"] == "base"
-    assert errors[1] < 0.9 * errors[0]
+    assert (errors[1] < 0.9 * errors[0]) == (purpose == "ship")
 
 
 def test_unmatched_modules_are_counted(tmp_path: Path, layers: tuple[Layers, Path, torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Training that restarts from every lossy checkpoint it writes, against the same run uninterrupted.
 
-A small GPT is trained, then fine-tuned at a low rate with checkpoints close together (AdamW at torch's betas).
+A small GPT is trained, then fine-tuned at a low rate with checkpoints close together (AdamW, torch's betas).
 Each arm saves through `ckptz.Checkpointer`, restores the file it has just written, and trains on; so movement
 that a file loses is lost for good. Arms with the purpose "ship" round as files for evaluation do: to nearest,
 with centroids and a dead zone.
@@ -43,7 +43,7 @@ KEEP_ALL = KeepPolicy(last=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Lengths in steps: of the first training, between checkpoints of the fine-tune; and how many of these."""
+    """Lengths in steps: of the first training, between checkpoints of the fine-tune; and how many."""
 
     model: GPTConfig
     n_before: int = 400
@@ -98,7 +98,9 @@ def trained(plan: Plan, data: Tensor) -> dict[str, Tensor]:
     """Weights to fine-tune."""
     torch.manual_seed(0)
     model = TinyGPT(plan.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.rate_before, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.rate_before, betas=(0.9, 0.95), weight_decay=0.1
+    )
     source = batches(data, batch=BATCH, context=plan.model.context, seed=1)
     for _ in range(plan.n_before):
         _step(model, optimizer, next(source))
@@ -147,7 +149,9 @@ def fine_tune(
 
 def main() -> None:
     """Measure all arms with three seeds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_args()
@@ -164,7 +168,9 @@ def main() -> None:
             change = 100 * (row["end_loss"] / exact["end_loss"] - 1)
             rows.append({"arm": name, "seed": seed, "change_percent": change, "begin_loss": began, **row})
             rows[-1]["exact_loss"] = exact["end_loss"]
-            print({key: round(v, 4) if isinstance(v, float) else v for key, v in rows[-1].items()}, flush=True)
+            print(
+                {key: round(v, 4) if isinstance(v, float) else v for key, v in rows[-1].items()}, flush=True
+            )
     if not given.quick:
         save_rows("restarts", rows)
         print(machine())

@@ -29,7 +29,7 @@ class Update:
     """How an optimizer turns first moments into moves; see the module.
 
     Attributes:
-        rate: move for each unit of first moment, or of its ratio to the root; may be negative.
+        rate: move for each unit of first moment, or of its ratio to the root.
         root_scale: of the root of the second moment; None if the update has none.
         eps: added to the root.
     """
@@ -68,8 +68,9 @@ class Folded(SourceOf):
         values, moves = _floats(self.source, begin, end), self._moves(begin, end)
         with np.errstate(all="ignore"):
             moved = values - moves
-        is_usable = np.isfinite(moved)
-        return cpu().from_f32(np.where(is_usable, moved, values).view(np.uint32), kind)
+            units: Units = cpu().from_f32(moved.view(np.uint32), kind)
+        is_usable = np.isfinite(cpu().to_f32(units, kind).view(np.float32))
+        return np.where(is_usable, units, self.source.units(begin, end))
 
     def _moves(self, begin: int, end: int) -> Floats:
         """Give the moves of units begin..end, float32 [end - begin]."""

@@ -27,7 +27,6 @@ def update_of(group: Mapping[str, Any], step: float | None) -> Update | None:
     rate = _number(group.get("lr"))
     if rate is None or group.get("amsgrad"):
         return None
-    rate = -rate if group.get("maximize") else rate
     if "amsgrad" in group or "momentum_decay" in group:
         return _adam(group, rate, step)
     is_sgd, is_rmsprop = "dampening" in group, "centered" in group
@@ -45,7 +44,10 @@ def _adam(group: Mapping[str, Any], rate: float, step: float | None) -> Update |
     first, second = (_number(beta) for beta in betas)
     if first is None or second is None or not (0 < first < 1 and 0 < second < 1):
         return None
-    rate *= first / (1 - first) / (1 - first**step)
+    rate *= first / (1 - first)
+    decay = _number(group.get("momentum_decay"))
+    # NAdam weighs its first moment by a momentum that grows, whose bias is gone after a few steps.
+    rate *= 1 / (1 - first**step) if decay is None else first * (1 - 0.5 * 0.96 ** (step * decay))
     return Update(rate, 1 / math.sqrt(1 - second**step), eps)
 
 

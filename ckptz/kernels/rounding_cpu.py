@@ -80,7 +80,7 @@ def residual_codes(
             if _threshold(key, begin + i) >= float32(float32(1) - float32(scaled - whole)):
                 whole = float32(whole + float32(1))
             magnitude, is_positive = abs(whole), whole > float32(0)
-        if magnitude > MAX_MAGNITUDE:
+        if not magnitude <= MAX_MAGNITUDE:
             out[i] = ESCAPE
         elif magnitude == 0:
             out[i] = 0

@@ -67,7 +67,7 @@ def grid_codes(scaled: Floats, dead_zone: float, key: int, begin: int) -> Bytes:
         magnitude, is_positive = np.abs(whole), whole > 0
     codes = 2 * np.minimum(magnitude, np.float32(MAX_MAGNITUDE)) - is_positive
     codes[magnitude == 0] = 0
-    codes[magnitude > MAX_MAGNITUDE] = ESCAPE
+    codes[~(magnitude <= MAX_MAGNITUDE)] = ESCAPE
     return codes.astype(np.uint8)
 
 

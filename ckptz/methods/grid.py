@@ -116,6 +116,8 @@ MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
+# Share of whole steps over the rms distance: of Gaussians 0.8 where thresholds go on, 0.05 after a restore.
+WHOLE_STEPS: Final = 0.3
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
@@ -166,12 +168,11 @@ class UniformGrid(Recipe):
         stored = None if base is None else base.stored
         rows = _steps_of(stored, rows, self.step) or rows
         moved = subject.moved
-        grid = _Grid(moved or subject.source, base, rows, 0.0)
         drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
         key = drawn if isinstance(drawn, int) else NEAREST
-        if base is not None and grid.is_near(bounds[len(bounds) // 2]):
-            key = subject.seed
-        grid = replace(grid, key=key)
+        grid = _Grid(moved or subject.source, base, rows, self.dead_zone or 0.0, key)
+        if base is not None and grid.was_restored(bounds[len(bounds) // 2]):
+            grid = replace(grid, key=subject.seed)
         counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
         most = largest_magnitude(counted.found.total)
         if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
@@ -179,7 +180,7 @@ class UniformGrid(Recipe):
             counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
             most = largest_magnitude(counted.found.total)
         draft = _draft_of(grid, counted, most, bare_levels(rows.steps, most))
-        return replace(draft, source=moved, found={} if key == NEAREST else {DRAWN: key})
+        return replace(draft, source=moved, found={} if grid.key == NEAREST else {DRAWN: grid.key})
 
     def _standing(
         self, subject: Subject, base: TensorSource | None, rows: RowSteps, bounds: list[Bounds]
@@ -224,7 +225,7 @@ class Grid(Method):
         step: multiple of the reference step, above 0. An equal multiple means about an equal loss change for
             any model: its square is proportional to the expected change, see `ckptz.quant.grid.row_steps`.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default what
-            measured best, a tenth.
+            measured best, a tenth, and 0 to resume from. Where thresholds are drawn there is none.
         moments: how optimizer state becomes lossy; None keeps it exactly.
         min_elements: smaller weights, and those of one dimension, are kept to a relative 2^-10 if there
             are moments, exactly if not.
@@ -403,11 +404,20 @@ class _Grid:
         steps = self.rows.steps.astype(np.float32)
         return values, base, self.base is not None, steps, self.rows.labels, row_units
 
-    def is_near(self, bounds: Bounds) -> bool:
-        """Tell whether residuals of a chunk lie near multiples of their steps, as they do after a restore."""
-        units = self.source.units(*bounds)
-        total = rounding().distance_power(*self._inputs(*bounds, units), bounds[0])
-        return math.sqrt(total / len(units)) < NEAR * DISTANCE_UNITS
+    def was_restored(self, bounds: Bounds) -> bool:
+        """Tell whether training was restored from the base, by one chunk.
+
+        Residuals then lie near multiples of their steps, and near zero. Where thresholds of an earlier
+        restore go on, they lie near multiples too, but whole steps off wherever the last rounding went up.
+        """
+        begin, units = bounds[0], self.source.units(*bounds)
+        inputs = self._inputs(*bounds, units)
+        distance = math.sqrt(rounding().distance_power(*inputs, begin) / len(units)) / DISTANCE_UNITS
+        if distance >= NEAR or self.key == NEAREST:
+            return distance < NEAR
+        nearest = np.empty(len(units), np.uint8)
+        rounding().residual_codes(*inputs, 0.0, NEAREST, begin, nearest)
+        return bool(np.count_nonzero(nearest) <= WHOLE_STEPS * distance * len(units))
 
     def fit(self, counted: _Counted) -> tuple[int, Levels]:
         """The largest magnitude that has codes, and what codes stand for."""

@@ -88,21 +88,38 @@ class LadderQuantizer(Quantizer):
         """The level of each unit, and whether that level restores a finite number above zero."""
         predicted = self.prediction.orders(begin, end)
         indices, is_restored = np.empty(len(units), np.int64), np.empty(len(units), np.bool_)
-        offsets = self.ladder.offsets(
-            rounding().thresholds(self.key, begin, end - begin), self.prediction.kind
-        )
+        drawn = rounding().thresholds(self.key, begin, end - begin)
         zero = 1 << (8 * units.itemsize - 1)
         largest = zero + largest_unit(self.prediction.kind)
         for at in _blocks(len(units)):
-            indices[at] = self.ladder.indices(
-                reference.order(units[at]).astype(np.int64) - predicted[at], offsets[at]
-            )
+            orders = reference.order(units[at]).astype(np.int64)
+            indices[at] = self._drawn(orders, predicted[at], drawn[at])
             distances = self.ladder.distances(indices[at])
             if self.prediction.predictor is Predictor.ZERO:
                 distances = np.maximum(distances, 1)
             restored = predicted[at] + distances
             is_restored[at] = (restored > zero) & (restored <= largest)
         return indices, is_restored
+
+    def _drawn(self, orders: Integers, predicted: Integers, drawn: NDArray[np.float32]) -> Integers:
+        """Choose between the levels beside each unit so that 1 / sqrt(v) stays on average.
+
+        Updates are proportional to it; the nearest level would make them larger or smaller for good.
+        """
+        below = self.ladder.below(orders - predicted)
+        low = predicted + self.ladder.distances(below)
+        ends = low, orders, low + self.ladder.step
+        at_low, exact, at_high = (self._inverse_roots(found) for found in ends)
+        return below + (drawn * (at_low - at_high) < at_low - exact)
+
+    def _inverse_roots(self, orders: Integers) -> NDArray[np.float32]:
+        """Turn bit patterns in the order of the values into 1 / sqrt, as of the nearest number above zero."""
+        kind = self.prediction.kind
+        unit, n_bits = (np.uint32, 32) if kind == reference.F32 else (np.uint16, 16)
+        patterns = np.clip(orders - (1 << (n_bits - 1)), 1, largest_unit(kind)).astype(unit)
+        values: NDArray[np.float32] = cpu().to_f32(patterns, kind).view(np.float32)
+        roots: NDArray[np.float32] = np.reciprocal(np.sqrt(values))
+        return roots
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Codes of some units: levels, exact zeros, exceptions."""

@@ -19,7 +19,7 @@ class Moments:
     """How optimizer state becomes lossy beside lossy weights.
 
     Attributes:
-        second_step: of exp_avg_sq, in octaves: a restored second moment is within half of it.
+        second_step: of exp_avg_sq, in octaves: a restored second moment is within one of it.
         first_step: of exp_avg, in roots of the restored second moment; of momentum and where there is no
             second moment, in root mean squares of the row.
         first_dead_zone: additional share of a step, on both sides of zero, that becomes zero.

@@ -52,26 +52,13 @@ class Ladder:
     step: int  # from one level to the next, in units of the last place
     phase: int = 0  # of level 0, from the predictor
 
-    def indices(self, distances: Integers, offsets: Integers | None = None) -> Integers:
-        """Find the level of each distance from the predictor: the nearest, or that of offsets 0..step - 1."""
-        half = self.step // 2 if offsets is None else offsets
-        return (distances + half - self.phase) // self.step
+    def indices(self, distances: Integers) -> Integers:
+        """Find the level nearest to each distance from the predictor."""
+        return (distances + (self.step // 2 - self.phase)) // self.step
 
-    def offsets(self, drawn: NDArray[np.float32], kind: int) -> Integers:
-        """Turn uniform thresholds into offsets that keep the mean of inverse roots.
-
-        A second moment between two levels, f of a step of s octaves above the lower, takes the upper with
-        the chance (1 - 2^(-f s / 2)) / (1 - 2^(-s / 2)): then 1 / sqrt(v), which updates are proportional
-        to, comes back unchanged on average.
-
-        Args:
-            drawn: uniform in [0, 1) [n].
-            kind: of the units, which says how many of them are an octave.
-        """
-        octaves = self.step / (1 << MANTISSA_BITS[kind])
-        span = 1 - 2.0 ** (-octaves / 2)
-        places = -2 / octaves * np.log2(1 - drawn.astype(np.float64) * span)  # from there on, the upper
-        return np.clip(((1 - places) * self.step).astype(np.int64), 0, self.step - 1)
+    def below(self, distances: Integers) -> Integers:
+        """Find the last level that is not above each distance from the predictor."""
+        return (distances - self.phase) // self.step
 
     def distances(self, indices: Integers) -> Integers:
         """Give the distances [n] at which levels [n] stand."""

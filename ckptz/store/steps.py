@@ -56,15 +56,18 @@ ABANDONED_SECONDS: Final = 3600.0
 Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
 
 
+Opener = Callable[[], contextlib.AbstractContextManager[Mapping[str, TensorSource]]]
+
+
 class WeightsEncoder(Protocol):
-    """Writes weights, knowing what of the state beside them will be restored."""
+    """Writes weights; may look at what of the state beside them will be restored."""
 
     def __call__(
         self,
         sink: BinaryIO,
         base: Checkpoint | None,
         position: int,
-        restored: Mapping[str, TensorSource],
+        restored: Opener,
     ) -> Written: ...
 
 
@@ -264,8 +267,8 @@ class StepStore:
 
         Args:
             step: after all that are there.
-            encode_weights: writes weights to a file, against a base or, for None, alone; is given the state
-                as a reader will restore it.
+            encode_weights: writes weights to a file, against a base or, for None, alone; can open
+                the state as a reader will restore it.
             encode_state: writes state.
             rule: what they are stored against.
 
@@ -287,26 +290,14 @@ class StepStore:
                 state = self._encode("state", state_sink, encode_state, rule, notes)
                 state_sink.flush()
                 written = Path(state_sink.name)
-                with self._restored(written, notes) as restored:
-                    with_state = functools.partial(encode_weights, restored=restored)
-                    weights = self._encode("weights", weights_sink, with_state, rule, notes)
-            amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
+                restored = functools.partial(_restored, written, notes)
+                with_state = functools.partial(encode_weights, restored=restored)
+                weights = self._encode("weights", weights_sink, with_state, rule, notes)
+            n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
+            state = replace(state, stored_bytes=n_bytes)
             self._lock.check()
         self._upload(state_file, weights_file)
         return WrittenStep(weights, state, tuple(notes))
-
-    @contextlib.contextmanager
-    def _restored(self, path: Path, notes: list[str]) -> Iterator[Mapping[str, TensorSource]]:
-        """Open a state that was just written; nothing where its base is elsewhere or cannot be read."""
-        with contextlib.ExitStack() as held:
-            try:
-                tensors = held.enter_context(contextlib.closing(open_checkpoint(path))).tensors
-            except (CkptzError, OSError) as error:
-                tensors = {}
-                notes.append(
-                    f"weights: what the state loses is not made up for, as it cannot be read: {error}"
-                )
-            yield tensors
 
     def _encode(
         self, kind: Kind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
@@ -406,3 +397,15 @@ def _number(text: str | None) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+@contextlib.contextmanager
+def _restored(path: Path, notes: list[str]) -> Iterator[Mapping[str, TensorSource]]:
+    """Open a state that was just written; nothing where its base is elsewhere or cannot be read."""
+    with contextlib.ExitStack() as held:
+        tensors: Mapping[str, TensorSource] = {}
+        try:
+            tensors = held.enter_context(contextlib.closing(open_checkpoint(path))).tensors
+        except (CkptzError, OSError) as error:
+            notes.append(f"weights: what the state loses is not made up for, as it cannot be read: {error}")
+        yield tensors

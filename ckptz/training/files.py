@@ -27,6 +27,7 @@ from ckptz.pipeline import Job, write
 from ckptz.roles import Role, Rule, role_of
 from ckptz.store.resolve import Checkpoint, base_ref
 from ckptz.store.step_files import METRIC_KEY, POSITION_KEY, Kind
+from ckptz.store.steps import Opener
 from ckptz.tree.flatten import flatten
 from ckptz.tree.leaves import DTypeName, Size, TensorRef
 from ckptz.tree.skeleton import parse_tree
@@ -199,7 +200,7 @@ class StepEncoder:
         sink: BinaryIO,
         base: Checkpoint | None,
         position: int,
-        restored: Mapping[str, TensorSource] = MappingProxyType({}),
+        restored: Opener,
     ) -> Written:
         """Write the weights; see `ckptz.store.steps.WeightsEncoder`."""
         metadata = {POSITION_KEY: str(position)}
@@ -207,9 +208,11 @@ class StepEncoder:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
         job = replace(self._state.job(self._state.weights, method), quality=method.quality)
-        if method.config.loses_state and not method.quality:  # qualities were measured without
-            job = replace(job, restored=restored, updates=self._state.updates)
-        return self._write("weights", sink, job, base, metadata)
+        if not method.config.loses_state or method.quality:  # qualities were measured without
+            return self._write("weights", sink, job, base, metadata)
+        with restored() as tensors:
+            job = replace(job, restored=tensors, updates=self._state.updates)
+            return self._write("weights", sink, job, base, metadata)
 
     def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
         """Write the rest; see `ckptz.store.steps.Encoder`."""

@@ -58,7 +58,7 @@ class FixedQuantizer(Quantizer):
     def codes(self, begin: int, end: int, units: Array) -> Array:
         return self.all_codes[begin:end]
 
-    def kept(self, units: Array) -> Array:
+    def kept(self, begin: int, units: Array) -> Array:
         return units
 
     def protected(self, begin: int, end: int, units: Array) -> Array | None:

@@ -1,0 +1,420 @@
+"""What training has moved since a restore stays in the next file, however small it is beside the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file as save_plain
+
+from ckptz import Checkpointer, Grid, KMeans, compress
+from ckptz.codec.quant_map import LinearTable
+from ckptz.codec.units import CHUNK_UNITS, ArraySource
+from ckptz.container.index import LossyRecord
+from ckptz.dtypes import dtype_of
+from ckptz.encoding.fold import Fold, Folded, Update
+from ckptz.guidance.updates import update_of
+from ckptz.kernels import rounding, rounding_reference
+from ckptz.kernels.rounding_reference import ESCAPE, NEAREST
+from ckptz.methods.method import Method
+from ckptz.numpy import load_file
+from ckptz.store.resolve import open_checkpoint
+from ckptz.torch import load_file as load_torch
+
+Array = np.ndarray[Any, Any]
+WEIGHT, NORM, MOMENT = "model.up.weight", "model.norm.weight", "optimizer.norm.weight.exp_avg"
+
+# --- thresholds and kernels -----------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_kernels_round_as_their_definition_says(data: st.DataObject) -> None:
+    key = data.draw(st.one_of(st.just(NEAREST), st.integers(0, 2**32 - 1)))
+    begin = data.draw(st.sampled_from([0, 1, 77, 2**32 - 5, 2**32, 2**40 + 3]))
+    n, n_rows = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5))
+    row_units = -(-(begin + n) // n_rows)
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    steps = np.exp2(rng.uniform(-9, 3, 3)).astype(np.float32)
+    labels = rng.integers(0, 3, n_rows).astype(np.uint8)
+    values = (rng.standard_normal(n) * data.draw(st.sampled_from([0.01, 1.0, 400.0]))).astype(np.float32)
+    on_grid = rng.random(n) < 0.3  # ties and exact multiples too
+    row_steps = steps[labels[np.arange(begin, begin + n) // row_units]]
+    values[on_grid] = (np.rint(values / row_steps * 2) / 2 * row_steps)[on_grid]
+    base = rng.standard_normal(n).astype(np.float32) if data.draw(st.booleans()) else None
+    dead_zone = data.draw(st.sampled_from([0.0, 0.1, 4.0]))
+
+    grid = (steps, labels, row_units)
+    expected = rounding_reference.residual_codes(values, base, *grid, dead_zone, key, begin)
+    got = np.empty(n, np.uint8)
+    given_base = (values if base is None else base, base is not None)
+    rounding().residual_codes(values, *given_base, *grid, dead_zone, key, begin, got)
+    np.testing.assert_array_equal(got, expected)
+    power = rounding().distance_power(values, *given_base, *grid, begin)
+    assert power == rounding_reference.distance_power(values, base, *grid, begin)
+    drawn = rounding_reference.thresholds(key, begin, n)
+    np.testing.assert_array_equal(rounding().thresholds(key, begin, n), drawn)
+    at = n // 2
+    np.testing.assert_array_equal(rounding().thresholds(key, begin + at, n - at), drawn[at:])
+
+
+def test_what_has_no_level_escapes() -> None:
+    values = np.array([0.0, 1.0, 128.0, -129.0, np.inf], np.float32)
+    grid = (np.array([1, 0], np.float32), np.array([0], np.uint8), len(values))
+    with np.errstate(all="ignore"):
+        for key in (NEAREST, 5):
+            codes = rounding_reference.residual_codes(values, None, *grid, 0.0, key, 0)
+            assert codes.tolist() == [0, 1, ESCAPE, ESCAPE, ESCAPE]
+        none = rounding_reference.residual_codes(values, None, grid[0][1:], *grid[1:], 0.0, 5, 0)
+    assert (none == ESCAPE).all()
+    got = np.empty(len(values), np.uint8)
+    rounding().residual_codes(values, values, False, grid[0][1:], *grid[1:], 0.0, 5, 0, got)
+    np.testing.assert_array_equal(got, none)
+
+
+@pytest.mark.parametrize("key", [0, 1, 0x9E3779B9, 2**32 - 1])
+def test_thresholds_are_uniform_and_neighbours_have_nothing_in_common(key: int) -> None:
+    n = 1 << 16
+    drawn = rounding().thresholds(key, 0, n)
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    counts = np.histogram(drawn, 64, (0, 1))[0]
+    assert np.square(counts - n / 64).sum() / (n / 64) < 130  # chi-square of 63 degrees; 1 in 10^6
+    others = [drawn[1:], drawn[2:], drawn[256:]]
+    others += [rounding().thresholds((key + 1) % 2**32, 0, n), rounding().thresholds(key, 2**32, n)]
+    for other in others:
+        together = np.corrcoef(drawn[: len(other)], other)[0, 1]
+        assert abs(together) < 5 / np.sqrt(n)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def state(seed: int = 0, shape: tuple[int, int] = (160, 256)) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    weight = rng.standard_normal(shape) * 0.02
+    norm, moment = rng.uniform(1, 2, 40_000), rng.standard_normal(40_000)
+    return {n: v.astype(np.float32) for n, v in {WEIGHT: weight, NORM: norm, MOMENT: moment}.items()}
+
+
+def written(
+    folder: Path, name: str, tensors: dict[str, Array], config: Method, base: str | None = None, jobs: int = 1
+) -> dict[str, Array]:
+    """What the file of a step restores."""
+    save_plain(tensors, folder / f"{name}.safetensors")
+    compress(
+        [folder / f"{name}.safetensors"],
+        folder / f"{name}.ckptz",
+        config=config,
+        base=None if base is None else folder / f"{base}.ckptz",
+        jobs=jobs,
+        force=True,
+    )
+    return load_file(folder / f"{name}.ckptz")
+
+
+def record_of(folder: Path, name: str, tensor: str = WEIGHT) -> LossyRecord:
+    checkpoint = open_checkpoint(folder / f"{name}.ckptz")
+    try:
+        assert checkpoint.container is not None
+        [record] = [e.lossy for e in checkpoint.container.index.tensors if e.name == tensor]
+        assert record is not None
+        return record
+    finally:
+        checkpoint.close()
+
+
+def step_of(folder: Path, name: str) -> float:
+    """The step of a weight's grid, which is the same for all rows."""
+    checkpoint = open_checkpoint(folder / f"{name}.ckptz")
+    try:
+        assert checkpoint.container is not None
+        quant_map = checkpoint.container.tensors[WEIGHT].header.plan.quant_map
+        assert quant_map is not None
+        assert isinstance(quant_map.table, LinearTable)
+        [step] = quant_map.table.scale
+        return float(step)
+    finally:
+        checkpoint.close()
+
+
+def moved(tensors: dict[str, Array], spread: float, seed: int) -> dict[str, Array]:
+    """Weights a little further; `spread` times 0.008, which is the step of the grid, or 2^-9 for the norm."""
+    rng = np.random.default_rng(seed)
+    found = dict(tensors)
+    for name, step in ((WEIGHT, 0.008), (NORM, 2.0**-9)):
+        found[name] = (tensors[name] + rng.standard_normal(tensors[name].shape) * spread * step).astype("f4")
+    return found
+
+
+def share_kept(exact: Array, restored: Array, start: Array) -> float:
+    """What of a movement is restored, along it."""
+    want, got = (x.astype(np.float64) - start for x in (exact, restored))
+    return float((want * got).sum() / (want * want).sum())
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (Grid(), WEIGHT),
+        (Grid(step=1.5), WEIGHT),
+        (Grid(purpose="resume", moments=None), WEIGHT),
+        (KMeans(levels=16), WEIGHT),
+        (KMeans(levels=8, protect=0.05, protect_as="bf16"), WEIGHT),
+        (Grid(), NORM),
+    ],
+)
+def test_a_delta_after_a_restore_keeps_the_movement(tmp_path: Path, config: Method, name: str) -> None:
+    restored = start = written(tmp_path, "0", state(), config)
+    for i in range(1, 4):  # each restart begins with what the last file restores
+        later = moved(restored, 0.1, i)
+        found = written(tmp_path, str(i), later, config, str(i - 1))
+        assert 0.9 < share_kept(later[name], found[name], restored[name]) < 1.1
+        error = np.abs(found[name].astype(np.float64) - later[name]).max()
+        assert error <= record_of(tmp_path, str(i), name).max_abs_error
+        restored = found
+    assert not np.array_equal(restored[name], start[name])
+
+
+def test_a_file_to_be_shipped_keeps_little_of_a_small_movement(tmp_path: Path) -> None:
+    config = Grid(purpose="ship")
+    restored = written(tmp_path, "0", state(), config)
+    later = moved(restored, 0.1, 1)
+    found = written(tmp_path, "1", later, config, "0")
+    assert share_kept(later[WEIGHT], found[WEIGHT], restored[WEIGHT]) < 0.3
+    assert "drawn" not in record_of(tmp_path, "1").settings
+
+
+def test_weights_alone_are_shipped_and_their_deltas_are_not(tmp_path: Path) -> None:
+    weights = {WEIGHT: state()[WEIGHT]}
+    written(tmp_path, "auto", weights, Grid())
+    written(tmp_path, "ship", weights, Grid(purpose="ship"))
+    assert (tmp_path / "auto.ckptz").read_bytes() == (tmp_path / "ship.ckptz").read_bytes()
+    anchor = written(tmp_path, "0", weights, Grid(purpose="resume"))
+    later = {WEIGHT: moved(state() | anchor, 0.1, 1)[WEIGHT]}
+    found = written(tmp_path, "1", later, Grid(), "0")
+    assert share_kept(later[WEIGHT], found[WEIGHT], anchor[WEIGHT]) > 0.9
+
+
+def test_thresholds_go_on_where_nothing_was_restored(tmp_path: Path) -> None:
+    config = Grid()
+    anchor = written(tmp_path, "0", state(), config)
+    assert "drawn" not in record_of(tmp_path, "0").settings
+    unrestored = moved(state(), 0.1, 9)
+    found = written(tmp_path, "x", unrestored, config, "0")
+    assert "drawn" not in record_of(tmp_path, "x").settings
+    step = step_of(tmp_path, "0")
+    assert np.abs(found[WEIGHT] - unrestored[WEIGHT]).max() <= step * 0.5001
+
+    later, keys = moved(anchor, 0.1, 1), []
+    for i in range(1, 5):
+        found = written(tmp_path, str(i), later, config, str(i - 1))
+        assert step_of(tmp_path, str(i)) == step
+        assert np.abs(found[WEIGHT] - later[WEIGHT]).max() <= step * 1.0001
+        assert 0.9 < share_kept(later[WEIGHT], found[WEIGHT], anchor[WEIGHT]) < 1.1
+        keys.append(record_of(tmp_path, str(i)).settings["drawn"])
+        later = moved(later, 0.1, 1 + i)
+    assert len(set(keys)) == 1
+    written(tmp_path, "6", moved(found, 0.1, 6), config, "4")  # now a restore
+    assert record_of(tmp_path, "6").settings["drawn"] != keys[0]
+
+
+def test_the_recorded_key_tells_what_was_drawn(tmp_path: Path) -> None:
+    anchor = written(tmp_path, "0", state(), Grid())
+    later = moved(anchor, 0.15, 1)
+    found = written(tmp_path, "1", later, Grid(), "0")
+    key, step = record_of(tmp_path, "1").settings["drawn"], step_of(tmp_path, "1")
+    assert isinstance(key, int)
+    scaled = (later[WEIGHT] - anchor[WEIGHT]).reshape(-1) / np.float32(step)
+    whole = np.floor(scaled)
+    whole += rounding_reference.thresholds(key, 0, scaled.size) >= np.float32(1) - (scaled - whole)
+    np.testing.assert_array_equal(np.rint((found[WEIGHT] - anchor[WEIGHT]).reshape(-1) / step), whole)
+
+
+@pytest.mark.parametrize("config", [Grid(), KMeans()])
+def test_jobs_and_reruns_change_no_byte(tmp_path: Path, config: Method) -> None:
+    shape = (CHUNK_UNITS // 256 + 3, 256)
+    anchor = written(tmp_path, "0", state(shape=shape), config)
+    later, files = moved(anchor, 0.1, 1), []
+    for jobs in (1, 4, 4):
+        found = written(tmp_path, "1", later, config, "0", jobs)
+        files.append((tmp_path / "1.ckptz").read_bytes())
+    assert files[0] == files[1] == files[2]
+    for rows in (slice(0, 64), slice(-64, None)):  # of both chunks
+        assert 0.8 < share_kept(later[WEIGHT][rows], found[WEIGHT][rows], anchor[WEIGHT][rows]) < 1.2
+
+
+@pytest.mark.parametrize("step", [1.0, 4.0])
+def test_second_moments_keep_the_mean_of_what_updates_are_divided_by(tmp_path: Path, step: float) -> None:
+    rng, name = np.random.default_rng(0), "optimizer.up.weight.exp_avg_sq"
+    exact = np.exp2(rng.uniform(-30, -28, (300, 300))).astype(np.float32)
+    restored = written(tmp_path, "0", {name: exact}, Grid().scaled(step / 4))[name]
+    assert np.abs(np.log2(restored) - np.log2(exact)).max() <= step * 1.001
+    assert np.abs(np.log2(restored) - np.log2(exact)).max() > step / 2
+    assert (1 / np.sqrt(restored)).mean() == pytest.approx((1 / np.sqrt(exact)).mean(), rel=0.01)
+
+
+# --- what first moments lose ----------------------------------------------------------------------
+
+
+def source_of(values: Array) -> ArraySource:
+    return ArraySource.from_buffer(dtype_of("F32"), values.shape, values.astype(np.float32).tobytes())
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0),
+    "Adam that maximizes": lambda p: torch.optim.Adam(p, lr=1e-3, maximize=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3, momentum_decay=0),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD that maximizes": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, maximize=True),
+    "SGD of Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+}
+
+
+def come_to_rest(make: Callable[[Any], torch.optim.Optimizer], weight: Array, buffers: Any) -> Array:
+    """Where weights end if no gradient comes any more."""
+    parameter = torch.nn.Parameter(torch.from_numpy(weight.copy()))
+    optimizer = make([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # makes the state
+    with torch.no_grad():
+        parameter.copy_(torch.from_numpy(weight))
+        for name, values in buffers.items():
+            target = optimizer.state[parameter][name]
+            target.copy_(torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values))
+    for _ in range(150):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    result: Array = parameter.detach().numpy()
+    return result
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_weight_is_moved_by_what_its_restored_moment_will_not_do(name: str) -> None:
+    make, rng = OPTIMIZERS[name], np.random.default_rng(0)
+    is_adam = "Adam" in name
+    weight, exact = (rng.standard_normal((20, 30)).astype(np.float32) for _ in range(2))
+    restored = np.where(rng.random(exact.shape) < 0.5, np.float32(0), np.rint(exact * 2) / 2)
+    second = np.exp2(rng.uniform(-2, 2, exact.shape)).astype(np.float32)
+    step = 20_000.0  # so that no bias is left, and second moments last longer than first ones
+    buffers = {"exp_avg_sq": second, "step": step} if is_adam else {}
+    first = "exp_avg" if is_adam else "momentum_buffer"
+    group = make([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    update = update_of(group, step if is_adam else None)
+    assert update is not None
+    sources = source_of(exact), source_of(restored), source_of(second) if is_adam else None
+    folded = Folded(source_of(weight), Fold(update, *sources))
+    units = folded.units(0, weight.size)
+    np.testing.assert_array_equal(np.concatenate([folded.units(0, 77), folded.units(77, weight.size)]), units)
+    wanted = come_to_rest(make, weight, {first: exact, **buffers})
+    without = come_to_rest(make, weight, {first: restored, **buffers})
+    found = come_to_rest(make, units.view(np.float32).reshape(weight.shape), {first: restored, **buffers})
+    assert np.abs(found - wanted).max() < 0.03 * np.abs(without - wanted).max()
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},  # Lion
+        {"lr": 1e-3, "momentum": 0.95, "nesterov": True, "ns_steps": 5},  # Muon
+        {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8},  # Adamax, RAdam
+        {"lr": 1e-3, "momentum": 0.0, "dampening": 0, "nesterov": False},
+        {"lr": 1e-3, "momentum": 1.0, "dampening": 0, "nesterov": False},
+        {"lr": float("nan"), "momentum": 0.9, "dampening": 0},
+        {"lr": "fast", "momentum": 0.9, "dampening": 0},
+        {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False},
+        {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": True},
+        {"lr": 1e-3, "betas": (0.9, 1.0), "eps": 1e-8, "amsgrad": False},
+        {"lr": 1e-3, "betas": 0.9, "eps": 1e-8, "amsgrad": False},
+        {},
+    ],
+)
+def test_other_optimizers_and_odd_settings_give_no_update(group: dict[str, Any]) -> None:
+    assert update_of(group, 100.0) is None
+
+
+def test_adam_without_steps_gives_no_update() -> None:
+    group = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "amsgrad": False}
+    assert update_of(group, 1.0) is not None
+    assert update_of(group, None) is None
+    assert update_of(group, 0.0) is None
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+def test_a_move_out_of_range_is_not_made(dtype: str) -> None:
+    unit = np.uint32 if dtype == "F32" else np.uint16
+    top = {"F16": 0x7BFF, "BF16": 0x7F7F, "F32": 0x7F7FFFFF}[dtype]
+    units = np.array([top, top, 0, 1 << (8 * unit().itemsize - 1)], unit)  # the largest number, 0 and -0
+    weight = ArraySource(dtype_of(dtype), (4,), units)
+    lost = np.array([-1, 0, 0, 0], np.float32)
+    fold = Fold(Update(3e38), source_of(lost), source_of(np.zeros(4)), None)
+    np.testing.assert_array_equal(Folded(weight, fold).units(0, 4), units)
+
+
+# --- the Checkpointer -----------------------------------------------------------------------------
+
+
+def trained(rate: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(128, 128)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(16, 128)).square().mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("config", [Grid(), KMeans(protect=0.0)])
+def test_a_chain_of_three_restarts_keeps_the_movement(tmp_path: Path, config: Method) -> None:
+    model, optimizer = trained(1e-6)
+    assert isinstance(model, torch.nn.Linear)
+    generator, kept = torch.Generator().manual_seed(1), []
+    start = model.weight.detach().numpy().astype(np.float64)
+    for step in range(1, 5):  # a new process each time
+        with Checkpointer(tmp_path, model, optimizer, config=config, background=False) as saver:
+            saver.save(step)
+            report = saver.wait()
+            assert report is not None
+            assert not any("made up for" in note for note in report.notes)
+            began = model.weight.detach().numpy().astype(np.float64)
+            saver.restore(step)
+            restored = model.weight.detach().numpy().astype(np.float64)
+        if step > 1:
+            kept.append(share_kept(began, restored, start))
+        start = restored
+        with torch.no_grad():  # a tenth of a step of the grid
+            model.weight += torch.randn(128, 128, generator=generator) * model.weight.std() * 0.04
+    assert len(kept) == 3
+    assert all(0.9 < share < 1.1 for share in kept), kept
+
+
+@pytest.mark.parametrize(("config", "wanted"), [(Grid(step=0.25), 1.0), (Grid(step=0.25, moments=None), 0.0)])
+def test_weights_of_a_checkpointer_make_up_for_lossy_moments(
+    tmp_path: Path, config: Grid, wanted: float
+) -> None:
+    model, optimizer = trained(1e-3)
+    assert isinstance(model, torch.nn.Linear)
+    weight, first = (x.detach().clone() for x in (model.weight, optimizer.state[model.weight]["exp_avg"]))
+    group, step = optimizer.param_groups[0], optimizer.state[model.weight]["step"].item()
+    with Checkpointer(tmp_path, model, optimizer, config=config, background=False) as saver:
+        saver.save(1)
+        saver.wait()
+        saver.restore(1)
+    after, restored = optimizer.state[model.weight], model.weight.detach()
+    update = update_of(group, step)
+    assert update is not None
+    assert update.root_scale is not None
+    lost = first if wanted == 0 else first - after["exp_avg"]
+    moves = update.rate * lost / (after["exp_avg_sq"].sqrt() * update.root_scale + update.eps)
+    along = -((restored - weight) * moves).sum() / moves.square().sum()
+    assert along.item() == pytest.approx(wanted, abs=0.1)
+    assert lost.abs().sum() > 0
+    assert load_torch(next(tmp_path.glob("*1.weights.ckptz"), next(tmp_path.glob("*.ckptz"))))
