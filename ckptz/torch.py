@@ -39,7 +39,7 @@ def save(
     config: Method = LOSSLESS,
     jobs: int | None = None,
 ) -> bytes:
-    """The bytes of a `.ckptz` file that holds these tensors.
+    """Make the bytes of a `.ckptz` file that holds these tensors.
 
     Args:
         tensors: contiguous, dense tensors by name, on any device.
@@ -102,7 +102,7 @@ def load(
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
 ) -> Tensors:
-    """The tensors of a `.ckptz` or a safetensors file in memory.
+    """Load the tensors of a `.ckptz` or a safetensors file in memory.
 
     Args:
         data: the file's bytes.
@@ -130,7 +130,7 @@ def load_file(
     jobs: int | None = None,
     link_policy: LinkPolicy | str | None = None,
 ) -> Tensors:
-    """All tensors of a `.ckptz` or a `.safetensors` file by name.
+    """Load all tensors of a `.ckptz` or a `.safetensors` file by name.
 
     Args:
         filename: the file; a delta finds its bases beside it and in `search_path`.
@@ -326,7 +326,6 @@ class _DeviceSource(TensorSource):
     raw: torch.Tensor
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         n = self.dtype.unit_bytes
         return self.raw[begin * n : end * n].cpu().numpy().view(UNIT_TYPES[n])
 
@@ -359,7 +358,7 @@ def _check(tensors: Tensors) -> None:
 
 
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
-    """The units of a dense, contiguous tensor without gradient, on any device; `name` is for messages."""
+    """Give the units of a dense, contiguous tensor without gradient, on any device; messages say `name`."""
     if tensor.device.type == "meta":
         raise NotImplementedError(f"tensor {name!r} is on the meta device and has no values to save")
     code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))

@@ -99,7 +99,7 @@ def _open(delta: PathLike | bytes) -> Container:
 
 
 def live_tensors(state_dict: State) -> dict[str, LiveTensor]:
-    """The tensors of a state as sources that can be written to.
+    """Give the tensors of a state as sources that can be written to.
 
     Raises:
         ConfigError: not a mapping of dense tensors by name.
@@ -147,19 +147,15 @@ class _FlatTensor(LiveTensor):
         self.dtype, self.shape, self._flat = dtype, shape, flat
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return _units_of(self._flat[begin:end])
 
     def take(self, positions: Positions) -> Units:
-        """See `LiveTensor.take`."""
         return _units_of(self._flat[self._moved(positions)])
 
     def put(self, positions: Positions, units: Units) -> None:
-        """See `LiveTensor.put`."""
         self._flat[self._moved(positions)] = self._moved(_signed(units))
 
     def write(self, begin: int, units: Units) -> None:
-        """See `LiveTensor.write`."""
         self._flat[begin : begin + len(units)] = self._moved(_signed(units))
 
     def _moved(self, array: Any) -> torch.Tensor:
@@ -177,20 +173,16 @@ class _HostTensor(LiveTensor):
         self._flat = _units_of(flat)
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return np.require(self._flat[begin:end], requirements=["A"])
 
     def take(self, positions: Positions) -> Units:
-        """See `LiveTensor.take`."""
         taken: Units = self._flat[positions]
         return taken
 
     def put(self, positions: Positions, units: Units) -> None:
-        """See `LiveTensor.put`."""
         self._flat[positions] = units
 
     def write(self, begin: int, units: Units) -> None:
-        """See `LiveTensor.write`."""
         self._flat[begin : begin + len(units)] = units
 
 
@@ -217,22 +209,18 @@ class _StridedTensor(LiveTensor):
         return self._read
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return self._ordered.units(begin, end)
 
     def take(self, positions: Positions) -> Units:
-        """See `LiveTensor.take`."""
         return self._ordered.take(positions)
 
     def put(self, positions: Positions, units: Units) -> None:
-        """See `LiveTensor.put`."""
         element, part = np.divmod(positions, self._n_parts)
         indices = np.unravel_index(element, tuple(self._tensor.shape))
         offset = sum(i * stride for i, stride in zip(indices, self._tensor.stride(), strict=True))
         self._memory.put(offset * self._n_parts + part, units)
 
     def write(self, begin: int, units: Units) -> None:
-        """See `LiveTensor.write`."""
         self.put(np.arange(begin, begin + len(units)), units)
 
 

@@ -25,7 +25,7 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int | None:
-    """Bytes this process may still take, where the system tells: Linux, and its containers."""
+    """Count the bytes that this process may still take, where the system tells: Linux, and its containers."""
     found = [n for n in (_meminfo_available(), _cgroup_available(), _limit_available()) if n is not None]
     return min(found, default=None)
 
@@ -80,7 +80,7 @@ def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
 def read_tensors(
     sources: Mapping[str, FrameSource], framework: Framework, jobs: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of whole tensors, in order.
+    """Read whole tensors, in order: yields (name, tensor).
 
     Args:
         sources: by name.
@@ -130,7 +130,7 @@ def _decode(task: tuple[FrameSource, int, Units]) -> None:
 
 
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:
-    """The tensor that `selection` picks from `source`; decodes only the chunks it touches."""
+    """Read the tensor that `selection` picks from `source`; only the chunks it touches are decoded."""
     tensor, units = framework.allocate(source.dtype, selection.shape)
     groups = [(chunk, list(pieces)) for chunk, pieces in groupby(_pieces(selection), lambda p: p.chunk)]
 

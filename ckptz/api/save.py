@@ -60,7 +60,7 @@ def check_tensor_names(tensors: Mapping[str, Any]) -> None:
 def save_to_bytes(
     tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None, config: Method, jobs: int | None
 ) -> bytes:
-    """The bytes of a `.ckptz` file."""
+    """Make the bytes of a `.ckptz` file."""
     sink = io.BytesIO()
     _write(sink, tensors, metadata, config, None, jobs)
     return sink.getvalue()

@@ -32,7 +32,7 @@ _ROW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.bool)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The tensor type that holds `dtype`.
+    """Give the tensor type that holds `dtype`.
 
     Raises:
         DTypeError: this PyTorch has none.
@@ -66,7 +66,6 @@ class TorchTensors:
     is_strict: bool
 
     def shape_of(self, dtype: DType, shape: Shape) -> Shape:
-        """See `Framework.shape_of`: PyTorch packs two F4 elements into one."""
         if dtype.name != "F4":
             return shape
         if not shape or shape[-1] % 2:
@@ -74,14 +73,12 @@ class TorchTensors:
         return (*shape[:-1], shape[-1] // 2)
 
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
-        """See `Framework.allocate`."""
         native = torch_dtype(dtype)
         self._check_device()
         tensor = _empty(native, shape)
         return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
-        """See `Framework.select`."""
         if not self.is_strict:
             torch_dtype(dtype)
         native_shape = self.shape_of(dtype, shape)
@@ -92,7 +89,6 @@ class TorchTensors:
         return Selection(tuple(window.widened(n) for window in picked.windows), picked.shape, picked.then)
 
     def finish(self, tensor: Any) -> Any:
-        """See `Framework.finish`."""
         return tensor if self.device == "cpu" else tensor.to(self.device)
 
     def _check_device(self) -> None:
@@ -103,7 +99,7 @@ class TorchTensors:
 
 
 def make(device: str | int, backend: str) -> TorchTensors:
-    """Tensors on `device`; backend "pread" has safetensors' own index rules."""
+    """Give what makes tensors on `device`; backend "pread" has safetensors' own index rules."""
     return TorchTensors(device, backend == "pread")
 
 

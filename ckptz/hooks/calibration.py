@@ -95,8 +95,6 @@ class Calibration:
             else:
                 self._layers[name] = _Layer(name, module, *found, weight)
 
-    # --- recording ----------------------------------------------------------------------------------
-
     def __enter__(self) -> Self:
         """Record until the block ends; may be entered again, and goes on.
 
@@ -159,10 +157,8 @@ class Calibration:
                 "the batch was left out: check the model and the batch"
             )
 
-    # --- results ------------------------------------------------------------------------------------
-
     def moments(self, layer: str) -> torch.Tensor:
-        """A layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
+        """Give a layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
 
         Raises:
             CalibrationError: nothing was recorded for it.
@@ -195,7 +191,7 @@ class Calibration:
         return self._unfit | self._recorder.skipped
 
     def missing(self) -> list[str]:
-        """Layers that are recorded and were not called."""
+        """Name the layers that are recorded and were not called."""
         seen = self.n_samples
         return [name for name in self._layers if name not in seen and name not in self._recorder.skipped]
 
@@ -203,7 +199,7 @@ class Calibration:
         return tuple(name for name in self._layers if name in users)
 
     def recorded(self) -> RecordedCalibration:
-        """What encoders want to know, in host memory: a copy, which later batches do not change.
+        """Give what encoders want to know, in host memory: a copy, which later batches do not change.
 
         Raises:
             CalibrationError: nothing was recorded.
@@ -232,8 +228,6 @@ class Calibration:
             raise CalibrationError(
                 f"{where}: no input was recorded; call the model, not compiled, in `with calibration:`"
             )
-
-    # --- state --------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sums to a safetensors file, which appears whole or not at all.

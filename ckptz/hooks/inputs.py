@@ -28,16 +28,13 @@ class Gather(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the sums."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the sums."""
-        ...
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
         """Add a tensor's inputs to `total`, in place; gives the number of input vectors."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,9 @@ class Vectors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Gather.shape`."""
         return self.n, self.n
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
-        """See `Gather.add`."""
         rows = tensor.reshape(-1, self.n)
         for part in torch.split(rows, max(1, PART_ELEMENTS // max(1, self.n))):
             wide = part.to(self.dtype)
@@ -86,12 +81,10 @@ class Patches:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Gather.shape`."""
         n = self.n_channels // self.n_groups * math.prod(self.kernel)
         return (n, n) if self.n_groups == 1 else (self.n_groups, n, n)
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
-        """See `Gather.add`."""
         if tensor.ndim == len(self.kernel) + 1:  # one sample without a batch dimension
             tensor = tensor[None]
         totals = total.view(self.n_groups, *self.shape[-2:])
@@ -135,18 +128,16 @@ class Tokens:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Gather.shape`."""
         return (self.n,)
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
-        """See `Gather.add`."""
         tokens = tensor.flatten()
         total.index_add_(0, tokens, torch.ones_like(tokens, dtype=self.dtype))
         return len(tokens)
 
 
 def gather_of(module: nn.Module) -> tuple[Kind, Gather] | None:
-    """What kind of layer this is and how it takes its inputs; None for one that is not recorded."""
+    """Tell what kind of layer this is and how it takes its inputs; None for one that is not recorded."""
     if isinstance(module, nn.Linear):
         return "linear", Vectors(module.in_features)
     if isinstance(module, nn.Conv1d | nn.Conv2d):

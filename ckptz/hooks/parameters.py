@@ -27,7 +27,7 @@ class Named:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within DistributedDataParallel, DataParallel and torch.compile."""
+    """Give the model within DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
@@ -38,7 +38,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def named_parameters(model: nn.Module) -> list[Named]:
-    """The parameters of a model without wrappers, tied ones once.
+    """Name the parameters of a model without wrappers, tied ones once.
 
     Raises:
         ConfigError: a parameter has no shape yet, or this process holds only a part of it.
@@ -62,7 +62,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def fingerprint_of(parameters: Iterable[Named]) -> str:
-    """See `shape_fingerprint`."""
+    """Give the `shape_fingerprint` of parameters."""
     return shape_fingerprint({one.names[0]: tuple(one.parameter.shape) for one in parameters})
 
 

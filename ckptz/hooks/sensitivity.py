@@ -64,14 +64,12 @@ class SensitivityTracker:
         self._handle = register_optimizer_step_pre_hook(_Hook(self))
         weakref.finalize(self, self._handle.remove).atexit = False
 
-    # --- results ------------------------------------------------------------------------------------
-
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Averages by parameter name: the tracker's own tensors, which change with the next step."""
+        """Give the averages by parameter name: the tracker's own tensors, which change with the next step."""
         return dict(self._averages)
 
     def sensitivity(self) -> dict[str, torch.Tensor]:
-        """|average * weight| by parameter name, float32: the change of the loss if the weight were 0.
+        """Give |average * weight| by parameter name, float32: the change of the loss if the weight were 0.
 
         It is the first term of the Taylor series, with the weights as they are now.
         """
@@ -81,10 +79,8 @@ class SensitivityTracker:
         }
 
     def missing(self) -> list[str]:
-        """Parameters that had no gradient in any step: frozen, unused, or in no optimizer."""
+        """Name the parameters that had no gradient in any step: frozen, unused, or in no optimizer."""
         return [name for name in self._parameters if name not in self._averages]
-
-    # --- the hook -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """Stop averaging; what was averaged stays."""
@@ -122,10 +118,8 @@ class SensitivityTracker:
             torch._foreach_mul_(averages, 1 - self.beta)
             torch._foreach_add_(averages, dense, alpha=self.beta / scale)
 
-    # --- state --------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on with: "beta", "fingerprint" of the model, and the "averages" by name."""
+        """Give everything to go on with: "beta", "fingerprint" of the model, and the "averages" by name."""
         return {"beta": self.beta, "fingerprint": self._fingerprint, "averages": self.gradients()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

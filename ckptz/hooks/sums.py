@@ -36,7 +36,7 @@ class Sum:
         self.n_samples += other.n_samples
 
     def is_finite(self) -> bool:
-        """Whether all that was added was finite: the diagonal holds the squares, and bounds the rest."""
+        """Tell whether all that was added was finite: the diagonal holds the squares, and bounds the rest."""
         diagonal = self.total.diagonal(dim1=-2, dim2=-1) if self.total.ndim > 1 else self.total
         return bool(diagonal.isfinite().all())
 
@@ -72,7 +72,7 @@ class Sums:
         self.by_users = kept.by_users
 
     def of(self, layer: str) -> Iterator[tuple[Users, Sum]]:
-        """The sums that a layer uses."""
+        """Give the sums that a layer uses."""
         return ((users, one) for users, one in self.by_users.items() if layer in users)
 
     @property
@@ -110,8 +110,6 @@ class Recorder:
         self._called: dict[str, None] = {}  # layers of this batch, in the order of their first calls
         self.skipped: dict[str, str] = {}
         self._smallest_skipped: int | None = None
-
-    # --- one batch ----------------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
@@ -173,8 +171,6 @@ class Recorder:
         self.discard()
         self._trim()
         return layers
-
-    # --- memory -------------------------------------------------------------------------------------
 
     def _has_room(self, layer: str, n_bytes: int) -> bool:
         """Make room for one more sum in this batch; False if the layer is skipped itself."""

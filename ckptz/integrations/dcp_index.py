@@ -71,7 +71,7 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     paths: dict[str, tuple[str | int, ...]] | None
 
     def layout(self) -> dict[int, set[tuple[Any, ...]]]:
-        """What each rank holds: (name, dtype, whole shape, offset, shape) of every piece."""
+        """Give what each rank holds: (name, dtype, whole shape, offset, shape) of every piece."""
         found: dict[int, set[tuple[Any, ...]]] = {rank: set() for rank in range(self.ranks)}
         for name, tensor in self.tensors.items():
             for piece in tensor.chunks:
@@ -87,7 +87,7 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def chosen_folder(folder: Path | None, who: str, act: str) -> Path:
-    """The folder that a writer or a reader was given.
+    """Give the folder that a writer or a reader was given.
 
     Raises:
         ConfigError: it was given none; the message names `who` and what it was called for, `act`.
@@ -110,7 +110,7 @@ def write_index(folder: Path, index: FolderIndex) -> None:
 
 
 def read_index(folder: Path) -> FolderIndex:
-    """Inverse of `write_index`.
+    """Read what `write_index` wrote.
 
     Raises:
         FileNotFoundError: there is none: no checkpoint, or one that was never finished.
@@ -150,7 +150,7 @@ def _piece_problem(name: str, tensor: WholeTensor) -> str:
 
 
 def shard_path(folder: Path, index: FolderIndex, number: int) -> Path:
-    """A file of the folder.
+    """Give the path of a file of the folder.
 
     Raises:
         FormatError: it is missing.

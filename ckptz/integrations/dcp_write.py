@@ -78,15 +78,13 @@ class CkptzStorageWriter(StorageWriter):
             options.config.of_parts()
             self._group = group or own_group(timeout)
 
-    # --- StorageWriter --------------------------------------------------------------------------
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders of this machine, or mounted ones."""
+        """Tell whether this is a folder of this machine, or a mounted one."""
         return "://" not in str(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins."""
+        """Begin a new save."""
         if checkpoint_id is not None:
             self._folder = Path(checkpoint_id)
 
@@ -100,11 +98,11 @@ class CkptzStorageWriter(StorageWriter):
         return chosen_folder(self._folder, "CkptzStorageWriter", "save")
 
     def storage_meta(self) -> StorageMeta | None:
-        """What goes into the metadata of torch."""
+        """Give what goes into the metadata of torch."""
         return StorageMeta(checkpoint_id=self._folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called on all ranks, first."""
+        """Make the folder; called on all ranks, first."""
         self._rank = kwargs.get("rank") or 0
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
@@ -113,11 +111,11 @@ class CkptzStorageWriter(StorageWriter):
         make_folder(self.folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Called on all ranks."""
+        """Keep the plan; called on all ranks."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Called on the coordinator: what all ranks have to know of one another.
+        """Tell all ranks what they have to know of one another; called on the coordinator.
 
         Raises:
             ConfigError: ranks disagree on the dtype or the shape of a tensor.
@@ -150,7 +148,7 @@ class CkptzStorageWriter(StorageWriter):
             return False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Called on all ranks: write this rank's file."""
+        """Write this rank's file; called on all ranks."""
         orders: Orders = plan.storage_data
         file = f"{SHARD_PREFIX}{self._rank:05d}-{orders.token}{SUFFIX}"
         try:
@@ -162,7 +160,7 @@ class CkptzStorageWriter(StorageWriter):
             raise
         guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
         if gathered.tensors:
-            self._chain(orders).write(self.folder / file, gathered.draft(orders, guides))
+            self._chain(orders).write(self.folder / file, gathered.job(orders, guides))
         done: Future[list[WriteResult]] = Future()
         done.set_result([gathered.result(item, self._rank, file) for item in plan.items])
         return done
@@ -180,7 +178,7 @@ class CkptzStorageWriter(StorageWriter):
         return chain
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on the coordinator, last: the folder becomes a checkpoint."""
+        """Make the folder a checkpoint; called on the coordinator, last."""
         index = _index_of(metadata, results)
         write_index(self.folder, index)
         for note in _tidied(self.folder, {file.name for file in index.files}):

@@ -108,7 +108,7 @@ _NAME_OF: Final = {kind: name for name, type_ in _TYPES.items() for kind in type
 
 
 def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:
-    """A nested value in plain Python values and tensors; what has no place stays, to be refused by name.
+    """Turn a value into plain Python values and tensors; what has no place stays, to be refused by name.
 
     Args:
         value: any.
@@ -144,7 +144,7 @@ def _dict_to_plain(value: dict[Any, Any], tensor: TensorMap, path: tuple[str, ..
 
 
 def from_plain(value: Any) -> Any:
-    """Inverse of `to_plain`.
+    """Turn what `to_plain` gave into the values that it was made of.
 
     Raises:
         CorruptionError: a type that the table does not have, or a value that it cannot take.
@@ -171,7 +171,7 @@ def _dict_from_plain(value: dict[Any, Any]) -> Any:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A nested value with its tensors on a device."""
+    """Bring the tensors of a nested value to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):

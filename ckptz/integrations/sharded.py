@@ -92,8 +92,6 @@ class ShardedCheckpointer:
         self._n_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._saving: Future[Any] | None = None
 
-    # --- saving ---------------------------------------------------------------------------------
-
     def save(self, step: int) -> None:
         """Save the run as it is now; with `background`, training goes on when a copy is made.
 
@@ -175,10 +173,8 @@ class ShardedCheckpointer:
             f"rng-{self._rank}-of-{self._n_ranks}": random_state(),
         }
 
-    # --- restoring ------------------------------------------------------------------------------
-
     def steps(self) -> tuple[int, ...]:
-        """Steps that training can resume from, ascending.
+        """List the steps that training can resume from, ascending.
 
         Raises:
             OSError: the folder cannot be read.
@@ -240,8 +236,6 @@ class ShardedCheckpointer:
         if numbers in state:
             set_random_state(state[numbers])
         return step
-
-    # --- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for the save that is under way."""

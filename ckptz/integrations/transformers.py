@@ -58,7 +58,7 @@ def from_pretrained(
     jobs: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`model_class.from_pretrained(folder)` for a folder with a config.json and `.ckptz` files.
+    """Load a model as `model_class.from_pretrained(folder)` does, from a folder with `.ckptz` files.
 
     Args:
         model_class: `AutoModel` or any other automatic class, or the class of a model.
@@ -213,7 +213,7 @@ class _Patch:
                 setattr(modeling_utils, name, original)
 
     def find(self, *args: Any, **kwargs: Any) -> Any:
-        """(files, None); transformers' own weights go first."""
+        """Find (files, None); transformers' own weights go first."""
         original = self._originals["_get_resolved_checkpoint_files"]
         try:
             return original(*args, **kwargs)
@@ -224,7 +224,7 @@ class _Patch:
             return [str(file) for file in files], None
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
-        """Tensors by name, or slices: transformers reads either when it takes them."""
+        """Load tensors by name, or slices: transformers reads either when it takes them."""
         original = self._originals["load_state_dict"]
         asked = inspect.signature(original).bind(*args, **kwargs).arguments
         file = Path(asked["checkpoint_file"])

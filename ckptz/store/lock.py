@@ -53,11 +53,9 @@ class Lock(Protocol):
         Raises:
             WriteError: another writer took it.
         """
-        ...
 
     def release(self) -> None:
         """Let others write."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +70,12 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Self:
-        """A holder with a new token."""
+        """Make a holder with a new token for this process."""
         return cls(secrets.token_hex(8), os.getpid(), socket.gethostname(), time.time())
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
-        """Inverse of `pack`; None for anything else, as a killed writer may leave it."""
+        """Read what `pack` gave; None for anything else, as a killed writer may leave it."""
         try:
             fields: Any = json.loads(text)
             return cls(**fields)
@@ -85,7 +83,7 @@ class Holder:
             return None
 
     def pack(self) -> bytes:
-        """As JSON."""
+        """Give the holder as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @property
@@ -139,10 +137,9 @@ class FileLock:
         _held.add(self)
 
     def check(self) -> None:
-        """See `Lock.check`: the system would not give it to two."""
+        """Do nothing: the system would not give it to two."""
 
     def release(self) -> None:
-        """See `Lock.release`."""
         self._close()
 
     def _close(self) -> None:
@@ -233,7 +230,6 @@ class Lease:
                 self._write()
 
     def check(self) -> None:
-        """See `Lock.check`."""
         if not self._is_ours():
             raise WriteError(
                 errno.EBUSY,
@@ -242,7 +238,6 @@ class Lease:
             )
 
     def release(self) -> None:
-        """See `Lock.release`."""
         self._is_over.set()
         self._thread.join()
         with contextlib.suppress(Exception):
@@ -251,7 +246,7 @@ class Lease:
 
 
 def acquire(place: Place, folder: Path | None) -> Lock:
-    """The lock of a folder.
+    """Take the lock of a folder.
 
     Args:
         place: the folder.
@@ -272,7 +267,7 @@ def acquire(place: Place, folder: Path | None) -> Lock:
 
 @contextlib.contextmanager
 def locked(place: Place, folder: Path | None) -> Iterator[Lock]:
-    """The lock of a folder while the block lasts."""
+    """Hold the lock of a folder while the block lasts."""
     lock = acquire(place, folder)
     try:
         yield lock
@@ -281,7 +276,7 @@ def locked(place: Place, folder: Path | None) -> Iterator[Lock]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the `flock` of a local folder."""
+    """Tell whether a process holds the `flock` of a local folder."""
     try:
         FileLock(folder).release()
     except ConfigError:
@@ -290,5 +285,5 @@ def is_held(folder: Path) -> bool:
 
 
 def local_folder_of(place: Place) -> Path | None:
-    """The path of a place, if it is a folder of this machine."""
+    """Give the path of a place, if it is a folder of this machine."""
     return Path(place.name) if isinstance(place, LocalFolder) else None

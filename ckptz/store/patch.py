@@ -32,7 +32,7 @@ class LiveTensor(TensorSource):
     """A tensor in use: its units may be read and written in place; subclasses say how."""
 
     def take(self, positions: Positions) -> Units:
-        """Units at positions of the whole tensor, in memory of their own."""
+        """Read units at positions of the whole tensor, in memory of their own."""
         raise NotImplementedError
 
     def put(self, positions: Positions, units: Units) -> None:

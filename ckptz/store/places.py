@@ -33,28 +33,23 @@ class Place(Protocol):
     name: str
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file by name; empty if there is no folder."""
-        ...
+        """Give the bytes of each file by name; empty if there is no folder."""
 
     def open(self, name: str) -> ByteSource:
-        """A file's bytes.
+        """Open a file.
 
         Raises:
             FileNotFoundError: no such file.
         """
-        ...
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A new file that appears under `name` when the block ends well, and otherwise not at all."""
-        ...
+        """Open a new file that appears under `name` when the block ends well, and otherwise not at all."""
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
-        ...
 
     def fetched(self, names: Iterable[str]) -> AbstractContextManager[Path]:
-        """A local folder that holds these files while the block lasts."""
-        ...
+        """Hold a local folder with these files while the block lasts."""
 
 
 class LocalFolder:
@@ -65,7 +60,6 @@ class LocalFolder:
         self._path = path
 
     def sizes(self) -> dict[str, int]:
-        """See `Place.sizes`."""
         found: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
             for entry in entries:
@@ -77,21 +71,17 @@ class LocalFolder:
         return found
 
     def open(self, name: str) -> ByteSource:
-        """See `Place.open`."""
         return FileBytes(self._path / name)
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """See `Place.publish`."""
         make_folder(self._path)
         return publish(self._path / name)
 
     def remove(self, name: str) -> None:
-        """See `Place.remove`."""
         (self._path / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def fetched(self, names: Iterable[str]) -> Iterator[Path]:
-        """See `Place.fetched`: they are here already."""
         yield self._path
 
 
@@ -120,7 +110,6 @@ class RemoteFolder:
         return f"{self._root}/{name}"
 
     def sizes(self) -> dict[str, int]:
-        """See `Place.sizes`."""
         self._fs.invalidate_cache(self._root)
         try:
             entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
@@ -133,7 +122,6 @@ class RemoteFolder:
         return int(entry["size"] or 0)
 
     def open(self, name: str) -> ByteSource:
-        """See `Place.open`."""
         handle, path = tempfile.mkstemp(prefix="ckptz-", suffix=".download")
         os.close(handle)
         try:
@@ -144,7 +132,6 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """See `Place.publish`."""
         with tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=".upload") as spool:
             yield spool  # type: ignore[misc]  # a wrapper that reads, writes and seeks like a file
             spool.flush()
@@ -153,13 +140,11 @@ class RemoteFolder:
                 self._fs.put_file(spool.name, self._path(name))
 
     def remove(self, name: str) -> None:
-        """See `Place.remove`."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
     @contextlib.contextmanager
     def fetched(self, names: Iterable[str]) -> Iterator[Path]:
-        """See `Place.fetched`."""
         folder = Path(tempfile.mkdtemp(prefix="ckptz-"))
         try:
             for name in names:
@@ -179,7 +164,7 @@ def _fsspec() -> Any:
 
 
 def place_of(folder_or_url: str | os.PathLike[str]) -> Place:
-    """The folder that a path or an fsspec URL such as "s3://bucket/run" names; it need not exist."""
+    """Give the folder that a path or an fsspec URL such as "s3://bucket/run" names; it need not exist."""
     text = os.fspath(folder_or_url)
     if text.startswith(_FILE_URL):
         return LocalFolder(Path(text.removeprefix(_FILE_URL)))

@@ -29,7 +29,6 @@ class _Ranges:
         self._begin, self._read = 0, b""
 
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
-        """See `ByteSource.read`."""
         end = offset + n_bytes
         if end > self.size:
             raise TruncatedError(f"{self.name}: is cut off: it has {self.size} bytes and should have {end}")
@@ -65,7 +64,6 @@ class UploadFolder(RemoteFolder):
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """See `Place.publish`."""
         with tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=".upload") as spool:
             yield spool  # type: ignore[misc]  # a wrapper that reads, writes and seeks like a file
             spool.flush()
@@ -87,11 +85,11 @@ class UploadFolder(RemoteFolder):
         return int(size)
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Bytes begin..end of a file."""
+        """Read bytes begin..end of a file."""
         return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
 
     def peek(self, name: str, size: int) -> ByteSource:
-        """A file whose header and index are wanted: by ranges where the store can, else downloaded."""
+        """Open a file whose header and index are wanted: by ranges where the store can, else downloaded."""
         ranges = _Ranges(self, name, size)
         with contextlib.suppress(NotImplementedError, ValueError, OSError):
             ranges.read(0, min(size, READ_AHEAD))
@@ -104,7 +102,7 @@ class UploadFolder(RemoteFolder):
 
 
 def peeked(place: Place, name: str, size: int) -> ByteSource:
-    """A file of any folder whose header and index are wanted.
+    """Open a file of any folder whose header and index are wanted.
 
     Args:
         place: the folder.

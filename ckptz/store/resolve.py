@@ -53,7 +53,7 @@ class Checkpoint:
         return self.container.index.depth if self.container else 0
 
     def content_id(self) -> str:
-        """Content id; a plain file is read whole for it."""
+        """Give the content id; a plain file is read whole for it."""
         return self.container.index.content_id if self.container else content_id_of(self.tensors)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Checkpoint:
 
 
 def open_file(source: ByteSource) -> Container | PlainFile:
-    """One file, by what it says it is: `.ckptz` or plain safetensors. Closes `source` if it is neither."""
+    """Open one file by what it says it is, `.ckptz` or plain safetensors; close `source` if it is neither."""
     try:
         return _open_file(source)
     except BaseException:
@@ -170,7 +170,7 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
 
 
 def missing_base(delta: str, ref: BaseRef, unusable: Sequence[str] = ()) -> MissingBaseError:
-    """The error for a delta, called `delta`, whose base is not found; `unusable` says what else was."""
+    """Make the error for a delta, called `delta`, whose base is not found; `unusable` says what else was."""
     found = f" ({unusable[0]})" if unusable else ""
     return MissingBaseError(
         f"{delta}: its base {ref.title} is not here{found}; "
@@ -206,7 +206,7 @@ def _has_metadata(file: Container | PlainFile, expected: int | None) -> bool:
 
 
 def fits(file: PlainFile, delta: Container) -> bool:
-    """Whether every tensor of the delta that needs one has a base of its dtype and shape in `file`."""
+    """Tell whether every tensor of the delta that needs one has a base of its dtype and shape in `file`."""
     for name, source in delta.tensors.items():
         found = file.tensors.get(name)
         if found is not None and (found.dtype, found.shape) == (source.dtype, source.shape):
@@ -218,7 +218,7 @@ def fits(file: PlainFile, delta: Container) -> bool:
 
 
 def base_ref(base: Checkpoint) -> BaseRef:
-    """How a new delta names `base`.
+    """Name `base` as a new delta does.
 
     Raises:
         ConfigError: by a name that no reader would accept.
@@ -234,7 +234,7 @@ def base_metadata(base: Checkpoint | None) -> int | None:
 
 
 def base_file_name(path: Path) -> str:
-    """What a delta records of where its base is.
+    """Give what a delta records of where its base is.
 
     Raises:
         ConfigError: a name that is not UTF-8, or has control characters.

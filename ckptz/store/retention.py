@@ -50,7 +50,7 @@ class KeepRules:
             raise ConfigError(f"best must be 0 or more, got {self.best}")
 
     def kept(self, steps: Iterable[int], metrics: Mapping[int, float]) -> set[int]:
-        """Those of `steps` that are kept.
+        """Choose those of `steps` that are kept.
 
         Args:
             steps: all that are there.
@@ -96,7 +96,7 @@ Rules = tuple[int | None, int | None, int | None]  # last, every, best
 
 
 def keep_policy(*, steps: Rules, weights: Rules, lower_is_better: bool) -> KeepPolicy:
-    """The policy of some rules, each of which may be None; without any for steps, all stay.
+    """Make the policy of some rules, each of which may be None; without any for steps, all stay.
 
     Args:
         steps: for whole steps.
@@ -288,7 +288,7 @@ def _newest_first(file: StepFile) -> tuple[int, bool]:
 def prune_folder(
     folder_or_url: Path_, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """`ckptz prune`: apply a policy to a folder that nobody writes to.
+    """Apply a policy to a folder that nobody writes to, as `ckptz prune` does.
 
     Args:
         folder_or_url: the store.

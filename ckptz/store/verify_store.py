@@ -13,7 +13,7 @@ from ckptz.store.steps import StepStore
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Every `.ckptz` file of a folder by name, bases that are kept for others included.
+    """List every `.ckptz` file of a folder by name, bases that are kept for others included.
 
     Raises:
         ConfigError: there is none.
@@ -28,7 +28,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
-    """Files of a Checkpointer's store whose weights and state are not of one moment, each with an error.
+    """Find files of a Checkpointer's store whose weights and state are not of one moment, with errors.
 
     A folder of anything else has none. What cannot be read is for `verify_file` to complain of.
     """
@@ -55,6 +55,6 @@ def _is_pair(store: StepStore, listing: Listing, weights: StepFile, state: StepF
 
 
 def leftovers(folder: Path) -> tuple[str, ...]:
-    """Names of files that a killed writer left; the next writer and `ckptz prune` remove them."""
+    """Name the files that a killed writer left; the next writer and `ckptz prune` remove them."""
     with contextlib.closing(StepStore(folder)) as store:
         return store.listing().leftovers

@@ -34,7 +34,7 @@ class Version:
 
 
 def versions_in(sizes: Mapping[str, int]) -> list[Version]:
-    """The published files among others, by step; a delta before the anchor of its step."""
+    """Find the published files among others, by step; a delta before the anchor of its step."""
     found = []
     for name, n_bytes in sizes.items():
         if match := _NAME.fullmatch(name):
@@ -45,17 +45,17 @@ def versions_in(sizes: Mapping[str, int]) -> list[Version]:
 
 
 def newest_step(versions: Iterable[Version]) -> int | None:
-    """The latest step that was published."""
+    """Give the latest step that was published."""
     return max((version.step for version in versions), default=None)
 
 
 def anchors_of(versions: Iterable[Version]) -> list[Version]:
-    """Those that stand alone, oldest first."""
+    """Give those that stand alone, oldest first."""
     return [version for version in versions if version.base is None]
 
 
 def route(versions: Sequence[Version], have: int | None, want: int, where: str) -> list[Version]:
-    """The files to apply, fewest bytes first choice, from step `have` or from an anchor to step `want`.
+    """Find the files to apply, fewest bytes first choice, from step `have` or from an anchor to step `want`.
 
     Args:
         versions: what there is.

@@ -85,7 +85,7 @@ class Follower:
         self._content_id: str | None = None
 
     def poll(self) -> int | None:
-        """The newest step that is published, if it is newer than what the tensors hold, else None."""
+        """Give the newest step that is published, if it is newer than what the tensors hold, else None."""
         newest = newest_step(versions_in(self._place.sizes()))
         return newest if newest is not None and (self.step is None or newest > self.step) else None
 
@@ -128,8 +128,6 @@ class Follower:
             n_written=n_written,
             seconds=time.perf_counter() - start,
         )
-
-    # --- the way there --------------------------------------------------------------------------
 
     def _patches(self, live: Live, wanted: int | None) -> Iterator[tuple[Version, Patched]]:
         """Apply one file after another until the step is reached; the way is found anew if one is gone."""
@@ -185,8 +183,6 @@ class Follower:
                 f"{container.name}: leads on from other values than step {self.step} has here, {base.title}; "
                 "is it another run? reset() starts afresh"
             )
-
-    # --- which step it is -----------------------------------------------------------------------
 
     def _recognise(self, live: Live) -> None:
         """Find the tensors' values among the steps since the newest anchor, by what the deltas say."""

@@ -182,8 +182,6 @@ class Publisher:
             raise ConfigError(f"a step is a number from 0 to below 2^63, got {step}")
         return step
 
-    # --- the base -------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _base_in(self, versions: list[Version]) -> Iterator[tuple[_Base | None, str]]:
         """The base of the next delta, and what the user should know of it; None for an anchor."""
@@ -218,8 +216,6 @@ class Publisher:
             return True
         n_since = len({version.step for version in versions if version.step > anchors[-1].step})
         return n_since + 1 >= self._anchor_every
-
-    # --- writing --------------------------------------------------------------------------------
 
     def _write(
         self,

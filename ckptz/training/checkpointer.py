@@ -88,7 +88,7 @@ class _Taken:
     coded: dict[str, CodedSource]
 
     def flat(self) -> StepState:
-        """As the tensors of two files, without copies."""
+        """Give the snapshot as the tensors of two files, without copies."""
         return StepState(self.state, self.coded)
 
 
@@ -181,8 +181,6 @@ class Checkpointer:
         self._at: int | None = None
         self._saving: int | None = None
         self._last: SaveReport | None = None
-
-    # --- saving ---------------------------------------------------------------------------------
 
     def save(self, step: int, *, metric: float | None = None) -> None:
         """Save the run as it is now; training may go on when this returns.
@@ -350,14 +348,12 @@ class Checkpointer:
         written = self._store.write(step, encoder.weights, encoder.state, self._rule)
         return replace(written, notes=(*written.notes, *encoder.notes))
 
-    # --- restoring ------------------------------------------------------------------------------
-
     def steps(self) -> tuple[int, ...]:
-        """Steps that training can resume from, ascending."""
+        """List the steps that training can resume from, ascending."""
         return self._store.listing().full_steps
 
     def weights_steps(self) -> tuple[int, ...]:
-        """Steps whose weights are there, with or without the rest, ascending."""
+        """List the steps whose weights are there, with or without the rest, ascending."""
         return self._store.listing().weights_steps
 
     def restore_latest(self) -> int | None:
@@ -406,8 +402,6 @@ class Checkpointer:
         rest = rest_of(state.outline(), state)
         check_optimizers_fit(self.model, self._optimizers, optimizers_of(rest), state.name)
         check_extras_fit(self.extra, rest["extra"], state.name)
-
-    # --- the folder -----------------------------------------------------------------------------
 
     def discard_after(self, step: int) -> None:
         """Remove every later step, to go on from this one.

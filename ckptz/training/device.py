@@ -44,14 +44,14 @@ class _Task:
 
 
 def lives_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are not in host memory."""
+    """Tell whether a tensor's values are not in host memory."""
     return tensor.device.type != "cpu"
 
 
 def code_where_they_live(
     weights: Mapping[str, Any], prefix: str, config: Method, workers: Workers
 ) -> dict[str, CodedSource]:
-    """Those weights that a configuration makes codes of and that are not in host memory.
+    """Code those weights that a configuration makes codes of and that are not in host memory.
 
     Args:
         weights: the model's state by name.

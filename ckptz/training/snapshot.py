@@ -64,7 +64,7 @@ class Snapshot:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def take(self, state: Any) -> Any:
-        """The same nested state with copies of its tensors; those that are one stay one.
+        """Copy the tensors of a nested state, which keeps its form; those that are one stay one.
 
         Raises:
             ConfigError: a tensor without memory of its own; the message names it.

@@ -45,7 +45,7 @@ Extra: TypeAlias = Stateful | MutableMapping[str, Any] | torch.Generator
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state by name, sharing its memory."""
+    """Give the model's state by name, sharing its memory."""
     return dict(get_model_state_dict(model))
 
 
@@ -91,7 +91,7 @@ def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> OptimizerState:
-    """State by parameter name, parameter groups and classes of some optimizers, sharing their memory.
+    """Give the state by parameter name, groups and classes of optimizers, sharing their memory.
 
     Raises:
         ConfigError: an optimizer has parameters that the model does not have.
@@ -222,7 +222,7 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Op
 
 
 def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
-    """The states of extras by name, in plain values and tensors."""
+    """Give the states of extras by name, in plain values and tensors."""
     return {name: plain(_state_of(name, extra)) for name, extra in extras.items()}
 
 
@@ -267,7 +267,7 @@ def load_extras(extras: Mapping[str, Extra], saved: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value with the collections and numbers of libraries made into Python's own.
+    """Turn the collections and numbers of libraries in a value into Python's own.
 
     A file has no place for their types; `like` brings them back.
     """
@@ -282,7 +282,7 @@ def plain(value: Any) -> Any:
 
 
 def like(saved: Any, live: Any) -> Any:
-    """A saved value with the collections that the live one has in its places."""
+    """Give a saved value the collections that the live one has in its places."""
     if isinstance(saved, dict) and isinstance(live, Mapping):
         items = {key: like(value, live.get(key)) for key, value in saved.items()}
         if isinstance(live, Counter):

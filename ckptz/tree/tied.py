@@ -15,7 +15,7 @@ from ckptz.tree.skeleton import parse_tree
 
 
 def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
-    """Stored names by other names of the whole tensor; views of parts of it have none.
+    """Give the stored names by other names of the whole tensor; views of parts of it have none.
 
     Args:
         tree: as in `Index.tree`, or None.

@@ -34,14 +34,14 @@ TORCH_NAMES: Final = {code: name for name, code in CODES.items()}
 
 
 def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Units]:
-    """The units of all tensors, chunk after chunk, on the caller's own thread."""
+    """Read the units of all tensors, chunk after chunk, on the caller's own thread."""
     for source in tensors.values():
         for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
             yield source.units(begin, end)
 
 
 def flat_tree(names: Mapping[str, object]) -> dict[str, Any]:
-    """The tree of a checkpoint that has none: a dict of its tensors by name."""
+    """Make the tree of a checkpoint that has none: a dict of its tensors by name."""
     return {"storages": [], "root": {"dict": [[name, {"tensor": name}] for name in names]}}
 
 
@@ -121,7 +121,7 @@ class _Spool:
         return put
 
     def make(self, leaf: Any) -> Any:
-        """What stands for a leaf of the tree in torch."""
+        """Make what stands for a leaf of the tree in torch."""
         import torch
 
         if isinstance(leaf, Size):
