@@ -250,7 +250,7 @@ def test_one_function_makes_folders() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("mkdir", "makedirs")
     }
     # A folder that nobody synced in its parent may go in a power cut; remote ones have no such thing.
-    assert users == {"ckptz.container.publish", "ckptz.store.places", "ckptz.store.remote"}
+    assert users == {"ckptz.container.publish", "ckptz.store.remote"}
 
 
 @pytest.mark.parametrize("command", ["import ckptz", "from ckptz_cli.main import main; main(['--help'])"])

@@ -31,7 +31,6 @@ from ckptz.sync import Follower, Publisher
 from ckptz.torch import save_file
 from tests.support.fault_support import ERRORS, Error, copied, each_error, fail_everywhere, unreadable
 from tests.support.sync_support import State, cloned, same
-from tests.test_architecture import TREES
 
 OPTIONS = ChainOptions(anchor_every=3, jobs=1)
 EVERY = pytest.mark.parametrize("stride", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -27,11 +27,11 @@ class Gather(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the sums."""
+        """Shape of the sums."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sums."""
+        """Type of the sums."""
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
         """Add a tensor's inputs to `total`, in place; gives the number of input vectors."""
@@ -144,17 +144,12 @@ def gather_of(module: nn.Module) -> tuple[Kind, Gather] | None:
         return "conv", _patches(module)
     if isinstance(module, nn.Embedding):
         return "embedding", Tokens(module.num_embeddings)
-    if _is_transposed_linear(module):
-        weight: Any = module.weight
-        return "conv1d_t", Vectors(weight.shape[0])
-    return None
-
-
-def _is_transposed_linear(module: nn.Module) -> bool:
-    """transformers' Conv1D, a linear layer whose weight is [in, out], told without importing it."""
+    # transformers' Conv1D, a linear layer whose weight is [in, out], told without importing it.
     weight, n_out = getattr(module, "weight", None), getattr(module, "nf", None)
     is_named = any(one.__name__ == "Conv1D" for one in type(module).__mro__)
-    return is_named and isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1] == n_out
+    if is_named and isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1] == n_out:
+        return "conv1d_t", Vectors(weight.shape[0])
+    return None
 
 
 def _patches(module: nn.Conv1d | nn.Conv2d) -> Patches:

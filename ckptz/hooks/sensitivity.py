@@ -61,7 +61,13 @@ class SensitivityTracker:
         self._parameters = {one.names[0]: one.parameter for one in named}
         self._name_of = {id(one.parameter): one.names[0] for one in named}
         self._averages: dict[str, torch.Tensor] = {}
-        self._handle = register_optimizer_step_pre_hook(_Hook(self))
+        alive = weakref.ref(self)  # PyTorch keeps the hooks of all optimizers for good
+
+        def update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (tracker := alive()) is not None:
+                tracker._update(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(update)
         weakref.finalize(self, self._handle.remove).atexit = False
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -107,7 +113,9 @@ class SensitivityTracker:
         for name, gradient in gradients.items():
             average = self._averages.get(name)
             if average is None:
-                self._averages[name] = _first(gradient, scale)
+                dense_one = gradient.to_dense() if gradient.layout != torch.strided else gradient
+                first = dense_one.to(AVERAGE_DTYPE, copy=True)
+                self._averages[name] = first if scale == 1.0 else first.div_(scale)
             elif gradient.layout == torch.strided:
                 averages.append(average)
                 dense.append(gradient)
@@ -177,18 +185,6 @@ class SensitivityTracker:
             self.beta = file.content.beta
 
 
-class _Hook:
-    """Calls a tracker as long as it is alive: PyTorch keeps the hooks of all optimizers for good."""
-
-    def __init__(self, tracker: SensitivityTracker) -> None:
-        self._tracker = weakref.ref(tracker)
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        tracker = self._tracker()
-        if tracker is not None:
-            tracker._update(optimizer)
-
-
 def _gradient_scale(optimizer: Optimizer) -> float | None:
     """What the gradients are multiplied by; None if the optimizer will skip the step.
 
@@ -198,9 +194,3 @@ def _gradient_scale(optimizer: Optimizer) -> float | None:
     if found_inf is not None and float(found_inf):
         return None
     return 1.0 if scale is None else float(scale)
-
-
-def _first(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    average = dense.to(AVERAGE_DTYPE, copy=True)
-    return average if scale == 1.0 else average.div_(scale)

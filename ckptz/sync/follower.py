@@ -16,7 +16,7 @@ from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.parallel import Workers
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
-from ckptz.store.places import place_of
+from ckptz.store.remote import place_of
 from ckptz.store.resolve import open_file
 from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 

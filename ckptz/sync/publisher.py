@@ -23,8 +23,7 @@ from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.store.needs import needs_of
-from ckptz.store.places import place_of
-from ckptz.store.remote import peeked
+from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
 from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
@@ -282,7 +281,7 @@ class Publisher:
         Raises:
             OSError, CkptzError: it cannot, or it is none.
         """
-        with contextlib.closing(open_file(peeked(self._place, anchor.name, anchor.n_bytes))) as file:
+        with contextlib.closing(open_file(self._place.peek(anchor.name, anchor.n_bytes))) as file:
             if not isinstance(file, Container) or file.index.base is not None:
                 raise CorruptionError("it is no anchor")
             return ()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
@@ -35,7 +34,7 @@ from ckptz.training.budget_search import (
     check_fits,
 )
 from ckptz.training.device import code_where_they_live
-from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost
+from ckptz.training.files import MODEL, StepEncoder, StepState, WhatMayBeLost
 from ckptz.training.restoring import check_there, model_of, opened_step, optimizers_of, rest_of
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.snapshot import Snapshot
@@ -53,6 +52,7 @@ from ckptz.training.state import (
 )
 
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
+NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,7 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
-            notes=() if search is None else _search_notes(search),
+            notes=() if search is None else (*search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met))),
             search=search,
         )
         self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
@@ -317,7 +317,10 @@ class Checkpointer:
         start = time.perf_counter()
         self._snapshot.synchronize()
         written = self._written(taken.flat(), method, metric, begun.step)
-        pruned = self._pruned()
+        try:
+            pruned = prune(self._store, self._keep).notes
+        except Exception as error:  # stores behind URLs have errors of their own; the step is there
+            pruned = (f"older steps stay until the next save, because one cannot be removed: {error}",)
         return replace(
             begun,
             write_seconds=time.perf_counter() - start,
@@ -325,13 +328,6 @@ class Checkpointer:
             tensor_bytes=written.tensor_bytes,
             notes=(*begun.notes, *written.notes, *pruned),
         )
-
-    def _pruned(self) -> tuple[str, ...]:
-        """Remove what no rule keeps; what became of that. The step is there whether it succeeds or not."""
-        try:
-            return prune(self._store, self._keep).notes
-        except Exception as error:  # stores behind URLs have errors of their own
-            return (f"older steps stay until the next save, because one cannot be removed: {error}",)
 
     def _written(
         self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int
@@ -384,7 +380,10 @@ class Checkpointer:
         check_there(self._store, step, weights_only)
         with opened_step(self._store, step, weights_only) as (weights, state):
             check_model_fits(self.model, model_of(weights.outline(), weights), weights.name)
-            self._check_state_fits(state)
+            if state is not None:
+                found = rest_of(state.outline(), state)
+                check_optimizers_fit(self.model, self._optimizers, optimizers_of(found), state.name)
+                check_extras_fit(self.extra, found["extra"], state.name)
             model = model_of(weights.load(self._restore_jobs), weights)
             rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
         if rest is not None:
@@ -395,13 +394,6 @@ class Checkpointer:
             set_random_state(rest["rng"])
             self._at = step
         return step
-
-    def _check_state_fits(self, state: StepReader | None) -> None:
-        if state is None:
-            return
-        rest = rest_of(state.outline(), state)
-        check_optimizers_fit(self.model, self._optimizers, optimizers_of(rest), state.name)
-        check_extras_fit(self.extra, rest["extra"], state.name)
 
     def discard_after(self, step: int) -> None:
         """Remove every later step, to go on from this one.
@@ -430,20 +422,13 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as loss:
             if error is None:
                 raise
             error.add_note(str(loss))  # what ended training is not to be hidden
-
-
-def _search_notes(search: SearchReport) -> tuple[str, ...]:
-    met = () if search.is_met else ("nothing that was tried keeps the budget, so nothing is lost",)
-    return (*search.unmeasurable, *met)
 
 
 def _about(error: Exception, what: str) -> Exception:

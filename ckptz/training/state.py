@@ -63,13 +63,10 @@ def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> 
     for name, tensor in live.items():
         if isinstance(tensor, torch.Tensor):
             check_dense(tensor, name)
-            _check_kind(name, tensor, saved[name], where)
-
-
-def _check_kind(name: str, live: torch.Tensor, saved: Any, where: str) -> None:
-    wanted, found = _kind(live), _kind(saved)
-    if wanted != found:
-        raise ConfigError(f"{where}: {name!r} is {found}, and {wanted} in this model; it is another model")
+            wanted, found = _kind(tensor), _kind(saved[name])
+            if wanted != found:
+                what = f"{where}: {name!r} is {found}, and {wanted} in this model"
+                raise ConfigError(f"{what}; it is another model")
 
 
 def _kind(value: Any) -> str:
@@ -122,7 +119,9 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
 @contextlib.contextmanager
 def _unstepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """PyTorch makes an optimizer without state take a step, to give it one; here it must stay as it is."""
-    touched = [(o.state, next(_parameters(o))) for o in optimizers if not o.state]
+    touched = [
+        (o.state, next(p for g in o.param_groups for p in g["params"])) for o in optimizers if not o.state
+    ]
     for state, parameter in touched:
         state[parameter] = {}
     try:
@@ -131,11 +130,6 @@ def _unstepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
         for state, parameter in touched:
             if parameter in state and not state[parameter]:
                 del state[parameter]
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def check_optimizers_fit(
