@@ -86,15 +86,22 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((file.name for file in self.files if file.rank == rank), None)
 
 
-def chosen_folder(folder: Path | None, who: str, act: str) -> Path:
-    """Give the folder that a writer or a reader was given.
+class InFolder:
+    """What a writer and a reader know of where they are."""
 
-    Raises:
-        ConfigError: it was given none; the message names `who` and what it was called for, `act`.
-    """
-    if folder is None:
-        raise ConfigError(f"{who} has no folder; give it a path, or the {act} a checkpoint_id")
-    return folder
+    _folder: Path | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint is.
+
+        Raises:
+            ConfigError: nobody said so.
+        """
+        if self._folder is None:
+            who = type(self).__name__
+            raise ConfigError(f"{who} has no folder; give it a path, or the save or load a checkpoint_id")
+        return self._folder
 
 
 class _Head(msgspec.Struct, frozen=True):

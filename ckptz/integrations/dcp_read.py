@@ -28,8 +28,8 @@ from ckptz.frameworks.torch import torch_dtype
 from ckptz.integrations.dcp_index import (
     INDEX_FILE,
     FolderIndex,
+    InFolder,
     Piece,
-    chosen_folder,
     read_index,
     shard_path,
 )
@@ -39,7 +39,7 @@ from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import unflatten
 
 
-class CkptzStorageReader(StorageReader):
+class CkptzStorageReader(InFolder, StorageReader):
     """Reads what `CkptzStorageWriter` wrote, on any number of ranks.
 
     Args:
@@ -63,15 +63,6 @@ class CkptzStorageReader(StorageReader):
         self._index = None
         if checkpoint_id is not None:
             self._folder = Path(checkpoint_id)
-
-    @property
-    def folder(self) -> Path:
-        """Where it is read.
-
-        Raises:
-            ConfigError: nobody said so.
-        """
-        return chosen_folder(self._folder, "CkptzStorageReader", "load")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the folder's index as torch wants it.

@@ -26,11 +26,11 @@ from ckptz.errors import CkptzError, UnsupportedError
 from ckptz.integrations.dcp_index import (
     VERSION,
     FolderIndex,
+    InFolder,
     Piece,
     ShardFile,
     StoredObject,
     WholeTensor,
-    chosen_folder,
     read_index,
     write_index,
 )
@@ -42,7 +42,7 @@ from ckptz.store.resolve import SUFFIX
 SHARD_PREFIX: Final = "shard-"
 
 
-class CkptzStorageWriter(StorageWriter):
+class CkptzStorageWriter(InFolder, StorageWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint`.
 
     With `KMeans` the sketches of split tensors are summed over the ranks, so that all shards get one map and
@@ -87,15 +87,6 @@ class CkptzStorageWriter(StorageWriter):
         """Begin a new save."""
         if checkpoint_id is not None:
             self._folder = Path(checkpoint_id)
-
-    @property
-    def folder(self) -> Path:
-        """Where it is written.
-
-        Raises:
-            ConfigError: nobody said so.
-        """
-        return chosen_folder(self._folder, "CkptzStorageWriter", "save")
 
     def storage_meta(self) -> StorageMeta | None:
         """Give what goes into the metadata of torch."""
@@ -154,9 +145,7 @@ class CkptzStorageWriter(StorageWriter):
         try:
             gathered = Gathered(plan.items, planner)
         except Exception:
-            merged_guides(
-                orders.split, {}, orders.kinds, self._group
-            )  # the others must not wait for this rank
+            merged_guides(orders.split, {}, orders.kinds, self._group)  # nobody must wait for this rank
             raise
         guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
         if gathered.tensors:

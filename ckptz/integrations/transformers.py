@@ -102,7 +102,8 @@ def from_pretrained(
     config, options = _config(model_class, folder, kwargs)
     real_class, config = _class_and_config(model_class, config, kwargs.get("trust_remote_code"))
     state = merged(paths, reader.slices if low_memory else reader.tensors)
-    if low_memory and _wants_stored_dtype(config, options):
+    asked = options.get("dtype") or options.get("torch_dtype")
+    if low_memory and asked in (None, "auto") and getattr(config, "dtype", None) is None:
         options["dtype"] = first_float(state)
     loaded = real_class.from_pretrained(None, *model_args, config=config, state_dict=state, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -153,24 +154,17 @@ def _class_and_config(model_class: Any, config: Any, trust_remote_code: bool | N
     return type(made), config if type(made.config) is type(config) else config.get_text_config()
 
 
-def _wants_stored_dtype(config: Any, options: Mapping[str, Any]) -> bool:
-    asked = options.get("dtype") or options.get("torch_dtype")
-    return asked in (None, "auto") and getattr(config, "dtype", None) is None
-
-
 def _finish(model: Any, folder: PathLike, kwargs: Mapping[str, Any]) -> None:
     """What transformers does with a folder once the weights are in their places."""
     model.name_or_path = model.config.name_or_path = str(folder)
-    if model.can_generate() and kwargs.get("generation_config") is None:
-        model.generation_config = _generation_config(folder, kwargs.get("subfolder") or "")
-
-
-def _generation_config(folder: PathLike, subfolder: str) -> GenerationConfig:
+    if not model.can_generate() or kwargs.get("generation_config") is not None:
+        return
+    subfolder = kwargs.get("subfolder") or ""
     try:
-        return GenerationConfig.from_pretrained(folder, subfolder=subfolder)
+        model.generation_config = GenerationConfig.from_pretrained(folder, subfolder=subfolder)
     except OSError:  # older folders have it in their config.json
         texts, _ = PreTrainedConfig.get_config_dict(folder, subfolder=subfolder)
-        return GenerationConfig.from_model_config(texts)
+        model.generation_config = GenerationConfig.from_model_config(texts)
 
 
 # --- enable ---------------------------------------------------------------------------------------

@@ -156,7 +156,12 @@ class Follower:
 
     def _apply(self, version: Version, live: Live) -> Patched:
         with self._opened(version) as container, Workers(self._jobs) as workers:
-            self._check_order(container)
+            base = container.index.base
+            if base is not None and self._content_id not in (None, base.content_id):
+                raise MissingBaseError(
+                    f"{container.name}: leads on from other values than step {self.step} has here, "
+                    f"{base.title}; is it another run? reset() starts afresh"
+                )
             patched = patch(
                 container,
                 live,
@@ -175,14 +180,6 @@ class Follower:
             if file.index.step != version.step:
                 raise CorruptionError(f"{file.name}: holds step {file.index.step}; it was renamed")
             yield file
-
-    def _check_order(self, container: Container) -> None:
-        base = container.index.base
-        if base is not None and self._content_id not in (None, base.content_id):
-            raise MissingBaseError(
-                f"{container.name}: leads on from other values than step {self.step} has here, {base.title}; "
-                "is it another run? reset() starts afresh"
-            )
 
     def _recognise(self, live: Live) -> None:
         """Find the tensors' values among the steps since the newest anchor, by what the deltas say."""

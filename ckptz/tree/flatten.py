@@ -268,6 +268,11 @@ def _parts(group: Sequence[_Found]) -> list[_Part]:
     return parts
 
 
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Give the strides of a tensor in C order, in elements, as PyTorch has them."""
+    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
+
+
 def part_offsets(sizes: Iterable[int]) -> list[int]:
     """Tell where the parts of a storage begin, and as the last number, where it ends."""
     aligned = (-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes)

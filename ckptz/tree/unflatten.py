@@ -6,7 +6,6 @@ the memory that the process needs of its own does not grow with the checkpoint.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import tempfile
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import UNIT_TYPES, TensorSource, chunk_bounds
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
-from ckptz.tree.flatten import CODES, Geometry, part_offsets
+from ckptz.tree.flatten import CODES, Geometry, c_strides, part_offsets
 from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
 from ckptz.tree.skeleton import Tree, parse_tree
 
@@ -156,7 +155,7 @@ class _Spool:
             return ref.storage, Geometry(ref.dtype, item_bytes, ref.shape, ref.strides, ref.offset)
         source = self._tensors[ref.name]
         name, shape = _in_torch(source)
-        strides = _c_strides(shape) if ref.strides is None else ref.strides
+        strides = c_strides(shape) if ref.strides is None else ref.strides
         return ref.name, Geometry(name, _torch_dtype(name).itemsize, shape, strides, 0)
 
     def _storage(self, key: str | int) -> UntypedStorage:
@@ -204,10 +203,6 @@ def _check_strides(ref: TensorRef, source: TensorSource) -> None:
     is_whole = source.dtype.name in TORCH_NAMES and len(shape) == len(ref.strides)
     if not is_whole or not Geometry("", 1, shape, ref.strides, 0).is_dense:
         raise CorruptionError(f"tree: tensor {ref.name!r}: strides {list(ref.strides)} do not fit its shape")
-
-
-def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _in_torch(source: TensorSource) -> tuple[str, tuple[int, ...]]:
