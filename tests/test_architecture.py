@@ -213,7 +213,8 @@ def test_one_function_publishes_files() -> None:
 DELETES = {
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.container.publish": "temporary files that got no name",
-    "ckptz.store.places": "downloads; and `Place.remove`, which those below call",
+    "ckptz.store.places": "`Place.remove`, which those below call",
+    "ckptz.store.remote": "downloads; and the same",
     "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",
     "ckptz.store.lock": "its own lease",
     "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",

@@ -122,7 +122,7 @@ class LinkPolicy:
         return plan_of(self.codec(direction, strong), dtype, shape, reuse=reuse)
 
     def may_be_raw(self, direction: Direction) -> bool:
-        """Tell whether messages can be larger than the direction's codec makes them: warm-up, AQ-SGD, evaluation."""
+        """Tell whether messages can be larger than the codec's: in warm-up, AQ-SGD, evaluation."""
         fills = self.feedback_of(direction) == "aqsgd"
         return self.warmup_steps > 0 or fills or not self.compresses_eval
 

@@ -177,7 +177,7 @@ class CompressedPipelineStage(PipelineStage):
             raise WireError(f"{name}: receive: {str(error).splitlines()[0]}") from error
 
     def wire_state_dict(self) -> dict[str, Any]:
-        """Give the state of this stage's links, numpy arrays; save it as this rank's part of the checkpoint."""
+        """Give the state of this stage's links, as numpy arrays: this rank's part of the checkpoint."""
         counters = np.array([self._n_steps, self._n_evals], np.int64)
         out: dict[str, Any] = {f"wire/stage/{self.stage_index}/steps": counters}
         for link in self._links:
