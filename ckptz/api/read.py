@@ -153,17 +153,14 @@ def _pieces(selection: Selection) -> Iterator[Piece]:
 def _fill(source: FrameSource, chunk: int, pieces: Iterable[Piece], out: Units) -> None:
     """Bring the units of one chunk to their places."""
     first, *more = pieces
-    if not more and first.is_run and first.n_units == _chunk_units(source, chunk):
+    n_units = min(CHUNK_UNITS, source.dtype.n_units(source.shape) - chunk * CHUNK_UNITS)
+    if not more and first.is_run and first.n_units == n_units:
         # All of it, in order: decoded in place, and not kept.
         source.decode_chunk(chunk, out[first.at : first.at + first.n_units])
         return
     units = source.chunk(chunk)
     for piece in (first, *more):
         piece.copy(units, out)
-
-
-def _chunk_units(source: FrameSource, chunk: int) -> int:
-    return min(CHUNK_UNITS, source.dtype.n_units(source.shape) - chunk * CHUNK_UNITS)
 
 
 def _workers(jobs: int | None, n_tasks: int) -> Workers:

@@ -83,11 +83,7 @@ class Sums:
 
 def _sum_of(gather: Gather, tensor: torch.Tensor) -> Sum:
     """The sum of one tensor: a plain tensor in full precision, whatever mode the model runs in."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(tensor.device.type, enabled=False),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         total = torch.zeros(gather.shape, dtype=gather.dtype, device=tensor.device)
         return Sum(total, gather.add(tensor, total))
 

@@ -23,8 +23,6 @@ from ckptz.store.resolve import SUFFIX, open_file
 from ckptz.tree.leaves import TensorRef
 from ckptz.tree.skeleton import parse_tree
 
-# --- which files ----------------------------------------------------------------------------------
-
 _STEMS: Final = ("model", "pytorch_model")  # the names by which transformers knows weights
 
 
@@ -82,9 +80,6 @@ def nothing_found(folder: Path) -> ConfigError:
         f"{folder}: no model{SUFFIX}, nor shards of such; name the file with files= ({SUFFIX} files here: "
         f"{others})"
     )
-
-
-# --- what is in them ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from ckptz.pipeline import Job
 from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX
 from ckptz.training.rng import random_state, set_random_state
-from ckptz.training.state import check_optimizers_fit, load_optimizers, optimizer_state, saved_training
+from ckptz.training.state import check_optimizers_fit, check_training, load_optimizers, optimizer_state
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -134,10 +134,10 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         state = read_state(path, self._ckptz.jobs)
-        saved = saved_training(state, str(path))
+        check_training(state, str(path))
         model, optimizers = _unwrapped(self), [_bare(self.optimizer)]
-        check_optimizers_fit(model, optimizers, saved, str(path))
-        load_optimizers(model, optimizers, saved)
+        check_optimizers_fit(model, optimizers, state, str(path))
+        load_optimizers(model, optimizers, state)
         self.lr_scheduler.load_state_dict(state["scheduler"])
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None and state["scaler"] is not None:
@@ -188,12 +188,9 @@ def _rng_path(trainer: Any, folder: str) -> Path:
 
 def _training_job(trainer: Any) -> Job:
     """The file of the optimizer by parameter name, the scheduler and the scaler."""
-    found = optimizer_state(_unwrapped(trainer), [_bare(trainer.optimizer)])
     scaler = getattr(trainer.accelerator, "scaler", None)
     state = {
-        "optimizer": found["state"],
-        "classes": found["classes"],
-        "groups": found["groups"],
+        **optimizer_state(_unwrapped(trainer), [_bare(trainer.optimizer)]),
         "scheduler": trainer.lr_scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }

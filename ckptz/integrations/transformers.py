@@ -44,8 +44,6 @@ TESTED: Final = ((5, 0), (5, 23))  # first and last transformers that tests/test
 
 __all__ = ["disable", "enable", "from_pretrained"]
 
-# --- from_pretrained ------------------------------------------------------------------------------
-
 
 def from_pretrained(
     model_class: Any,
@@ -166,8 +164,6 @@ def _finish(model: Any, folder: PathLike, kwargs: Mapping[str, Any]) -> None:
         texts, _ = PreTrainedConfig.get_config_dict(folder, subfolder=subfolder)
         model.generation_config = GenerationConfig.from_model_config(texts)
 
-
-# --- enable ---------------------------------------------------------------------------------------
 
 # What is patched, by name in transformers.modeling_utils, with the parameters that the patch relies on.
 _PATCHED: Final = {

@@ -168,9 +168,6 @@ def _check_fit(container: Container, live: Mapping[str, LiveTensor]) -> None:
             )
 
 
-# --- before anything is written -----------------------------------------------------------------
-
-
 def _prepare(
     container: Container,
     live: Mapping[str, LiveTensor],
@@ -297,9 +294,6 @@ def _other_values(task: _Task) -> MissingBaseError:
     return MissingBaseError(f"tensor {task.source.entry.name!r} holds other values")
 
 
-# --- a base that does not fit -------------------------------------------------------------------
-
-
 def _live_content_id(container: Container, live: Mapping[str, LiveTensor]) -> str:
     return content_id_of({name: live[name] for name in container.tensors})
 
@@ -316,9 +310,6 @@ def _wrong_base(container: Container, live: Mapping[str, LiveTensor], error: Mis
         f"{container.name}: the state is not the checkpoint that this delta was made from, {base.title}: "
         f"{error}; apply the deltas in order, or an anchor first"
     )
-
-
-# --- writing ------------------------------------------------------------------------------------
 
 
 def _commit(edits: Sequence[_Edit]) -> None:

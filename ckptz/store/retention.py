@@ -141,16 +141,6 @@ class PruneReport:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """What shall become of each file."""
-
-    kept: frozenset[StepFile]
-    hidden: frozenset[StepFile]
-    removed: frozenset[StepFile]
-    notes: tuple[str, ...]
-
-
 def prune(
     store: StepStore, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
@@ -173,29 +163,29 @@ def prune(
     facts, unread = _facts_of(store, rest)
     if later:
         _check_goes_back(store.name, rest, unread)
-    decision = _decide(rest, facts, unread, policy)
-    newest_first = {*later, *decision.removed}
-    removed = sorted(newest_first, key=lambda file: (-file.step, file.kind != "weights"))
+    kept, hidden, notes = _decide(rest, facts, unread, policy)
+    unneeded = {*later, *rest.sizes} - kept - hidden
+    removed = sorted(unneeded, key=lambda file: (-file.step, file.kind != "weights"))
     if not dry_run:
         store.check_lock()
-        for file in sorted(decision.hidden - listing.hidden, reverse=True):
+        for file in sorted(hidden - listing.hidden, reverse=True):
             store.hide(file)
         for file in removed:
             store.remove(file)
-    states = {file.step for file in decision.kept if file.kind == "state"}
-    weights = {file.step for file in decision.kept if file.kind == "weights"}
+    states = {file.step for file in kept if file.kind == "state"}
+    weights = {file.step for file in kept if file.kind == "weights"}
     removed_bytes = sum(listing.sizes[file] for file in removed)
     return PruneReport(
         folder=store.name,
         steps=tuple(sorted(weights & states)),
         weights_only=tuple(sorted(weights - states)),
-        hidden=tuple(file.name for file in sorted(decision.hidden)),
+        hidden=tuple(file.name for file in sorted(hidden)),
         removed=tuple(file.name for file in removed),
         kept_bytes=sum(listing.sizes.values()) - removed_bytes,
         removed_bytes=removed_bytes,
         dry_run=dry_run,
         seconds=time.perf_counter() - start,
-        notes=decision.notes,
+        notes=notes,
     )
 
 
@@ -228,7 +218,10 @@ def _check_goes_back(name: str, rest: Listing, unread: Unread) -> None:
             )
 
 
-def _decide(listing: Listing, facts: Facts, unread: Unread, policy: KeepPolicy) -> _Decision:
+def _decide(
+    listing: Listing, facts: Facts, unread: Unread, policy: KeepPolicy
+) -> tuple[set[StepFile], set[StepFile], tuple[str, ...]]:
+    """(files that stay, files that stay only because those need them, notes)."""
     metrics = {file.step: fact.metric for file, fact in facts.items() if fact.metric is not None}
     full = policy.kept(listing.full_steps, metrics)
     weights = full if policy.weights is None else full | policy.weights.kept(listing.weights_steps, metrics)
@@ -240,10 +233,7 @@ def _decide(listing: Listing, facts: Facts, unread: Unread, policy: KeepPolicy) 
         lambda file: {other for other in listing.sizes if other.step <= file.step},
     )
     kept |= needs.doubtful - listing.hidden
-    needed = (needs.known | needs.doubtful) - kept
-    return _Decision(
-        frozenset(kept), frozenset(needed), frozenset(set(listing.sizes) - kept - needed), needs.notes
-    )
+    return kept, set(needs.known | needs.doubtful) - kept, needs.notes
 
 
 def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:

@@ -35,7 +35,7 @@ from ckptz.training.budget_search import (
 )
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepState, WhatMayBeLost
-from ckptz.training.restoring import check_there, model_of, opened_step, optimizers_of, rest_of
+from ckptz.training.restoring import check_there, model_of, opened_step, rest_of
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.snapshot import Snapshot
 from ckptz.training.state import (
@@ -294,12 +294,9 @@ class Checkpointer:
         return _Taken(self._snapshot.take(state), coded)
 
     def _state(self) -> dict[str, Any]:
-        optimizers = optimizer_state(self.model, self._optimizers)
         return {
             MODEL: model_state(self.model),
-            "optimizer": optimizers["state"],
-            "classes": optimizers["classes"],
-            "groups": optimizers["groups"],
+            **optimizer_state(self.model, self._optimizers),
             "extra": extra_state(self.extra),
             "rng": random_state(),
         }
@@ -382,12 +379,12 @@ class Checkpointer:
             check_model_fits(self.model, model_of(weights.outline(), weights), weights.name)
             if state is not None:
                 found = rest_of(state.outline(), state)
-                check_optimizers_fit(self.model, self._optimizers, optimizers_of(found), state.name)
+                check_optimizers_fit(self.model, self._optimizers, found, state.name)
                 check_extras_fit(self.extra, found["extra"], state.name)
             model = model_of(weights.load(self._restore_jobs), weights)
             rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
         if rest is not None:
-            load_optimizers(self.model, self._optimizers, optimizers_of(rest))
+            load_optimizers(self.model, self._optimizers, rest)
             load_extras(self.extra, rest["extra"])
         load_model(self.model, model)
         if rest is not None:

@@ -73,8 +73,3 @@ def rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
     if missing := [name for name in _REST if name not in state]:
         raise CorruptionError(f"{reader.name}: has no {missing[0]!r}, so it is not the state file of a step")
     return state
-
-
-def optimizers_of(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the optimizers' part of it, as `ckptz.training.state` takes them."""
-    return {"state": rest["optimizer"], "classes": rest["classes"], "groups": rest["groups"]}

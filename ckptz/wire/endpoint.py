@@ -54,11 +54,6 @@ class _Tensor:
     shape: tuple[int, ...]
     place: Place
 
-    @property
-    def is_lossy_type(self) -> bool:
-        """Whether a lossy codec may touch it."""
-        return self.dtype.name in KINDS
-
 
 class Link:
     """One end of the link between two stages, or both in one process for `simulate`.
@@ -336,7 +331,7 @@ class Link:
 
     def _observe(self, direction: Direction, tensor: _Tensor, units: Array) -> None:
         """Show a gradient to the detector of a direction."""
-        if tensor.is_lossy_type and isinstance(self.policy.choice(direction), Adaptive):
+        if tensor.dtype.name in KINDS and isinstance(self.policy.choice(direction), Adaptive):
             k = self.state.kernels
             self.state.observe(direction, k.to_f32(units, KINDS[tensor.dtype.name]), tensor.place)
 

@@ -78,9 +78,6 @@ class Parts:
             raise CorruptionError(f"payload: {len(self._payload) - self._offset} bytes follow its end")
 
 
-# --- uniform ------------------------------------------------------------------------------------
-
-
 def _encode_blocks(
     k: Any, values: Array, block: int, bits: int, seed: int | None, largest: float
 ) -> tuple[Array, Array, Callable[[], Array], bool]:
@@ -164,9 +161,6 @@ def _decode_codes(k: Any, coded: Array, n: int, bits: int) -> Array:
     if int(codes.max()) >> bits:
         raise CorruptionError(f"codes: {int(codes.max())} needs more than {bits} bits")
     return k.from_bytes(codes, coded)
-
-
-# --- TopK ---------------------------------------------------------------------------------------
 
 
 def _value_kind(plan: TensorPlan) -> int:
@@ -271,9 +265,6 @@ def _decode_mask(k: Any, plan: TensorPlan, codec: TopK, parts: Parts, mode: int)
     if codec.tries_rice:
         return _decode_rice(k, parts, mode - RICE, plan.n, plan.k * plan.n_samples)
     raise CorruptionError(f"mode: {mode} does not exist for this codec")
-
-
-# --- any codec ----------------------------------------------------------------------------------
 
 
 def encode_frame(

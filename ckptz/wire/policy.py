@@ -221,9 +221,6 @@ def cap(
     return max(plan.cap for plan in plans)
 
 
-# --- the policy in a checkpoint -----------------------------------------------------------------
-
-
 def policy_metadata(policy: LinkPolicy | str) -> dict[str, str]:
     """Make a checkpoint's metadata: `save_file(tensors, path, metadata=policy_metadata(policy))`."""
     return {METADATA_KEY: policy_of(policy).to_json()}
