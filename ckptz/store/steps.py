@@ -32,8 +32,8 @@ from ckptz.errors import (
     TruncatedError,
 )
 from ckptz.store.lock import Lock, acquire
-from ckptz.store.places import LocalFolder, place_of
-from ckptz.store.remote import UploadFolder, peeked
+from ckptz.store.places import LocalFolder
+from ckptz.store.remote import UploadFolder, place_of
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
 from ckptz.store.spool import Spool
 from ckptz.store.step_files import (
@@ -89,9 +89,8 @@ class StepStore:
     """
 
     def __init__(self, folder_or_url: Path_) -> None:
-        place = place_of(folder_or_url)
-        self._place = place if isinstance(place, LocalFolder) else UploadFolder(place.name)
-        self._folder = Path(place.name) if isinstance(place, LocalFolder) else None
+        self._place = place_of(folder_or_url)
+        self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
         self._facts: dict[StepFile, tuple[int, FileFacts]] = {}
         self._lock: Lock | None = None
@@ -137,7 +136,7 @@ class StepStore:
         return known[1]
 
     def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        with contextlib.closing(open_file(peeked(self._place, file.name, n_bytes))) as opened:
+        with contextlib.closing(open_file(self._place.peek(file.name, n_bytes))) as opened:
             if not isinstance(opened, Container):
                 raise FormatError(f"{opened.name}: not a .ckptz file")
             index = opened.index

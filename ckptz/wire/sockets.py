@@ -16,16 +16,7 @@ from ckptz.wire.header import HEADER_BYTES, Direction
 from ckptz.wire.policy import LinkPolicy
 from ckptz.wire.state import Place
 
-_NAMES = {
-    "f4": "F32",
-    "f2": "F16",
-    "f8": "F64",
-    "u1": "U8",
-    "i1": "I8",
-    "i2": "I16",
-    "i4": "I32",
-    "i8": "I64",
-}
+_NAMES = dict(f4="F32", f2="F16", f8="F64", u1="U8", i1="I8", i2="I16", i4="I32", i8="I64")
 
 
 def _named(array: NDArray[Any], dtype: str | None) -> DType:
