@@ -129,7 +129,7 @@ class Link:
     def simulate(
         self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Array:
-        """What `send` brings to the other end, without making the message; its bytes are counted."""
+        """Give the units that `send` brings to the other end; bytes of the message are only counted."""
         tensor = _Tensor(direction, dtype, tuple(shape), place)
         decode, _, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
         received = decode()
@@ -197,7 +197,7 @@ class Link:
     def receive(
         self, direction: Direction, message: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Array:
-        """Units of the tensor in a message; bytes behind the message's end are ignored.
+        """Decode the units of the tensor in a message; bytes behind the message's end are ignored.
 
         Raises:
             WireError: the message is damaged, or another one than the one that is due.
@@ -208,7 +208,7 @@ class Link:
     def expect(
         self, direction: Direction, head: bytes, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> int:
-        """Bytes that follow a header, once it is found to announce the message that is due.
+        """Give the bytes that follow a header, once it is found to announce the message that is due.
 
         Raises:
             WireError: it announces another one.
@@ -273,7 +273,7 @@ class Link:
     def message_cap(
         self, direction: Direction, dtype: DType, shape: tuple[int, ...], place: Place, end: End = "rx"
     ) -> int:
-        """Bytes to provide for one message; with `fixed`, exactly what is sent.
+        """Give the bytes to provide for one message; with `fixed`, exactly what is sent.
 
         The two ends agree on it before the message exists. With AQ-SGD that asks for one thing: a sample
         occurs at most once in a step.
@@ -299,7 +299,7 @@ class Link:
             raise WireError(f"{self.name_of(tensor.direction, tensor.place)}: {error}") from None
 
     def name_of(self, direction: Direction, place: Place) -> str:
-        """A message in words, for errors."""
+        """Name a message in words, for errors."""
         phase = "evaluation" if place.is_eval else "step"
         return (
             f"link {self.src}->{self.dst} {direction.word}, {phase} {place.step}, "
@@ -324,7 +324,7 @@ class Link:
             _refuse("shape", f"{found[0]} {list(found[1])} after {first[0]} {list(first[1])}")
 
     def is_raw(self, place: Place) -> bool:
-        """Whether the policy sends this message raw: warm-up, and evaluation without compression."""
+        """Tell whether the policy sends this message raw: warm-up, and evaluation without compression."""
         if place.is_eval:
             return not self.policy.compresses_eval
         return place.step < self.policy.warmup_steps
@@ -375,11 +375,9 @@ class Link:
         return seed
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """See `LinkState.state_dict`."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `LinkState.load_state_dict`."""
         self.state.load_state_dict(state)
 
 

@@ -53,7 +53,7 @@ class Parts:
         self._k, self._payload, self._offset = k, payload, 0
 
     def take(self, n_bytes: int, what: str) -> Array:
-        """The next part of `n_bytes` bytes, and its padding."""
+        """Take the next part of `n_bytes` bytes, and its padding."""
         end = self._offset + n_bytes
         padded = self._offset + -(-n_bytes // wire_reference.ALIGN) * wire_reference.ALIGN
         if n_bytes < 0 or padded > len(self._payload):
@@ -67,7 +67,7 @@ class Parts:
         return part
 
     def rest(self) -> Array:
-        """All that is left."""
+        """Take all bytes that are left."""
         part = self._payload[self._offset :]
         self._offset = len(self._payload)
         return part
@@ -314,7 +314,7 @@ def encode_frame(
 def decode_frame(
     k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool, mask: Array | None = None
 ) -> tuple[Array, Array | None]:
-    """(F32 patterns, TopK's mask); units for a raw plan.
+    """Decode a payload: (F32 patterns, TopK's mask); units for a raw plan.
 
     Raises:
         FormatError: the payload contradicts the plan.

@@ -44,7 +44,7 @@ NAMES: Final = MappingProxyType(
 
 
 def dtype_named(dtype: torch.dtype) -> DType:
-    """The row of the dtype table.
+    """Find a torch type in the dtype table.
 
     Raises:
         DTypeError: messages cannot carry this type.
@@ -105,28 +105,28 @@ class TensorLink:
         return units if self._use_torch else units.numpy().view(f"<u{dtype.unit_bytes}")
 
     def _tensor(self, units: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Inverse of `_units`; shares the units' memory."""
+        """Undo `_units`; shares the units' memory."""
         if not self._use_torch:
             signed = UNIT_TYPES[dtype_named(dtype).unit_bytes]
             units = torch.from_numpy(units.view(f"<i{units.itemsize}")).view(signed)
         return units.view(dtype).view(shape)
 
     def send(self, direction: Direction, tensor: Tensor, place: Place) -> tuple[Tensor, Callable[[], Tensor]]:
-        """(message as uint8, what makes the tensor that the other end decodes)."""
+        """Encode a tensor: (message as uint8, what makes the tensor that the other end decodes)."""
         shape = tuple(tensor.shape)
         sent = self.link.send(direction, self._units(tensor), dtype_named(tensor.dtype), shape, place)
         message = sent.message if self._use_torch else torch.from_numpy(sent.message)
         return message, lambda: self._tensor(sent.decode(), tensor.dtype, shape)
 
     def simulate(self, direction: Direction, tensor: Tensor, place: Place) -> Tensor:
-        """What `send` brings to the other end, in memory of its own."""
+        """Give what `send` brings to the other end, in memory of its own."""
         shape, units = tuple(tensor.shape), self._units(tensor)
         received = self.link.simulate(direction, units, dtype_named(tensor.dtype), shape, place)
         result = self._tensor(received, tensor.dtype, shape)
         return result.clone() if received is units else result
 
     def buffer(self, direction: Direction, like: Tensor, place: Place) -> Tensor:
-        """Memory for the message that is due."""
+        """Make memory for the message that is due, uint8 [bytes]."""
         shape = tuple(like.shape)
         n_bytes = self.link.message_cap(direction, dtype_named(like.dtype), shape, place)
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
@@ -139,7 +139,7 @@ class TensorLink:
         shape: tuple[int, ...],
         place: Place,
     ) -> Tensor:
-        """The tensor in a message.
+        """Decode the tensor in a message.
 
         Raises:
             WireError: the message is damaged, or another one than the one that is due.

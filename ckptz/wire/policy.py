@@ -87,18 +87,18 @@ class LinkPolicy:
                 raise ConfigError("ef-mixed chooses its own positions: it cannot reuse others")
 
     def choice(self, direction: Direction) -> Choice:
-        """The codec, or pair of codecs, of a direction."""
+        """Give the codec, or pair of codecs, of a direction."""
         return self.forward if direction is Direction.FORWARD else self.backward
 
     def codec(self, direction: Direction, strong: bool = False) -> Codec:
-        """The codec of a direction at a level."""
+        """Give the codec of a direction at a level."""
         choice = self.choice(direction)
         if isinstance(choice, Adaptive):
             return choice.strong if strong else choice.mild
         return choice
 
     def feedback_of(self, direction: Direction) -> Feedback | None:
-        """The kind of state of a direction."""
+        """Give the kind of state of a direction."""
         if isinstance(self.feedback, tuple):
             return self.feedback[direction]
         if self.feedback == "aqsgd" and direction is Direction.BACKWARD:
@@ -132,12 +132,12 @@ class LinkPolicy:
         return isinstance(plan.codec, TopK)
 
     def may_be_raw(self, direction: Direction) -> bool:
-        """Whether messages of a direction can be larger than its codec's: warm-up, AQ-SGD, evaluation."""
+        """Tell whether messages of a direction can exceed its codec's: warm-up, AQ-SGD, evaluation."""
         fills = self.feedback_of(direction) == "aqsgd"
         return self.warmup_steps > 0 or fills or not self.compresses_eval
 
     def to_json(self) -> str:
-        """The policy as text, for metadata."""
+        """Write the policy as text, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
             record[name] = _choice_to_dict(record[name])
@@ -145,7 +145,7 @@ class LinkPolicy:
 
     @classmethod
     def from_json(cls, text: str) -> LinkPolicy:
-        """Inverse of `to_json`.
+        """Undo `to_json`.
 
         Raises:
             ConfigError: the text is no policy.
@@ -202,7 +202,7 @@ PRESETS: Final[Mapping[str, LinkPolicy]] = MappingProxyType(
 
 
 def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
-    """A policy, or the preset of this name."""
+    """Give a policy as it is, or the preset of this name."""
     if isinstance(policy, LinkPolicy):
         return policy
     if policy not in PRESETS:
@@ -216,7 +216,7 @@ def cap(
     dtype: str,
     direction: Direction = Direction.FORWARD,
 ) -> int:
-    """Bytes of the greatest message for a tensor, header included; what fixed-size transports send.
+    """Give the bytes of the greatest message for a tensor, header included: what fixed transports send.
 
     Args:
         policy: the link's policy.
@@ -238,14 +238,14 @@ def cap(
 
 
 def policy_metadata(policy: LinkPolicy | str) -> dict[str, str]:
-    """What to put into a checkpoint's metadata: `save_file(tensors, path, metadata=policy_metadata(p))`."""
+    """Give metadata for a checkpoint: `save_file(tensors, path, metadata=policy_metadata(p))`."""
     return {METADATA_KEY: policy_of(policy).to_json()}
 
 
 def check_policy(
     metadata: Mapping[str, str] | None, policy: LinkPolicy | str | None = None
 ) -> LinkPolicy | None:
-    """The policy that a checkpoint was trained with; warns if it will be used under an unfit one.
+    """Read the policy that a checkpoint was trained with; warns if it will be used under an unfit one.
 
     Args:
         metadata: of the checkpoint, `safe_open(path).metadata()`.
