@@ -50,11 +50,10 @@ class Rounding(Recipe):
     name: ClassVar[str] = "rounding"
 
     def settings(self) -> dict[str, Setting]:
-        """See `Recipe.settings`."""
         return {"bits": self.bits}
 
     def rounded(self, units: Units, kind: int) -> Units:
-        """Units rounded to nearest; those that would overflow, and subnormal ones, stay as they are."""
+        """Round units to nearest; those that would overflow, and subnormal ones, stay as they are."""
         n_dropped = MANTISSA_BITS[kind] + 1 - self.bits
         if n_dropped <= 0:
             return units
@@ -80,5 +79,4 @@ class RoundedSource(SourceOf):
     rounding: Rounding
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return self.rounding.rounded(self.source.units(begin, end), KINDS[self.dtype.name])

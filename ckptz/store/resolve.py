@@ -207,7 +207,7 @@ def base_ref(base: Checkpoint) -> BaseRef:
 
 
 def base_metadata(base: Checkpoint | None) -> int | None:
-    """What a delta records of the metadata of a base that is a plain file; None for other bases."""
+    """Give what a delta records of the metadata of a plain base, a checksum; None for other bases."""
     is_plain = base is not None and base.container is None
     return metadata_checksum(base.metadata) if base is not None and is_plain else None
 

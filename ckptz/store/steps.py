@@ -99,7 +99,7 @@ class StepStore:
     # --- what is there --------------------------------------------------------------------------
 
     def listing(self) -> Listing:
-        """What is in the folder now."""
+        """List what is in the folder now."""
         listing = Listing.of(self._place.sizes())
         return listing if self._folder is not None else self._less_cut_off(listing)
 
@@ -121,7 +121,7 @@ class StepStore:
         return False
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        """What a file says of itself.
+        """Read what a file says of itself.
 
         Args:
             file: which.
@@ -157,7 +157,7 @@ class StepStore:
 
     @contextlib.contextmanager
     def opened(self, file: StepFile) -> Iterator[Checkpoint]:
-        """A file with its chain; of a remote store it is brought here first.
+        """Open a file with its chain; of a remote store it is brought here first.
 
         Raises:
             FileNotFoundError: no such file.
@@ -187,7 +187,7 @@ class StepStore:
                 self._place.download(member.name, path)
 
     def chain(self, file: StepFile, sizes: dict[StepFile, int]) -> list[StepFile]:
-        """A file and those that it needs, nearest first; ends at an anchor, or at what is not listed.
+        """List a file and those that it needs, nearest first, up to an anchor or to what is not listed.
 
         Raises:
             FormatError: one of them is damaged.
@@ -204,7 +204,7 @@ class StepStore:
     # --- writing --------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Become the folder's one writer, and clean up after one that was killed.
+        """Make this the folder's one writer, and clean up after one that was killed.
 
         Raises:
             ConfigError: another process is.
@@ -299,7 +299,7 @@ class StepStore:
 
     @contextlib.contextmanager
     def base(self, kind: Kind, rule: ChainRule, notes: list[str]) -> Iterator[tuple[Checkpoint | None, int]]:
-        """What the next file of a kind is stored against, None for an anchor, and its position.
+        """Open what the next file of a kind is stored against, None for an anchor; give its position too.
 
         Args:
             kind: of the file.

@@ -127,7 +127,7 @@ class SampleBuffers:
             self._seen = np.zeros(n_samples, np.bool_)
 
     def has(self, ids: NDArray[np.int64]) -> bool:
-        """Tell whether every sample was seen before."""
+        """Tell whether every sample [n] was seen before."""
         if self._file is None:
             return all(i in self._rows for i in ids.tolist())
         self._check(ids)
@@ -138,13 +138,13 @@ class SampleBuffers:
             raise ConfigError(f"sample ids must be 0..{len(self._seen) - 1}, got {ids.min()}..{ids.max()}")
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Read the rows of these samples, one after another."""
+        """Read the rows of these samples, one after another [n, row units]."""
         if self._file is not None:
             return np.ascontiguousarray(self._file[ids]).reshape(-1)
         return np.concatenate([self._rows[i] for i in ids.tolist()])
 
     def write(self, ids: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
-        """Replace the rows of these samples."""
+        """Replace the rows of these samples, float32 [n, row units]."""
         rows = values.reshape(len(ids), self.size)
         if self._file is None:
             self._rows |= {i: row.copy() for i, row in zip(ids.tolist(), rows, strict=True)}
@@ -158,13 +158,13 @@ class SampleBuffers:
         return self._file.nbytes if self._file is not None else 4 * self.size * len(self._rows)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Give sample ids and their rows."""
+        """Give sample ids [n] and their rows, float32 [n, row units]."""
         ids = np.flatnonzero(self._seen) if self._file is not None else np.array(sorted(self._rows), np.int64)
         rows = self.read(ids) if len(ids) else np.zeros(0, np.uint32)
         return {"ids": ids.astype(np.int64), "rows": rows.reshape(len(ids), self.size)}
 
     def load(self, ids: NDArray[np.int64], rows: NDArray[np.uint32]) -> None:
-        """Take over what `state` gave."""
+        """Take over what `state` gave: ids [n] and rows."""
         self.write(ids, np.ascontiguousarray(rows).reshape(-1))
 
 

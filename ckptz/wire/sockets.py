@@ -60,7 +60,7 @@ class SocketLink:
         place: Place | None = None,
         dtype: str | None = None,
     ) -> None:
-        """Send an array. Without `place`, messages are numbered."""
+        """Send an array of any shape [...]. Without `place`, messages are numbered."""
         place = place or Place(self._sent[direction])
         kind = _named(array, dtype)
         units = np.ascontiguousarray(array).reshape(-1).view(f"<u{kind.unit_bytes}")
@@ -79,7 +79,7 @@ class SocketLink:
         direction: Direction = Direction.FORWARD,
         place: Place | None = None,
     ) -> NDArray[Any]:
-        """Receive the bit patterns of a tensor, as unsigned integers; `.view(np.float32)` for F32.
+        """Receive the bit patterns of a tensor as unsigned integers [*shape]; `.view(np.float32)` for F32.
 
         Raises:
             WireError: the peer is gone or silent, or the message is not the one that is due.

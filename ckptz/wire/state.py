@@ -233,7 +233,7 @@ class LinkState:
         return held + sum(buffers.n_bytes for buffers in self._buffers.values())
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Give everything that a resumed link needs, as named arrays; F32 patterns as uint32."""
+        """Give everything that a resumed link needs, as named arrays [n]; F32 patterns as uint32."""
         k, out = self.kernels, {}
         for (end, direction, tensor, microbatch), slot in self._slots.items():
             name = f"{self._prefix}{direction.word}/{tensor}/{microbatch}/{end}"
