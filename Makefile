@@ -30,8 +30,8 @@ test-slow: $(DEV) ## the exhaustive sweeps
 	$(BIN)/python -m pytest -m slow
 
 # Tests that give the parsers every kind of bytes; compiled kernels are not counted.
-PARSER_TESTS := $(addprefix tests/test_,parser_branches.py container_files.py earlier_frames.py publish.py \
-	spec_refusals.py sync_sparse.py vectors.py)
+PARSER_TESTS := $(addprefix tests/test_,parser_branches.py base_metadata.py container_files.py earlier_frames.py \
+	publish.py spec_refusals.py sync_sparse.py vectors.py)
 
 coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
 	$(BIN)/python -m coverage run -m pytest $(PARSER_TESTS)
