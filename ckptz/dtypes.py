@@ -16,7 +16,7 @@ from ckptz.errors import CorruptionError, UnsupportedError
 
 
 def n_elements(shape: Sequence[int]) -> int:
-    """Elements of a tensor.
+    """Count the elements of a tensor.
 
     Raises:
         CorruptionError: 2^63 or more; checked as it grows, since a file may name millions of dimensions.
@@ -48,14 +48,14 @@ class DType:
     is_float: bool
 
     def n_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a dense tensor; a sub-byte tensor must fill whole bytes, as in safetensors."""
+        """Count the bytes of a dense tensor; a sub-byte tensor must fill whole bytes, as in safetensors."""
         n_bits = n_elements(shape) * self.bits
         if n_bits % 8:
             raise CorruptionError(f"{self.name} tensor of shape {list(shape)} does not fill whole bytes")
         return n_bits // 8
 
     def n_units(self, shape: Sequence[int]) -> int:
-        """Units of a dense tensor."""
+        """Count the units of a dense tensor."""
         return self.n_bytes(shape) // self.unit_bytes
 
 
@@ -89,7 +89,7 @@ _BY_ID: Final = MappingProxyType({row.id: row for row in _ROWS})
 
 
 def dtype_of(name: str) -> DType:
-    """The type with this safetensors code.
+    """Find the type with this safetensors code.
 
     Raises:
         UnsupportedError: no such type is known.
@@ -101,7 +101,7 @@ def dtype_of(name: str) -> DType:
 
 
 def dtype_of_id(dtype_id: int) -> DType:
-    """The type with this frame id.
+    """Find the type with this frame id.
 
     Raises:
         UnsupportedError: no such type is known.

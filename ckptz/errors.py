@@ -120,5 +120,5 @@ class WireError(CkptzError):
 
 
 def named(error: CkptzError, where: str) -> CkptzError:
-    """The same kind of error with `where` (a file, a tensor) put before its message."""
+    """Make the same kind of error with `where` (a file, a tensor) put before its message."""
     return type(error)(f"{where}: {error}")

@@ -35,7 +35,7 @@ def save(
     config: Method = LOSSLESS,
     jobs: int | None = None,
 ) -> bytes:
-    """The bytes of a `.ckptz` file that holds these arrays.
+    """Make the bytes of a `.ckptz` file that holds these arrays.
 
     Args:
         tensor_dict: arrays by name; of any layout, their values are saved.
@@ -90,7 +90,7 @@ def load(
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
 ) -> Arrays:
-    """The arrays of a `.ckptz` or a safetensors file in memory.
+    """Load the arrays of a `.ckptz` or a safetensors file in memory.
 
     Args:
         data: the file's bytes.
@@ -116,7 +116,7 @@ def load_file(
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
 ) -> Arrays:
-    """All arrays of a `.ckptz` or a `.safetensors` file by name.
+    """Load all arrays of a `.ckptz` or a `.safetensors` file by name.
 
     Args:
         filename: the file; a delta finds its bases beside it and in `search_path`.

@@ -17,7 +17,7 @@ MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads
 
 
 def default_jobs() -> int:
-    """The cores this process may use, at most 16."""
+    """Count the cores this process may use, at most 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_DEFAULT_JOBS)
 
@@ -45,7 +45,7 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """`function` of each item, in order."""
+        """Apply `function` to each item, in order."""
         if self._pool is None:
             yield from map(function, items)
             return

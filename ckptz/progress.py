@@ -9,11 +9,11 @@ class Progress(Protocol):
     """Told in tensor bytes, from the caller's own thread."""
 
     def start(self, name: str, n_bytes: int) -> None:
-        """A file of this many bytes comes next."""
+        """Say that a file of this many bytes comes next."""
         ...
 
     def advance(self, n_bytes: int) -> None:
-        """So many more bytes are done."""
+        """Say that so many more bytes are done."""
         ...
 
 

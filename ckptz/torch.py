@@ -20,11 +20,11 @@ from ckptz.api.apply import apply_
 from ckptz.api.safe_open import PathLike, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units
-from ckptz.dtypes import DType, dtype_of
-from ckptz.errors import DTypeError
-from ckptz.frameworks import DTYPE_CODES
+from ckptz.dtypes import DType
+from ckptz.frameworks.torch import stored_type
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
+from ckptz.tree.flatten import geometry_of
 from ckptz.wire.policy import LinkPolicy, check_policy
 
 Tensors = dict[str, torch.Tensor]
@@ -39,7 +39,7 @@ def save(
     config: Method = LOSSLESS,
     jobs: int | None = None,
 ) -> bytes:
-    """The bytes of a `.ckptz` file that holds these tensors.
+    """Make the bytes of a `.ckptz` file that holds these tensors.
 
     Args:
         tensors: contiguous, dense tensors by name, on any device.
@@ -102,7 +102,7 @@ def load(
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
 ) -> Tensors:
-    """The tensors of a `.ckptz` or a safetensors file in memory.
+    """Load the tensors of a `.ckptz` or a safetensors file in memory.
 
     Args:
         data: the file's bytes.
@@ -130,7 +130,7 @@ def load_file(
     jobs: int | None = None,
     link_policy: LinkPolicy | str | None = None,
 ) -> Tensors:
-    """All tensors of a `.ckptz` or a `.safetensors` file by name.
+    """Load all tensors of a `.ckptz` or a `.safetensors` file by name.
 
     Args:
         filename: the file; a delta finds its bases beside it and in `search_path`.
@@ -260,9 +260,6 @@ def _mismatch(model: torch.nn.Module, missing: Iterable[str], unexpected: Iterab
     return "\n    ".join(lines)
 
 
-# --- tensors that share memory ------------------------------------------------------------------
-
-
 def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """All names, those together whose tensors overlap in memory; tensors without memory are left out."""
     by_storage: dict[tuple[Any, ...], list[str]] = defaultdict(list)
@@ -275,22 +272,14 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 def _overlapping(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     groups: list[list[str]] = []
     end = 0
-    for begin, stop, name in sorted((*_extent(tensors[name]), name) for name in names):
+    places = ((tensors[name].data_ptr(), geometry_of(tensors[name]), name) for name in names)
+    for begin, stop, name in sorted((at, at + g.span * g.item_bytes, name) for at, g, name in places):
         if groups and begin < end:
             groups[-1].append(name)
         else:
             groups.append([name])
         end = max(end, stop)
     return groups
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte, and the byte behind the last."""
-    begin = tensor.data_ptr()
-    if not tensor.numel():
-        return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _duplicates(tensors: Mapping[str, torch.Tensor], preferred: Iterable[str] = ()) -> dict[str, list[str]]:
@@ -314,9 +303,6 @@ def _is_complete(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() == storage.data_ptr() and fills
 
 
-# --- tensors as sources of units ----------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _DeviceSource(TensorSource):
     """A tensor on an accelerator; its units are fetched chunk by chunk."""
@@ -326,7 +312,6 @@ class _DeviceSource(TensorSource):
     raw: torch.Tensor
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         n = self.dtype.unit_bytes
         return self.raw[begin * n : end * n].cpu().numpy().view(UNIT_TYPES[n])
 
@@ -359,15 +344,10 @@ def _check(tensors: Tensors) -> None:
 
 
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
-    """The units of a dense, contiguous tensor without gradient, on any device; `name` is for messages."""
+    """Give the units of a dense, contiguous tensor without gradient, on any device; messages say `name`."""
     if tensor.device.type == "meta":
         raise NotImplementedError(f"tensor {name!r} is on the meta device and has no values to save")
-    code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
-    if code is None:
-        raise DTypeError(f"tensor {name!r} has {tensor.dtype}, which the format does not know; convert it")
-    dtype, shape = dtype_of(code), tuple(tensor.shape)
-    if code == "F4":  # PyTorch counts pairs
-        shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    dtype, shape = stored_type(name, tensor)
     if not tensor.numel():
         return ArraySource(dtype, shape, np.empty(0, UNIT_TYPES[dtype.unit_bytes]))
     raw = tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

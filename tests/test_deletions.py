@@ -20,10 +20,12 @@ import torch.distributed.checkpoint as dcp
 
 from ckptz.commands.restore import restore
 from ckptz.errors import CkptzError, WriteError
+from ckptz.integrations import linked as linked_files
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE
-from ckptz.integrations.linked import Chain, ChainOptions, Draft, drop_unneeded, read_state
+from ckptz.integrations.linked import Chain, ChainOptions, drop_unneeded, job_of, read_state
 from ckptz.integrations.sharded import ShardedCheckpointer
+from ckptz.store.resolve import open_checkpoint
 from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import save_file
@@ -41,7 +43,7 @@ def a_state(i: int) -> dict[str, Any]:
 
 
 def write(chain: Chain, folder: Path, i: int) -> None:
-    chain.write(folder / f"{i}.ckpt", Draft.of_state(a_state(i)))
+    chain.write(folder / f"{i}.ckpt", job_of(a_state(i)))
 
 
 def check_chain(folder: Path, kept: set[int]) -> None:
@@ -73,6 +75,41 @@ def remove_three(folder: Path) -> None:
     chain = Chain(OPTIONS)
     for i in range(3):
         chain.remove(folder / f"{i}.ckpt")
+
+
+def at_once(call: Callable[..., Any], path: Path) -> Callable[..., Any]:
+    """The same call after somebody deleted a file."""
+
+    def after(*args: Any, **kwargs: Any) -> Any:
+        path.unlink(missing_ok=True)
+        return call(*args, **kwargs)
+
+    return after
+
+
+@pytest.mark.parametrize("where", ["open_checkpoint", "link_chain", "read_envelope", "os.link", "samefile"])
+def test_a_base_that_goes_while_it_is_looked_at_makes_an_anchor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    chain = Chain(OPTIONS)
+    write(chain, tmp_path, 0)
+    base = tmp_path / "0.ckpt"
+    if where == "samefile":  # the base's base has a name there, which is no `base-`
+        save_file(a_state(0) | {"step": torch.zeros(1)}, tmp_path / "zero.ckptz")
+        base = tmp_path / "one.ckptz"
+        save_file(a_state(1) | {"step": torch.ones(1)}, base, base=tmp_path / "zero.ckptz")
+        chain.go_on_from(base)
+        monkeypatch.setattr(Path, "samefile", at_once(Path.samefile, tmp_path / "zero.ckptz"))
+    elif where == "os.link":
+        monkeypatch.setattr(os, "link", at_once(os.link, base))
+    else:
+        monkeypatch.setattr(linked_files, where, at_once(getattr(linked_files, where), base))
+    write(chain, tmp_path, 2)
+    monkeypatch.undo()
+    check_chain(tmp_path, {2})
+    assert open_checkpoint(tmp_path / "2.ckpt").depth == 0
+    if where != "open_checkpoint":  # then there simply is none
+        assert "stored as an anchor, because" in chain.notes[0]
 
 
 def test_bases_go_beside_files_of_others(linked: Path) -> None:

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptz.integrations.linked import Chain, ChainOptions, Draft, read_state
+from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_state
 from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
@@ -243,9 +243,7 @@ def test_the_only_file_that_is_kept_is_replaced_before_it_goes(tmp_path: Path, n
             chain.go_on_from(tmp_path / f"{step}.ckpt")
 
         def save(step: int) -> None:
-            chain.write(
-                tmp_path / f"{step}.ckpt", Draft.of_state({"weight": torch.full((500,), float(step))})
-            )
+            chain.write(tmp_path / f"{step}.ckpt", job_of({"weight": torch.full((500,), float(step))}))
             reported.step = step
 
         reported.begin()

@@ -6,6 +6,7 @@ see the new values.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +20,9 @@ from ckptz.codec.sparse import Positions
 from ckptz.codec.units import UNIT_TYPES, Units
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.reader import Container
-from ckptz.dtypes import DType, dtype_of
-from ckptz.errors import ConfigError, DTypeError, FormatError
-from ckptz.frameworks import DTYPE_CODES
+from ckptz.dtypes import DType
+from ckptz.errors import ConfigError, FormatError
+from ckptz.frameworks.torch import stored_type
 from ckptz.parallel import Workers
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
 from ckptz.store.resolve import open_file
@@ -77,29 +78,20 @@ def apply_(
     if check not in CHECKS:
         raise ConfigError(f"check must be one of {CHECKS}, got {check!r}")
     live = live_tensors(state_dict)
-    container = _open(delta)
-
-    def allow(n_bytes: int) -> None:
-        check_limit(n_bytes, max_decoded_bytes, container.name)
-
-    try:
-        with Workers(jobs) as workers:
-            return patch(container, live, check=check, workers=workers, allow=allow)
-    finally:
-        container.close()
-
-
-def _open(delta: PathLike | bytes) -> Container:
     source = MemoryBytes(delta) if isinstance(delta, bytes) else FileBytes(Path(checked_path(delta)))
-    file = open_file(source)
-    if not isinstance(file, Container):
-        file.close()
-        raise FormatError(f"{file.name}: not a .ckptz file; load it with load_file")
-    return file
+    with contextlib.closing(open_file(source)) as file:
+        if not isinstance(file, Container):
+            raise FormatError(f"{file.name}: not a .ckptz file; load it with load_file")
+
+        def allow(n_bytes: int) -> None:
+            check_limit(n_bytes, max_decoded_bytes, file.name)
+
+        with Workers(jobs) as workers:
+            return patch(file, live, check=check, workers=workers, allow=allow)
 
 
 def live_tensors(state_dict: State) -> dict[str, LiveTensor]:
-    """The tensors of a state as sources that can be written to.
+    """Give the tensors of a state as sources that can be written to.
 
     Raises:
         ConfigError: not a mapping of dense tensors by name.
@@ -119,12 +111,7 @@ def _live(name: str, tensor: Any) -> LiveTensor:
         )
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise ConfigError(f"tensor {name!r} is {tensor.layout} on {tensor.device}; it has no dense memory")
-    code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
-    if code is None:
-        raise DTypeError(f"tensor {name!r} has {tensor.dtype}, which the format does not know; convert it")
-    dtype, shape = dtype_of(code), tuple(tensor.shape)
-    if code == "F4":  # PyTorch counts pairs
-        shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    dtype, shape = stored_type(name, tensor)
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         raise ConfigError(f"tensor {name!r} is a conjugate or negative view; give the tensor behind it")
@@ -134,7 +121,8 @@ def _live(name: str, tensor: Any) -> LiveTensor:
 
 def _contiguous(dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor) -> LiveTensor:
     flat = tensor.reshape(-1).view(torch.uint8).view(_SIGNED[dtype.unit_bytes])
-    return _HostTensor(dtype, shape, flat) if tensor.device.type == "cpu" else _FlatTensor(dtype, shape, flat)
+    is_here = tensor.device.type == "cpu"
+    return _HostTensor(dtype, shape, _units_of(flat)) if is_here else _FlatTensor(dtype, shape, flat)
 
 
 class _FlatTensor(LiveTensor):
@@ -143,54 +131,39 @@ class _FlatTensor(LiveTensor):
     dtype: DType
     shape: tuple[int, ...]
 
-    def __init__(self, dtype: DType, shape: tuple[int, ...], flat: torch.Tensor) -> None:
+    def __init__(self, dtype: DType, shape: tuple[int, ...], flat: Any) -> None:
         self.dtype, self.shape, self._flat = dtype, shape, flat
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return _units_of(self._flat[begin:end])
 
     def take(self, positions: Positions) -> Units:
-        """See `LiveTensor.take`."""
         return _units_of(self._flat[self._moved(positions)])
 
     def put(self, positions: Positions, units: Units) -> None:
-        """See `LiveTensor.put`."""
         self._flat[self._moved(positions)] = self._moved(_signed(units))
 
     def write(self, begin: int, units: Units) -> None:
-        """See `LiveTensor.write`."""
         self._flat[begin : begin + len(units)] = self._moved(_signed(units))
 
     def _moved(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self._flat.device)
 
 
-class _HostTensor(LiveTensor):
-    """A contiguous tensor in memory that numpy shares."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-
-    def __init__(self, dtype: DType, shape: tuple[int, ...], flat: torch.Tensor) -> None:
-        self.dtype, self.shape = dtype, shape
-        self._flat = _units_of(flat)
+class _HostTensor(_FlatTensor):
+    """A contiguous tensor in memory that numpy shares; `flat` are its units."""
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return np.require(self._flat[begin:end], requirements=["A"])
 
     def take(self, positions: Positions) -> Units:
-        """See `LiveTensor.take`."""
         taken: Units = self._flat[positions]
         return taken
 
     def put(self, positions: Positions, units: Units) -> None:
-        """See `LiveTensor.put`."""
         self._flat[positions] = units
 
     def write(self, begin: int, units: Units) -> None:
-        """See `LiveTensor.write`."""
         self._flat[begin : begin + len(units)] = units
 
 
@@ -217,22 +190,18 @@ class _StridedTensor(LiveTensor):
         return self._read
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return self._ordered.units(begin, end)
 
     def take(self, positions: Positions) -> Units:
-        """See `LiveTensor.take`."""
         return self._ordered.take(positions)
 
     def put(self, positions: Positions, units: Units) -> None:
-        """See `LiveTensor.put`."""
         element, part = np.divmod(positions, self._n_parts)
         indices = np.unravel_index(element, tuple(self._tensor.shape))
         offset = sum(i * stride for i, stride in zip(indices, self._tensor.stride(), strict=True))
         self._memory.put(offset * self._n_parts + part, units)
 
     def write(self, begin: int, units: Units) -> None:
-        """See `LiveTensor.write`."""
         self.put(np.arange(begin, begin + len(units)), units)
 
 

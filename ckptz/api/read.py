@@ -25,7 +25,7 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int | None:
-    """Bytes this process may still take, where the system tells: Linux, and its containers."""
+    """Count the bytes that this process may still take, where the system tells: Linux, and its containers."""
     found = [n for n in (_meminfo_available(), _cgroup_available(), _limit_available()) if n is not None]
     return min(found, default=None)
 
@@ -80,7 +80,7 @@ def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
 def read_tensors(
     sources: Mapping[str, FrameSource], framework: Framework, jobs: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of whole tensors, in order.
+    """Read whole tensors, in order: yields (name, tensor).
 
     Args:
         sources: by name.
@@ -130,7 +130,7 @@ def _decode(task: tuple[FrameSource, int, Units]) -> None:
 
 
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:
-    """The tensor that `selection` picks from `source`; decodes only the chunks it touches."""
+    """Read the tensor that `selection` picks from `source`; only the chunks it touches are decoded."""
     tensor, units = framework.allocate(source.dtype, selection.shape)
     groups = [(chunk, list(pieces)) for chunk, pieces in groupby(_pieces(selection), lambda p: p.chunk)]
 
@@ -153,17 +153,14 @@ def _pieces(selection: Selection) -> Iterator[Piece]:
 def _fill(source: FrameSource, chunk: int, pieces: Iterable[Piece], out: Units) -> None:
     """Bring the units of one chunk to their places."""
     first, *more = pieces
-    if not more and first.is_run and first.n_units == _chunk_units(source, chunk):
+    n_units = min(CHUNK_UNITS, source.dtype.n_units(source.shape) - chunk * CHUNK_UNITS)
+    if not more and first.is_run and first.n_units == n_units:
         # All of it, in order: decoded in place, and not kept.
         source.decode_chunk(chunk, out[first.at : first.at + first.n_units])
         return
     units = source.chunk(chunk)
     for piece in (first, *more):
         piece.copy(units, out)
-
-
-def _chunk_units(source: FrameSource, chunk: int) -> int:
-    return min(CHUNK_UNITS, source.dtype.n_units(source.shape) - chunk * CHUNK_UNITS)
 
 
 def _workers(jobs: int | None, n_tasks: int) -> Workers:

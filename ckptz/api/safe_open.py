@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self, TypeAlias
 
 import safetensors
@@ -44,7 +43,7 @@ class _Opened:
             self.checkpoint.close()
 
     def source(self, name: str) -> FrameSource:
-        """A tensor by name."""
+        """Find a tensor by name."""
         if not isinstance(name, str):
             raise TypeError(f"a tensor name is a str, got {type(name).__name__}")
         if name not in self.sources:
@@ -52,7 +51,7 @@ class _Opened:
         return self.sources[name]
 
     def read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Whole tensors by name."""
+        """Read whole tensors by name."""
         sources = {name: self.source(name) for name in names}
         n_bytes = sum(source.dtype.n_bytes(source.shape) for source in sources.values())
         check_limit(n_bytes, self.max_decoded_bytes, self.checkpoint.name)
@@ -82,11 +81,11 @@ class SafeSlice:
         self._source = source
 
     def get_shape(self) -> list[int]:
-        """Shape of the whole tensor."""
+        """Give the shape of the whole tensor."""
         return list(self._source.shape)
 
     def get_dtype(self) -> str:
-        """The code safetensors has for the dtype, such as "BF16"."""
+        """Give the code safetensors has for the dtype, such as "BF16"."""
         return self._source.dtype.name
 
     def __getitem__(self, index: Any) -> Any:
@@ -154,9 +153,7 @@ class safe_open:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._opened = None
 
     def __reduce__(self) -> NoReturn:
@@ -169,29 +166,29 @@ class safe_open:
         return self._opened
 
     def keys(self) -> list[str]:
-        """Names of the tensors, sorted."""
+        """Name the tensors, sorted."""
         return sorted(self._open.sources)
 
     def offset_keys(self) -> list[str]:
-        """Names of the tensors in the order in which they are stored."""
+        """Name the tensors in the order in which they are stored."""
         return list(self._open.sources)
 
     def metadata(self) -> dict[str, str] | None:
-        """The text that was saved with the tensors; None if there was none."""
+        """Give the text that was saved with the tensors; None if there was none."""
         metadata = self._open.checkpoint.metadata
         return None if metadata is None else dict(metadata)
 
     def get_tensor(self, name: str) -> Any:
-        """A whole tensor, in memory of its own."""
+        """Read a whole tensor, into memory of its own."""
         return self._open.read([name])[name]
 
     def get_tensors(self) -> dict[str, Any]:
-        """All tensors by name, in the order in which they are stored."""
+        """Read all tensors by name, in the order in which they are stored."""
         opened = self._open
         return opened.read(list(opened.sources))
 
     def get_slice(self, name: str) -> SafeSlice:
-        """A tensor to be indexed: only what the index touches is decoded."""
+        """Give a tensor to be indexed: only what the index touches is decoded."""
         opened = self._open
         return SafeSlice(opened, opened.source(name))
 
@@ -214,7 +211,7 @@ def _handle(
 
 
 def checked_path(filename: PathLike) -> str:
-    """The path as text; bytes and file descriptors are refused, as by safetensors."""
+    """Give the path as text; bytes and file descriptors are refused, as by safetensors."""
     path = os.fspath(filename)
     if not isinstance(path, str):
         raise TypeError(f"filename must be a str or a path of str, got {type(path).__name__}")
@@ -228,7 +225,7 @@ def load_bytes(
     max_decoded_bytes: int | None,
     jobs: int | None,
 ) -> dict[str, Any] | None:
-    """All tensors of a `.ckptz` file in memory; None if the bytes are a plain safetensors file."""
+    """Load all tensors of a `.ckptz` file in memory; None if the bytes are a plain safetensors file."""
     if not isinstance(data, bytes):
         raise TypeError(f"data must be bytes, got {type(data).__name__}")
     checkpoint = open_source(MemoryBytes(data), [Path(folder) for folder in search_path])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ def check_tensor_names(tensors: Mapping[str, Any]) -> None:
 def save_to_bytes(
     tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None, config: Method, jobs: int | None
 ) -> bytes:
-    """The bytes of a `.ckptz` file."""
+    """Make the bytes of a `.ckptz` file."""
     sink = io.BytesIO()
     _write(sink, tensors, metadata, config, None, jobs)
     return sink.getvalue()
@@ -77,31 +78,18 @@ def save_to_file(
     """Write a `.ckptz` file, as a delta if there is a base; it appears whole or not at all."""
     path = checked_path(filename)
     check_texts(metadata)
-    if base is None:
-        _publish(path, tensors, metadata, config, None, jobs)
-        return
-    opened = open_checkpoint(checked_path(base))
-    try:
-        if os.path.exists(path) and os.path.samefile(path, base):
-            raise ConfigError(f"{path}: a delta cannot take the place of its base; save under another name")
-        _publish(path, tensors, metadata, config, opened, jobs)
-    finally:
-        opened.close()
-
-
-def _publish(
-    path: str,
-    tensors: Mapping[str, TensorSource],
-    metadata: Mapping[str, str] | None,
-    config: Method,
-    base: Checkpoint | None,
-    jobs: int | None,
-) -> None:
-    try:
-        with publish(path) as sink:
-            _write(sink, tensors, metadata, config, base, jobs)
-    except OSError as error:
-        raise WriteError(error.errno, f"{path}: could not be saved: {error.strerror or error}") from error
+    with contextlib.ExitStack() as held:
+        opened = None
+        if base is not None:
+            opened = held.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
+            if os.path.exists(path) and os.path.samefile(path, base):
+                what = "a delta cannot take the place of its base; save under another name"
+                raise ConfigError(f"{path}: {what}")
+        try:
+            with publish(path) as sink:
+                _write(sink, tensors, metadata, config, opened, jobs)
+        except OSError as error:
+            raise WriteError(error.errno, f"{path}: could not be saved: {error.strerror or error}") from error
 
 
 def _write(

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def xxh64(data: Buffer) -> int:
-    """XXH64 of a contiguous buffer."""
+    """Compute XXH64 of a contiguous buffer."""
     return int(xxhash.xxh64_intdigest(data))
 
 
 def xxh64_of_parts(parts: Iterable[Buffer]) -> int:
-    """XXH64 of buffers one after another."""
+    """Compute XXH64 of buffers one after another."""
     digest = xxhash.xxh64()
     for part in parts:
         digest.update(part)
@@ -25,5 +25,5 @@ def xxh64_of_parts(parts: Iterable[Buffer]) -> int:
 
 
 def combine(checksums: Iterable[int]) -> int:
-    """Checksum of a tensor: XXH64 over the checksums of its chunks, each as a little-endian u64."""
+    """Compute a tensor's checksum: XXH64 over the checksums of its chunks, each as a little-endian u64."""
     return xxh64(b"".join(value.to_bytes(8, "little") for value in checksums))

@@ -27,34 +27,34 @@ class ByteReader:
         return len(self._view) - self.offset
 
     def take(self, n_bytes: int, what: str) -> memoryview:
-        """The next `n_bytes` bytes, not copied."""
+        """Take the next `n_bytes` bytes, not copied."""
         if not 0 <= n_bytes <= self.left:
             raise TruncatedError(f"{what}: need {n_bytes} bytes at offset {self.offset}, have {self.left}")
         self.offset += n_bytes
         return self._view[self.offset - n_bytes : self.offset]
 
     def peek(self) -> memoryview:
-        """Everything not read yet, not copied and not consumed."""
+        """Show everything not read yet, not copied and not consumed."""
         return self._view[self.offset :]
 
     def u8(self, what: str) -> int:
-        """Unsigned 8-bit integer."""
+        """Read an unsigned 8-bit integer."""
         return self.take(1, what)[0]
 
     def u16(self, what: str) -> int:
-        """Unsigned 16-bit integer."""
+        """Read an unsigned 16-bit integer."""
         return int.from_bytes(self.take(2, what), "little")
 
     def u32(self, what: str) -> int:
-        """Unsigned 32-bit integer."""
+        """Read an unsigned 32-bit integer."""
         return int.from_bytes(self.take(4, what), "little")
 
     def u64(self, what: str) -> int:
-        """Unsigned 64-bit integer."""
+        """Read an unsigned 64-bit integer."""
         return int.from_bytes(self.take(8, what), "little")
 
     def varint(self, what: str) -> int:
-        """Unsigned integer in groups of seven bits, least significant first, shortest form only."""
+        """Read an unsigned integer in groups of seven bits, least significant first, shortest form only."""
         value = 0
         for i in range(MAX_VARINT_BYTES):
             byte = self.u8(what)
@@ -68,7 +68,7 @@ class ByteReader:
         raise CorruptionError(f"{what}: varint exceeds 64 bits")
 
     def text(self, what: str) -> str:
-        """UTF-8 text after its length in bytes (varint)."""
+        """Read UTF-8 text after its length in bytes (varint)."""
         raw = self.take(self.varint(what), what)
         try:
             return bytes(raw).decode("utf-8")
@@ -93,38 +93,38 @@ class ByteWriter:
         return len(self._parts)
 
     def raw(self, data: bytes | bytearray | memoryview) -> None:
-        """Bytes as they are."""
+        """Write bytes as they are."""
         self._parts += data
 
     def u8(self, value: int) -> None:
-        """Unsigned 8-bit integer."""
+        """Write an unsigned 8-bit integer."""
         self._parts.append(value)
 
     def u16(self, value: int) -> None:
-        """Unsigned 16-bit integer."""
+        """Write an unsigned 16-bit integer."""
         self._parts += struct.pack("<H", value)
 
     def u32(self, value: int) -> None:
-        """Unsigned 32-bit integer."""
+        """Write an unsigned 32-bit integer."""
         self._parts += struct.pack("<I", value)
 
     def u64(self, value: int) -> None:
-        """Unsigned 64-bit integer."""
+        """Write an unsigned 64-bit integer."""
         self._parts += struct.pack("<Q", value)
 
     def varint(self, value: int) -> None:
-        """Unsigned integer in groups of seven bits."""
+        """Write an unsigned integer in groups of seven bits."""
         while value >= 0x80:
             self._parts.append(value & 0x7F | 0x80)
             value >>= 7
         self._parts.append(value)
 
     def text(self, value: str) -> None:
-        """UTF-8 text after its length."""
+        """Write UTF-8 text after its length in bytes (varint)."""
         encoded = value.encode("utf-8")
         self.varint(len(encoded))
         self.raw(encoded)
 
     def getvalue(self) -> bytes:
-        """Everything written so far."""
+        """Give everything written so far."""
         return bytes(self._parts)

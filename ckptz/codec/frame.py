@@ -57,7 +57,7 @@ class ChunkRecord:
 
 
 def chunk_record_bytes(dtype: DType, plan: Plan) -> int:
-    """Size of a packed ChunkRecord."""
+    """Count the bytes of a packed ChunkRecord."""
     return 16 + 8 * plan.reads_base_codes + 5 * plan.n_streams(dtype)
 
 
@@ -106,7 +106,7 @@ class FrameHeader:
         return ValueTable.of(self.dtype, self.plan)
 
     def pack(self, packed_plan: bytes | None = None) -> bytes:
-        """The header's bytes; `packed_plan` is what `pack_plan` gave, where the caller has it."""
+        """Write the header's bytes; `packed_plan` is what `pack_plan` gave, where the caller has it."""
         out = ByteWriter()
         out.raw(packed_plan or pack_plan(self.dtype, self.shape, self.plan))
         for chunk in self.chunks:
@@ -123,7 +123,7 @@ class FrameHeader:
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Inverse of `pack`, from exactly the header's bytes.
+        """Undo `pack`, from exactly the header's bytes.
 
         Raises:
             FormatError: the header is damaged or contradicts itself.
@@ -144,13 +144,13 @@ class FrameHeader:
 
 
 def header_bytes(dtype: DType, shape: tuple[int, ...], plan: Plan, packed_plan: bytes) -> int:
-    """Size of the packed header, known before any chunk is encoded."""
+    """Count the bytes of the packed header, known before any chunk is encoded."""
     records = n_chunks_of(dtype.n_units(shape)) * chunk_record_bytes(dtype, plan)
     return PREFIX_BYTES + len(packed_plan) + records + CHECKSUM_BYTES
 
 
 def header_length(prefix: bytes, most: int) -> int:
-    """The header's size in bytes from its first four, checked against the frame's size."""
+    """Read the header's size in bytes from its first four, checked against the frame's size."""
     length = ByteReader(prefix).u32("frame header length")
     if not PREFIX_BYTES + CHECKSUM_BYTES <= length <= most:
         raise CorruptionError(f"frame header claims {length} bytes in a frame of {most}")

@@ -75,7 +75,7 @@ def _known(kind: type[E], value: int, what: str) -> E:
 
 
 def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
-    """Everything of the header but its length, the chunk records and the checksum."""
+    """Write everything of the header but its length, the chunk records and the checksum."""
     out = ByteWriter()
     quant_map = plan.quant_map
     out.u8(FRAME_VERSION)
@@ -102,14 +102,14 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
 
 
 def outer_bytes(outer: OuterVectors) -> int:
-    """What the vectors of the outer predictor take in a plan."""
+    """Count the bytes that the vectors of the outer predictor take in a plan."""
     out = ByteWriter()
     _write_outer(out, outer)
     return len(out)
 
 
 def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
-    """Inverse of `pack_plan`.
+    """Undo `pack_plan`.
 
     Raises:
         CorruptionError: the plan contradicts itself.
@@ -338,21 +338,18 @@ class StoredOuter:
 
     @property
     def n_elements(self) -> int:
-        """See `OuterVectors`."""
         return self._n_rows + self._n_columns
 
     @functools.cached_property
     def rows(self) -> NDArray[np.uint32]:
-        """See `OuterVectors`."""
         return _vector(self._planes[:OUTER_BYTES], self._n_rows)
 
     @functools.cached_property
     def columns(self) -> NDArray[np.uint32]:
-        """See `OuterVectors`."""
         return _vector(self._planes[OUTER_BYTES:], self._n_columns)
 
     def check(self) -> None:
-        """See `OuterVectors`; nothing is kept."""
+        """Check nothing: no vectors are kept."""
         _vector(self._planes[:OUTER_BYTES], self._n_rows)
         _vector(self._planes[OUTER_BYTES:], self._n_columns)
 

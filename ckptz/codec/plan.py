@@ -77,11 +77,10 @@ class Outer:
 
     @property
     def n_elements(self) -> int:
-        """See `OuterVectors`."""
         return len(self.rows) + len(self.columns)
 
     def check(self) -> None:
-        """Nothing: they are there."""
+        """Check nothing: the vectors are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +126,11 @@ class Plan:
         return any(isinstance(rule, BaseCode) for rule in self.rules)
 
     def n_code_streams(self, dtype: DType) -> int:
-        """Streams of codes in each chunk."""
+        """Count the streams of codes in each chunk."""
         return dtype.unit_bytes if self.quant_map is None else 1
 
     def n_streams(self, dtype: DType) -> int:
-        """Streams in each chunk: codes, escaped values, protected mask and values."""
+        """Count the streams in each chunk: codes, escaped values, protected mask and values."""
         n = self.n_code_streams(dtype)
         if self.quant_map is not None:
             n += dtype.unit_bytes * (self.quant_map.escape_code is not None)
@@ -142,12 +141,12 @@ class Plan:
 def planes_plan(
     mode: PlaneMode, rules: tuple[ClassRule, ...] = (), tables: tuple[StreamTables, ...] = ()
 ) -> Plan:
-    """A lossless plan."""
+    """Make a lossless plan."""
     predictor = Predictor.BASE if mode in BASE_MODES else Predictor.ZERO
     return Plan(mode, predictor=predictor, rules=rules, tables=tables)
 
 
 def exact_plan(dtype: DType) -> Plan:
-    """The lossless plan for a tensor without a base."""
+    """Make the lossless plan for a tensor without a base."""
     is_split = dtype.is_float and dtype.unit_bytes > 1
     return planes_plan(PlaneMode.ROTATED if is_split else PlaneMode.RAW)

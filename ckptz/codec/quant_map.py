@@ -34,7 +34,7 @@ class ExplicitTable:
         return n_rows, n_codes
 
     def expand(self) -> Table:
-        """The entries."""
+        """Give the entries [n_rows, n_codes]."""
         return self.entries
 
 
@@ -52,7 +52,7 @@ class LinearTable:
         return len(self.scale), len(self.level)
 
     def expand(self) -> Table:
-        """F32 patterns [n_rows, n_codes]."""
+        """Compute F32 patterns [n_rows, n_codes]."""
         with np.errstate(all="ignore"):
             product = self.scale[:, None] * self.level[None, :]
             return reference.round_f64((product + self.offset[:, None]).reshape(-1)).reshape(self.shape)
@@ -73,7 +73,7 @@ class IntegerTable:
         return len(self.scale), len(self.level)
 
     def expand(self) -> Table:
-        """Unsigned integers [n_rows, n_codes] of `width` bits."""
+        """Compute unsigned integers [n_rows, n_codes] of `width` bits."""
         with np.errstate(over="ignore"):
             entries = self.scale[:, None] * self.level[None, :] + self.offset[:, None]
         return entries.astype(np.uint32 if self.width == 32 else np.uint16)

@@ -40,7 +40,7 @@ class ChunkSources:
     _has_codes: bool = field(default=False, repr=False)
 
     def base_units(self) -> NDArray[Any]:
-        """Units of the base."""
+        """Read units begin..end of the base."""
         if self.base is None:
             raise MissingBaseError("the tensor is stored against a base, and none is open")
         if self._units is None and self.reads_both:
@@ -50,7 +50,7 @@ class ChunkSources:
         return self._units
 
     def base_codes(self) -> NDArray[np.uint8] | None:
-        """Codes of the base's own frame; None if it has none."""
+        """Read the codes of units begin..end in the base's own frame; None if it has none."""
         if self.base is None:
             raise MissingBaseError("the tensor is grouped by the codes of a base, and none is open")
         if not self._has_codes and self.reads_both:
@@ -64,14 +64,14 @@ class ChunkSources:
         self._has_codes = True
 
     def units_of(self, name: str) -> NDArray[Any]:
-        """Units of another tensor of the same file."""
+        """Read units begin..end of another tensor of the same file."""
         if self.companions is None:
             raise CorruptionError(f"it is decoded with tensor {name!r}, which is not open")
         return self.companions(name).units(self.begin, self.end)
 
 
 def companions_of(tensors: Mapping[str, TensorSource]) -> Companions:
-    """Looks companions up by name.
+    """Make what looks companions up by name.
 
     Raises:
         CorruptionError: when called with a name that is not there.

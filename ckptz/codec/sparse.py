@@ -43,7 +43,7 @@ class Changes:
         return len(self.positions)
 
     def units(self, base: Units) -> Units:
-        """What the units become, from the base's units at the same positions."""
+        """Compute what the units become, from the base's units at the same positions."""
         out = np.empty_like(base)
         if len(out):
             cpu().merge_planes(self.planes, base, self.mode, out)
@@ -51,7 +51,7 @@ class Changes:
 
 
 def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: int) -> Changes | None:
-    """The changes of a chunk of `n` units whose streams are all constant zero or sparse around zero.
+    """Read the changes of a chunk of `n` units whose streams are all constant zero or sparse around zero.
 
     Returns:
         None for any other chunk: it is decoded as a whole.

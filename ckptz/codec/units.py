@@ -77,7 +77,7 @@ class TensorSource:
         return None
 
     def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
-        """Read both from one decoding: two would double with every member of a chain."""
+        """Read units and codes from one decoding: two would double with every member of a chain."""
         return self.units(begin, end), self.codes(begin, end)
 
 
@@ -112,7 +112,6 @@ class ArraySource(TensorSource):
         return cls(dtype, tuple(shape), np.frombuffer(buffer, UNIT_TYPES[dtype.unit_bytes]))
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return self.flat[begin:end]
 
 
@@ -122,16 +121,16 @@ def tensor_bytes(tensors: Mapping[str, TensorSource]) -> int:
 
 
 def n_rows_of(shape: tuple[int, ...]) -> int:
-    """Indices of the first dimension; 1 for a scalar and for a tensor without elements."""
+    """Count the indices of the first dimension; 1 for a scalar and for a tensor without elements."""
     return max(shape[0], 1) if shape else 1
 
 
 def n_chunks_of(n_units: int) -> int:
-    """Chunks of a tensor."""
+    """Count the chunks of a tensor."""
     return math.ceil(n_units / CHUNK_UNITS)
 
 
 def chunk_bounds(n_units: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) in units of every chunk."""
+    """List (begin, end) in units of every chunk."""
     for begin in range(0, n_units, CHUNK_UNITS):
         yield begin, min(begin + CHUNK_UNITS, n_units)

@@ -48,7 +48,7 @@ class ValueTable:
         return cls(plan, kind, np.ascontiguousarray(entries), rows, dtype.unit_bytes)
 
     def decode(self, codes: Bytes, labels: NDArray[Any] | None, prediction: Units | None, out: Units) -> None:
-        """Values of codes, escaped and protected ones still to be put in place.
+        """Restore codes [n] into `out`, units [n]; escaped and protected ones are still to be put in place.
 
         Args:
             codes: [n].
@@ -85,7 +85,7 @@ class ValueTable:
 def predicted(
     plan: Plan, outer: OuterVectors | None, base: Units | None, begin: int, end: int
 ) -> Units | None:
-    """What the map's entries are added to: base units, outer products as F32 patterns, or None for zero."""
+    """Compute what the map's entries are added to: base units, outer products in F32, or None for zero."""
     if plan.predictor is Predictor.OUTER:
         assert outer is not None
         return cpu().outer_product(outer.rows, outer.columns, begin, end)

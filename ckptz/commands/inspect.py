@@ -67,7 +67,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport:
-    """What a file says of itself."""
+    """Read what a file says of itself."""
 
     file: str
     format_version: str  # of its bytes

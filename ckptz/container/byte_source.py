@@ -23,7 +23,7 @@ class ByteSource(Protocol):
     size: int
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
-        """Exactly `n_bytes` bytes, in memory of the caller's own."""
+        """Read exactly `n_bytes` bytes, in memory of the caller's own."""
         ...
 
     def close(self) -> None: ...
@@ -51,7 +51,6 @@ class FileBytes:
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
-        """See `ByteSource.read`."""
         _check_end(self, offset + n_bytes)
         out = np.empty(n_bytes, np.uint8)
         view, done = out.data, 0
@@ -79,9 +78,8 @@ class MemoryBytes:
         self.size = len(self._data)
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
-        """See `ByteSource.read`."""
         _check_end(self, offset + n_bytes)
         return self._data[offset : offset + n_bytes].copy()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""

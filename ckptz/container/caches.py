@@ -41,7 +41,7 @@ class ChunkCache:
         return self._n_bytes
 
     def get(self, key: ChunkKey, decode: Callable[[], Units]) -> Units:
-        """A chunk that is held, or else what `decode` gives; never to be written to."""
+        """Give the units of a chunk that is held, or else what `decode` gives; never to be written to."""
         with self._lock:
             if key in self._chunks:
                 self._chunks.move_to_end(key)
@@ -97,7 +97,7 @@ class HeaderCache:
         self._lock = threading.Lock()
 
     def get(self, name: Hashable, parse: Callable[[], FrameHeader]) -> FrameHeader:
-        """A header that is held, or else what `parse` gives; two threads may parse one twice."""
+        """Give a header that is held, or else what `parse` gives; two threads may parse one twice."""
         with self._lock:
             if name in self._headers:
                 self._headers.move_to_end(name)

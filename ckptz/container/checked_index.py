@@ -35,7 +35,7 @@ Read = Callable[[int, int], NDArray[Any]]
 
 
 def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
-    """The index of a file and the features that the file requires.
+    """Read the index of a file and the features that the file requires.
 
     Args:
         envelope: the header of the file.

@@ -30,8 +30,9 @@ class Earlier:
     notes: Mapping[str, str]
 
     def settled(self, choices: Mapping[str, Choice]) -> dict[str, FrameSource]:
-        """The frames that come out the same under other choices: a frame follows from what is chosen for
-        its tensor, and for the tensor that its classes depend on.
+        """Find the frames that come out the same under other choices.
+
+        A frame follows from what is chosen for its tensor, and for the tensor that its classes depend on.
         """
         same = {name for name, choice in choices.items() if self.choices[name] == choice}
         return {

@@ -75,7 +75,7 @@ _DECODER: Final = json.JSONDecoder(
 
 
 def strict_json(text: bytes, what: str) -> Any:
-    """JSON in UTF-8; duplicate keys, numbers no double holds and halves of surrogate pairs are refused."""
+    """Parse JSON in UTF-8, without duplicate keys, numbers no double holds, or half surrogate pairs."""
     # Python objects take a hundred times the bytes of the shortest values they stand for.
     if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_VALUES:
         raise CorruptionError(f"{what}: more than {MAX_JSON_VALUES} values")
@@ -157,7 +157,7 @@ def _region(name: str, row: Any) -> Region:
 def build_header(
     regions: Iterable[Region], metadata: Mapping[str, str] | None, n_bytes: int | None = None
 ) -> bytes:
-    """Length and JSON of a header.
+    """Write a header: its length and JSON.
 
     Args:
         regions: in the order of their offsets.

@@ -30,7 +30,7 @@ from ckptz.parallel import Workers
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
-    """The base if its dtype and shape fit, else None: the tensor then stands alone."""
+    """Give the base if its dtype and shape fit, else None: the tensor then stands alone."""
     fits = base is not None and (base.dtype, tuple(base.shape)) == (source.dtype, tuple(source.shape))
     return base if fits else None
 
@@ -180,7 +180,7 @@ def write_frames(
     workers: Workers,
     progress: Progress | None,
 ) -> Iterator[WrittenFrame]:
-    """Stream all frames; yields each when it is written."""
+    """Write all frames; yields each when it is written."""
     offset = 0
     earlier = contents.earlier
     settled = earlier.settled(contents.choices) if earlier is not None else {}

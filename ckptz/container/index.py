@@ -159,7 +159,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return self.base.depth if self.base else len(self.inline or ())
 
     def placed(self) -> Iterator[tuple[str, TensorEntry]]:
-        """(name of the region, entry) of every frame of the file, in stored order."""
+        """List (name of the region, entry) of every frame of the file, in stored order."""
         for entry in self.tensors:
             yield entry.name, entry
         for level, base in enumerate(self.inline or (), 1):
@@ -173,7 +173,7 @@ def inline_name(level: int, position: int) -> str:
 
 
 def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
-    """Identity of a checkpoint's values: spec/07-chain.md#content-id.
+    """Compute the identity of a checkpoint's values: spec/07-chain.md#content-id.
 
     Args:
         tensors: (name, dtype, shape, checksum of the decoded tensor) in any order.
@@ -189,12 +189,12 @@ def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
 
 
 def writer_name() -> str:
-    """What goes into `Index.writer`."""
+    """Give the text of `Index.writer`."""
     return f"ckptz {__version__}"
 
 
 def pack_index(index: Index) -> bytes:
-    """The index tensor's bytes: u8 1 and deflated JSON.
+    """Pack the index tensor's bytes: u8 1 and deflated JSON.
 
     Raises:
         ConfigError: a reader would not accept it.
@@ -208,7 +208,7 @@ def pack_index(index: Index) -> bytes:
 
 
 def parse_index(raw: bytes) -> Index:
-    """Inverse of `pack_index`.
+    """Undo `pack_index`.
 
     Raises:
         CorruptionError: not an index, or larger than 64 MiB.
@@ -251,7 +251,7 @@ def _inflate(raw: bytes) -> bytes:
 
 
 def envelope_metadata(features: Iterable[str], packed_index: bytes) -> dict[str, str]:
-    """The `__metadata__` of the envelope; its values have fixed lengths for given features."""
+    """Make the `__metadata__` of the envelope; its values have fixed lengths for given features."""
     return {
         KEY_FORMAT: FORMAT_NAME,
         KEY_VERSION: FORMAT_VERSION,
@@ -261,12 +261,12 @@ def envelope_metadata(features: Iterable[str], packed_index: bytes) -> dict[str,
 
 
 def is_ckptz(metadata: dict[str, str] | None) -> bool:
-    """Whether an envelope announces a `.ckptz` file."""
+    """Tell whether an envelope announces a `.ckptz` file."""
     return metadata is not None and metadata.get(KEY_FORMAT) == FORMAT_NAME
 
 
 def features_of(metadata: Mapping[str, str]) -> set[str]:
-    """What a reader has to know to read the file."""
+    """Read what a reader has to know to read the file."""
     return set(metadata.get(KEY_FEATURES, "").split(","))
 
 

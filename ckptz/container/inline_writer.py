@@ -88,7 +88,7 @@ def write_inline(
 
 
 def bytes_to_write(container: Container, bases: Sequence[NeededBase]) -> int:
-    """What `progress` is told of in all."""
+    """Count the bytes that `progress` is told of in all."""
     levels = (container.tensors, *(base.tensors for base in bases))
     return sum(_n_bytes(source) for tensors in levels for source in tensors.values())
 

@@ -37,11 +37,11 @@ class Frame(Protocol):
     """What can be decoded from others."""
 
     def needs(self, only_codes: bool) -> list[Node]:
-        """What a chunk is decoded from, or only its codes."""
+        """List what a chunk, or only its codes, is decoded from."""
         ...
 
     def decoded(self, index: int, only_codes: bool, held: Held) -> Decoded:
-        """A chunk, from those that it needs."""
+        """Decode a chunk from those that it needs."""
         ...
 
 

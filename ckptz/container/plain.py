@@ -39,7 +39,6 @@ class RegionSource(TensorSource):
         return self.region.shape
 
     def units(self, begin: int, end: int) -> NDArray[Any]:
-        """See `TensorSource.units`."""
         size = self.dtype.unit_bytes
         raw = self.file.read(self.region.begin + begin * size, (end - begin) * size)
         return raw.view(UNIT_TYPES[size])
@@ -57,7 +56,7 @@ class PlainFile:
         self.tensors = {region.name: RegionSource(self, region) for region in envelope.regions}
 
     def read(self, offset: int, n_bytes: int) -> NDArray[Any]:
-        """Bytes behind the header."""
+        """Read bytes behind the header, uint8 [n_bytes]."""
         return self._source.read(self._data_offset + offset, n_bytes)
 
     @property
@@ -71,13 +70,13 @@ class PlainFile:
 
 
 def tensor_checksum(source: TensorSource) -> int:
-    """Checksum of a tensor, as a frame of it would record."""
+    """Compute the checksum of a tensor, as a frame of it would record."""
     bounds = chunk_bounds(source.dtype.n_units(source.shape))
     return combine(xxh64(source.units(begin, end)) for begin, end in bounds)
 
 
 def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
-    """Content id of any set of tensors; reads all of them."""
+    """Compute the content id of any set of tensors; reads all of them."""
     return content_id(
         (name, source.dtype.name, tuple(source.shape), tensor_checksum(source))
         for name, source in tensors.items()
@@ -85,7 +84,7 @@ def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
 
 
 def metadata_checksum(metadata: Mapping[str, str] | None) -> int:
-    """Checksum of the `__metadata__` of a plain file: spec/07-chain.md#metadata-of-a-plain-base."""
+    """Compute the checksum of a plain file's `__metadata__`: spec/07-chain.md#metadata-of-a-plain-base."""
     out = ByteWriter()
     out.u8(metadata is not None)
     texts = {key.encode("utf-8"): text.encode("utf-8") for key, text in (metadata or {}).items()}
@@ -96,13 +95,13 @@ def metadata_checksum(metadata: Mapping[str, str] | None) -> int:
 
 
 def pack_base_metadata(checksum: int) -> bytes:
-    """The optional section of a delta that holds the checksum of its base's metadata."""
+    """Pack the optional section of a delta that holds the checksum of its base's metadata."""
     packed = checksum.to_bytes(8, "little")
     return packed + xxh64(packed).to_bytes(8, "little")
 
 
 def parse_base_metadata(section: bytes) -> int:
-    """Inverse of `pack_base_metadata`.
+    """Undo `pack_base_metadata`.
 
     Raises:
         ChecksumError: the section was changed.
@@ -114,7 +113,7 @@ def parse_base_metadata(section: bytes) -> int:
 
 
 def plain_regions(tensors: Mapping[str, TensorSource]) -> list[Region]:
-    """Regions of a file that holds `tensors` one after another."""
+    """List the regions of a file that holds `tensors` one after another."""
     regions, offset = [], 0
     for name, source in tensors.items():
         n_bytes = source.dtype.n_bytes(source.shape)

@@ -84,7 +84,7 @@ class Publication:
 
     @contextlib.contextmanager
     def file(self, path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
-        """A file to write; it stays a temporary one beside `path` until all are complete.
+        """Open a file to write; it stays a temporary one beside `path` until all are complete.
 
         So the rename stays within one file system. The mode is that of the file that is replaced.
 
@@ -119,7 +119,7 @@ class Publication:
 
 
 def mode_for(target: Path, like: Iterable[Path]) -> int:
-    """Mode of a file to be written: of the one that it replaces, or what the files `like` have in common.
+    """Choose the mode of a new file: of the one it replaces, or what the files `like` have in common.
 
     Raises:
         ConfigError: something that is no file is in the place.
@@ -138,7 +138,7 @@ def mode_for(target: Path, like: Iterable[Path]) -> int:
 
 @contextlib.contextmanager
 def publish_together(owner: str = "") -> Iterator[Publication]:
-    """Several new files, which all get their names when the block ends well; on any error none does."""
+    """Publish several files, which all get their names when the block ends well; on any error none does."""
     files = Publication(owner)
     try:
         yield files
@@ -150,7 +150,7 @@ def publish_together(owner: str = "") -> Iterator[Publication]:
 
 @contextlib.contextmanager
 def publish(path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
-    """A new file that replaces `path` when the block ends well; on any error the old one stays.
+    """Publish a new file that replaces `path` when the block ends well; on any error the old one stays.
 
     Args:
         path: where the file goes.

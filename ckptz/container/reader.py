@@ -122,7 +122,6 @@ class FrameSource(TensorSource):
         return self._container.outer_base is not None and self.header.plan.needs_base
 
     def needs(self, only_codes: bool) -> list[Node]:
-        """See `ckptz.container.needed.Frame`."""
         with self._container.naming(self.entry.name):
             plan = self.header.plan
             if only_codes and plan.quant_map is None:
@@ -135,7 +134,6 @@ class FrameSource(TensorSource):
             return needed
 
     def decoded(self, index: int, only_codes: bool, held: Held) -> Decoded:
-        """See `ckptz.container.needed.Frame`."""
         if (self, False) in held:
             return held[self, False]
         payload, (begin, end) = self.payload(index), self._bounds(index)
@@ -183,7 +181,7 @@ class FrameSource(TensorSource):
         return source
 
     def source_depth(self, most: int) -> int:
-        """How many tensors of this file, one after another, the classes depend on; at most `most` + 1."""
+        """Count the tensors of this file, one after another, that the classes depend on, up to `most` + 1."""
         names = self.companion_names
         if not names:
             return 0
@@ -213,13 +211,13 @@ class FrameSource(TensorSource):
         return begin, min(begin + CHUNK_UNITS, self.header.n_units)
 
     def payload(self, index: int) -> NDArray[np.uint8]:
-        """Stored bytes of a chunk."""
+        """Read the stored bytes of a chunk."""
         header = self.header
         offset = self.entry.offset + self.entry.n_bytes - header.payload_bytes + header.chunk_offsets[index]
         return self._container.read(offset, header.chunks[index].n_bytes)
 
     def stored_pieces(self) -> Iterator[NDArray[np.uint8]]:
-        """The frame as it is stored, the header and then chunk after chunk, each checked."""
+        """Read the bytes of the frame as stored, the header and then chunk after chunk, each checked."""
         header = self.header
         yield self._container.read(self.entry.offset, self.entry.n_bytes - header.payload_bytes)
         for index, record in enumerate(header.chunks):
@@ -229,11 +227,11 @@ class FrameSource(TensorSource):
             yield payload
 
     def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
-        """Decode chunk `index` into `out`, checked; returns its codes, if a quantization map made them."""
+        """Decode chunk `index` into `out`, all its units; returns the codes, if a map made them."""
         return self._decode(index, out, gather(index, self.needs(False)))
 
     def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
-        """Units and codes of begin..end, which are one chunk, from one decoding."""
+        """Decode units and codes of begin..end, which are one chunk, at once."""
         units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
         return units, self.decode_chunk(begin // CHUNK_UNITS, units)
 
@@ -251,12 +249,12 @@ class FrameSource(TensorSource):
         return None if quant_map is None else quant_map.n_codes
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Codes of units begin..end, which are one chunk; None if no quantization map made them."""
+        """Decode the codes of units begin..end, one chunk; None if no quantization map made them."""
         index = begin // CHUNK_UNITS
         return self.decoded(index, True, gather(index, self.needs(True))).codes
 
     def changes(self, index: int) -> Changes | None:
-        """Where chunk `index` differs from its base; None if it does not say so, but must be decoded."""
+        """Find where chunk `index` differs from its base; None if it does not say so, but must be decoded."""
         payload = self.payload(index)
         record = self.header.chunks[index]
         begin, end = self._bounds(index)
@@ -274,7 +272,7 @@ class FrameSource(TensorSource):
             check_stored(self.header.chunks[index], index, payload)
 
     def chunk(self, index: int) -> Units:
-        """Units of chunk `index`, shared with whoever asked for them before; never to be written to."""
+        """Give the units of chunk `index`, shared with whoever asked for them before: read only."""
         return self._container.cache.get((self, index), lambda: self._fresh_chunk(index))
 
     def _fresh_chunk(self, index: int) -> Units:
@@ -282,7 +280,7 @@ class FrameSource(TensorSource):
         return self.units_and_codes(begin, end)[0]
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`; decodes only the chunks that it touches."""
+        """Read units begin..end; decodes only the chunks that they touch."""
         n_units = self.header.n_units
         first, last = begin // CHUNK_UNITS, -(-end // CHUNK_UNITS)
         whole = (begin, end) == (first * CHUNK_UNITS, min(last * CHUNK_UNITS, n_units))
@@ -297,7 +295,7 @@ class FrameSource(TensorSource):
         return out
 
     def chunk_bounds(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) in units of every chunk."""
+        """List (begin, end) in units of every chunk."""
         return chunk_bounds(self.header.n_units)
 
 
@@ -320,7 +318,6 @@ class _Held(TensorSource):
 
     @property
     def n_codes(self) -> int | None:
-        """See `TensorSource.n_codes`."""
         return self.frame.n_codes
 
     def units(self, begin: int, end: int) -> Units:
@@ -364,7 +361,6 @@ class CachedFrame(TensorSource):
 
     @property
     def n_codes(self) -> int | None:
-        """See `TensorSource.n_codes`."""
         return self.frame.n_codes
 
     def units(self, begin: int, end: int) -> Units:
@@ -372,7 +368,7 @@ class CachedFrame(TensorSource):
         return self.frame.chunk(begin // CHUNK_UNITS)[: end - begin]
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Read codes of one chunk."""
+        """Read the codes of units begin..end, one chunk, uint8 [end - begin]."""
         return self.frame.codes(begin, end)
 
 
@@ -414,7 +410,7 @@ class InlineFrames:
         self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}
 
     def naming(self, tensor: str) -> _Naming:
-        """A context that names this base and `tensor` in errors."""
+        """Make a context that names this base and `tensor` in errors."""
         return _Naming(f"{self.name}: tensor {tensor!r}")
 
 
@@ -470,15 +466,15 @@ class Container:
         return self.index.base
 
     def naming(self, tensor: str) -> _Naming:
-        """A context that names this file and `tensor` in errors."""
+        """Make a context that names this file and `tensor` in errors."""
         return _Naming(f"{self.name}: tensor {tensor!r}")
 
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
-        """Bytes behind the header."""
+        """Read bytes behind the header, uint8 [n_bytes]."""
         return self._source.read(self._data_offset + offset, n_bytes)
 
     def base_metadata(self) -> int | None:
-        """Checksum of the metadata that the base had when it was a plain file, where the file says so.
+        """Give the checksum of the metadata that the base had as a plain file, where the file says so.
 
         Raises:
             ChecksumError: the section that says so was changed.

@@ -148,12 +148,12 @@ def write_container(
 
 
 def blob(name: str, begin: int, n_bytes: int) -> Region:
-    """The region of a frame or of the index."""
+    """Make the region of a frame or of the index."""
     return Region(name, dtype_of("U8"), (n_bytes,), begin, begin + n_bytes)
 
 
 def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Sequence[str]) -> int:
-    """Bytes that the header takes at most.
+    """Count the bytes that the header takes at most.
 
     Args:
         names: of the regions but the index.
@@ -187,7 +187,7 @@ def _index(entries: Sequence[TensorEntry], contents: Contents) -> Index:
 
 
 def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) -> tuple[TensorEntry, ...]:
-    """Lossy tensors with what their file promises of all of them together."""
+    """Give lossy tensors what their file promises of all of them together."""
     kept = {record.promise for record in quality}
     promise: Promise = next((one for one in PROMISED_TENSORS if one in kept), "none")
     return tuple(

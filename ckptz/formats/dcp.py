@@ -50,12 +50,12 @@ Numbers = tuple[int, ...]
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether torch wrote the folder."""
+    """Tell whether torch wrote the folder."""
     return (folder / METADATA_FILE).is_file()
 
 
 def dcp_files(folder: Path) -> list[Path]:
-    """The files that a checkpoint consists of."""
+    """List the files that a checkpoint consists of."""
     return sorted(p for p in folder.iterdir() if p.name == METADATA_FILE or p.suffix == SHARD_SUFFIX)
 
 
@@ -194,7 +194,6 @@ class _Tensor(TensorSource):
         self._name, self._whole, self._reader = name, whole, reader
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return self._reader.tensor(self._name, self._whole, self.dtype)[begin:end]
 
 

@@ -236,7 +236,7 @@ def _are_numbered(files: Sequence[str]) -> bool:
 
 
 def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], list[str]]:
-    """The regular files of a folder and its subfolders, and what of it cannot be carried over.
+    """Find the regular files of a folder and its subfolders, and what of it cannot be carried over.
 
     Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
     the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
@@ -271,7 +271,7 @@ def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], l
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """Whether `path` is a regular file in `root`, which is resolved, or in the cache that it belongs to."""
+    """Tell whether `path` is a regular file in `root`, which is resolved, or in the cache it belongs to."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError):

@@ -42,7 +42,7 @@ class Made:
         return self.symbol.name.rpartition(".")[2]
 
     def attributes(self) -> Mapping[str, Any]:
-        """The state by name, as of a dataclass."""
+        """Give the state by name, as of a dataclass."""
         if not isinstance(self.state, dict):
             raise CorruptionError(f"a {self.kind} without attributes")
         return self.state
@@ -57,11 +57,11 @@ class Maker:
     keys: tuple[type, ...] = (Symbol, Made)
 
     def named(self, symbol: Symbol) -> Any:
-        """What stands for a symbol where it is a value."""
+        """Give what stands for a symbol where it is a value."""
         return symbol
 
     def call(self, symbol: Symbol, args: tuple[Any, ...]) -> Any:
-        """What stands for the result of a call."""
+        """Make what stands for the result of a call."""
         return Made(symbol, args)
 
     def build(self, target: Any, state: Any) -> None:
@@ -71,7 +71,7 @@ class Maker:
         target.state = state
 
     def stored(self, key: Any) -> Any:
-        """What is kept outside of the stream."""
+        """Give what is kept outside of the stream under this key."""
         raise CorruptionError("refers to something outside of it")
 
 
@@ -135,7 +135,7 @@ class _Machine:
         self.push(self.maker.named(Symbol(f"{module}.{name}")))
 
     def _is_bounded_key(self, key: Any) -> bool:
-        """Whether a value can be hashed in no time: shared tuples in tuples may take for ever."""
+        """Tell whether a value can be hashed in no time: shared tuples in tuples may take for ever."""
         todo, n_parts = [key], 0
         while todo:
             value = todo.pop()
@@ -203,7 +203,7 @@ _STEPS: Final[Mapping[str, _Step]] = {
 
 
 def read_pickled(data: bytes | BinaryIO, maker: Maker | None = None) -> Any:
-    """What a pickle stream holds, as lists, dicts, tuples, literals, and what `maker` makes.
+    """Read a pickle stream as lists, dicts, tuples, literals, and what `maker` makes.
 
     Args:
         data: the stream; a file is read from where it stands up to the stream's end.

@@ -22,7 +22,7 @@ _NOT_IN_NAMES: Final = frozenset('<>"|?*')  # of Windows, beside those that no f
 
 
 def is_portable(path: str) -> bool:
-    """Whether every system can hold a file with this relative path."""
+    """Tell whether every system can hold a file with this relative path."""
     return not any(
         _DEVICE.fullmatch(part) or part.endswith((".", " ")) or not _NOT_IN_NAMES.isdisjoint(part)
         for part in path.split("/")
@@ -50,7 +50,7 @@ def _folded(path: str) -> str:
 
 
 def clashes(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of paths, or folders of such, that some systems take for one."""
+    """Find pairs of paths, or folders of such, that some systems take for one."""
     known = Spellings()
     for path in paths:
         if (other := known.clash(path)) is not None:

@@ -33,7 +33,7 @@ Carried = tuple[str, Path]  # relative path with slashes, and where the file is
 
 
 def is_file_name(name: str) -> bool:
-    """Whether `name` is one path component on every system, not hidden, without control characters."""
+    """Tell whether `name` is one path component on every system, not hidden, without control characters."""
     try:
         n_bytes = len(name.encode())
     except UnicodeEncodeError:
@@ -44,18 +44,18 @@ def is_file_name(name: str) -> bool:
 
 
 def is_relative_path(path: str) -> bool:
-    """Whether `path` is file names joined with slashes."""
+    """Tell whether `path` is file names joined with slashes."""
     parts = path.split("/")
     return len(parts) <= MAX_DEPTH and all(map(is_file_name, parts))
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a shard may be called so."""
+    """Tell whether a shard may be called so."""
     return is_file_name(name) and name.endswith(SHARD_SUFFIXES)
 
 
 def parse_places(raw: Any) -> dict[str, str]:
-    """The file of each tensor, as the JSON of an index says.
+    """Read the file of each tensor from the JSON of an index.
 
     Raises:
         CorruptionError: it does not say so.
@@ -70,7 +70,7 @@ def parse_places(raw: Any) -> dict[str, str]:
 
 
 def written_files(sharding: Sharding) -> list[str]:
-    """What a restore writes, as paths relative to its folder."""
+    """List the files that a restore writes, as paths relative to its folder."""
     index = [] if sharding.index_file is None else [sharding.index_file]
     return [*(shard.file for shard in sharding.shards), *index, *sharding.carried]
 

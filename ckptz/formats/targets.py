@@ -21,13 +21,13 @@ def paths(many: Iterable[PathLike]) -> list[Path]:
 
 
 def stem_of(path: Path) -> str:
-    """The name without a checkpoint's suffix; other dots belong to the name."""
+    """Give the name without a checkpoint's suffix; other dots belong to the name."""
     name = Path(os.path.abspath(path)).name  # "." and a trailing slash have none of their own
     return name.removesuffix(Path(name).suffix) if Path(name).suffix in INPUT_SUFFIXES else name
 
 
 def places_for(sources: Sequence[Path], output: Path | None, suffix: str) -> list[Path]:
-    """Where each source goes: a file, or for a folder a folder (or a file, if `output` has the suffix).
+    """Choose where each source goes: a file; for a folder a folder, or a file if `output` has the suffix.
 
     Without `output`, files go beside their sources, and folders into themselves. Where names collide in
     one folder, as with `checkpoint-*/model.safetensors`, the name of the source's folder goes before.

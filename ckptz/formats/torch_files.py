@@ -24,7 +24,7 @@ TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def require_torch(path: Path) -> Any:
-    """The torch module.
+    """Load the torch module.
 
     Raises:
         ConfigError: it is not installed.
@@ -37,7 +37,7 @@ def require_torch(path: Path) -> Any:
 
 
 def read(path: Path) -> Flat:
-    """Tensors by name and the tree of a torch file.
+    """Read the tensors by name and the tree of a torch file.
 
     The file stays mapped while the tensors are used, so they take no memory of their own; the form of
     torch before 1.6 is read into memory.
@@ -55,7 +55,7 @@ def read(path: Path) -> Flat:
 
 
 def load_state(path: Path) -> Any:
-    """What `torch.save` was given, its tensors on the CPU and mapped where possible."""
+    """Load what `torch.save` was given, its tensors on the CPU and mapped where possible."""
     require_torch(path)
     if not path.stat().st_size:
         raise FormatError(f"{path}: the file is empty; try an intact copy")
@@ -67,7 +67,7 @@ def load_state(path: Path) -> Any:
 
 @cache
 def can_share(dtypes: frozenset[str]) -> bool:
-    """Whether torch can save tensors of these types that lie in one memory."""
+    """Tell whether torch can save tensors of these types that lie in one memory."""
     import torch
 
     memory = torch.empty(1, dtype=torch.uint8).untyped_storage()
@@ -102,13 +102,13 @@ def write(
 
 
 def save_state(path: Path, state: Any, like: Iterable[Path] = ()) -> None:
-    """`torch.save`, with the file appearing whole or not at all."""
+    """Write a file with `torch.save`; it appears whole or not at all."""
     with publish(path, like) as file:
         dump_state(file, state, path)
 
 
 def dump_state(file: BinaryIO, state: Any, path: Path) -> None:
-    """`torch.save` into a file that will be `path`, which errors name."""
+    """Write with `torch.save` into a file that will be `path`, which errors name."""
     torch = require_torch(path)
     try:
         torch.save(state, file)

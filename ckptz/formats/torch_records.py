@@ -63,7 +63,7 @@ _UNKEPT: Final = {
 
 
 def load_torch(memory: Bytes) -> Any:
-    """What `torch.save` was given; its tensors share the memory where that is aligned.
+    """Load what `torch.save` was given; its tensors share the memory where that is aligned.
 
     Args:
         memory: all bytes of a file, never to be written to.
@@ -160,7 +160,6 @@ class _Values(Maker):
         self.keys = (torch.dtype,)
 
     def named(self, symbol: Symbol) -> Any:
-        """See `Maker.named`."""
         module, _, name = symbol.name.rpartition(".")
         if module == "torch" and isinstance(found := getattr(self._torch, name, None), self._torch.dtype):
             return found
@@ -175,7 +174,6 @@ class _Values(Maker):
         )
 
     def call(self, symbol: Symbol, args: tuple[Any, ...]) -> Any:
-        """See `Maker.call`."""
         if make := _CALLS.get(symbol.name):
             return make(self, *args)
         if symbol.name not in _UNKEPT:
@@ -184,7 +182,6 @@ class _Values(Maker):
         return _unkept(module or "builtins", name)()
 
     def build(self, target: Any, state: Any) -> None:
-        """See `Maker.build`."""
         if isinstance(target, _Unkept):
             return
         if type(target) is not OrderedDict or type(state) is not dict:

@@ -77,33 +77,29 @@ class Framework(Protocol):
     """Makes tensors of one framework."""
 
     def shape_of(self, dtype: DType, shape: Shape) -> Shape:
-        """Shape of the framework's tensor; another one where it packs several elements into one."""
-        ...
+        """Give the shape of the framework's tensor; another one where it packs several elements into one."""
 
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
-        """A tensor of this (framework's) shape that holds nothing yet, and its units to be written.
+        """Make a tensor of this (framework's) shape that holds nothing yet, and its units to be written.
 
         Raises:
             DTypeError: the framework has no such dtype.
         """
-        ...
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
-        """What `index` picks from a tensor, with the errors of the framework for what it refuses."""
-        ...
+        """Tell what `index` picks from a tensor, with the errors of the framework for what it refuses."""
 
     def finish(self, tensor: Any) -> Any:
-        """The tensor where the caller wants it."""
-        ...
+        """Bring the tensor where the caller wants it."""
 
 
 def units_per_element(dtype: DType) -> int:
-    """Units in one element; types smaller than a byte are packed into units by the framework."""
+    """Count the units in one element; types smaller than a byte are packed into units by the framework."""
     return max(dtype.bits // (8 * dtype.unit_bytes), 1)
 
 
 def parse_framework(name: str) -> str:
-    """The framework's own name.
+    """Give the framework's own name.
 
     Raises:
         ConfigError: safetensors knows no such framework.
@@ -116,7 +112,7 @@ def parse_framework(name: str) -> str:
 
 
 def parse_device(device: str | int | None) -> str | int:
-    """The device as PyTorch spells it; a bare number is left to PyTorch.
+    """Spell the device as PyTorch does; a bare number is left to PyTorch.
 
     Raises:
         ConfigError: not a device that safetensors takes.
@@ -149,7 +145,7 @@ def _parse_device_name(name: str) -> str:
 
 
 def parse_backend(backend: str) -> str:
-    """The backend, which changes nothing but the index rules of slices.
+    """Check the backend, which changes nothing but the index rules of slices.
 
     Raises:
         ConfigError: safetensors knows no such backend.
@@ -162,7 +158,7 @@ def parse_backend(backend: str) -> str:
 
 
 def framework(name: str, device: str | int, backend: str) -> Framework:
-    """Makes tensors of framework `name` on `device`.
+    """Choose what makes tensors of framework `name` on `device`.
 
     Args:
         name: from `parse_framework`.

@@ -15,7 +15,7 @@ from ckptz.frameworks.strict import select as strict_select
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """The array type that holds `dtype`.
+    """Give the array type that holds `dtype`.
 
     Raises:
         DTypeError: there is none, or ml_dtypes has it and is not imported.
@@ -35,24 +35,20 @@ class NumpyArrays:
     """Makes numpy arrays; see `ckptz.frameworks.Framework`."""
 
     def shape_of(self, dtype: DType, shape: Shape) -> Shape:
-        """See `Framework.shape_of`."""
         return shape
 
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
-        """See `Framework.allocate`."""
         array = np.empty(shape, numpy_dtype(dtype))
         return array, array.reshape(-1).view(UNIT_TYPES[dtype.unit_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
-        """See `Framework.select`."""
         window, kept = strict_select(index, shape)
         return Selection((window.widened(units_per_element(dtype)),), kept)
 
     def finish(self, tensor: Any) -> Any:
-        """See `Framework.finish`."""
         return tensor
 
 
 def make(device: str | int, backend: str) -> NumpyArrays:
-    """Arrays live on the CPU, and both backends slice alike."""
+    """Give what makes arrays: they live on the CPU, and both backends slice alike."""
     return NumpyArrays()

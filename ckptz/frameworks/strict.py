@@ -22,7 +22,7 @@ _MAX_BOUND: Final = (1 << 64) - 1
 
 
 def select(index: Any, shape: Shape) -> tuple[Window, Shape]:
-    """The window that `index` picks, in elements, and the shape of the result.
+    """Find the window that `index` picks, in elements, and the shape of the result.
 
     Raises:
         SafetensorError: an index that is not taken, or out of range.

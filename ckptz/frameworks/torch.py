@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from ckptz.codec.units import UNIT_TYPES, Units
-from ckptz.dtypes import DType
+from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import DTypeError
-from ckptz.frameworks import DTYPE_NAMES, Selection, Shape, units_per_element
+from ckptz.frameworks import DTYPE_CODES, DTYPE_NAMES, Selection, Shape, units_per_element
 from ckptz.frameworks.strict import select as strict_select
 from ckptz.frameworks.window import Window, row_major_strides
 
@@ -32,7 +32,7 @@ _ROW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.bool)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The tensor type that holds `dtype`.
+    """Give the tensor type that holds `dtype`.
 
     Raises:
         DTypeError: this PyTorch has none.
@@ -41,6 +41,21 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise DTypeError(f"Dtype not understood: {dtype.name}; this version of PyTorch has no such dtype")
     return found
+
+
+def stored_type(name: str, tensor: torch.Tensor) -> tuple[DType, Shape]:
+    """Give the type and the shape that a tensor, called `name` in messages, has in a file.
+
+    Raises:
+        DTypeError: the format does not know the type.
+    """
+    code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+    if code is None:
+        raise DTypeError(f"tensor {name!r} has {tensor.dtype}, which the format does not know; convert it")
+    shape = tuple(tensor.shape)
+    if code == "F4":  # PyTorch counts pairs
+        shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    return dtype_of(code), shape
 
 
 def _empty(dtype: torch.dtype, shape: Shape) -> torch.Tensor:
@@ -66,7 +81,6 @@ class TorchTensors:
     is_strict: bool
 
     def shape_of(self, dtype: DType, shape: Shape) -> Shape:
-        """See `Framework.shape_of`: PyTorch packs two F4 elements into one."""
         if dtype.name != "F4":
             return shape
         if not shape or shape[-1] % 2:
@@ -74,42 +88,37 @@ class TorchTensors:
         return (*shape[:-1], shape[-1] // 2)
 
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
-        """See `Framework.allocate`."""
         native = torch_dtype(dtype)
-        self._check_device()
+        if str(self.device).startswith("cuda") and not torch.cuda.is_available():
+            raise RuntimeError(f"device {self.device}: PyTorch finds no CUDA device; load to 'cpu'")
+        self._try_device()
         tensor = _empty(native, shape)
         return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
-        """See `Framework.select`."""
         if not self.is_strict:
             torch_dtype(dtype)
         native_shape = self.shape_of(dtype, shape)
-        picked = _strict(index, native_shape) if self.is_strict else _select(index, native_shape)
-        if self.device != "cpu":
-            torch.empty(0, device="cpu").to(self.device)  # refuses before anything is decoded
+        if self.is_strict:
+            window, kept = strict_select(index, native_shape)
+            picked = Selection((window,), kept)
+        else:
+            picked = _select(index, native_shape)
+        self._try_device()
         n = units_per_element(dtype)
         return Selection(tuple(window.widened(n) for window in picked.windows), picked.shape, picked.then)
 
     def finish(self, tensor: Any) -> Any:
-        """See `Framework.finish`."""
         return tensor if self.device == "cpu" else tensor.to(self.device)
 
-    def _check_device(self) -> None:
-        if str(self.device).startswith("cuda") and not torch.cuda.is_available():
-            raise RuntimeError(f"device {self.device}: PyTorch finds no CUDA device; load to 'cpu'")
+    def _try_device(self) -> None:
         if self.device != "cpu":
-            torch.empty(0, device="cpu").to(self.device)
+            torch.empty(0, device="cpu").to(self.device)  # refuses before anything is decoded
 
 
 def make(device: str | int, backend: str) -> TorchTensors:
-    """Tensors on `device`; backend "pread" has safetensors' own index rules."""
+    """Give what makes tensors on `device`; backend "pread" has safetensors' own index rules."""
     return TorchTensors(device, backend == "pread")
-
-
-def _strict(index: Any, shape: Shape) -> Selection:
-    window, kept = strict_select(index, shape)
-    return Selection((window,), kept)
 
 
 def _select(index: Any, shape: Shape) -> Selection:
@@ -119,17 +128,13 @@ def _select(index: Any, shape: Shape) -> Selection:
         return Selection(
             (Window(int(view.storage_offset()), tuple(view.shape), view.stride()),), tuple(view.shape)
         )
-    _try(index, shape)
+    # PyTorch refuses what it refuses, at the cost of one byte per element of the result.
+    torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
     found = _leading_rows(items[0], shape[0]) if shape and items else None
     if found is None:
         return Selection((Window.whole(shape),), shape, lambda tensor: tensor[index])
     rows, item = found
     return _select_rows(rows, (item, *items[1:]), shape)
-
-
-def _try(index: Any, shape: Shape) -> None:
-    """Let PyTorch refuse what it refuses, at the cost of one byte per element of the result."""
-    torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
 
 
 def _leading_rows(item: Any, n_rows: int) -> tuple[np.ndarray[Any, Any], Any] | None:

@@ -63,7 +63,7 @@ class Window:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Window:
-        """All of a dense tensor."""
+        """Give the window of all of a dense tensor."""
         return cls(0, tuple(shape), row_major_strides(shape))
 
     @property
@@ -72,14 +72,14 @@ class Window:
         return math.prod(self.sizes)
 
     def widened(self, n: int) -> Window:
-        """The same box where every element is `n` units."""
+        """Give the same box where every element is `n` units."""
         if n == 1:
             return self
         strides = tuple(stride * n for stride in self.strides)
         return Window(self.offset * n, (*self.sizes, n), (*strides, 1))
 
     def pieces(self, at: int = 0) -> Iterator[Piece]:
-        """The window by chunks, first to last; its result starts at `at`."""
+        """Cut the window by chunks, first to last; its result starts at `at`."""
         if self.n_units:
             yield from _pieces(self.offset, self._merged_dims(), at)
 
@@ -96,7 +96,7 @@ class Window:
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor, in elements."""
+    """Give the strides of a dense tensor, in elements."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -95,37 +94,24 @@ class Calibration:
             else:
                 self._layers[name] = _Layer(name, module, *found, weight)
 
-    # --- recording ----------------------------------------------------------------------------------
-
     def __enter__(self) -> Self:
-        """Record until the block ends; may be entered again, and goes on.
-
-        Raises:
-            ConfigError: it is entered already.
-        """
+        """Record until the block ends; may be entered again, and goes on."""
         if self._active is not None:
             raise ConfigError("this calibration is recording already; leave its block first")
         with contextlib.ExitStack() as active:
             active.enter_context(torch.no_grad())
             self._is_in_forward = False
-            for handle in self._hooks():
-                active.callback(handle.remove)
+            active.callback(
+                self._model.register_forward_pre_hook(self._begin).remove
+            )  # before that of a layer
+            for layer in self._layers.values():
+                record = functools.partial(self._record, layer)
+                active.callback(layer.module.register_forward_pre_hook(record, with_kwargs=True).remove)
+            active.callback(self._model.register_forward_hook(self._end).remove)
             self._active = active.pop_all()
         return self
 
-    def _hooks(self) -> list[Any]:
-        model = self._model
-        handles: list[Any] = [model.register_forward_pre_hook(self._begin)]  # before that of a layer
-        handles += [
-            layer.module.register_forward_pre_hook(self._recording(layer), with_kwargs=True)
-            for layer in self._layers.values()
-        ]
-        handles.append(model.register_forward_hook(self._end))
-        return handles
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         assert self._active is not None
         self._active.close()
         self._active = None
@@ -143,12 +129,9 @@ class Calibration:
         self._is_in_forward = False
         self._commit()
 
-    def _recording(self, layer: _Layer) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = args[0] if args else next(iter(kwargs.values()))
-            self._recorder.record(layer.name, layer.gather, tensor)
-
-        return record
+    def _record(self, layer: _Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = args[0] if args else next(iter(kwargs.values()))
+        self._recorder.record(layer.name, layer.gather, tensor)
 
     def _commit(self) -> None:
         if self._recorder.is_empty:
@@ -159,10 +142,8 @@ class Calibration:
                 "the batch was left out: check the model and the batch"
             )
 
-    # --- results ------------------------------------------------------------------------------------
-
     def moments(self, layer: str) -> torch.Tensor:
-        """A layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
+        """Give a layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
 
         Raises:
             CalibrationError: nothing was recorded for it.
@@ -195,7 +176,7 @@ class Calibration:
         return self._unfit | self._recorder.skipped
 
     def missing(self) -> list[str]:
-        """Layers that are recorded and were not called."""
+        """Name the layers that are recorded and were not called."""
         seen = self.n_samples
         return [name for name in self._layers if name not in seen and name not in self._recorder.skipped]
 
@@ -203,19 +184,22 @@ class Calibration:
         return tuple(name for name in self._layers if name in users)
 
     def recorded(self) -> RecordedCalibration:
-        """What encoders want to know, in host memory: a copy, which later batches do not change.
+        """Give what encoders want to know, in host memory: a copy, which later batches do not change.
 
         Raises:
             CalibrationError: nothing was recorded.
         """
         self._check_recorded("calibration")
-        copies = {users: _host_copy(one.total) for users, one in self._recorder.kept.by_users.items()}
+        copies = {
+            users: _mirrored(one.total).to("cpu", copy=True).numpy()
+            for users, one in self._recorder.kept.by_users.items()
+        }
         weights = {id(layer.weight): layer.weight for layer in self._layers.values()}
-        found: dict[int, dict[Kind, list[_Copy]]] = {}
+        found: dict[int, dict[Kind, list[tuple[NDArray[Any], int]]]] = {}
         for layer in self._layers.values():
             for users, one in self._recorder.kept.of(layer.name):
                 kinds = found.setdefault(id(layer.weight), {})
-                kinds.setdefault(layer.kind, []).append(_Copy(copies[users], one.n_samples))
+                kinds.setdefault(layer.kind, []).append((copies[users], one.n_samples))
         return RecordedCalibration(
             {
                 weights[key].names[0]: RecordedInputs(
@@ -232,8 +216,6 @@ class Calibration:
             raise CalibrationError(
                 f"{where}: no input was recorded; call the model, not compiled, in `with calibration:`"
             )
-
-    # --- state --------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sums to a safetensors file, which appears whole or not at all.
@@ -295,30 +277,13 @@ def _mirrored(total: torch.Tensor) -> torch.Tensor:
     return total if total.ndim == 1 else total.triu() + total.triu(1).mT
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A sum in host memory."""
+def _input_moments(kind: Kind, parts: Sequence[tuple[NDArray[Any], int]]) -> InputMoments:
+    """Moments of (sum in host memory, number of vectors)."""
 
-    total: NDArray[Any]
-    n_samples: int
+    def read() -> NDArray[Any]:
+        total: NDArray[Any] = parts[0][0].astype(np.float64 if kind == "embedding" else np.float32)
+        for part, _ in parts[1:]:
+            np.add(total, part, out=total)
+        return total
 
-
-def _input_moments(kind: Kind, parts: Sequence[_Copy]) -> InputMoments:
-    return InputMoments(
-        axis=WEIGHT_AXIS[kind],
-        n_samples=sum(part.n_samples for part in parts),
-        read=functools.partial(_total, kind, parts),
-    )
-
-
-def _host_copy(total: torch.Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = _mirrored(total).to("cpu", copy=True).numpy()
-    return array
-
-
-def _total(kind: Kind, parts: Sequence[_Copy]) -> NDArray[Any]:
-    """The sum of some sums, as `InputMoments.read` gives it."""
-    total: NDArray[Any] = parts[0].total.astype(np.float64 if kind == "embedding" else np.float32)
-    for part in parts[1:]:
-        np.add(total, part.total, out=total)
-    return total
+    return InputMoments(axis=WEIGHT_AXIS[kind], n_samples=sum(n for _, n in parts), read=read)

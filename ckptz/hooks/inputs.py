@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -27,17 +27,14 @@ class Gather(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the sums."""
-        ...
+        """Shape of the sums."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sums."""
-        ...
+        """Type of the sums."""
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
         """Add a tensor's inputs to `total`, in place; gives the number of input vectors."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,9 @@ class Vectors:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Gather.shape`."""
         return self.n, self.n
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
-        """See `Gather.add`."""
         rows = tensor.reshape(-1, self.n)
         for part in torch.split(rows, max(1, PART_ELEMENTS // max(1, self.n))):
             wide = part.to(self.dtype)
@@ -86,12 +81,10 @@ class Patches:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Gather.shape`."""
         n = self.n_channels // self.n_groups * math.prod(self.kernel)
         return (n, n) if self.n_groups == 1 else (self.n_groups, n, n)
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
-        """See `Gather.add`."""
         if tensor.ndim == len(self.kernel) + 1:  # one sample without a batch dimension
             tensor = tensor[None]
         totals = total.view(self.n_groups, *self.shape[-2:])
@@ -135,35 +128,28 @@ class Tokens:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Gather.shape`."""
         return (self.n,)
 
     def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
-        """See `Gather.add`."""
         tokens = tensor.flatten()
         total.index_add_(0, tokens, torch.ones_like(tokens, dtype=self.dtype))
         return len(tokens)
 
 
 def gather_of(module: nn.Module) -> tuple[Kind, Gather] | None:
-    """What kind of layer this is and how it takes its inputs; None for one that is not recorded."""
+    """Tell what kind of layer this is and how it takes its inputs; None for one that is not recorded."""
     if isinstance(module, nn.Linear):
         return "linear", Vectors(module.in_features)
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return "conv", _patches(module)
     if isinstance(module, nn.Embedding):
         return "embedding", Tokens(module.num_embeddings)
-    if _is_transposed_linear(module):
-        weight: Any = module.weight
-        return "conv1d_t", Vectors(weight.shape[0])
-    return None
-
-
-def _is_transposed_linear(module: nn.Module) -> bool:
-    """transformers' Conv1D, a linear layer whose weight is [in, out], told without importing it."""
+    # transformers' Conv1D, a linear layer whose weight is [in, out], told without importing it.
     weight, n_out = getattr(module, "weight", None), getattr(module, "nf", None)
     is_named = any(one.__name__ == "Conv1D" for one in type(module).__mro__)
-    return is_named and isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1] == n_out
+    if is_named and isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1] == n_out:
+        return "conv1d_t", Vectors(weight.shape[0])
+    return None
 
 
 def _patches(module: nn.Conv1d | nn.Conv2d) -> Patches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptz.api.apply import live_tensors
-from ckptz.codec.units import TensorSource, Units, chunk_bounds
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
 from ckptz.guidance.layout import shape_fingerprint
+from ckptz.tree.unflatten import read_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Named:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within DistributedDataParallel, DataParallel and torch.compile."""
+    """Give the model within DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
@@ -38,7 +38,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def named_parameters(model: nn.Module) -> list[Named]:
-    """The parameters of a model without wrappers, tied ones once.
+    """Name the parameters of a model without wrappers, tied ones once.
 
     Raises:
         ConfigError: a parameter has no shape yet, or this process holds only a part of it.
@@ -62,7 +62,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def fingerprint_of(parameters: Iterable[Named]) -> str:
-    """See `shape_fingerprint`."""
+    """Give the `shape_fingerprint` of parameters."""
     return shape_fingerprint({one.names[0]: tuple(one.parameter.shape) for one in parameters})
 
 
@@ -72,10 +72,4 @@ def save_tensors(
     """Write a safetensors file, chunk after chunk; it appears whole or not at all."""
     sources = live_tensors(tensors)
     with publish(path) as sink:
-        write_plain(sink, plain_regions(sources), metadata, _chunks(sources))
-
-
-def _chunks(sources: Mapping[str, TensorSource]) -> Iterator[Units]:
-    for source in sources.values():
-        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
-            yield source.units(begin, end)
+        write_plain(sink, plain_regions(sources), metadata, read_chunks(sources))

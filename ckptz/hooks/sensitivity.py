@@ -61,17 +61,21 @@ class SensitivityTracker:
         self._parameters = {one.names[0]: one.parameter for one in named}
         self._name_of = {id(one.parameter): one.names[0] for one in named}
         self._averages: dict[str, torch.Tensor] = {}
-        self._handle = register_optimizer_step_pre_hook(_Hook(self))
+        alive = weakref.ref(self)  # PyTorch keeps the hooks of all optimizers for good
+
+        def update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (tracker := alive()) is not None:
+                tracker._update(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(update)
         weakref.finalize(self, self._handle.remove).atexit = False
 
-    # --- results ------------------------------------------------------------------------------------
-
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Averages by parameter name: the tracker's own tensors, which change with the next step."""
+        """Give the averages by parameter name: the tracker's own tensors, which change with the next step."""
         return dict(self._averages)
 
     def sensitivity(self) -> dict[str, torch.Tensor]:
-        """|average * weight| by parameter name, float32: the change of the loss if the weight were 0.
+        """Give |average * weight| by parameter name, float32: the change of the loss if the weight were 0.
 
         It is the first term of the Taylor series, with the weights as they are now.
         """
@@ -81,10 +85,8 @@ class SensitivityTracker:
         }
 
     def missing(self) -> list[str]:
-        """Parameters that had no gradient in any step: frozen, unused, or in no optimizer."""
+        """Name the parameters that had no gradient in any step: frozen, unused, or in no optimizer."""
         return [name for name in self._parameters if name not in self._averages]
-
-    # --- the hook -----------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """Stop averaging; what was averaged stays."""
@@ -111,7 +113,9 @@ class SensitivityTracker:
         for name, gradient in gradients.items():
             average = self._averages.get(name)
             if average is None:
-                self._averages[name] = _first(gradient, scale)
+                dense_one = gradient.to_dense() if gradient.layout != torch.strided else gradient
+                first = dense_one.to(AVERAGE_DTYPE, copy=True)
+                self._averages[name] = first if scale == 1.0 else first.div_(scale)
             elif gradient.layout == torch.strided:
                 averages.append(average)
                 dense.append(gradient)
@@ -122,10 +126,8 @@ class SensitivityTracker:
             torch._foreach_mul_(averages, 1 - self.beta)
             torch._foreach_add_(averages, dense, alpha=self.beta / scale)
 
-    # --- state --------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on with: "beta", "fingerprint" of the model, and the "averages" by name."""
+        """Give everything to go on with: "beta", "fingerprint" of the model, and the "averages" by name."""
         return {"beta": self.beta, "fingerprint": self._fingerprint, "averages": self.gradients()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,18 +185,6 @@ class SensitivityTracker:
             self.beta = file.content.beta
 
 
-class _Hook:
-    """Calls a tracker as long as it is alive: PyTorch keeps the hooks of all optimizers for good."""
-
-    def __init__(self, tracker: SensitivityTracker) -> None:
-        self._tracker = weakref.ref(tracker)
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        tracker = self._tracker()
-        if tracker is not None:
-            tracker._update(optimizer)
-
-
 def _gradient_scale(optimizer: Optimizer) -> float | None:
     """What the gradients are multiplied by; None if the optimizer will skip the step.
 
@@ -204,9 +194,3 @@ def _gradient_scale(optimizer: Optimizer) -> float | None:
     if found_inf is not None and float(found_inf):
         return None
     return 1.0 if scale is None else float(scale)
-
-
-def _first(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    average = dense.to(AVERAGE_DTYPE, copy=True)
-    return average if scale == 1.0 else average.div_(scale)

@@ -36,7 +36,7 @@ class Sum:
         self.n_samples += other.n_samples
 
     def is_finite(self) -> bool:
-        """Whether all that was added was finite: the diagonal holds the squares, and bounds the rest."""
+        """Tell whether all that was added was finite: the diagonal holds the squares, and bounds the rest."""
         diagonal = self.total.diagonal(dim1=-2, dim2=-1) if self.total.ndim > 1 else self.total
         return bool(diagonal.isfinite().all())
 
@@ -72,7 +72,7 @@ class Sums:
         self.by_users = kept.by_users
 
     def of(self, layer: str) -> Iterator[tuple[Users, Sum]]:
-        """The sums that a layer uses."""
+        """Give the sums that a layer uses."""
         return ((users, one) for users, one in self.by_users.items() if layer in users)
 
     @property
@@ -83,11 +83,7 @@ class Sums:
 
 def _sum_of(gather: Gather, tensor: torch.Tensor) -> Sum:
     """The sum of one tensor: a plain tensor in full precision, whatever mode the model runs in."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(tensor.device.type, enabled=False),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         total = torch.zeros(gather.shape, dtype=gather.dtype, device=tensor.device)
         return Sum(total, gather.add(tensor, total))
 
@@ -111,8 +107,6 @@ class Recorder:
         self.skipped: dict[str, str] = {}
         self._smallest_skipped: int | None = None
 
-    # --- one batch ----------------------------------------------------------------------------------
-
     @property
     def is_empty(self) -> bool:
         """Whether no batch is under way."""
@@ -129,7 +123,7 @@ class Recorder:
         if found is not None and found.tensor() is tensor and layer not in found.users:
             found.users.append(layer)
             return
-        self._close(key)
+        self._close(other for other, one in self._open.items() if other == key or one.tensor() is None)
         n_bytes = math.prod(gather.shape) * gather.dtype.itemsize
         if not self._has_room(layer, n_bytes):
             return
@@ -139,16 +133,11 @@ class Recorder:
         else:
             self._open[key] = _Open(weakref.ref(tensor), [layer], made)
 
-    def _close(self, key: _Key | None) -> None:
-        """No more users for the sum of `key`, and for those whose tensors are gone."""
-        for other in [other for other, one in self._open.items() if other == key or one.tensor() is None]:
-            one = self._open.pop(other)
+    def _close(self, keys: Iterable[_Key]) -> None:
+        """No more users for these sums."""
+        for key in list(keys):
+            one = self._open.pop(key)
             self._batch.add(frozenset(one.users), one.sum)
-
-    def _close_all(self) -> None:
-        for one in self._open.values():
-            self._batch.add(frozenset(one.users), one.sum)
-        self._open.clear()
 
     def discard(self) -> None:
         """Leave the batch out."""
@@ -162,7 +151,7 @@ class Recorder:
         Returns:
             The layers whose inputs were not, in the order of their calls.
         """
-        self._close_all()
+        self._close(self._open)
         spoiled = {
             user for users, one in self._batch.by_users.items() if not one.is_finite() for user in users
         }
@@ -174,13 +163,13 @@ class Recorder:
         self._trim()
         return layers
 
-    # --- memory -------------------------------------------------------------------------------------
-
     def _has_room(self, layer: str, n_bytes: int) -> bool:
         """Make room for one more sum in this batch; False if the layer is skipped itself."""
         is_too_large = self._smallest_skipped is not None and n_bytes > self._smallest_skipped
-        while not is_too_large and self._batch_bytes() + n_bytes > self._half:
-            users, largest = self._largest_of_batch()
+        while not is_too_large and sum(n for _, n in self._sums_of_batch()) + n_bytes > self._half:
+            # The last of the largest sums; nobody's of no bytes if there is none.
+            sums = reversed([*self._sums_of_batch()])
+            users, largest = max(sums, key=lambda one: one[1], default=((), 0))
             is_too_large = n_bytes >= largest
             if not is_too_large:
                 self._skip(users, largest)
@@ -193,13 +182,6 @@ class Recorder:
             yield users, one.n_bytes
         for other in self._open.values():
             yield other.users, other.sum.n_bytes
-
-    def _batch_bytes(self) -> int:
-        return sum(n_bytes for _, n_bytes in self._sums_of_batch())
-
-    def _largest_of_batch(self) -> tuple[Iterable[str], int]:
-        """The last of the largest sums; nobody's of no bytes if there is none."""
-        return max(reversed([*self._sums_of_batch()]), key=lambda one: one[1], default=((), 0))
 
     def _trim(self) -> None:
         """Bring the sums of complete batches within their half of the cap."""

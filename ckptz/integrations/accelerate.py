@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import accelerate
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ckptz.errors import UnsupportedError
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, Draft, on_host, read_state
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, on_host, read_state
 from ckptz.integrations.versions import warn_untested
 from ckptz.store.resolve import SUFFIX
 
@@ -34,10 +34,6 @@ __all__ = ["ChainOptions", "Registration", "register"]
 _OWN_WAYS: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
-class _Handle(Protocol):
-    def remove(self) -> None: ...
-
-
 @dataclass(slots=True)
 class Registration:
     """The hooks of one accelerator."""
@@ -45,7 +41,7 @@ class Registration:
     options: ChainOptions
     _accelerator: Any
     _chains: dict[int, Chain] = field(default_factory=dict)
-    _handles: list[_Handle] = field(default_factory=list)
+    _handles: list[Any] = field(default_factory=list)
 
     def remove(self) -> None:
         """Let accelerate save and load models itself again."""
@@ -53,7 +49,7 @@ class Registration:
             self._handles.pop().remove()
 
     def chain(self, i: int) -> Chain:
-        """The files of the i-th model."""
+        """Give the files of the i-th model."""
         return self._chains.setdefault(i, Chain(self.options))
 
     def save(self, models: Sequence[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
@@ -61,8 +57,7 @@ class Registration:
         del models
         if self._accelerator.is_main_process:
             for i, state in enumerate(weights):
-                draft = Draft.of_state(on_host(dict(state)))
-                self.chain(i).write(_path(output_dir, i), draft)
+                self.chain(i).write(_path(output_dir, i), job_of(on_host(dict(state))))
         weights.clear()
 
     def load(self, models: list[Any], input_dir: str) -> None:

@@ -71,7 +71,7 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     paths: dict[str, tuple[str | int, ...]] | None
 
     def layout(self) -> dict[int, set[tuple[Any, ...]]]:
-        """What each rank holds: (name, dtype, whole shape, offset, shape) of every piece."""
+        """Give what each rank holds: (name, dtype, whole shape, offset, shape) of every piece."""
         found: dict[int, set[tuple[Any, ...]]] = {rank: set() for rank in range(self.ranks)}
         for name, tensor in self.tensors.items():
             for piece in tensor.chunks:
@@ -86,15 +86,22 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((file.name for file in self.files if file.rank == rank), None)
 
 
-def chosen_folder(folder: Path | None, who: str, act: str) -> Path:
-    """The folder that a writer or a reader was given.
+class InFolder:
+    """What a writer and a reader know of where they are."""
 
-    Raises:
-        ConfigError: it was given none; the message names `who` and what it was called for, `act`.
-    """
-    if folder is None:
-        raise ConfigError(f"{who} has no folder; give it a path, or the {act} a checkpoint_id")
-    return folder
+    _folder: Path | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint is.
+
+        Raises:
+            ConfigError: nobody said so.
+        """
+        if self._folder is None:
+            who = type(self).__name__
+            raise ConfigError(f"{who} has no folder; give it a path, or the save or load a checkpoint_id")
+        return self._folder
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -110,7 +117,7 @@ def write_index(folder: Path, index: FolderIndex) -> None:
 
 
 def read_index(folder: Path) -> FolderIndex:
-    """Inverse of `write_index`.
+    """Read what `write_index` wrote.
 
     Raises:
         FileNotFoundError: there is none: no checkpoint, or one that was never finished.
@@ -150,7 +157,7 @@ def _piece_problem(name: str, tensor: WholeTensor) -> str:
 
 
 def shard_path(folder: Path, index: FolderIndex, number: int) -> Path:
-    """A file of the folder.
+    """Give the path of a file of the folder.
 
     Raises:
         FormatError: it is missing.

@@ -1,7 +1,7 @@
 """What each rank holds of a state that `torch.distributed.checkpoint` saves, and what ranks tell each other.
 
 A plan of torch lists the pieces of tensors and the objects that one rank writes. The coordinator reads
-all plans and gives every rank its `Orders`; each rank makes one `Draft` of its pieces and says of each
+all plans and gives every rank its `Orders`; each rank makes one `Job` of its pieces and says of each
 item where it is `Stored`.
 """
 
@@ -23,7 +23,8 @@ from ckptz.codec.units import TensorSource
 from ckptz.encoding.guide import Guide
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.frameworks import DTYPE_CODES
-from ckptz.integrations.linked import Draft, on_host
+from ckptz.integrations.linked import on_host
+from ckptz.pipeline import Job
 from ckptz.roles import Rule
 from ckptz.torch import source_of
 from ckptz.tree.flatten import flatten
@@ -78,7 +79,7 @@ def _pieces(plan: SavePlan) -> Iterator[Held]:
 
 
 def code_of(dtype: torch.dtype, name: str) -> str:
-    """The type of a tensor as files name it.
+    """Give the type of a tensor as files name it.
 
     Raises:
         UnsupportedError: it cannot be stored in parts.
@@ -90,12 +91,12 @@ def code_of(dtype: torch.dtype, name: str) -> str:
 
 
 def layout_of(plans: Sequence[SavePlan]) -> dict[int, set[Held]]:
-    """What each rank holds."""
+    """Give the pieces that each rank holds, by rank."""
     return {rank: set(_pieces(plan)) for rank, plan in enumerate(plans)}
 
 
 def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, whole shape) by name.
+    """Give (dtype, whole shape) of all tensors by name.
 
     Raises:
         ConfigError: ranks disagree.
@@ -155,17 +156,21 @@ class Gathered:
         self.tensors |= flat.tensors
         self._trees[name] = flat.tree
 
-    def draft(self, orders: Orders, guides: Mapping[str, Guide]) -> Draft:
-        """What goes into the file."""
-        exact = (key for key, record in self._records.items() if record["tensor"] in orders.exact)
-        rules = tuple(Rule(_literal(key), role="other") for key in exact)
+    def job(self, orders: Orders, guides: Mapping[str, Guide]) -> Job:
+        """Describe the rank's file."""
+        exact = [key for key, record in self._records.items() if record["tensor"] in orders.exact]
+        globs = ["".join(f"[{c}]" if c in "*?[" else c for c in key) for key in exact]
         texts = {SHARDS_KEY: json.dumps(self._records), RANKS_KEY: str(orders.n_ranks)}
-        draft = Draft(tensors=self.tensors, metadata=texts, role_rules=rules)
         keyed = {k: guides[r["tensor"]] for k, r in self._records.items() if r["tensor"] in guides}
-        return draft.guided(keyed) if orders.split else draft
+        return Job(
+            tensors=self.tensors,
+            metadata=texts,
+            role_rules=tuple(Rule(glob, role="other") for glob in globs),
+            guides=keyed if orders.split else None,
+        )
 
     def result(self, item: WriteItem, rank: int, file: str) -> WriteResult:
-        """Where an item went."""
+        """Say where an item went."""
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
             return WriteResult(item.index, 0, Stored(rank, file, tree=self._trees[name]))
@@ -176,13 +181,8 @@ class Gathered:
         return WriteResult(item.index, source.dtype.n_bytes(source.shape), stored)
 
 
-def _literal(name: str) -> str:
-    """A glob that means a name and nothing else."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
 def object_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """What is no tensor; planners of torch hand it out as such, others as the bytes of `torch.save`."""
+    """Give what is no tensor; planners of torch hand it out as such, others as the bytes of `torch.save`."""
     look_up = getattr(planner, "lookup_object", None)
     if look_up is not None:
         return look_up(item.index)

@@ -25,21 +25,14 @@ from ckptz.api.safe_open import PathLike, safe_open
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CorruptionError
 from ckptz.frameworks.torch import torch_dtype
-from ckptz.integrations.dcp_index import (
-    INDEX_FILE,
-    FolderIndex,
-    Piece,
-    chosen_folder,
-    read_index,
-    shard_path,
-)
+from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.integrations.plain_types import from_plain
 from ckptz.store.resolve import open_checkpoint
 from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import unflatten
 
 
-class CkptzStorageReader(StorageReader):
+class CkptzStorageReader(InFolder, StorageReader):
     """Reads what `CkptzStorageWriter` wrote, on any number of ranks.
 
     Args:
@@ -55,26 +48,17 @@ class CkptzStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders with an index."""
+        """Tell whether this is a folder with an index."""
         return (Path(checkpoint_id) / INDEX_FILE).is_file()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins."""
+        """Begin a new load."""
         self._index = None
         if checkpoint_id is not None:
             self._folder = Path(checkpoint_id)
 
-    @property
-    def folder(self) -> Path:
-        """Where it is read.
-
-        Raises:
-            ConfigError: nobody said so.
-        """
-        return chosen_folder(self._folder, "CkptzStorageReader", "load")
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The folder's index as torch wants it.
+        """Read the folder's index as torch wants it.
 
         Raises:
             FileNotFoundError: no checkpoint, or one that was never finished.
@@ -93,19 +77,19 @@ class CkptzStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Called on all ranks, first."""
+        """Take the index; called on all ranks, first."""
         self._index, self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Called on all ranks."""
+        """Keep the plan; called on all ranks."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called on the coordinator."""
+        """Keep the plans; called on the coordinator."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Called on all ranks: decode what this rank's shards touch, file after file."""
+        """Decode what this rank's shards touch, file after file; called on all ranks."""
         index = self._index
         assert index is not None
         by_file: dict[int, list[ReadItem]] = {}
@@ -143,7 +127,7 @@ class CkptzStorageReader(StorageReader):
         return data
 
     def read_object(self, index: FolderIndex, name: str) -> Any:
-        """What is no tensor, by name.
+        """Read what is no tensor, by name.
 
         Raises:
             CorruptionError: the index or the file is damaged.

@@ -26,11 +26,11 @@ from ckptz.errors import CkptzError, UnsupportedError
 from ckptz.integrations.dcp_index import (
     VERSION,
     FolderIndex,
+    InFolder,
     Piece,
     ShardFile,
     StoredObject,
     WholeTensor,
-    chosen_folder,
     read_index,
     write_index,
 )
@@ -42,7 +42,7 @@ from ckptz.store.resolve import SUFFIX
 SHARD_PREFIX: Final = "shard-"
 
 
-class CkptzStorageWriter(StorageWriter):
+class CkptzStorageWriter(InFolder, StorageWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint`.
 
     With `KMeans` the sketches of split tensors are summed over the ranks, so that all shards get one map and
@@ -78,33 +78,22 @@ class CkptzStorageWriter(StorageWriter):
             options.config.of_parts()
             self._group = group or own_group(timeout)
 
-    # --- StorageWriter --------------------------------------------------------------------------
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders of this machine, or mounted ones."""
+        """Tell whether this is a folder of this machine, or a mounted one."""
         return "://" not in str(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins."""
+        """Begin a new save."""
         if checkpoint_id is not None:
             self._folder = Path(checkpoint_id)
 
-    @property
-    def folder(self) -> Path:
-        """Where it is written.
-
-        Raises:
-            ConfigError: nobody said so.
-        """
-        return chosen_folder(self._folder, "CkptzStorageWriter", "save")
-
     def storage_meta(self) -> StorageMeta | None:
-        """What goes into the metadata of torch."""
+        """Give what goes into the metadata of torch."""
         return StorageMeta(checkpoint_id=self._folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called on all ranks, first."""
+        """Make the folder; called on all ranks, first."""
         self._rank = kwargs.get("rank") or 0
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
@@ -113,11 +102,11 @@ class CkptzStorageWriter(StorageWriter):
         make_folder(self.folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Called on all ranks."""
+        """Keep the plan; called on all ranks."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Called on the coordinator: what all ranks have to know of one another.
+        """Tell all ranks what they have to know of one another; called on the coordinator.
 
         Raises:
             ConfigError: ranks disagree on the dtype or the shape of a tensor.
@@ -150,19 +139,17 @@ class CkptzStorageWriter(StorageWriter):
             return False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Called on all ranks: write this rank's file."""
+        """Write this rank's file; called on all ranks."""
         orders: Orders = plan.storage_data
         file = f"{SHARD_PREFIX}{self._rank:05d}-{orders.token}{SUFFIX}"
         try:
             gathered = Gathered(plan.items, planner)
         except Exception:
-            merged_guides(
-                orders.split, {}, orders.kinds, self._group
-            )  # the others must not wait for this rank
+            merged_guides(orders.split, {}, orders.kinds, self._group)  # nobody must wait for this rank
             raise
         guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
         if gathered.tensors:
-            self._chain(orders).write(self.folder / file, gathered.draft(orders, guides))
+            self._chain(orders).write(self.folder / file, gathered.job(orders, guides))
         done: Future[list[WriteResult]] = Future()
         done.set_result([gathered.result(item, self._rank, file) for item in plan.items])
         return done
@@ -180,7 +167,7 @@ class CkptzStorageWriter(StorageWriter):
         return chain
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on the coordinator, last: the folder becomes a checkpoint."""
+        """Make the folder a checkpoint; called on the coordinator, last."""
         index = _index_of(metadata, results)
         write_index(self.folder, index)
         for note in _tidied(self.folder, {file.name for file in index.files}):

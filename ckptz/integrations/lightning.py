@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAS
 
 from ckptz.api.safe_open import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.integrations.linked import Chain, ChainOptions, Draft, on_host, read_state
+from ckptz.integrations.linked import Chain, ChainOptions, job_of, on_host, read_state
 from ckptz.integrations.plain_types import on_device
 from ckptz.integrations.versions import warn_untested
 from ckptz.methods.lossless import LOSSLESS
@@ -87,13 +87,12 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         if storage_options is not None:
             raise TypeError("CkptzIO takes no storage_options; leave them out of Trainer.save_checkpoint")
         step = checkpoint.get("global_step")
-        draft = Draft.of_state(on_host(checkpoint), step=step if isinstance(step, int) else None)
-        self._chain.write(_local(path), draft)
+        self._chain.write(_local(path), job_of(on_host(checkpoint), step if isinstance(step, int) else None))
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """A checkpoint, every chunk of it held against its checksum.
+        """Read a checkpoint, every chunk of it held against its checksum.
 
         Args:
             path: the file; one that Lightning itself wrote earlier is read by Lightning.
@@ -140,7 +139,11 @@ class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Called by Lightning before anything runs."""
+        """Look at the strategy before anything runs; Lightning calls this.
+
+        Raises:
+            ConfigError: it would pass the plug-in by.
+        """
         kind = type(trainer.strategy)
         if kind.save_checkpoint is not Strategy.save_checkpoint and not issubclass(kind, _CALL_THE_PLUGIN):
             raise ConfigError(

@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,6 @@ from typing import Any, Final
 import torch
 
 from ckptz.api.read import check_limit
-from ckptz.codec.units import TensorSource
 from ckptz.commands.restore import decoded_chunks
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import LENGTH_BYTES, read_envelope
@@ -32,7 +31,6 @@ from ckptz.container.index import KEY_DIGEST, BaseRef
 from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish, sync_folder
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
-from ckptz.encoding.guide import Guide
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, named
 from ckptz.integrations.plain_types import from_plain, to_plain
 from ckptz.methods.lossless import LOSSLESS
@@ -78,58 +76,11 @@ class ChainOptions:
 DEFAULTS: Final = ChainOptions()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """What shall go into one file.
-
-    Attributes:
-        tensors: by name.
-        tree: as in `Index.tree`; None if the names tell all.
-        metadata: text for whoever looks.
-        step: training step, if known.
-        guides: what planners may know of tensors; by default what the tensors themselves tell.
-        role_rules: what tensors are, where their names mislead.
-    """
-
-    tensors: Mapping[str, TensorSource]
-    tree: dict[str, Any] | None = None
-    metadata: Mapping[str, str] | None = None
-    step: int | None = None
-    guides: Mapping[str, Guide] | None = None
-    role_rules: tuple[Rule, ...] = ()
-
-    @classmethod
-    def of_state(cls, state: Any, step: int | None = None, role_rules: tuple[Rule, ...] = ()) -> Draft:
-        """A nested state of plain values and tensors on the CPU, whose memory is shared."""
-        flat = flatten(state)
-        tree = None if _says_nothing(state, flat.tensors) else flat.tree
-        return cls(tensors=flat.tensors, tree=tree, step=step, role_rules=role_rules)
-
-    def guided(self, guides: Mapping[str, Guide]) -> Draft:
-        """The same with what else is known of its tensors."""
-        return replace(self, guides=guides)
-
-    def job(self, config: Method, base: Checkpoint | None, ref: BaseRef | None) -> Job:
-        """Describe the file for the writer."""
-        return Job(
-            tensors=self.tensors,
-            config=config,
-            metadata=self.metadata,
-            step=self.step,
-            tree=self.tree,
-            base=ref,
-            bases={} if base is None else base.tensors,
-            role_rules=self.role_rules,
-            guides=self.guides,
-        )
-
-
-def _says_nothing(state: Any, tensors: Mapping[str, TensorSource]) -> bool:
-    """Whether a state is its named tensors and nothing else."""
-    return type(state) is dict and list(state) == list(tensors)
-
-
-# --- writing --------------------------------------------------------------------------------------
+def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:
+    """Describe the file of a nested state of plain values and tensors on the CPU, whose memory is shared."""
+    flat = flatten(state)
+    tree = None if type(state) is dict and list(state) == list(flat.tensors) else flat.tree
+    return Job(tensors=flat.tensors, tree=tree, step=step, role_rules=role_rules)
 
 
 class Chain:
@@ -159,13 +110,12 @@ class Chain:
         path = path.absolute()
         self._saved = [*(saved for saved in self._saved if saved != path), path][-N_REMEMBERED:]
 
-    def write(self, path: Path, draft: Draft, *, is_anchor: bool = False) -> Written:
+    def write(self, path: Path, job: Job) -> Written:
         """Write a file, which appears whole or not at all.
 
         Args:
             path: where; its folder is made.
-            draft: what.
-            is_anchor: store it against nothing.
+            job: what; the chain's own configuration holds, and its base.
 
         Raises:
             WriteError: the disk is full or fails; what was there stays.
@@ -175,7 +125,7 @@ class Chain:
                 self._is_writing, self._writer = True, threading.get_ident()
             try:
                 make_folder(path.parent)
-                written = self._write(path, draft, is_anchor)
+                written = self._write(path, replace(job, config=self.options.config))
                 for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
                     sync_folder(above)
             except OSError as error:
@@ -192,38 +142,40 @@ class Chain:
                 self.notes += (f"what is not wanted any more stays: {error}",)
             return written
 
-    def _write(self, path: Path, draft: Draft, is_anchor: bool) -> Written:
-        notes: list[str] = []
+    def _write(self, path: Path, job: Job) -> Written:
+        self.notes = ()
         try:
             with contextlib.ExitStack() as held:
-                base = None if is_anchor else self._open_base(path, held)
-                if base is not None and (ref := self._link(base, path.parent, notes)) is not None:
-                    return self._publish(path, draft, base, ref)
+                if (found := self._linked_base(path, held)) is not None:
+                    base, ref = found
+                    return self._publish(path, replace(job, base=ref, bases=base.tensors))
         except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
-            notes.append(f"stored as an anchor, because the base cannot be read: {error}")
-        finally:
-            self.notes = tuple(notes)
-        return self._publish(path, draft, None, None)
+            self.notes = (f"stored as an anchor, because the base cannot be read: {error}",)
+        return self._publish(path, job)
 
-    def _open_base(self, path: Path, held: contextlib.ExitStack) -> Checkpoint | None:
-        for candidate in reversed(self._saved):
-            if candidate == path.absolute():
-                continue  # is about to be replaced
-            with contextlib.suppress(FileNotFoundError):  # the framework deleted it
-                base = held.enter_context(contextlib.closing(open_checkpoint(candidate)))
-                return base if base.depth + 1 < self.options.anchor_every else None
+    def _linked_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, BaseRef] | None:
+        """Open the newest file that is still there, and give it a name in the new one's folder."""
+        try:
+            for candidate in reversed(self._saved):
+                if candidate == path.absolute():
+                    continue  # is about to be replaced
+                with contextlib.suppress(FileNotFoundError):  # the framework deleted it
+                    base = held.enter_context(contextlib.closing(open_checkpoint(candidate)))
+                    break
+            else:
+                return None
+            if base.depth + 1 >= self.options.anchor_every:
+                return None
+            if names := link_chain(base, path.parent):
+                return base, BaseRef(base.content_id(), names[0], base.depth + 1)
+        except OSError as error:  # the framework deletes it, or a disk fails, while it is looked at
+            raise MissingBaseError(str(error)) from error
+        self.notes = (f"stored as an anchor, because {base.name} cannot be linked into {path.parent}",)
         return None
 
-    def _link(self, base: Checkpoint, folder: Path, notes: list[str]) -> BaseRef | None:
-        names = link_chain(base, folder)
-        if not names:
-            notes.append(f"stored as an anchor, because {base.name} cannot be linked into {folder}")
-            return None
-        return BaseRef(content_id=base.content_id(), file=names[0], depth=base.depth + 1)
-
-    def _publish(self, path: Path, draft: Draft, base: Checkpoint | None, ref: BaseRef | None) -> Written:
+    def _publish(self, path: Path, job: Job) -> Written:
         with publish(path) as sink, Workers(self.options.jobs) as workers:
-            return write(sink, draft.job(self.options.config, base, ref), workers)
+            return write(sink, job, workers)
 
     def remove(self, path: Path) -> None:
         """Delete a file, and those bases of its folder that no file there needs any more.
@@ -251,39 +203,29 @@ class Chain:
                 self.notes += drop_unneeded(folder)
 
 
-# --- the second names of bases ----------------------------------------------------------------------
-
-
 def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
     """Give every file of an open chain a name in a folder.
 
     Returns:
         The names, nearest first; none if the file system does not do that.
+
+    Raises:
+        OSError: a file of the chain is not there any more.
     """
-    containers = [file for file in base.files if isinstance(file, Container)]
-    refs = [file.index.base for file in containers]
-    names = [_own_name(Path(base.files[0].name)), *(ref.file for ref in refs if ref is not None)]
+    # Only this very file has this name; others may have the same values, and other codes for them.
+    with contextlib.closing(FileBytes(base.files[0].name)) as source:
+        digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
+    refs = [file.index.base for file in base.files if isinstance(file, Container)]
+    names = (f"{BASE_PREFIX}{digest[:N_DIGITS]}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
     for file, name in zip(base.files, names, strict=True):
-        if not _link(Path(file.name), folder / name):
+        try:
+            os.link(file.name, folder / name)
+        except FileExistsError:
+            if not (name.startswith(BASE_PREFIX) or (folder / name).samefile(file.name)):
+                return ()
+        except OSError:
             return ()
-    return tuple(names)
-
-
-def _own_name(path: Path) -> str:
-    """A name that only this very file has; others may have the same values, and other codes for them."""
-    with contextlib.closing(FileBytes(path)) as source:
-        digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST)
-    return f"{BASE_PREFIX}{(digest or secrets.token_hex(32))[:N_DIGITS]}{SUFFIX}"
-
-
-def _link(path: Path, name: Path) -> bool:
-    try:
-        os.link(path, name)
-    except FileExistsError:
-        return name.samefile(path) or name.name.startswith(BASE_PREFIX)
-    except OSError:
-        return False
-    return True
+    return names
 
 
 def drop_unneeded(folder: Path) -> tuple[str, ...]:
@@ -310,12 +252,7 @@ def drop_unneeded(folder: Path) -> tuple[str, ...]:
 
 
 def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
-    """The file that another is stored against.
-
-    Raises:
-        OSError, CkptzError: this cannot be found out, and it may be a checkpoint.
-        MissingBaseError: that file is not among `files`.
-    """
+    """The file that another is stored against; raises if this cannot be told, or it is not in `files`."""
     try:
         with contextlib.closing(open_file(FileBytes(path))) as file:
             ref = file.index.base if isinstance(file, Container) else None
@@ -331,11 +268,7 @@ def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
 
 
 def _is_no_checkpoint(path: Path) -> bool:
-    """Whether what cannot be read as a checkpoint is certainly none of ours.
-
-    Raises:
-        OSError: it cannot be read at all.
-    """
+    """Whether what cannot be read as a checkpoint is certainly none of ours."""
     try:
         if path.name.endswith(TEMPORARY_SUFFIX):  # somebody writes it, or was killed while doing so
             return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
@@ -349,11 +282,8 @@ def _is_no_checkpoint(path: Path) -> bool:
     return head.startswith(ZIP_MAGIC) or not (is_named or head[LENGTH_BYTES:] == b"{")
 
 
-# --- nested states ----------------------------------------------------------------------------------
-
-
 def on_host(state: Any) -> Any:
-    """The same nested state with tensors on the CPU, as plain ones; what is there already is shared."""
+    """Bring a nested state to the CPU, its tensors as plain ones; what is there already is shared."""
     copies: dict[object, torch.Tensor] = {}  # those that are one stay one
 
     def tensor(value: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
@@ -369,7 +299,7 @@ def on_host(state: Any) -> Any:
 
 
 def read_state(path: Path, jobs: int | None = None) -> Any:
-    """The nested state of a file that a `Chain` wrote, every chunk held against its checksum.
+    """Read the nested state of a file that a `Chain` wrote, every chunk held against its checksum.
 
     Raises:
         FileNotFoundError: no such file.

@@ -24,7 +24,7 @@ TIMEOUT: Final = timedelta(minutes=10)
 
 
 def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for checkpoints only; None in a process of its own.
+    """Make a gloo group of all ranks for checkpoints only; None in a process of its own.
 
     A collective: all ranks call it at the same point of their programs.
 
@@ -42,7 +42,7 @@ def merged_guides(
     kinds: Mapping[str, str],
     group: dist.ProcessGroup | None,
 ) -> dict[str, Guide]:
-    """Guides with the sketch of each whole tensor.
+    """Make guides with the sketch of each whole tensor.
 
     Args:
         names: the tensors that are split, the same on all ranks in the same order.

@@ -23,13 +23,11 @@ from ckptz.store.resolve import SUFFIX, open_file
 from ckptz.tree.leaves import TensorRef
 from ckptz.tree.skeleton import parse_tree
 
-# --- which files ----------------------------------------------------------------------------------
-
 _STEMS: Final = ("model", "pytorch_model")  # the names by which transformers knows weights
 
 
 def weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """The files of a model's weights: one, or a complete set of numbered shards, or none.
+    """Find the files of a model's weights: one, or a complete set of numbered shards, or none.
 
     Raises:
         FileNotFoundError: a shard is missing.
@@ -60,7 +58,7 @@ def _shards(folder: Path, name: str) -> list[Path]:
 
 
 def named_files(folder: Path, files: str | Sequence[str]) -> list[Path]:
-    """The files that a caller names.
+    """Give the files that a caller names.
 
     Raises:
         ConfigError: none.
@@ -76,15 +74,12 @@ def named_files(folder: Path, files: str | Sequence[str]) -> list[Path]:
 
 
 def nothing_found(folder: Path) -> ConfigError:
-    """The error for a folder where `weight_files` finds none."""
+    """Make the error for a folder where `weight_files` finds none."""
     others = ", ".join(sorted(path.name for path in folder.glob(f"*{SUFFIX}"))) or "none"
     return ConfigError(
         f"{folder}: no model{SUFFIX}, nor shards of such; name the file with files= ({SUFFIX} files here: "
         f"{others})"
     )
-
-
-# --- what is in them ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +91,13 @@ class Reader:
     jobs: int | None = None
 
     def tensors(self, file: Path) -> dict[str, Any]:
-        """All tensors, by the names of the state that was saved."""
+        """Read all tensors, by the names of the state that was saved."""
         with self._open(file) as handle:
             stored = handle.get_tensors()
         return {name: stored[key] for name, key in _names(file, stored)}
 
     def slices(self, file: Path) -> dict[str, Any]:
-        """The same, not decoded yet, but for those that go by several names; they keep the file open."""
+        """Give the same, not decoded yet, but for those that go by several names; they keep the file open."""
         with self._open(file) as handle:
             pairs = _names(file, handle.keys())
             n_names = Counter(key for _, key in pairs)
@@ -145,7 +140,7 @@ def _names_of_state(state: Any) -> Iterator[tuple[str, str]]:
 
 
 def merged(files: Iterable[Path], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What `read` gives for each of the files, in one.
+    """Merge what `read` gives for each of the files.
 
     Raises:
         CorruptionError: two of them have a tensor of the same name.
@@ -160,13 +155,13 @@ def merged(files: Iterable[Path], read: Callable[[Path], dict[str, Any]]) -> dic
 
 
 def empty_like(part: Any) -> torch.Tensor:
-    """A tensor without memory, with the shape and the dtype of a slice or tensor."""
+    """Make a tensor without memory, with the shape and the dtype of a slice or tensor."""
     if isinstance(part, torch.Tensor):
         return torch.empty_like(part, device="meta")
     return torch.empty(part.get_shape(), dtype=torch_dtype(dtype_of(part.get_dtype())), device="meta")
 
 
 def first_float(parts: Mapping[str, Any]) -> torch.dtype | None:
-    """What transformers takes for a model's dtype; it builds none in types of 8 bits or fewer."""
+    """Give what transformers takes for a model's dtype; it builds none in types of 8 bits or fewer."""
     dtypes = (empty_like(part).dtype for part in parts.values())
     return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)

@@ -58,10 +58,6 @@ def _parse_defaultdict(raw: Any) -> defaultdict[Any, Any]:
     return defaultdict(_FACTORIES[name], map(tuple, items))
 
 
-def _pack_scalar(value: np.generic) -> list[Any]:
-    return [value.dtype.str, value.tobytes()]
-
-
 def _parse_scalar(raw: Any) -> Any:
     code, data = raw
     kind = np.dtype(code)
@@ -76,39 +72,33 @@ _SCALARS: Final = tuple(
 )
 
 
-def _pairs(value: Mapping[Any, Any]) -> list[Any]:
-    return list(value.items())
-
-
 def _dict_of(raw: Any) -> dict[Any, Any]:
     return dict(map(tuple, raw))
 
 
-def _pack_timedelta(value: timedelta) -> list[int]:
-    return [value.days, value.seconds, value.microseconds]
-
-
 _TYPES: Final[Mapping[str, _Type]] = {
-    "dict": _Type((), _pairs, _dict_of),
+    "dict": _Type((), lambda value: list(value.items()), _dict_of),
     "Path": _Type((PosixPath, WindowsPath), str, Path),
     "Namespace": _Type((Namespace,), lambda value: dict(vars(value)), lambda raw: Namespace(**raw)),
-    "Counter": _Type((Counter,), _pairs, lambda raw: Counter(_dict_of(raw))),
+    "Counter": _Type((Counter,), lambda value: list(value.items()), lambda raw: Counter(_dict_of(raw))),
     "defaultdict": _Type((defaultdict,), _pack_defaultdict, _parse_defaultdict),
     "set": _Type((set,), list, set),
     "frozenset": _Type((frozenset,), list, frozenset),
     "complex": _Type((complex,), lambda value: [value.real, value.imag], lambda raw: complex(*raw)),
-    "timedelta": _Type((timedelta,), _pack_timedelta, lambda raw: timedelta(*raw)),
+    "timedelta": _Type(
+        (timedelta,), lambda span: [span.days, span.seconds, span.microseconds], lambda raw: timedelta(*raw)
+    ),
     "datetime": _Type((datetime,), datetime.isoformat, datetime.fromisoformat),
     "date": _Type((date,), date.isoformat, date.fromisoformat),
     "device": _Type((torch.device,), str, torch.device),
-    "scalar": _Type(_SCALARS, _pack_scalar, _parse_scalar),
+    "scalar": _Type(_SCALARS, lambda value: [value.dtype.str, value.tobytes()], _parse_scalar),
     "ndarray": _Type((np.ndarray,), lambda value: torch.from_numpy(value.copy()), torch.Tensor.numpy),
 }
 _NAME_OF: Final = {kind: name for name, type_ in _TYPES.items() for kind in type_.kinds}
 
 
 def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:
-    """A nested value in plain Python values and tensors; what has no place stays, to be refused by name.
+    """Turn a value into plain Python values and tensors; what has no place stays, to be refused by name.
 
     Args:
         value: any.
@@ -117,18 +107,15 @@ def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return tensor(value, path)
-    if (name := _NAME_OF.get(type(value))) is not None and _can_pack(value):
+    # Arrays have a place if they are of numbers that PyTorch knows.
+    is_odd = isinstance(value, np.ndarray) and not (value.dtype.type in _SCALARS and value.dtype.isnative)
+    if (name := _NAME_OF.get(type(value))) is not None and not is_odd:
         return {TYPE_KEY: name, VALUE_KEY: to_plain(_TYPES[name].pack(value), tensor, path)}
     if isinstance(value, dict):
         return _dict_to_plain(value, tensor, path)
     if type(value) in (list, tuple):
         return type(value)(to_plain(item, tensor, (*path, str(i))) for i, item in enumerate(value))
     return value
-
-
-def _can_pack(value: Any) -> bool:
-    """Whether a value of such a type has a place: arrays of numbers that PyTorch knows."""
-    return not isinstance(value, np.ndarray) or (value.dtype.type in _SCALARS and value.dtype.isnative)
 
 
 def _dict_to_plain(value: dict[Any, Any], tensor: TensorMap, path: tuple[str, ...]) -> Any:
@@ -144,7 +131,7 @@ def _dict_to_plain(value: dict[Any, Any], tensor: TensorMap, path: tuple[str, ..
 
 
 def from_plain(value: Any) -> Any:
-    """Inverse of `to_plain`.
+    """Turn what `to_plain` gave into the values that it was made of.
 
     Raises:
         CorruptionError: a type that the table does not have, or a value that it cannot take.
@@ -171,7 +158,7 @@ def _dict_from_plain(value: dict[Any, Any]) -> Any:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A nested value with its tensors on a device."""
+    """Bring the tensors of a nested value to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, cast
 
 import torch.distributed as dist
@@ -91,8 +90,6 @@ class ShardedCheckpointer:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._n_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._saving: Future[Any] | None = None
-
-    # --- saving ---------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
         """Save the run as it is now; with `background`, training goes on when a copy is made.
@@ -175,10 +172,8 @@ class ShardedCheckpointer:
             f"rng-{self._rank}-of-{self._n_ranks}": random_state(),
         }
 
-    # --- restoring ------------------------------------------------------------------------------
-
     def steps(self) -> tuple[int, ...]:
-        """Steps that training can resume from, ascending.
+        """List the steps that training can resume from, ascending.
 
         Raises:
             OSError: the folder cannot be read.
@@ -241,8 +236,6 @@ class ShardedCheckpointer:
             set_random_state(state[numbers])
         return step
 
-    # --- the end --------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Wait for the save that is under way."""
         self.wait()
@@ -250,18 +243,12 @@ class ShardedCheckpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is a file; `Path.is_file` takes some errors for a no.
-
-    Raises:
-        OSError: the system cannot tell.
-    """
+    """Whether there is a file; `Path.is_file` takes some errors for a no."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -270,11 +257,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _checked(folder: Path) -> tuple[Path, ...]:
-    """Require that a step can be read, as far as its index tells; it needs no other.
-
-    Raises:
-        OSError, FormatError: it cannot.
-    """
+    """Require that a step can be read, as far as its index tells; it needs no other."""
     index = read_index(folder)
     for number in range(len(index.files)):
         shard_path(folder, index, number)
@@ -283,12 +266,7 @@ def _checked(folder: Path) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Errors by their cause, with the rank that had it; torch's own is no `Exception`, and says traces.
-
-    Raises:
-        CkptzError: what a rank of ckptz raised.
-        WriteError: anything else, as a rank that was lost.
-    """
+    """Errors by their cause, with the rank that had it; torch's own is no `Exception`, and says traces."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

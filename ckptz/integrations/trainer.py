@@ -13,6 +13,7 @@ complete, so `save_total_limit` deletes what it likes. See docs/frameworks.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,12 +26,13 @@ from ckptz.container.publish import make_folder
 from ckptz.encoding.extent import moments_energy
 from ckptz.encoding.guide import Guide
 from ckptz.errors import UnsupportedError
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, Draft, on_host, read_state
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, on_host, read_state
 from ckptz.integrations.versions import warn_untested
+from ckptz.pipeline import Job
 from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX
 from ckptz.training.rng import random_state, set_random_state
-from ckptz.training.state import check_optimizers_fit, load_optimizers, optimizer_state, saved_training
+from ckptz.training.state import check_optimizers_fit, check_training, load_optimizers, optimizer_state
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -73,17 +75,16 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if missing := [name for name in _OVERRIDDEN if not hasattr(parent, name)]:
             raise UnsupportedError(
                 f"transformers {transformers.__version__}: its Trainer has no {missing[0]}, which "
-                f"CkptzTrainerMixin overrides; put the mixin before Trainer, or install {_title(TESTED[1])}"
+                f"CkptzTrainerMixin overrides; put the mixin before Trainer, or install transformers=="
+                f"{TESTED[1][0]}.{TESTED[1][1]}.*"
             )
         super().__init__(*args, **kwargs)
         _check_plain(self)
         self._ckptz = ckptz
         self._ckptz_chains = {name: Chain(ckptz) for name in (MODEL_NAME, STATE_NAME)}
 
-    # --- saving ---------------------------------------------------------------------------------
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's; a checkpoint's weights become model.ckptz."""
+        """Write a model as Trainer does; a checkpoint's weights become model.ckptz."""
         if not _internal_call or output_dir is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -96,23 +97,21 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         for part in parts:
             if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        draft = Draft.of_state(on_host(dict(model.state_dict())), step=self.state.global_step)
+        job = job_of(on_host(dict(model.state_dict())), self.state.global_step)
         if self._ckptz.config.is_lossy:
-            draft = draft.guided(_guides(draft.tensors, _training_draft(self).tensors))
-        self._ckptz_chains[MODEL_NAME].write(folder / MODEL_NAME, draft)
+            job = replace(job, guides=_guides(job.tensors, _training_job(self).tensors))
+        self._ckptz_chains[MODEL_NAME].write(folder / MODEL_NAME, job)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save:
-            self._ckptz_chains[STATE_NAME].write(Path(output_dir) / STATE_NAME, _training_draft(self))
+            self._ckptz_chains[STATE_NAME].write(Path(output_dir) / STATE_NAME, _training_job(self))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: it is in state.ckptz."""
+        """Write nothing: it is in state.ckptz."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        draft = Draft.of_state(on_host({"rng": random_state()}), step=self.state.global_step)
-        Chain(ChainOptions(jobs=1)).write(_rng_path(self, output_dir), draft)
-
-    # --- loading --------------------------------------------------------------------------------
+        job = job_of(on_host({"rng": random_state()}), self.state.global_step)
+        Chain(ChainOptions(jobs=1)).write(_rng_path(self, output_dir), job)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / MODEL_NAME
@@ -135,10 +134,10 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         state = read_state(path, self._ckptz.jobs)
-        saved = saved_training(state, str(path))
+        check_training(state, str(path))
         model, optimizers = _unwrapped(self), [_bare(self.optimizer)]
-        check_optimizers_fit(model, optimizers, saved, str(path))
-        load_optimizers(model, optimizers, saved)
+        check_optimizers_fit(model, optimizers, state, str(path))
+        load_optimizers(model, optimizers, state)
         self.lr_scheduler.load_state_dict(state["scheduler"])
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None and state["scaler"] is not None:
@@ -155,10 +154,6 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             super()._load_rng_state(checkpoint)
             return
         set_random_state(read_state(path, 1).get("rng"))
-
-
-def _title(version: tuple[int, int]) -> str:
-    return f"transformers=={version[0]}.{version[1]}.*"
 
 
 def _check_plain(trainer: Any) -> None:
@@ -191,18 +186,15 @@ def _rng_path(trainer: Any, folder: str) -> Path:
     return Path(folder) / f"rng-{trainer.args.process_index:05d}{SUFFIX}"
 
 
-def _training_draft(trainer: Any) -> Draft:
-    """Optimizer by parameter name, scheduler and scaler."""
-    found = optimizer_state(_unwrapped(trainer), [_bare(trainer.optimizer)])
+def _training_job(trainer: Any) -> Job:
+    """The file of the optimizer by parameter name, the scheduler and the scaler."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     state = {
-        "optimizer": found["state"],
-        "classes": found["classes"],
-        "groups": found["groups"],
+        **optimizer_state(_unwrapped(trainer), [_bare(trainer.optimizer)]),
         "scheduler": trainer.lr_scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
-    return Draft.of_state(on_host(state), step=trainer.state.global_step, role_rules=_EXACT)
+    return job_of(on_host(state), trainer.state.global_step, _EXACT)
 
 
 def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]) -> dict[str, Guide]:

@@ -44,8 +44,6 @@ TESTED: Final = ((5, 0), (5, 23))  # first and last transformers that tests/test
 
 __all__ = ["disable", "enable", "from_pretrained"]
 
-# --- from_pretrained ------------------------------------------------------------------------------
-
 
 def from_pretrained(
     model_class: Any,
@@ -58,7 +56,7 @@ def from_pretrained(
     jobs: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`model_class.from_pretrained(folder)` for a folder with a config.json and `.ckptz` files.
+    """Load a model as `model_class.from_pretrained(folder)` does, from a folder with `.ckptz` files.
 
     Args:
         model_class: `AutoModel` or any other automatic class, or the class of a model.
@@ -102,7 +100,8 @@ def from_pretrained(
     config, options = _config(model_class, folder, kwargs)
     real_class, config = _class_and_config(model_class, config, kwargs.get("trust_remote_code"))
     state = merged(paths, reader.slices if low_memory else reader.tensors)
-    if low_memory and _wants_stored_dtype(config, options):
+    asked = options.get("dtype") or options.get("torch_dtype")
+    if low_memory and asked in (None, "auto") and getattr(config, "dtype", None) is None:
         options["dtype"] = first_float(state)
     loaded = real_class.from_pretrained(None, *model_args, config=config, state_dict=state, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -153,27 +152,18 @@ def _class_and_config(model_class: Any, config: Any, trust_remote_code: bool | N
     return type(made), config if type(made.config) is type(config) else config.get_text_config()
 
 
-def _wants_stored_dtype(config: Any, options: Mapping[str, Any]) -> bool:
-    asked = options.get("dtype") or options.get("torch_dtype")
-    return asked in (None, "auto") and getattr(config, "dtype", None) is None
-
-
 def _finish(model: Any, folder: PathLike, kwargs: Mapping[str, Any]) -> None:
     """What transformers does with a folder once the weights are in their places."""
     model.name_or_path = model.config.name_or_path = str(folder)
-    if model.can_generate() and kwargs.get("generation_config") is None:
-        model.generation_config = _generation_config(folder, kwargs.get("subfolder") or "")
-
-
-def _generation_config(folder: PathLike, subfolder: str) -> GenerationConfig:
+    if not model.can_generate() or kwargs.get("generation_config") is not None:
+        return
+    subfolder = kwargs.get("subfolder") or ""
     try:
-        return GenerationConfig.from_pretrained(folder, subfolder=subfolder)
+        model.generation_config = GenerationConfig.from_pretrained(folder, subfolder=subfolder)
     except OSError:  # older folders have it in their config.json
         texts, _ = PreTrainedConfig.get_config_dict(folder, subfolder=subfolder)
-        return GenerationConfig.from_model_config(texts)
+        model.generation_config = GenerationConfig.from_model_config(texts)
 
-
-# --- enable ---------------------------------------------------------------------------------------
 
 # What is patched, by name in transformers.modeling_utils, with the parameters that the patch relies on.
 _PATCHED: Final = {
@@ -213,7 +203,7 @@ class _Patch:
                 setattr(modeling_utils, name, original)
 
     def find(self, *args: Any, **kwargs: Any) -> Any:
-        """(files, None); transformers' own weights go first."""
+        """Find (files, None); transformers' own weights go first."""
         original = self._originals["_get_resolved_checkpoint_files"]
         try:
             return original(*args, **kwargs)
@@ -224,7 +214,7 @@ class _Patch:
             return [str(file) for file in files], None
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
-        """Tensors by name, or slices: transformers reads either when it takes them."""
+        """Load tensors by name, or slices: transformers reads either when it takes them."""
         original = self._originals["load_state_dict"]
         asked = inspect.signature(original).bind(*args, **kwargs).arguments
         file = Path(asked["checkpoint_file"])

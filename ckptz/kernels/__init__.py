@@ -13,28 +13,28 @@ from typing import Any
 
 @functools.cache
 def cpu() -> Any:
-    """The compiled kernels."""
+    """Load the compiled kernels."""
     _listen()
     return importlib.import_module("ckptz.kernels.codec_cpu")
 
 
 @functools.cache
 def planning() -> Any:
-    """The compiled arithmetic of the encoder's choices."""
+    """Load the compiled arithmetic of the encoder's choices."""
     _listen()
     return importlib.import_module("ckptz.kernels.planning_cpu")
 
 
 @functools.cache
 def wire() -> Any:
-    """The compiled kernels of the wire."""
+    """Load the compiled kernels of the wire."""
     _listen()
     return importlib.import_module("ckptz.kernels.wire_cpu")
 
 
 @functools.cache
 def sparse() -> Any:
-    """The compiled kernels for what changes in few places."""
+    """Load the compiled kernels for what changes in few places."""
     _listen()
     return importlib.import_module("ckptz.kernels.sparse_cpu")
 

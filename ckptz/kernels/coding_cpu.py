@@ -132,7 +132,6 @@ def _encode_segments(
 def rans_encode(
     symbols: Bytes, ends: Counts, table_of: Counts, frequencies: NDArray[np.uint16], n_lanes: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """See `reference.rans_encode`."""
     words = np.empty(len(symbols) + 1, np.uint16)
     states = np.empty(n_lanes, np.uint32)
     position = _encode_segments(
@@ -143,7 +142,6 @@ def rans_encode(
 
 @kernel
 def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    """See `reference.slot_tables`."""
     tables = np.empty((len(frequencies), SCALE), np.uint32)
     for t in range(len(frequencies)):
         start = 0
@@ -190,7 +188,6 @@ def rans_decode(
     tables: NDArray[np.uint32],
     out: Bytes,
 ) -> bool:
-    """See `reference.rans_decode`."""
     n_lanes, n_words = len(states), len(words)
     both = np.empty(2 * N_LANES, np.uint32)
     both[:n_lanes] = states
@@ -270,7 +267,6 @@ def _sparse_fill(symbols: Any, common: int, gaps: Any, values: Any) -> None:
 
 
 def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
-    """See `reference.sparse_split`."""
     n_gaps, n_values = _sparse_sizes(symbols, common)
     gaps, values = np.empty(n_gaps, np.uint8), np.empty(n_values, np.uint8)
     _sparse_fill(symbols, common, gaps, values)
@@ -279,7 +275,6 @@ def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
 
 @kernel
 def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
-    """See `reference.sparse_merge`."""
     position, n_values = 0, 0
     for i in range(len(gaps)):
         position += gaps[i]
@@ -298,7 +293,6 @@ def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
 
 @kernel
 def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
-    """See `reference.golomb_pack`."""
     out = np.zeros(len(values) * 5 + 1, np.uint8)
     position = 0
     for i in range(len(values)):
@@ -317,7 +311,6 @@ def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
 
 @kernel
 def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
-    """See `reference.golomb_unpack`."""
     n_bits = 8 * len(source)
     position = 0
     for i in range(n_values):
@@ -345,7 +338,6 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
 
 @kernel
 def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
-    """See `reference.table_unpack`."""
     if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
         return -1
     first, last = int(source[0]), int(source[1])

@@ -21,5 +21,5 @@ ONE = np.uint64(1)
 
 @inlined
 def sign_fill(unit: Any, shift: Any) -> Any:
-    """All ones where the sign bit, `shift` places up, is set."""
+    """Give all ones where the sign bit, `shift` places up, is set."""
     return uint64(0) - (unit >> shift)

@@ -148,7 +148,6 @@ def _merge_rotated_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
 
 
 def split_planes(units: Units, base: Units, mode: int) -> Bytes:
-    """See `reference.split_planes`."""
     planes = np.empty((units.itemsize, len(units)), np.uint8)
     if mode == ROTATED and units.itemsize == 2:
         _split_rotated_2(units, planes[0], planes[1])
@@ -161,7 +160,6 @@ def split_planes(units: Units, base: Units, mode: int) -> Bytes:
 
 
 def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
-    """See `reference.merge_planes`."""
     if mode == ROTATED and out.itemsize == 2:
         _merge_rotated_2(planes[0], planes[1], out)
         return
@@ -181,7 +179,6 @@ def _magnitude_classes(units: Any, shift: int, mask: int, out: Any) -> None:
 
 
 def magnitude_classes(units: Units) -> Bytes:
-    """See `reference.magnitude_classes`."""
     out = np.empty(len(units), np.uint8)
     width = 8 * units.itemsize
     _magnitude_classes(units, max(width - 9, 0), 0xFF if width > 8 else 0x7F, out)
@@ -190,7 +187,6 @@ def magnitude_classes(units: Units) -> Bytes:
 
 @kernel
 def histogram(symbols: Bytes) -> Counts:
-    """See `reference.histogram`."""
     # Four histograms in turn: equal neighbours would wait for each other's store in one.
     counts = np.zeros((4, 256), np.uint32)
     whole = len(symbols) // 4 * 4
@@ -209,7 +205,6 @@ def histogram(symbols: Bytes) -> Counts:
 
 @kernel
 def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
-    """See `reference.class_histogram`."""
     counts = np.zeros((n_classes, 256), np.int64)
     for i in range(len(symbols)):
         counts[classes[i], symbols[i]] += 1
@@ -242,7 +237,6 @@ def _class_starts(classes: Units, n_classes: int) -> Counts:
 
 @kernel
 def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
-    """See `reference.group`."""
     starts = _class_starts(classes, n_classes)
     grouped = np.empty(len(symbols), np.uint8)
     quarter = len(symbols) // 4
@@ -261,7 +255,6 @@ def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
 
 @kernel
 def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
-    """See `reference.ungroup`."""
     starts = _class_starts(classes, n_classes)
     quarter = len(out) // 4
     for i in range(quarter):

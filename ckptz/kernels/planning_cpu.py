@@ -22,7 +22,7 @@ Frequencies = NDArray[np.uint16]
 
 @kernel
 def row_entropy_bits(counts: Counts) -> float:
-    """Bits of an ideal order-0 coder of one row [256]."""
+    """Compute the bits of an ideal order-0 coder of one row [256]."""
     total, bits = 0, 0.0
     for j in range(len(counts)):
         if counts[j]:
@@ -33,7 +33,7 @@ def row_entropy_bits(counts: Counts) -> float:
 
 @kernel
 def entropy_bits(counts: Counts) -> float:
-    """Bits of an ideal coder with one table a row, over rows [n, 256]."""
+    """Compute the bits of an ideal coder with one table a row, over rows [n, 256]."""
     bits = 0.0
     for k in range(len(counts)):
         bits += row_entropy_bits(counts[k])
@@ -42,7 +42,7 @@ def entropy_bits(counts: Counts) -> float:
 
 @kernel
 def normalise(counts: Counts) -> Frequencies:
-    """Frequencies that sum to 4096, at least 1 for each symbol that occurs."""
+    """Scale counts [256] to frequencies [256] that sum to 4096, at least 1 for each symbol that occurs."""
     n = len(counts)
     rare = np.zeros(n, np.bool_)
     n_rare, common = 0, counts.sum()
@@ -78,7 +78,7 @@ def normalise(counts: Counts) -> Frequencies:
 
 @kernel
 def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
-    """Bits of one row [256] under `frequencies`; infinite if a symbol has none."""
+    """Compute the bits of one row [256] under `frequencies`; infinite if a symbol has none."""
     bits = 0.0
     for j in range(len(counts)):
         if counts[j]:
@@ -90,7 +90,7 @@ def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
 
 @kernel
 def used_class_histogram(classes: Any, symbols: Any, n_classes: int) -> Any:
-    """Classes that occur [n_used], ascending, and occurrences [n_used, 256] of each code in them."""
+    """Find the classes that occur [n_used], ascending, and count each code in them [n_used, 256]."""
     row_of = np.full(n_classes, -1, np.int32)
     for i in range(len(classes)):
         row_of[classes[i]] = 0
@@ -105,7 +105,7 @@ def used_class_histogram(classes: Any, symbols: Any, n_classes: int) -> Any:
 
 @kernel
 def shared_cost_bits(counts: Counts, table_of: Counts, frequencies: Frequencies) -> float:
-    """Bits of rows [n_classes, 256] where row k uses frequencies[table_of[k]]."""
+    """Compute the bits of rows [n_classes, 256] where row k uses frequencies[table_of[k]]."""
     bits = 0.0
     for k in range(len(counts)):
         bits += cost_bits(counts[k], frequencies[table_of[k]])
@@ -114,7 +114,7 @@ def shared_cost_bits(counts: Counts, table_of: Counts, frequencies: Frequencies)
 
 @kernel
 def best_golomb_order(values: NDArray[np.uint16], most: int) -> int:
-    """The order of Exp-Golomb codes that packs `values` smallest."""
+    """Choose the order of Exp-Golomb codes, at most `most`, that packs `values` [n] into the fewest bytes."""
     best, best_bits = 0, 1 << 62
     for order in range(most + 1):
         bits = 0
@@ -229,7 +229,7 @@ def _fill_row(
 
 @kernel
 def partition(values: Any, weights: Any, n_parts: int) -> Any:
-    """Ends of the `n_parts` intervals of ascending values with the least weighted square error."""
+    """Find the ends of the `n_parts` intervals of ascending values with the least weighted square error."""
     n = len(values)
     # Centred, so that prefix sums of squares do not cancel.
     centre = (values * weights).sum() / weights.sum()
@@ -258,7 +258,7 @@ def partition(values: Any, weights: Any, n_parts: int) -> Any:
 
 @summing
 def deviation(exact: Any, restored: Any) -> Any:
-    """(largest absolute error, sum of squared errors, sum of squared values) of two F32 arrays, in double."""
+    """Measure (greatest error, sum of squared errors, sum of squares) of F32 arrays [n], in double."""
     largest, error, power = 0.0, 0.0, 0.0
     for i in range(len(exact)):
         value = np.float64(exact[i])

@@ -30,13 +30,13 @@ MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
 
 
 def order(units: Units) -> Units:
-    """Sign-magnitude float patterns to integers in the order of the values; -0.0 just below 0.0."""
+    """Turn float patterns [...] into integers in the order of the values; -0.0 just below 0.0."""
     top = units.dtype.type(1 << (8 * units.itemsize - 1))
     return np.where(units & top, ~units, units | top)
 
 
 def unorder(units: Units) -> Units:
-    """Inverse of `order`."""
+    """Undo `order`, units [...]."""
     top = units.dtype.type(1 << (8 * units.itemsize - 1))
     return np.where(units & top, units & ~top, ~units)
 
@@ -64,7 +64,7 @@ def _unzigzag(code: Units) -> Units:
 
 
 def split_planes(units: Units, base: Units, mode: int) -> Bytes:
-    """Bytes of each unit after `mode`, plane by plane: [unit bytes, n], least significant first."""
+    """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first."""
     if mode == ROTATED:
         units = _rotate(units, 1)
     elif mode == XOR:
@@ -77,7 +77,7 @@ def split_planes(units: Units, base: Units, mode: int) -> Bytes:
 
 
 def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
-    """Inverse of `split_planes`, into `out`; each plane is an array [n]."""
+    """Undo `split_planes`, into `out`; each plane is an array [n]."""
     units = np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1)
     if mode == ROTATED:
         units = _rotate(units, 8 * out.itemsize - 1)
@@ -94,7 +94,7 @@ def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) ->
 
 
 def magnitude_classes(units: Units) -> Bytes:
-    """The eight bits below the sign bit (for one-byte units: seven): the exponent of F32 and BF16."""
+    """Give the eight bits below the sign bit (for one-byte units: seven): the exponent of F32 and BF16."""
     if units.itemsize == 1:
         return units & np.uint8(0x7F)
     shift = units.dtype.type(8 * units.itemsize - 9)
@@ -102,24 +102,24 @@ def magnitude_classes(units: Units) -> Bytes:
 
 
 def histogram(symbols: Bytes) -> Counts:
-    """Occurrences of each byte: [256]."""
+    """Count the occurrences of each byte: [256]."""
     return np.bincount(symbols, minlength=256).astype(np.int64)
 
 
 def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
-    """Occurrences of each byte within each class: [n_classes, 256]."""
+    """Count the occurrences of each byte within each class: [n_classes, 256]."""
     joint = classes.astype(np.int64) * 256 + symbols
     return np.bincount(joint, minlength=n_classes * 256).astype(np.int64).reshape(n_classes, 256)
 
 
 def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
-    """Symbols in the order of their classes, stable within a class."""
+    """Sort symbols [n] in the order of their classes [n], stable within a class."""
     del n_classes
     return symbols[np.argsort(classes, kind="stable")]
 
 
 def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
-    """Inverse of `group`, into `out`."""
+    """Undo `group`, into `out` [n]."""
     del n_classes
     out[np.argsort(classes, kind="stable")] = grouped
 
@@ -132,13 +132,13 @@ TINY_EXPONENT = 27  # sums of two floats below 2^-100 are made of integers, see 
 
 
 def top_histogram(units: Units) -> Counts:
-    """Occurrences of the top 16 bits of each unit of two or four bytes: [65536]."""
+    """Count the top 16 bits of each unit of two or four bytes: [65536]."""
     top = units if units.itemsize == 2 else units >> np.uint32(16)
     return np.bincount(top, minlength=N_BUCKETS).astype(np.int64)
 
 
 def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
-    """codes[r] of each unit, r the number of boundaries at or below it in the order of the values.
+    """Give codes[r] of each unit, r the number of boundaries at or below it in the order of the values.
 
     `boundaries` are ascending results of `order`; `codes` has one more entry.
     """
@@ -146,7 +146,7 @@ def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
 
 
 def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
-    """Bit patterns widened to those of F32, exactly."""
+    """Convert units [...] to the bit patterns of F32, exactly."""
     if kind == BF16:
         return units.astype(np.uint32) << np.uint32(16)
     if kind == F16:
@@ -155,7 +155,7 @@ def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
 
 
 def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
-    """F32 patterns rounded to nearest, ties to even; spec/04-quantization.md#cast."""
+    """Round F32 patterns [...] to nearest, ties to even; spec/04-quantization.md#cast."""
     if kind == BF16:
         half = np.uint32(0x7FFF) + ((patterns >> np.uint32(16)) & np.uint32(1))
         is_nan = (patterns & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -191,7 +191,7 @@ def _add_tiny(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32
 
 
 def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """IEEE sum of F32 patterns, also where the processor flushes subnormal numbers to zero.
+    """Sum F32 patterns [n] as IEEE does, also where the processor flushes subnormal numbers to zero.
 
     Flushing can only matter if both numbers are below 2^-100: beside a larger one a subnormal number is
     under half a unit in the last place, and differences of larger ones are multiples of 2^-124.
@@ -205,24 +205,24 @@ def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
-    """table[row, code] of each element; `rows` may have one entry for all."""
+    """Look up table[row, code] of each element; `rows` may have one entry for all."""
     out[:] = table[rows, codes]
 
 
 def add_linear(
     base: Units, codes: Bytes, rows: Units, table: NDArray[np.uint32], kind: int, out: Units
 ) -> None:
-    """cast(base + table[row, code]); `table` and sums are F32 patterns, base and out of `kind`."""
+    """Compute cast(base + table[row, code]); `table` and sums are F32 patterns, base and out of `kind`."""
     out[:] = from_f32(add_f32(to_f32(base, kind), table[rows, codes]), kind)
 
 
 def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:
-    """unorder(order(base) + table[row, code]) modulo the width of the unit."""
+    """Compute unorder(order(base) + table[row, code]) modulo the width of the unit."""
     out[:] = unorder(order(base) + table[rows, codes])
 
 
 def all_finite(units: Units, kind: int) -> bool:
-    """Whether no unit is an infinity or NaN."""
+    """Tell whether no unit is an infinity or NaN."""
     exponent = units.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
     return not bool(((units & exponent) == exponent).any())
 
@@ -230,7 +230,7 @@ def all_finite(units: Units, kind: int) -> bool:
 def outer_product(
     rows: NDArray[np.uint32], columns: NDArray[np.uint32], begin: int, end: int
 ) -> NDArray[np.uint32]:
-    """F32 patterns of rows[i] * columns[j] for elements begin..end of the matrix, subnormals kept."""
+    """Compute F32 patterns of rows[i] * columns[j] for elements begin..end of the matrix, subnormals kept."""
     element = np.arange(begin, end)
     a, b = rows[element // len(columns)], columns[element % len(columns)]
     # The double product of two F32 numbers is exact; one rounding follows, by integers.
@@ -238,7 +238,7 @@ def outer_product(
 
 
 def widen_f64(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
-    """F32 patterns as doubles; subnormal ones by integers, which no processor mode flushes."""
+    """Convert F32 patterns [n] to doubles; subnormal ones by integers, which no processor mode flushes."""
     with np.errstate(invalid="ignore"):
         values = patterns.view(np.float32).astype(np.float64)
     is_subnormal = (patterns & np.uint32(0x7F800000)) == 0
@@ -248,7 +248,7 @@ def widen_f64(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
 
 
 def round_f64(values: NDArray[np.float64]) -> NDArray[np.uint32]:
-    """Doubles rounded to F32 patterns, to nearest even, subnormals kept by integer arithmetic."""
+    """Round doubles [n] to F32 patterns, to nearest even, subnormals kept by integer arithmetic."""
     with np.errstate(all="ignore"):
         rounded = values.astype(np.float32).view(np.uint32)
     is_tiny = (np.abs(values) < 2.0**-125) & (values != 0)
@@ -262,13 +262,13 @@ def round_f64(values: NDArray[np.float64]) -> NDArray[np.uint32]:
 
 
 def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
-    """Codes below 2^n_bits, n_bits 1..8, one after another, least significant bit first."""
+    """Pack codes [n] below 2^n_bits, n_bits 1..8, one after another, least significant bit first."""
     bits = np.unpackbits(codes.reshape(-1, 1), axis=1, count=n_bits, bitorder="little")
     return np.packbits(bits.reshape(-1), bitorder="little")
 
 
 def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
-    """Inverse of `pack_codes`, into `out`."""
+    """Undo `pack_codes`, into `out` [n]."""
     bits = np.unpackbits(packed, count=n_bits * len(out), bitorder="little").reshape(-1, n_bits)
     out[:] = np.packbits(bits, axis=1, bitorder="little")[:, 0]
 
@@ -277,7 +277,7 @@ def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
 
 
 def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    """Decoding tables [n_tables, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
+    """Make decoding tables [n_tables, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
     tables = np.zeros((len(frequencies), SCALE), np.uint32)
     for table, row in zip(tables, frequencies.astype(np.int64), strict=True):
         starts = np.cumsum(row) - row
@@ -289,7 +289,7 @@ def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
 def rans_encode(
     symbols: Bytes, ends: Counts, table_of: Counts, frequencies: NDArray[np.uint16], n_lanes: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """Final lane states and 16-bit words, in the order the decoder reads them.
+    """Encode symbols: final lane states [n_lanes] and 16-bit words, in the order the decoder reads them.
 
     Segment s is symbols[ends[s-1]:ends[s]] and uses frequencies[table_of[s]] [n_tables, 256].
     """
@@ -316,7 +316,7 @@ def rans_decode(
     tables: NDArray[np.uint32],
     out: Bytes,
 ) -> bool:
-    """Decode len(out) symbols; False unless all words are used and every lane ends in 2^16."""
+    """Decode `out` [n]; False unless all words are used and every lane ends in 2^16."""
     lanes, n_lanes, position, begin = [int(s) for s in states], len(states), 0, 0
     for end, table in zip(ends.tolist(), table_of.tolist(), strict=True):
         for i in range(begin, end):
@@ -338,7 +338,7 @@ def rans_decode(
 
 
 def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
-    """(gap bytes, values) of the symbols other than `common`.
+    """Split symbols: (gap bytes, values) of those other than `common`.
 
     A gap is the number of common symbols before a value: as many bytes 255 as it holds 255, then the rest.
     """
@@ -349,7 +349,7 @@ def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
 
 
 def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
-    """Write `values` into `out`, which holds the common symbol; False if gaps and values disagree."""
+    """Write `values` [k] into `out` [n], which holds the common symbol; False if gaps and values disagree."""
     position, n_values = 0, 0
     for gap in gaps.tolist():
         position += gap
@@ -367,7 +367,7 @@ def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
 
 
 def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
-    """Exp-Golomb codes of `order`, least significant bit first, zero-padded to a byte.
+    """Pack values as Exp-Golomb codes of `order`, least significant bit first, zero-padded to a byte.
 
     With u = value + 2^order of b bits: b - 1 - order zero bits, a one bit, then the b - 1 bits below
     the leading one of u.
@@ -401,7 +401,7 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
 
 
 def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
-    """A packed frequency table into `out` [256]; bytes used, or -1 if it is none.
+    """Read a packed frequency table into `out` [256]; returns the bytes used, or -1 if it is none.
 
     spec/02-entropy.md#frequency-table: first and last symbol, order, codes of all frequencies but the last.
     """

@@ -35,7 +35,6 @@ def _fill_gaps(positions: Any, out: Any) -> None:
 
 
 def pack_gaps(positions: Positions) -> Bytes:
-    """See `sparse_reference.pack_gaps`."""
     out = np.empty(_n_gap_bytes(positions), np.uint8)
     _fill_gaps(positions, out)
     return out
@@ -43,7 +42,6 @@ def pack_gaps(positions: Positions) -> Bytes:
 
 @kernel
 def unpack_gaps(gaps: Bytes, n: int, out: Positions) -> bool:
-    """See `sparse_reference.unpack_gaps`."""
     position, n_found = 0, 0
     for i in range(len(gaps)):
         position += int(gaps[i])
@@ -59,7 +57,6 @@ def unpack_gaps(gaps: Bytes, n: int, out: Positions) -> bool:
 
 @kernel
 def union(a: Positions, b: Positions) -> Positions:
-    """See `sparse_reference.union`."""
     out = np.empty(len(a) + len(b), np.int64)
     i, j, n = 0, 0, 0
     while i < len(a) and j < len(b):
@@ -81,7 +78,6 @@ def union(a: Positions, b: Positions) -> Positions:
 
 @kernel
 def place(positions: Positions, values: Bytes, among: Positions, out: Bytes) -> None:
-    """See `sparse_reference.place`."""
     i = 0
     for k in range(len(among)):
         is_here = i < len(positions) and positions[i] == among[k]

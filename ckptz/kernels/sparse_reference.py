@@ -16,14 +16,14 @@ Positions = NDArray[np.int64]
 
 
 def pack_gaps(positions: Positions) -> Bytes:
-    """Gap bytes of ascending positions."""
+    """Write the gap bytes of ascending positions."""
     gaps = np.diff(positions, prepend=-1) - 1
     parts = [bytes([MAX_GAP_BYTE]) * (gap // MAX_GAP_BYTE) + bytes([gap % MAX_GAP_BYTE]) for gap in gaps]
     return np.frombuffer(b"".join(parts), np.uint8).copy()
 
 
 def unpack_gaps(gaps: Bytes, n: int, out: Positions) -> bool:
-    """Inverse of `pack_gaps`, into `out`; False unless the bytes hold len(out) positions below `n`."""
+    """Undo `pack_gaps`, into `out`; False unless the bytes hold len(out) positions below `n`."""
     position, n_found = 0, 0
     for gap in gaps.tolist():
         position += gap
@@ -38,11 +38,11 @@ def unpack_gaps(gaps: Bytes, n: int, out: Positions) -> bool:
 
 
 def union(a: Positions, b: Positions) -> Positions:
-    """Positions that are in one of two ascending lists, ascending."""
+    """Merge two ascending lists of positions [n] and [m] into one, each position once."""
     return np.union1d(a, b)
 
 
 def place(positions: Positions, values: Bytes, among: Positions, out: Bytes) -> None:
-    """`out` [len(among)] holds the value of each position among `among`, which has them all; 0 elsewhere."""
+    """Put the value of each position at its place among `among`, into `out` [len(among)]; 0 elsewhere."""
     out[:] = 0
     out[np.searchsorted(among, positions)] = values

@@ -41,7 +41,7 @@ def _wide(units: Tensor) -> Tensor:
 
 
 def _narrow(wide: Tensor, width: int) -> Tensor:
-    """Inverse of `_wide`."""
+    """Undo `_wide`."""
     if width == 8:
         return wide.to(torch.uint8)
     if width == 64:
@@ -70,12 +70,10 @@ def _unorder(wide: Tensor, width: int) -> Tensor:
 
 
 def order(units: Tensor) -> Tensor:
-    """See `reference.order`."""
     return _narrow(_order(_wide(units), _width(units)), _width(units))
 
 
 def unorder(units: Tensor) -> Tensor:
-    """See `reference.unorder`."""
     return _narrow(_unorder(_wide(units), _width(units)), _width(units))
 
 
@@ -88,7 +86,6 @@ def _unzigzag(wide: Tensor, width: int) -> Tensor:
 
 
 def split_planes(units: Tensor, base: Tensor, mode: int) -> Tensor:
-    """See `reference.split_planes`."""
     width, wide = _width(units), _wide(units)
     if mode == ROTATED:
         wide = (wide << 1) | _shift_right(wide, width - 1, width)
@@ -103,7 +100,6 @@ def split_planes(units: Tensor, base: Tensor, mode: int) -> Tensor:
 
 
 def merge_planes(planes: Sequence[Tensor], base: Tensor, mode: int, out: Tensor) -> None:
-    """See `reference.merge_planes`."""
     width = _width(out)
     stacked = torch.stack(list(planes), dim=1).contiguous()
     wide = _wide(stacked.view(out.dtype).reshape(-1))
@@ -119,7 +115,6 @@ def merge_planes(planes: Sequence[Tensor], base: Tensor, mode: int, out: Tensor)
 
 
 def magnitude_classes(units: Tensor) -> Tensor:
-    """See `reference.magnitude_classes`."""
     width = _width(units)
     if width == 8:
         return units & 0x7F
@@ -127,42 +122,35 @@ def magnitude_classes(units: Tensor) -> Tensor:
 
 
 def histogram(symbols: Tensor) -> Tensor:
-    """See `reference.histogram`."""
     return torch.bincount(symbols, minlength=256)
 
 
 def class_histogram(classes: Tensor, symbols: Tensor, n_classes: int) -> Tensor:
-    """See `reference.class_histogram`."""
     joint = classes.to(torch.int64) * 256 + symbols
     return torch.bincount(joint, minlength=n_classes * 256).reshape(n_classes, 256)
 
 
 def group(symbols: Tensor, classes: Tensor, n_classes: int) -> Tensor:
-    """See `reference.group`."""
     del n_classes
     return symbols[torch.argsort(classes.to(torch.int64), stable=True)]
 
 
 def ungroup(grouped: Tensor, classes: Tensor, n_classes: int, out: Tensor) -> None:
-    """See `reference.ungroup`."""
     del n_classes
     out[torch.argsort(classes.to(torch.int64), stable=True)] = grouped
 
 
 def top_histogram(units: Tensor) -> Tensor:
-    """See `reference.top_histogram`."""
     width = _width(units)
     return torch.bincount(_shift_right(_wide(units), width - 16, width), minlength=N_BUCKETS)
 
 
 def region_codes(units: Tensor, boundaries: Tensor, codes: Tensor) -> Tensor:
-    """See `reference.region_codes`."""
     ordered = _order(_wide(units), _width(units))
     return codes[torch.searchsorted(_wide(boundaries), ordered, right=True)]
 
 
 def to_f32(units: Tensor, kind: int) -> Tensor:
-    """See `reference.to_f32`."""
     if kind == BF16:
         return _narrow(_wide(units) << 16, 32)
     if kind == F16:
@@ -175,7 +163,6 @@ def to_f32(units: Tensor, kind: int) -> Tensor:
 
 
 def from_f32(patterns: Tensor, kind: int) -> Tensor:
-    """See `reference.from_f32`."""
     if kind == BF16:
         wide = _wide(patterns)
         rounded = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16
@@ -208,7 +195,6 @@ def _add_tiny(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_f32(a: Tensor, b: Tensor) -> Tensor:
-    """See `reference.add_f32`."""
     wide_a, wide_b = _wide(a), _wide(b)
     is_tiny = ((wide_a >> 23 & 0xFF) < TINY_EXPONENT) & ((wide_b >> 23 & 0xFF) < TINY_EXPONENT)
     total = (a.view(torch.float32) + b.view(torch.float32)).view(torch.int32)
@@ -216,30 +202,25 @@ def add_f32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def lookup(codes: Tensor, rows: Tensor, table: Tensor, out: Tensor) -> None:
-    """See `reference.lookup`."""
     out.copy_(table[rows.to(torch.int64), codes.to(torch.int64)])
 
 
 def add_linear(base: Tensor, codes: Tensor, rows: Tensor, table: Tensor, kind: int, out: Tensor) -> None:
-    """See `reference.add_linear`."""
     terms = table[rows.to(torch.int64), codes.to(torch.int64)]
     out.copy_(from_f32(add_f32(to_f32(base, kind), terms), kind))
 
 
 def add_bits(base: Tensor, codes: Tensor, rows: Tensor, table: Tensor, out: Tensor) -> None:
-    """See `reference.add_bits`."""
     width = _width(out)
     terms = _wide(table)[rows.to(torch.int64), codes.to(torch.int64)]
     out.copy_(_narrow(_unorder((_order(_wide(base), width) + terms) & _mask(width), width), width))
 
 
 def all_finite(units: Tensor, kind: int) -> bool:
-    """See `reference.all_finite`."""
     return not bool(((_wide(units) & _EXPONENT[kind]) == _EXPONENT[kind]).any())
 
 
 def _widen_f64(patterns: Tensor) -> Tensor:
-    """See `reference.widen_f64`."""
     wide = _wide(patterns)
     values = patterns.view(torch.float32).to(torch.float64)
     steps = (wide & 0x7FFFFF).to(torch.float64) * 2.0**-149
@@ -248,7 +229,6 @@ def _widen_f64(patterns: Tensor) -> Tensor:
 
 
 def outer_product(rows: Tensor, columns: Tensor, begin: int, end: int) -> Tensor:
-    """See `reference.outer_product`."""
     element = torch.arange(begin, end, device=rows.device)
     a, b = rows[element // len(columns)], columns[element % len(columns)]
     product = _widen_f64(a) * _widen_f64(b)
@@ -260,7 +240,6 @@ def outer_product(rows: Tensor, columns: Tensor, begin: int, end: int) -> Tensor
 
 
 def pack_codes(codes: Tensor, n_bits: int) -> Tensor:
-    """See `reference.pack_codes`."""
     if n_bits == 8:
         return codes
     if 8 % n_bits:
@@ -273,7 +252,6 @@ def pack_codes(codes: Tensor, n_bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, n_bits: int, out: Tensor) -> None:
-    """See `reference.unpack_codes`."""
     width = n_bits if 8 % n_bits == 0 else 1
     parts = packed.reshape(-1, 1) >> _shifts(8 // width, width, packed) & ((1 << width) - 1)
     if width < n_bits:

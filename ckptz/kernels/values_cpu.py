@@ -28,7 +28,6 @@ MIN_TABLED = 1 << 14  # fewer units are searched: a table of all buckets would t
 
 @kernel
 def top_histogram(units: Units) -> Counts:
-    """See `reference.top_histogram`."""
     # Two histograms in turn: equal neighbours would wait for each other's store in one.
     counts = np.zeros((2, N_BUCKETS), np.uint32)
     shift = uint64(0 if units.itemsize == 2 else 16)
@@ -85,7 +84,6 @@ def _region_codes(units: Any, boundaries: Any, codes: Any, width: int, out: Any)
 
 
 def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
-    """See `reference.region_codes`."""
     if len(units) < MIN_TABLED:
         return reference.region_codes(units, boundaries, codes)
     out = np.empty(len(units), np.uint8)
@@ -168,7 +166,6 @@ def _from_f32(patterns: Any, kind: int, out: Any) -> None:
 
 
 def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
-    """See `reference.to_f32`."""
     if kind == F32:
         return units
     out = np.empty(len(units), np.uint32)
@@ -177,7 +174,6 @@ def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
 
 
 def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
-    """See `reference.from_f32`."""
     if kind == F32:
         return patterns
     out = np.empty(len(patterns), np.uint16)
@@ -233,7 +229,6 @@ def _add_block(sums: Any, sums_f32: Any, terms: Any, terms_f32: Any) -> None:
 
 
 def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """See `reference.add_f32`."""
     sums, terms = a.copy(), np.ascontiguousarray(b)
     _add_block(sums, sums.view(np.float32), terms, terms.view(np.float32))
     return sums
@@ -241,7 +236,6 @@ def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 @kernel
 def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
-    """See `reference.lookup`."""
     if len(rows) == 1:
         row = table[rows[0]]
         for i in range(len(out)):
@@ -277,7 +271,6 @@ def _add_linear(
 def add_linear(
     base: Units, codes: Bytes, rows: Units, table: NDArray[np.uint32], kind: int, out: Units
 ) -> None:
-    """See `reference.add_linear`."""
     sums, terms = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     views = sums, sums.view(np.float32), terms, terms.view(np.float32)
     _add_linear(base, codes, rows, table, kind, *views, out)
@@ -295,7 +288,6 @@ def _add_bits(base: Any, codes: Any, rows: Any, table: Any, width: int, out: Any
 
 
 def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:
-    """See `reference.add_bits`."""
     _add_bits(base, codes, rows, table, 8 * out.itemsize, out)
 
 
@@ -308,7 +300,6 @@ def _any_equal_masked(units: Any, mask: int) -> bool:
 
 
 def all_finite(units: Units, kind: int) -> bool:
-    """See `reference.all_finite`."""
     return not _any_equal_masked(units, (0x7F800000, 0x7F80, 0x7C00)[kind])
 
 
@@ -333,7 +324,6 @@ def _pack_tail(codes: Any, n_bits: int, begin: int, out: Any) -> None:
 
 @kernel
 def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
-    """See `reference.pack_codes`."""
     out = np.empty((len(codes) * n_bits + 7) >> 3, np.uint8)
     whole = len(codes) >> 3
     if n_bits == 4:
@@ -362,7 +352,7 @@ def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
 
 @kernel
 def _unpack_tail(packed: Any, n_bits: int, begin: int, out: Any) -> None:
-    """Inverse of `_pack_tail`."""
+    """Undo `_pack_tail`."""
     held, n_held, position = uint32(0), 0, begin * n_bits >> 3
     mask = uint32((1 << n_bits) - 1)
     for i in range(begin, len(out)):
@@ -377,7 +367,6 @@ def _unpack_tail(packed: Any, n_bits: int, begin: int, out: Any) -> None:
 
 @kernel
 def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
-    """See `reference.unpack_codes`."""
     whole = len(out) >> 3
     if n_bits == 4:
         for i in range(4 * whole):

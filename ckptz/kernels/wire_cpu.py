@@ -58,7 +58,6 @@ N_COARSE, N_MIDDLE, N_FINE = 1 << 11, 1 << 10, 1 << 10  # 31 magnitude bits in t
 
 
 def unpack(packed: Bytes, n_bits: int, n: int) -> Bytes:
-    """See `reference.unpack_codes`."""
     out = np.empty(n, np.uint8)
     if n_bits == 8:
         out[:] = packed[:n]
@@ -68,7 +67,6 @@ def unpack(packed: Bytes, n_bits: int, n: int) -> Bytes:
 
 
 def pack(codes: Bytes, n_bits: int) -> Bytes:
-    """See `reference.pack_codes`."""
     return codes if n_bits == 8 else pack_codes(codes, n_bits)
 
 
@@ -84,7 +82,6 @@ def _checksum(words: Any) -> Any:
 
 
 def checksum(data: Bytes) -> int:
-    """See `wire_reference.checksum`."""
     return int(_checksum(as_units(data, 8)))
 
 
@@ -200,7 +197,6 @@ def _quantize(
 def quantize(
     patterns: Patterns, block: int, n_bits: int, seed: int | None
 ) -> tuple[NDArray[np.uint16], NDArray[np.uint16], Bytes]:
-    """See `wire_reference.quantize`."""
     n_blocks = -(-len(patterns) // block)
     offsets, scales = np.empty(n_blocks, np.uint16), np.empty(n_blocks, np.uint16)
     codes = np.empty(len(patterns), np.uint8)
@@ -233,7 +229,6 @@ def _dequantize(
 def dequantize(
     offsets: NDArray[np.uint16], scales: NDArray[np.uint16], codes: Bytes, block: int, largest: float
 ) -> Patterns:
-    """See `wire_reference.dequantize`."""
     out = np.empty(len(codes), np.float32)
     one = np.zeros(1, np.uint32)
     _dequantize(offsets, scales, codes, block, largest, one, out, out.view(np.uint32))
@@ -304,7 +299,6 @@ def _top_mask(patterns: Any, n_samples: int, k: int, mask: Any) -> None:
 
 
 def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
-    """See `wire_reference.top_mask`."""
     mask = np.empty(len(patterns), np.uint8)
     _top_mask(patterns, n_samples, k, mask)
     return mask
@@ -319,7 +313,6 @@ def _take(patterns: Any, mask: Any, out: Any) -> None:
 
 
 def take(patterns: Patterns, mask: Bytes, k: int) -> Patterns:
-    """See `wire_reference.take`."""
     out = np.empty(k + 1, np.uint32)  # the loop writes one behind the last
     _take(patterns, mask, out)
     return out[:k]
@@ -337,7 +330,6 @@ def _put(values: Any, mask: Any, out: Any) -> None:
 
 
 def put(values: Patterns, mask: Bytes) -> Patterns:
-    """See `wire_reference.put`."""
     out = np.empty(len(mask), np.uint32)
     _put(values, mask, out)
     return out

@@ -37,36 +37,36 @@ STEP_32, MIX_32_A, MIX_32_B = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 
 
 def zeros(n: int, n_bytes: int, like: Any) -> Any:
-    """n unsigned integers of a size, where `like` lives."""
+    """Make n unsigned integers of `n_bytes` bytes, all zero, where `like` lives."""
     del like
     return np.zeros(n, f"<u{n_bytes}")
 
 
 def from_bytes(buffer: Any, like: Any) -> Bytes:
-    """The bytes of a buffer as an array, where `like` lives."""
+    """Give the bytes of a buffer as an array, where `like` lives."""
     del like
     return np.frombuffer(buffer, np.uint8)
 
 
 def host_bytes(data: Bytes) -> Bytes:
-    """The bytes as a numpy array."""
+    """Give the bytes as a numpy array."""
     return data
 
 
 def as_bytes(units: Any) -> Bytes:
-    """The bytes of an array of unsigned integers."""
+    """Give the bytes of an array of unsigned integers."""
     return units.view(np.uint8)
 
 
 def as_units(data: Bytes, n_bytes: int) -> Any:
-    """Inverse of `as_bytes`; copied where the bytes are not aligned."""
+    """Undo `as_bytes`; copied where the bytes are not aligned."""
     if data.ctypes.data % n_bytes:
         data = data.copy()
     return data.view(f"<u{n_bytes}")
 
 
 def concat(parts: Sequence[Bytes]) -> Bytes:
-    """Parts one after another, each padded with zeros to a multiple of 16 bytes."""
+    """Join parts, each padded with zeros to a multiple of 16 bytes."""
     sizes = [-(-len(part) // ALIGN) * ALIGN for part in parts]
     out = np.zeros(sum(sizes), np.uint8)
     offset = 0
@@ -77,19 +77,17 @@ def concat(parts: Sequence[Bytes]) -> Bytes:
 
 
 def any_nonzero(data: Bytes) -> bool:
-    """Whether a byte differs from zero."""
+    """Tell whether a byte differs from zero."""
     return bool(data.any())
 
 
 def unpack(packed: Bytes, n_bits: int, n: int) -> Bytes:
-    """See `reference.unpack_codes`."""
     out = np.empty(n, np.uint8)
     reference.unpack_codes(packed, n_bits, out)
     return out
 
 
 def pack(codes: Bytes, n_bits: int) -> Bytes:
-    """See `reference.pack_codes`."""
     return reference.pack_codes(codes, n_bits)
 
 
@@ -97,7 +95,7 @@ def pack(codes: Bytes, n_bits: int) -> Bytes:
 
 
 def mix_64(word: int) -> int:
-    """The finaliser of MurmurHash3 for one word."""
+    """Hash one word with the finaliser of MurmurHash3."""
     word = (word ^ word >> 33) * MIX_64_A & 0xFFFFFFFFFFFFFFFF
     word = (word ^ word >> 33) * MIX_64_B & 0xFFFFFFFFFFFFFFFF
     return word ^ word >> 33
@@ -117,13 +115,13 @@ def checksum(data: Bytes) -> int:
 
 
 def sortable(patterns: Patterns) -> NDArray[np.int32]:
-    """Signed integers in the order of the values, -0.0 just below 0.0, NaN at the ends."""
+    """Turn F32 patterns [n] into integers in order, -0.0 just below 0.0, NaN at the ends."""
     signed = patterns.view(np.int32)
     return signed ^ ((signed >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 def bf16_below(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Greatest bf16 at or below each finite value, saturated; tiny ones to 0 or -2^-110."""
+    """Find the greatest bf16 at or below each finite value [n], saturated; tiny ones to 0 or -2^-110."""
     patterns = values.view(np.uint32)
     top, rest = patterns >> np.uint32(16), patterns & np.uint32(0xFFFF)
     negative = patterns >> np.uint32(31) != 0
@@ -135,7 +133,7 @@ def bf16_below(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def bf16_above(values: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Least bf16 at or above each value, none negative; below 2^-110 becomes 2^-110, zero stays."""
+    """Find the least bf16 at or above each value [n], none negative: 2^-110 or more, or zero for zero."""
     narrow = values.astype(np.float32)
     patterns = narrow.view(np.uint32) + (narrow.astype(np.float64) < values)
     up = (patterns >> np.uint32(16)) + ((patterns & np.uint32(0xFFFF)) != 0)
@@ -146,7 +144,7 @@ def bf16_above(values: NDArray[np.float64]) -> NDArray[np.uint16]:
 def scales_of(
     low: NDArray[np.int32], high: NDArray[np.int32], n_levels: int
 ) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """(offset, scale) of blocks from their least and greatest `sortable` integers, as bf16 patterns."""
+    """Compute (offset, scale) [n_blocks] as bf16, from the least and greatest `sortable` integers."""
     bad = (high >= INFINITY) | (low < -INFINITY)
     low, high = np.where(bad, 0, low).astype(np.int32), np.where(bad, 0, high).astype(np.int32)
     first, last = (sortable(k.view(np.uint32)).view(np.float32) for k in (low, high))
@@ -157,7 +155,7 @@ def scales_of(
 
 
 def random_24(seed: int, n: int) -> NDArray[np.float32]:
-    """n numbers i / 2^24 in [0, 1), by element index; spec/08-wire.md#rounding."""
+    """Draw n numbers i / 2^24 in [0, 1), by element index; spec/08-wire.md#rounding."""
     x = np.arange(n, dtype=np.uint32) * np.uint32(STEP_32) + np.uint32(seed & MASK_32)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_32_A) ^ np.uint32(seed >> 32)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(MIX_32_B)
@@ -171,7 +169,7 @@ def _widen(bf16: NDArray[np.uint16]) -> NDArray[np.float32]:
 def quantize(
     patterns: Patterns, block: int, n_bits: int, seed: int | None
 ) -> tuple[NDArray[np.uint16], NDArray[np.uint16], Bytes]:
-    """(offsets, scales, codes): uniform levels of each block of `block` values, the last one shorter.
+    """Quantize [n] to uniform levels of each block: (offsets, scales, codes); the last may be shorter.
 
     The seed is that of stochastic rounding; None rounds to the nearest level.
     """
@@ -195,7 +193,7 @@ def quantize(
 def dequantize(
     offsets: NDArray[np.uint16], scales: NDArray[np.uint16], codes: Bytes, block: int, largest: float
 ) -> Patterns:
-    """F32 patterns of offset + scale * code, held within +-largest; NaN where the scale is not finite.
+    """Compute offset + scale * code as F32 [n], within +-largest; NaN where the scale is not finite.
 
     The rule of `quant_map.LinearTable`: product and sum in double, one rounding to F32.
     """
@@ -212,7 +210,7 @@ def dequantize(
 
 
 def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
-    """1 for the k greatest magnitudes of each sample, the first ones among equals; NaN is greatest."""
+    """Mark the k greatest magnitudes of each sample, the first among equals, by 1 in [n]; NaN is greatest."""
     magnitudes = (patterns & np.uint32(0x7FFFFFFF)).astype(np.int64).reshape(n_samples, -1)
     chosen = np.argsort(-magnitudes, axis=1, kind="stable")[:, :k]
     mask = np.zeros(magnitudes.shape, np.uint8)
@@ -221,63 +219,63 @@ def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
 
 
 def exclude(patterns: Patterns, mask: Bytes) -> Patterns:
-    """Magnitudes plus one, and zero under the mask: what is chosen next is not chosen twice."""
+    """Give magnitudes plus one, and zero under the mask [n]: what is chosen next is not chosen twice."""
     up = np.minimum((patterns & np.uint32(0x7FFFFFFF)) + np.uint32(1), np.uint32(0x7FFFFFFF))
     return np.where(mask != 0, np.uint32(0), up).astype(np.uint32)
 
 
 def take(patterns: Patterns, mask: Bytes, k: int) -> Patterns:
-    """The k values under the mask, in order."""
+    """Take the k values under the mask [n], in order: [k]."""
     del k
     return patterns[mask != 0]
 
 
 def put(values: Patterns, mask: Bytes) -> Patterns:
-    """Inverse of `take`, zero elsewhere."""
+    """Undo `take`: [k] to [n], zero elsewhere."""
     out = np.zeros(len(mask), np.uint32)
     out[mask != 0] = values
     return out
 
 
 def popcounts(mask: Bytes, n_samples: int) -> list[int]:
-    """Ones of each sample."""
+    """Count the ones of each sample of a mask [n]."""
     return mask.reshape(n_samples, -1).sum(axis=1, dtype=np.int64).tolist()
 
 
 def positions(mask: Bytes) -> NDArray[np.int64]:
-    """Positions of the ones."""
+    """List the positions of the ones in a mask [n]."""
     return np.flatnonzero(mask).astype(np.int64)
 
 
 def mask_at(where: NDArray[np.int64], n: int) -> Bytes:
-    """Inverse of `positions`."""
+    """Undo `positions`: a mask [n]."""
     mask = np.zeros(n, np.uint8)
     mask[where] = 1
     return mask
 
 
 def gaps_of(where: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Zeros before each one."""
+    """Count the zeros before each one, from the positions [k] of the ones."""
     return np.diff(where, prepend=-1) - 1
 
 
 def positions_of(gaps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Inverse of `gaps_of`."""
+    """Undo `gaps_of`: positions [k]."""
     return (gaps + 1).cumsum() - 1
 
 
 def low_bytes(numbers: NDArray[np.int64]) -> Bytes:
-    """The low eight bits of each number."""
+    """Give the low byte of each number [n]."""
     return (numbers & 0xFF).astype(np.uint8)
 
 
 def wide(codes: Bytes) -> NDArray[np.int64]:
-    """Bytes as 64-bit integers."""
+    """Convert bytes [n] to 64-bit integers."""
     return codes.astype(np.int64)
 
 
 def total(numbers: NDArray[np.int64]) -> int:
-    """Sum of integers."""
+    """Sum integers [n]."""
     return int(numbers.sum())
 
 
@@ -291,13 +289,13 @@ def add(a: Patterns, b: Patterns) -> Patterns:
 
 
 def subtract(a: Patterns, b: Patterns) -> Patterns:
-    """Difference of F32 patterns."""
+    """Subtract F32 patterns [n]."""
     with np.errstate(all="ignore"):
         return (a.view(np.float32) - b.view(np.float32)).view(np.uint32)
 
 
 def saturate(patterns: Patterns, largest: float) -> Patterns:
-    """Finite values held within +-largest; what is not finite stays."""
+    """Hold finite values within +-largest; what is not finite stays."""
     values = patterns.view(np.float32)
     limit = np.float32(largest)
     finite = (patterns & np.uint32(INFINITY)) != INFINITY
@@ -305,7 +303,7 @@ def saturate(patterns: Patterns, largest: float) -> Patterns:
 
 
 def all_finite(patterns: Patterns) -> bool:
-    """Whether nothing is an infinity or NaN."""
+    """Tell whether nothing is an infinity or NaN."""
     return not bool(((patterns & np.uint32(INFINITY)) == INFINITY).any())
 
 

@@ -46,27 +46,22 @@ def _wide(units: Tensor) -> Tensor:
 
 
 def zeros(n: int, n_bytes: int, like: Tensor) -> Tensor:
-    """See `wire_reference.zeros`."""
     return torch.zeros(n, dtype=UNIT_TYPES[n_bytes], device=like.device)
 
 
 def from_bytes(buffer: Any, like: Tensor) -> Tensor:
-    """See `wire_reference.from_bytes`."""
     return torch.from_numpy(np.frombuffer(buffer, np.uint8).copy()).to(like.device)
 
 
 def host_bytes(data: Tensor) -> Any:
-    """See `wire_reference.host_bytes`."""
     return data.cpu().numpy()
 
 
 def as_bytes(units: Tensor) -> Tensor:
-    """See `wire_reference.as_bytes`."""
     return units.contiguous().view(torch.uint8)
 
 
 def as_units(data: Tensor, n_bytes: int) -> Tensor:
-    """See `wire_reference.as_units`."""
     if not len(data):
         return zeros(0, n_bytes, data)
     if data.data_ptr() % n_bytes or data.storage_offset() % n_bytes:
@@ -75,25 +70,21 @@ def as_units(data: Tensor, n_bytes: int) -> Tensor:
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:
-    """See `wire_reference.concat`."""
     padded = [torch.nn.functional.pad(part, (0, -len(part) % ALIGN)) for part in parts]
     return torch.cat(padded)
 
 
 def any_nonzero(data: Tensor) -> bool:
-    """See `wire_reference.any_nonzero`."""
     return bool(data.any())
 
 
 def unpack(packed: Tensor, n_bits: int, n: int) -> Tensor:
-    """See `reference.unpack_codes`."""
     out = torch.empty(n, dtype=torch.uint8, device=packed.device)
     disk.unpack_codes(packed, n_bits, out)
     return out
 
 
 def pack(codes: Tensor, n_bits: int) -> Tensor:
-    """See `reference.pack_codes`."""
     return disk.pack_codes(codes, n_bits)
 
 
@@ -102,7 +93,6 @@ def _shift_33(x: Tensor) -> Tensor:
 
 
 def checksum(data: Tensor) -> int:
-    """See `wire_reference.checksum`."""
     words = as_units(data, 8)
     index = torch.arange(1, len(words) + 1, device=data.device)
     x = words + index * _signed(STEP_64)
@@ -168,7 +158,6 @@ def _scales_of(low: Tensor, high: Tensor, n_levels: int) -> tuple[Tensor, Tensor
 
 
 def quantize(patterns: Tensor, block: int, n_bits: int, seed: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """See `wire_reference.quantize`."""
     n, block = len(patterns), min(block, len(patterns))
     rows = _blocks(patterns, block)
     keys = _sortable(rows)
@@ -189,7 +178,6 @@ def _narrow_16(wide_patterns: Tensor) -> Tensor:
 
 
 def dequantize(offsets: Tensor, scales: Tensor, codes: Tensor, block: int, largest: float) -> Tensor:
-    """See `wire_reference.dequantize`."""
     n, block = len(codes), min(block, len(codes))
     rows = _blocks(codes, block)
     offset, scale = _wide(offsets)[:, None], _wide(scales)[:, None]
@@ -217,7 +205,6 @@ def _row_histogram(values: Tensor, weights: Tensor, n_buckets: int) -> Tensor:
 
 
 def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
-    """See `wire_reference.top_mask`."""
     magnitudes = (_wide(patterns) & 0x7FFFFFFF).view(n_samples, -1)
     rest = torch.full((n_samples,), k, dtype=torch.int64, device=patterns.device)
     prefix = torch.zeros_like(rest)
@@ -232,64 +219,54 @@ def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
 
 
 def exclude(patterns: Tensor, mask: Tensor) -> Tensor:
-    """See `wire_reference.exclude`."""
     up = ((_wide(patterns) & 0x7FFFFFFF) + 1).clamp(max=0x7FFFFFFF)
     return torch.where(mask != 0, 0, up).to(torch.int32)
 
 
 def take(patterns: Tensor, mask: Tensor, k: int) -> Tensor:
-    """See `wire_reference.take`; the rank of each one is its place, so no size is asked of the device."""
+    """Take the values under the mask; the rank of each is its place: no size is asked of the device."""
     place = torch.where(mask != 0, mask.to(torch.int64).cumsum(0) - 1, k)
     out = torch.zeros(k + 1, dtype=patterns.dtype, device=patterns.device)
     return out.scatter_(0, place, patterns)[:k]
 
 
 def put(values: Tensor, mask: Tensor) -> Tensor:
-    """See `wire_reference.put`."""
     place = (mask.to(torch.int64).cumsum(0) - 1).clamp(min=0)
     return torch.where(mask != 0, values[place], 0).to(torch.int32)
 
 
 def popcounts(mask: Tensor, n_samples: int) -> list[int]:
-    """See `wire_reference.popcounts`."""
     counts: list[int] = mask.view(n_samples, -1).sum(dim=1, dtype=torch.int64).tolist()
     return counts
 
 
 def positions(mask: Tensor) -> Tensor:
-    """See `wire_reference.positions`."""
     return mask.nonzero()[:, 0]
 
 
 def mask_at(where: Tensor, n: int) -> Tensor:
-    """See `wire_reference.mask_at`."""
     mask = torch.zeros(n, dtype=torch.uint8, device=where.device)
     mask[where] = 1
     return mask
 
 
 def gaps_of(where: Tensor) -> Tensor:
-    """See `wire_reference.gaps_of`."""
     return torch.diff(where, prepend=where.new_full((1,), -1)) - 1
 
 
 def positions_of(gaps: Tensor) -> Tensor:
-    """See `wire_reference.positions_of`."""
     return (gaps + 1).cumsum(0) - 1
 
 
 def low_bytes(numbers: Tensor) -> Tensor:
-    """See `wire_reference.low_bytes`."""
     return (numbers & 0xFF).to(torch.uint8)
 
 
 def wide(codes: Tensor) -> Tensor:
-    """See `wire_reference.wide`."""
     return codes.to(torch.int64)
 
 
 def total(numbers: Tensor) -> int:
-    """See `wire_reference.total`."""
     return int(numbers.sum())
 
 
@@ -297,17 +274,14 @@ def total(numbers: Tensor) -> int:
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """See `wire_reference.add`."""
     return (a.view(torch.float32) + b.view(torch.float32)).view(torch.int32)
 
 
 def subtract(a: Tensor, b: Tensor) -> Tensor:
-    """See `wire_reference.subtract`."""
     return (a.view(torch.float32) - b.view(torch.float32)).view(torch.int32)
 
 
 def saturate(patterns: Tensor, largest: float) -> Tensor:
-    """See `wire_reference.saturate`."""
     values = patterns.view(torch.float32)
     finite = (patterns & INFINITY) != INFINITY
     limit = float(np.float32(largest))
@@ -315,11 +289,9 @@ def saturate(patterns: Tensor, largest: float) -> Tensor:
 
 
 def all_finite(patterns: Tensor) -> bool:
-    """See `wire_reference.all_finite`."""
     return not bool(((patterns & INFINITY) == INFINITY).any())
 
 
 def squared_norm(patterns: Tensor) -> float:
-    """See `wire_reference.squared_norm`."""
     values = patterns.view(torch.float32).to(torch.float64)
     return float(values @ values)

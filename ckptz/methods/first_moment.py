@@ -76,14 +76,14 @@ class StepQuantizer(Quantizer):
     rungs: Rungs | None = None
 
     def found(self, begin: int, end: int, units: Units) -> LevelSums:
-        """Levels of some units by class."""
+        """Sum the levels of units begin..end by class."""
         labels = self.classes.labels(begin, end)
         values, steps = _values(units, self.kind), self.classes.steps[labels]
         indices = first_indices(values, steps, self.dead_zone)
         return LevelSums.of(indices, values, steps, labels, len(self.classes.steps))
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Codes of some units: levels, and escapes for what is beyond them."""
+        """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
         assert self.rungs is not None
         steps = self.classes.steps[self.classes.labels(begin, end)]
         codes = first_indices(_values(units, self.kind), steps, self.dead_zone) - self.rungs.lowest
@@ -111,12 +111,10 @@ class FirstMoment(Recipe):
     name: ClassVar[str] = "first-moment"
 
     def settings(self) -> dict[str, Setting]:
-        """See `Recipe.settings`."""
         return {"step": self.step, "dead_zone": self.dead_zone}
 
     @property
     def companion(self) -> str | None:
-        """See `Recipe.companion`."""
         return self.source
 
     def plan(self, subject: Subject) -> Draft:
@@ -141,7 +139,7 @@ class FirstMoment(Recipe):
 
 
 def _is_in_roots(source: TensorSource, second: TensorSource, run: MapFunction) -> bool:
-    """Whether values are about as large as the roots of second moments, as those of Adam are.
+    """Tell whether values are about as large as the roots of second moments, as those of Adam are.
 
     The first moments of some optimizers are of updates, which are divided by the root already.
     """

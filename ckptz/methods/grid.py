@@ -137,7 +137,6 @@ class UniformGrid(Recipe):
     name: ClassVar[str] = "grid"
 
     def settings(self) -> dict[str, Setting]:
-        """See `Recipe.settings`."""
         chosen = {} if self.dead_zone is None else {"dead_zone": self.dead_zone}
         return {"step": self.step, **chosen}
 
@@ -259,22 +258,20 @@ class Grid(Method):
 
     @property
     def least_elements(self) -> int:
-        """See `Method.least_elements`."""
         return self.min_elements
 
     @property
     def loses_state(self) -> bool:
-        """See `Method.loses_state`."""
         return self.moments is not None
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
-        """See `Method.recipe`: weights of two or more dimensions become lossy, if large enough."""
+        """Give the recipe: weights of two or more dimensions become lossy, if large enough."""
         if not is_large_weight(role, dtype, shape, self.min_elements):
             return EXACT
         return UniformGrid(self.step, self.dead_zone, self.purpose)
 
     def choose(self, file: TensorSet) -> dict[str, Choice]:
-        """See `Method.choose`: weights by themselves, moments by what they belong to."""
+        """Choose for weights by themselves, and for moments by what they belong to."""
         weights = self
         if self.purpose == "auto" and file.is_trained:
             weights = replace(self, purpose="resume")
@@ -284,16 +281,15 @@ class Grid(Method):
         return {name: chooser.choose(name) for name in file.tensors}
 
     def searched(self, *, trains: bool) -> Self:
-        """See `Method.searched`: moments stay exact where no budget would notice what becomes of them."""
+        """Keep moments exact where no budget would notice what becomes of them."""
         return self if trains else replace(self, moments=None)
 
     @property
     def multiplier(self) -> float:
-        """See `Method.multiplier`."""
         return self.step
 
     def scaled(self, multiplier: float) -> Self:
-        """See `Method.scaled`: moments follow in proportion, up to steps where errors are no longer small."""
+        """Scale moments in proportion, up to steps where errors are no longer small."""
         moments = self.moments
         if moments is not None:
             moments = replace(
@@ -304,7 +300,7 @@ class Grid(Method):
         return replace(self, step=multiplier, moments=moments)
 
     def recorded(self, records: Sequence[Record]) -> Self | None:
-        """See `Method.recorded`: the multiplier that most weights have."""
+        """Find the multiplier that most weights have."""
         step = usual_setting([record for record in records if record.method == self.name], "step")
         found = None if step is None else settings_of(type(self), {"step": step})
         return None if found is None else replace(self, step=found.step)
@@ -454,7 +450,7 @@ class GridQuantizer(Quantizer):
     most: int
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Codes of some units."""
+        """Give the codes of units begin..end, uint8 [end - begin]."""
         return np.minimum(self.grid.codes(begin, end, units), np.uint8(2 * self.most + 1))
 
 

@@ -151,11 +151,10 @@ class Clusters(Recipe):
 
     @property
     def prunes(self) -> bool:
-        """See `Recipe.prunes`."""
         return self.wanted.prune > 0
 
     def settings(self) -> dict[str, Setting]:
-        """See `Recipe.settings`; rankings and roundings stand there only where they are not usual."""
+        """List the settings; rankings and roundings stand there only where they are not usual."""
         wanted = self.wanted
         asked: dict[str, Setting] = {
             "levels": wanted.levels,
@@ -347,7 +346,7 @@ class KMeans(Method):
                 raise ConfigError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
-        """See `Method.recipe`: weights of two or more dimensions become lossy, if large enough."""
+        """Give the recipe: weights of two or more dimensions become lossy, if large enough."""
         if not is_large_weight(role, dtype, shape, self.min_elements):
             return EXACT
         levels = self.levels
@@ -367,22 +366,20 @@ class KMeans(Method):
 
     @property
     def least_elements(self) -> int:
-        """See `Method.least_elements`."""
         return self.min_elements
 
     def of_parts(self) -> Self:
-        """See `Method.of_parts`."""
         if {self.prune_by, self.protect_by} != {"magnitude"}:
             raise ConfigError("shards are ranked by magnitude; leave prune_by and protect_by out")
         return replace(self, min_elements=1)
 
     @classmethod
     def reference(cls) -> Self:
-        """See `Method.reference`: what the paper keeps, and how."""
+        """Give what the paper keeps, and how."""
         return cls(protect_as="bf16", protect_by="either")
 
     def recorded(self, records: Sequence[Record]) -> Self | None:
-        """See `Method.recorded`: the settings that most tensors have."""
+        """Find the settings that most tensors have."""
         found = [record for record in records if record.method == self.name]
         if not found:
             return None
@@ -419,7 +416,7 @@ class Ranked:
 def rank(
     source: TensorSource, guide: Guide, wanted: Partitions, run: MapFunction = map
 ) -> tuple[Ranked | None, str]:
-    """The sensitivities, where they are wanted and known, and a note where they are only wanted."""
+    """Rank by sensitivity where that is wanted and known; gives a note where it is only wanted."""
     if not wanted.needs_sensitivity:
         return None, ""
     found = sensitivities_of(source, guide)

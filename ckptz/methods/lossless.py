@@ -73,7 +73,6 @@ class Lossless(Method):
     is_lossy: ClassVar[bool] = False
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
-        """See `Method.recipe`."""
         del role, dtype, shape
         return Exact(self.sparse)
 
@@ -104,7 +103,7 @@ def _plain_bits(units: NDArray[Any], dtype: DType) -> float:
 
 
 def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
-    """The plan that decodes fastest: by the positions of changed units, unless too many are.
+    """Plan what decodes fastest: by the positions of changed units, unless too many are.
 
     Args:
         source: the tensor.
@@ -122,7 +121,7 @@ def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunctio
 
 
 def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
-    """The plan that measures smallest.
+    """Plan what measures smallest.
 
     Args:
         source: the tensor.

@@ -63,7 +63,7 @@ class Prediction:
     outer: Outer | None = None
 
     def orders(self, begin: int, end: int) -> Integers:
-        """Predicted bit patterns of some units, in the order of the values."""
+        """Predict the bit patterns of units begin..end, [end - begin], in the order of the values."""
         if self.base is not None:
             units = self.base.units(begin, end)
         elif self.outer is not None:
@@ -85,7 +85,7 @@ class LadderQuantizer(Quantizer):
     rungs: Rungs | None = None
 
     def indices(self, begin: int, end: int, units: Units) -> tuple[Integers, NDArray[np.bool_]]:
-        """The level of each unit, and whether that level restores a finite number above zero."""
+        """Find the level of each unit, and whether that level restores a finite number above zero."""
         predicted = self.prediction.orders(begin, end)
         indices, is_restored = np.empty(len(units), np.int64), np.empty(len(units), np.bool_)
         drawn = rounding().thresholds(self.key, begin, end - begin)
@@ -122,7 +122,7 @@ class LadderQuantizer(Quantizer):
         return roots
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Codes of some units: levels, exact zeros, exceptions."""
+        """Give the codes of units begin..end, uint8 [end - begin]: levels, exact zeros, exceptions."""
         assert self.rungs is not None
         indices, is_restored = self.indices(begin, end, units)
         codes = indices - self.rungs.lowest
@@ -154,7 +154,6 @@ class SecondMoment(Recipe):
     name: ClassVar[str] = "second-moment"
 
     def settings(self) -> dict[str, Setting]:
-        """See `Recipe.settings`."""
         return {"step": self.step}
 
     def plan(self, subject: Subject) -> Draft:

@@ -55,7 +55,6 @@ class Rounding(Recipe):
     name: ClassVar[str] = "rounding"
 
     def settings(self) -> dict[str, Setting]:
-        """See `Recipe.settings`."""
         return {"bits": self.bits}
 
     def rounded(self, units: Units, kind: int, begin: int) -> Units:
@@ -106,5 +105,4 @@ class RoundedSource(SourceOf):
     rounding: Rounding
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         return self.rounding.rounded(self.source.units(begin, end), KINDS[self.dtype.name], begin)

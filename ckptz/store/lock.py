@@ -19,14 +19,13 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Protocol, Self
+from typing import Final, Protocol, Self
 
 from ckptz.errors import ConfigError, WriteError
-from ckptz.store.places import LocalFolder, Place
+from ckptz.store.places import Place
 
 try:
     import fcntl as _fcntl
@@ -53,11 +52,9 @@ class Lock(Protocol):
         Raises:
             WriteError: another writer took it.
         """
-        ...
 
     def release(self) -> None:
         """Let others write."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +69,15 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Self:
-        """A holder with a new token."""
+        """Make a holder with a new token for this process."""
         return cls(secrets.token_hex(8), os.getpid(), socket.gethostname(), time.time())
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
-        """Inverse of `pack`; None for anything else, as a killed writer may leave it."""
-        try:
-            fields: Any = json.loads(text)
-            return cls(**fields)
-        except (ValueError, TypeError):
-            return None
-
-    def pack(self) -> bytes:
-        """As JSON."""
-        return json.dumps(asdict(self)).encode()
+        """Read a holder from JSON; None for anything else, as a killed writer may leave it."""
+        with contextlib.suppress(ValueError, TypeError):
+            return cls(**json.loads(text))
+        return None
 
     @property
     def is_dead(self) -> bool:
@@ -102,9 +93,9 @@ class Holder:
         return False
 
 
-def _refused(folder: str, holder: Holder | None) -> ConfigError:
+def _refused(folder: str, text: bytes | None) -> ConfigError:
     who = "another process"
-    if holder is not None:
+    if text is not None and (holder := Holder.parse(text)) is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
         who = f"process {holder.pid} on {holder.host} since {since}"
     return ConfigError(f"{folder}: {who} is writing here already; wait for it, or stop it")
@@ -130,22 +121,18 @@ class FileLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException as error:
             text = os.pread(self._descriptor, 4096, 0)
-            self._close()
+            self.release()
             if isinstance(error, BlockingIOError):
-                raise _refused(str(folder), Holder.parse(text)) from None
+                raise _refused(str(folder), text) from None
             raise
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, Holder.this_process().pack(), 0)
+        os.pwrite(self._descriptor, json.dumps(asdict(Holder.this_process())).encode(), 0)
         _held.add(self)
 
     def check(self) -> None:
-        """See `Lock.check`: the system would not give it to two."""
+        """Do nothing: the system would not give it to two."""
 
     def release(self) -> None:
-        """See `Lock.release`."""
-        self._close()
-
-    def _close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -154,7 +141,7 @@ class FileLock:
 def _forget_in_child() -> None:
     # A forked data loader shares the open file, and would hold the lock for a trainer that was killed.
     for lock in list(_held):
-        lock._close()
+        lock.release()
 
 
 if hasattr(os, "register_at_fork"):
@@ -183,7 +170,7 @@ class Lease:
         self._write()
         time.sleep(min(SETTLE_SECONDS, beat))
         if not self._is_ours():
-            raise self._refused(self._read())
+            raise _refused(self._place.name, self._read())
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="ckptz-lease", daemon=True)
         self._thread.start()
@@ -200,10 +187,7 @@ class Lease:
             if now is None:
                 return
             if now != found:
-                raise self._refused(now)
-
-    def _refused(self, text: bytes | None) -> ConfigError:
-        return _refused(self._place.name, None if text is None else Holder.parse(text))
+                raise _refused(self._place.name, now)
 
     def _read(self) -> bytes | None:
         """The lease; one without sense may be half of one that is held, and is waited for like any."""
@@ -215,7 +199,7 @@ class Lease:
 
     def _write(self) -> None:
         with self._place.publish(LEASE_NAME) as file:
-            file.write(self._holder.pack())
+            file.write(json.dumps(asdict(self._holder)).encode())
 
     def _is_ours(self) -> bool:
         text = self._read()
@@ -228,12 +212,10 @@ class Lease:
             with contextlib.suppress(Exception):
                 if not self._is_ours():
                     return
-                fields = asdict(self._holder) | {"beat": self._holder.beat + 1}
-                self._holder = Holder(**fields)
+                self._holder = replace(self._holder, beat=self._holder.beat + 1)
                 self._write()
 
     def check(self) -> None:
-        """See `Lock.check`."""
         if not self._is_ours():
             raise WriteError(
                 errno.EBUSY,
@@ -242,7 +224,6 @@ class Lease:
             )
 
     def release(self) -> None:
-        """See `Lock.release`."""
         self._is_over.set()
         self._thread.join()
         with contextlib.suppress(Exception):
@@ -251,7 +232,7 @@ class Lease:
 
 
 def acquire(place: Place, folder: Path | None) -> Lock:
-    """The lock of a folder.
+    """Take the lock of a folder.
 
     Args:
         place: the folder.
@@ -270,25 +251,10 @@ def acquire(place: Place, folder: Path | None) -> Lock:
     return Lease(place)
 
 
-@contextlib.contextmanager
-def locked(place: Place, folder: Path | None) -> Iterator[Lock]:
-    """The lock of a folder while the block lasts."""
-    lock = acquire(place, folder)
-    try:
-        yield lock
-    finally:
-        lock.release()
-
-
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the `flock` of a local folder."""
+    """Tell whether a process holds the `flock` of a local folder."""
     try:
         FileLock(folder).release()
     except ConfigError:
         return True
     return False
-
-
-def local_folder_of(place: Place) -> Path | None:
-    """The path of a place, if it is a folder of this machine."""
-    return Path(place.name) if isinstance(place, LocalFolder) else None

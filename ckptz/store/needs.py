@@ -18,7 +18,6 @@ class Named(Protocol):
     @property
     def name(self) -> str:
         """For messages."""
-        ...
 
     def __hash__(self) -> int: ...
 
@@ -44,7 +43,7 @@ class Needs(Generic[T]):
 def needs_of(
     kept: Iterable[T], bases_of: Callable[[T], Iterable[T]], may_need: Callable[[T], Collection[T]]
 ) -> Needs[T]:
-    """What must not be deleted beside `kept`.
+    """Find what must not be deleted beside `kept`.
 
     Args:
         kept: what stays.

@@ -32,7 +32,7 @@ class LiveTensor(TensorSource):
     """A tensor in use: its units may be read and written in place; subclasses say how."""
 
     def take(self, positions: Positions) -> Units:
-        """Units at positions of the whole tensor, in memory of their own."""
+        """Read units at positions of the whole tensor, in memory of their own."""
         raise NotImplementedError
 
     def put(self, positions: Positions, units: Units) -> None:
@@ -168,9 +168,6 @@ def _check_fit(container: Container, live: Mapping[str, LiveTensor]) -> None:
             )
 
 
-# --- before anything is written -----------------------------------------------------------------
-
-
 def _prepare(
     container: Container,
     live: Mapping[str, LiveTensor],
@@ -182,17 +179,17 @@ def _prepare(
     stand_alone: list[str] = []
     tasks = _tasks(container, live, stand_alone, allow)
     edits = [edit for edit in workers.map(prepare, tasks) if edit is not None]
-    if check == "base" and container.index.base is not None and stand_alone:
-        # Tensors that are stored whole restore from any base, so they say nothing of this one.
-        _check_not_applied(container, live)
+    base = container.index.base
+    new_id = container.index.content_id
+    # Tensors that are stored whole restore from any base, so they say nothing of this one.
+    is_in_doubt = check == "base" and base is not None and stand_alone and base.content_id != new_id
+    if is_in_doubt and _live_content_id(container, live) == new_id:
+        raise _wrong_base(container, live, MissingBaseError(""))
     return edits
 
 
 def _tasks(
-    container: Container,
-    live: Mapping[str, LiveTensor],
-    stand_alone: list[str],
-    allow: Callable[[int], None],
+    container: Container, live: Mapping[str, LiveTensor], stand_alone: list[str], allow: Callable[[int], None]
 ) -> Iterator[_Task]:
     """Every chunk; the names of tensors that need no base are appended to `stand_alone`."""
     spare_bytes = 0
@@ -228,7 +225,10 @@ def _changes(task: _Task) -> Changes | None:
 def _edit_of_checked(task: _Task) -> _Edit | None:
     changes = _changes(task)
     if changes is None:
-        return _dense_edit(task, _is_present(task))
+        is_alone = not task.source.needs_other_file
+        if is_alone and xxh64(task.target.units(task.begin, task.end)) == task.checksum:
+            return None  # which is quicker to see than to decode
+        return _dense_edit(task)
     units = task.target.units(task.begin, task.end)
     if not len(changes):
         _require_checksum(task, units)
@@ -245,7 +245,7 @@ def _edit_of_trusted(task: _Task) -> _Edit | None:
     task.source.check_chunk(task.index)
     changes = _changes(task)
     if changes is None:
-        return _dense_edit(task, False)
+        return _dense_edit(task)
     if not len(changes):
         return None
     old = task.target.take(changes.positions + task.begin)
@@ -257,16 +257,7 @@ def _sparse_edit(task: _Task, changes: Changes, old: Units, new: Units) -> _Edit
     return _Edit(task.source.entry.name, task.target, task.begin, len(new), new, positions, old)
 
 
-def _is_present(task: _Task) -> bool:
-    """Whether a chunk that stands alone is there already, which is quicker to see than to decode."""
-    if task.source.needs_other_file:
-        return False
-    return xxh64(task.target.units(task.begin, task.end)) == task.checksum
-
-
-def _dense_edit(task: _Task, is_present: bool) -> _Edit | None:
-    if is_present:
-        return None
+def _dense_edit(task: _Task) -> _Edit:
     n_units = task.end - task.begin
     new = np.empty(n_units, UNIT_TYPES[task.source.dtype.unit_bytes])
     try:
@@ -303,18 +294,8 @@ def _other_values(task: _Task) -> MissingBaseError:
     return MissingBaseError(f"tensor {task.source.entry.name!r} holds other values")
 
 
-# --- a base that does not fit -------------------------------------------------------------------
-
-
 def _live_content_id(container: Container, live: Mapping[str, LiveTensor]) -> str:
     return content_id_of({name: live[name] for name in container.tensors})
-
-
-def _check_not_applied(container: Container, live: Mapping[str, LiveTensor]) -> None:
-    index = container.index
-    assert index.base is not None
-    if index.content_id != index.base.content_id and _live_content_id(container, live) == index.content_id:
-        raise _wrong_base(container, live, MissingBaseError(""))
 
 
 def _wrong_base(container: Container, live: Mapping[str, LiveTensor], error: MissingBaseError) -> CkptzError:
@@ -331,26 +312,18 @@ def _wrong_base(container: Container, live: Mapping[str, LiveTensor], error: Mis
     )
 
 
-# --- writing ------------------------------------------------------------------------------------
-
-
 def _commit(edits: Sequence[_Edit]) -> None:
-    n_begun = 0
+    """Write all new values, or the old ones again; where even that fails, say which may be changed."""
+    begun: list[_Edit] = []
     try:
         for edit in edits:
-            n_begun += 1
+            begun.append(edit)
             edit.apply()
-    except BaseException as error:
-        _take_back(edits[:n_begun], error)
+    except BaseException as cause:
+        try:
+            for edit in reversed(begun):
+                edit.undo()
+        except BaseException as error:
+            what = f"tensors {sorted({edit.name for edit in begun})} may hold some new values ({cause})"
+            raise CkptzError(f"{what}; load an anchor over them") from error
         raise
-
-
-def _take_back(edits: Sequence[_Edit], cause: BaseException) -> None:
-    """Write the old values again; where even that fails, say which tensors may be changed."""
-    try:
-        for edit in reversed(edits):
-            edit.undo()
-    except BaseException as error:
-        names = sorted({edit.name for edit in edits})
-        broken = CkptzError(f"tensors {names} may hold some new values ({cause}); load an anchor over them")
-        raise broken from error

@@ -13,7 +13,7 @@ Tensors = Mapping[str, TensorSource]
 
 
 def needed_bases(checkpoint: Checkpoint) -> tuple[NeededBase, ...]:
-    """What the tensors of a checkpoint are decoded from beside their own frames, nearest base first.
+    """Give what the tensors of a checkpoint are decoded from beside their own frames, nearest base first.
 
     Raises:
         FormatError: a file of the chain is damaged.

@@ -1,23 +1,27 @@
-"""Where the files of a store live beside this machine: uploads of finished files, reads by range."""
+"""Folders behind fsspec URLs: uploads of finished files, reads by range or of whole files."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
+import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.container.byte_source import ByteSource
+from ckptz.container.byte_source import ByteSource, FileBytes
 from ckptz.container.publish import publish
-from ckptz.errors import TruncatedError
-from ckptz.store.places import Place, RemoteFolder
+from ckptz.errors import ConfigError, TruncatedError
+from ckptz.store.places import LocalFolder
 
 READ_AHEAD: Final = 1 << 16  # header and index of most files are two requests
+_FILE_URL: Final = "file://"
 
 
 class _Ranges:
@@ -25,11 +29,10 @@ class _Ranges:
 
     def __init__(self, folder: UploadFolder, name: str, size: int) -> None:
         self._folder, self._file = folder, name
-        self.name, self.size = f"{folder.name.rstrip('/')}/{name}", size
+        self.name, self.size = folder.full_name(name), size
         self._begin, self._read = 0, b""
 
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
-        """See `ByteSource.read`."""
         end = offset + n_bytes
         if end > self.size:
             raise TruncatedError(f"{self.name}: is cut off: it has {self.size} bytes and should have {end}")
@@ -43,19 +46,83 @@ class _Ranges:
         return part.copy()
 
     def close(self) -> None:
-        """Let go of what was read."""
         self._read = b""
 
 
-class UploadFolder(RemoteFolder):
-    """A remote folder whose files are finished before they are uploaded."""
+class _Downloaded(FileBytes):
+    """A local copy that goes with the last who reads it."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        super().__init__(path)
+        self.name = name
+        path.unlink()  # the open file keeps its bytes
+
+
+class UploadFolder:
+    """A folder behind an fsspec URL, whose files are finished before they are uploaded.
+
+    An object store shows an upload when it is complete. Elsewhere fsspec's transactions write aside and
+    rename, where the file system implements them; where not, an upload that is cut off leaves a file that
+    ends early.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.name = url
+        try:  # optional, and slow to load: only a URL asks for it
+            core = importlib.import_module("fsspec.core")
+        except ModuleNotFoundError:
+            raise ConfigError("a URL needs fsspec; install it with: pip install 'ckptz[remote]'") from None
+        self._fs, root = core.url_to_fs(url)
+        self._root = str(root).rstrip("/")
+
+    def full_name(self, name: str) -> str:
+        """Name a file of the folder for messages."""
+        return f"{self.name.rstrip('/')}/{name}"
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def sizes(self) -> dict[str, int]:
+        self._fs.invalidate_cache(self._root)
+        try:
+            entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        files = (entry for entry in entries if entry["type"] != "directory")
+        return {entry["name"].rsplit("/", 1)[-1]: self._size(entry) for entry in files}
+
+    def _size(self, entry: dict[str, Any]) -> int:
+        size = entry["size"] if entry["size"] is not None else self._fs.size(entry["name"])
+        if size is None:
+            raise OSError(errno.EIO, f"{entry['name']}: the store does not say how long it is")
+        return int(size)
+
+    def open(self, name: str) -> ByteSource:
+        handle, path = tempfile.mkstemp(prefix="ckptz-", suffix=".download")
+        os.close(handle)
+        try:
+            self._fs.get_file(self._path(name), path)
+            return _Downloaded(Path(path), self.full_name(name))
+        finally:
+            Path(path).unlink(missing_ok=True)
+
+    def peek(self, name: str, size: int) -> ByteSource:
+        ranges = _Ranges(self, name, size)
+        with contextlib.suppress(NotImplementedError, ValueError, OSError):
+            ranges.read(0, min(size, READ_AHEAD))
+            return ranges
+        whole = self.open(name)
+        if whole.size != size:
+            whole.close()
+            raise _short(whole.name, whole.size, size)
+        return whole
+
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Read bytes begin..end of a file."""
+        return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
 
     def upload(self, path: Path, name: str) -> None:
-        """Put a local file there under its final name; nothing there is sought in.
-
-        Object stores show it when it is complete, and so do file systems that can rename. Elsewhere an
-        upload that is cut off leaves a file that ends early.
-        """
+        """Put a local file there under its final name; nothing there is sought in."""
         self._fs.makedirs(self._root, exist_ok=True)
         try:
             with self._fs.transaction:
@@ -65,7 +132,6 @@ class UploadFolder(RemoteFolder):
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """See `Place.publish`."""
         with tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=".upload") as spool:
             yield spool  # type: ignore[misc]  # a wrapper that reads, writes and seeks like a file
             spool.flush()
@@ -80,40 +146,27 @@ class UploadFolder(RemoteFolder):
         with publish(path) as file:
             self._fs.get_file(self._path(name), file.name)
 
-    def _size(self, entry: dict[str, Any]) -> int:
-        size = entry["size"] if entry["size"] is not None else self._fs.size(entry["name"])
-        if size is None:
-            raise OSError(errno.EIO, f"{entry['name']}: the store does not say how long it is")
-        return int(size)
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
 
-    def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Bytes begin..end of a file."""
-        return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
-
-    def peek(self, name: str, size: int) -> ByteSource:
-        """A file whose header and index are wanted: by ranges where the store can, else downloaded."""
-        ranges = _Ranges(self, name, size)
-        with contextlib.suppress(NotImplementedError, ValueError, OSError):
-            ranges.read(0, min(size, READ_AHEAD))
-            return ranges
-        whole = self.open(name)
-        if whole.size != size:
-            whole.close()
-            raise _short(whole.name, whole.size, size)
-        return whole
+    @contextlib.contextmanager
+    def fetched(self, names: Iterable[str]) -> Iterator[Path]:
+        folder = Path(tempfile.mkdtemp(prefix="ckptz-"))
+        try:
+            for name in names:
+                self._fs.get_file(self._path(name), str(folder / name))
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def peeked(place: Place, name: str, size: int) -> ByteSource:
-    """A file of any folder whose header and index are wanted.
-
-    Args:
-        place: the folder.
-        name: of the file.
-        size: its bytes, as listed.
-    """
-    if isinstance(place, RemoteFolder):
-        return (place if isinstance(place, UploadFolder) else UploadFolder(place.name)).peek(name, size)
-    return place.open(name)
+def place_of(folder_or_url: str | os.PathLike[str]) -> LocalFolder | UploadFolder:
+    """Give the folder that a path or an fsspec URL such as "s3://bucket/run" names; it need not exist."""
+    text = os.fspath(folder_or_url)
+    if text.startswith(_FILE_URL):
+        return LocalFolder(Path(text.removeprefix(_FILE_URL)))
+    return UploadFolder(text) if "://" in text else LocalFolder(Path(text))
 
 
 def _short(name: str, found: int, wanted: int) -> OSError:

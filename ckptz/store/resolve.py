@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -53,7 +53,7 @@ class Checkpoint:
         return self.container.index.depth if self.container else 0
 
     def content_id(self) -> str:
-        """Content id; a plain file is read whole for it."""
+        """Give the content id; a plain file is read whole for it."""
         return self.container.index.content_id if self.container else content_id_of(self.tensors)
 
     def close(self) -> None:
@@ -63,25 +63,20 @@ class Checkpoint:
 
 
 def open_file(source: ByteSource) -> Container | PlainFile:
-    """One file, by what it says it is: `.ckptz` or plain safetensors. Closes `source` if it is neither."""
+    """Open one file by what it says it is, `.ckptz` or plain safetensors; close `source` if it is neither."""
     try:
-        return _open_file(source)
+        envelope = read_envelope(source)
+        if is_ckptz(envelope.metadata):
+            return Container(source, envelope)
+        for region in envelope.regions:
+            # One flipped bit in the metadata must not turn frames into tensors of bytes.
+            if region.name.startswith(RESERVED_PREFIX):
+                what = f"tensor {region.name!r} in a file that is not a .ckptz file"
+                raise CorruptionError(f"{source.name}: {what}")
+        return PlainFile(source, envelope)
     except BaseException:
         source.close()
         raise
-
-
-def _open_file(source: ByteSource) -> Container | PlainFile:
-    envelope = read_envelope(source)
-    if is_ckptz(envelope.metadata):
-        return Container(source, envelope)
-    for region in envelope.regions:
-        # One flipped bit in the metadata must not turn frames into tensors of bytes.
-        if region.name.startswith(RESERVED_PREFIX):
-            raise CorruptionError(
-                f"{source.name}: tensor {region.name!r} in a file that is not a .ckptz file"
-            )
-    return PlainFile(source, envelope)
 
 
 def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoint:
@@ -106,29 +101,19 @@ def open_source(source: ByteSource, folders: Sequence[Path] = ()) -> Checkpoint:
     file = open_file(source)
     if isinstance(file, PlainFile):
         return Checkpoint(file.name, file.tensors, file.metadata, None, (file,))
-    try:
-        files = _open_chain(file, folders)
-    except BaseException:
-        file.close()
-        raise
-    return Checkpoint(file.name, file.tensors, file.index.metadata, file, files)
-
-
-def _open_chain(container: Container, folders: Sequence[Path]) -> tuple[Container | PlainFile, ...]:
-    files: list[Container | PlainFile] = [container]
-    try:
+    files: list[Container | PlainFile] = [file]
+    with contextlib.ExitStack() as held:
+        held.callback(file.close)
         while isinstance(last := files[-1], Container) and (ref := last.index.base) is not None:
             check_reference(last, ref)
             base = _find_base(last, ref, folders)
+            held.callback(base.close)
             last.bases = base.tensors
             files.append(base)
             if isinstance(base, Container):
                 base.share_caches(last)
-    except BaseException:
-        for file in files[1:]:
-            file.close()
-        raise
-    return tuple(files)
+        held.pop_all()
+    return Checkpoint(file.name, file.tensors, file.index.metadata, file, tuple(files))
 
 
 def check_reference(container: Container, ref: BaseRef) -> None:
@@ -152,13 +137,13 @@ def _is_plain_name(file: str) -> bool:
 def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Container | PlainFile:
     unusable: list[str] = []
     metadata = delta.base_metadata()
-    for path, accepts in _candidates(ref, folders):
+    for path in _candidates(ref, folders):
         try:
             file = open_file(FileBytes(path))
         except (CkptzError, OSError) as error:
             unusable.append(str(error))
             continue
-        is_base = accepts(file, delta, ref)
+        is_base = _is_base(file, delta, ref)
         if is_base and _has_metadata(file, metadata):
             return file
         file.close()
@@ -170,7 +155,7 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
 
 
 def missing_base(delta: str, ref: BaseRef, unusable: Sequence[str] = ()) -> MissingBaseError:
-    """The error for a delta, called `delta`, whose base is not found; `unusable` says what else was."""
+    """Make the error for a delta, called `delta`, whose base is not found; `unusable` says what else was."""
     found = f" ({unusable[0]})" if unusable else ""
     return MissingBaseError(
         f"{delta}: its base {ref.title} is not here{found}; "
@@ -178,19 +163,13 @@ def missing_base(delta: str, ref: BaseRef, unusable: Sequence[str] = ()) -> Miss
     )
 
 
-_Accepts = Callable[[Container | PlainFile, Container, BaseRef], bool]
-
-
-def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[tuple[Path, _Accepts]]:
-    """Files that may be the base, the likely ones first, each with how to tell."""
-    for folder in folders:
-        if (hinted := folder / ref.file).is_file():
-            yield hinted, _is_base
+def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[Path]:
+    """Files that may be the base, the likely ones first."""
+    yield from (hinted for folder in folders if (hinted := folder / ref.file).is_file())
     for suffix in (SUFFIX, PLAIN_SUFFIX):
         for folder in folders:
-            for path in sorted(folder.glob(f"*{suffix}")):
-                if path.name != ref.file and path.is_file():
-                    yield path, _is_base
+            others = (path for path in sorted(folder.glob(f"*{suffix}")) if path.name != ref.file)
+            yield from (path for path in others if path.is_file())
 
 
 def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> bool:
@@ -206,7 +185,7 @@ def _has_metadata(file: Container | PlainFile, expected: int | None) -> bool:
 
 
 def fits(file: PlainFile, delta: Container) -> bool:
-    """Whether every tensor of the delta that needs one has a base of its dtype and shape in `file`."""
+    """Tell whether every tensor of the delta that needs one has a base of its dtype and shape in `file`."""
     for name, source in delta.tensors.items():
         found = file.tensors.get(name)
         if found is not None and (found.dtype, found.shape) == (source.dtype, source.shape):
@@ -218,7 +197,7 @@ def fits(file: PlainFile, delta: Container) -> bool:
 
 
 def base_ref(base: Checkpoint) -> BaseRef:
-    """How a new delta names `base`.
+    """Name `base` as a new delta does.
 
     Raises:
         ConfigError: by a name that no reader would accept.
@@ -228,13 +207,13 @@ def base_ref(base: Checkpoint) -> BaseRef:
 
 
 def base_metadata(base: Checkpoint | None) -> int | None:
-    """What a delta records of the metadata of a base that is a plain file; None for other bases."""
+    """Give what a delta records of the metadata of a plain base, a checksum; None for other bases."""
     is_plain = base is not None and base.container is None
     return metadata_checksum(base.metadata) if base is not None and is_plain else None
 
 
 def base_file_name(path: Path) -> str:
-    """What a delta records of where its base is.
+    """Give what a delta records of where its base is.
 
     Raises:
         ConfigError: a name that is not UTF-8, or has control characters.

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.store.needs import needs_of
@@ -50,7 +50,7 @@ class KeepRules:
             raise ConfigError(f"best must be 0 or more, got {self.best}")
 
     def kept(self, steps: Iterable[int], metrics: Mapping[int, float]) -> set[int]:
-        """Those of `steps` that are kept.
+        """Choose those of `steps` that are kept.
 
         Args:
             steps: all that are there.
@@ -73,11 +73,8 @@ class KeepPolicy(KeepRules):
     """The rules for whole steps, and others for weights that stay without their state.
 
     Attributes:
-        last: see `KeepRules`, which hold for steps that training can resume from.
-        every: the same.
-        best: the same.
-        lower_is_better: the same.
-        weights: rules for weights; by default they go with their state.
+        weights: rules for weights; by default they go with their state. The others are those of
+            `KeepRules`, for steps that training can resume from.
 
     Example:
         >>> from ckptz import KeepPolicy
@@ -96,29 +93,23 @@ Rules = tuple[int | None, int | None, int | None]  # last, every, best
 
 
 def keep_policy(*, steps: Rules, weights: Rules, lower_is_better: bool) -> KeepPolicy:
-    """The policy of some rules, each of which may be None; without any for steps, all stay.
+    """Make the policy of some rules, each of which may be None; without any for steps, all stay.
 
     Args:
         steps: for whole steps.
         weights: for weights that stay without their state.
         lower_is_better: what "best" means.
     """
-    return KeepPolicy(
-        last=_last(steps),
-        every=steps[1],
-        best=steps[2] or 0,
-        lower_is_better=lower_is_better,
-        weights=None
-        if weights == (None, None, None)
-        else KeepRules(
-            last=_last(weights), every=weights[1], best=weights[2] or 0, lower_is_better=lower_is_better
-        ),
-    )
+    is_any = weights != (None, None, None)
+    of_weights = KeepRules(**_fields(weights), lower_is_better=lower_is_better) if is_any else None
+    return KeepPolicy(**_fields(steps), lower_is_better=lower_is_better, weights=of_weights)
 
 
-def _last(rules: Rules) -> int | None:
+def _fields(rules: Rules) -> dict[str, Any]:
+    last, every, best = rules
     # The newest stays whatever the other rules are; without any, everything does.
-    return 1 if rules[0] is None and rules != (None, None, None) else rules[0]
+    last = 1 if last is None and rules != (None, None, None) else last
+    return {"last": last, "every": every, "best": best or 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,16 +141,6 @@ class PruneReport:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """What shall become of each file."""
-
-    kept: frozenset[StepFile]
-    hidden: frozenset[StepFile]
-    removed: frozenset[StepFile]
-    notes: tuple[str, ...]
-
-
 def prune(
     store: StepStore, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
@@ -182,28 +163,29 @@ def prune(
     facts, unread = _facts_of(store, rest)
     if later:
         _check_goes_back(store.name, rest, unread)
-    decision = _decide(rest, facts, unread, policy)
-    removed = sorted({*later, *decision.removed}, key=_newest_first)
+    kept, hidden, notes = _decide(rest, facts, unread, policy)
+    unneeded = {*later, *rest.sizes} - kept - hidden
+    removed = sorted(unneeded, key=lambda file: (-file.step, file.kind != "weights"))
     if not dry_run:
         store.check_lock()
-        for file in sorted(decision.hidden - listing.hidden, reverse=True):
+        for file in sorted(hidden - listing.hidden, reverse=True):
             store.hide(file)
         for file in removed:
             store.remove(file)
-    states = {file.step for file in decision.kept if file.kind == "state"}
-    weights = {file.step for file in decision.kept if file.kind == "weights"}
+    states = {file.step for file in kept if file.kind == "state"}
+    weights = {file.step for file in kept if file.kind == "weights"}
     removed_bytes = sum(listing.sizes[file] for file in removed)
     return PruneReport(
         folder=store.name,
         steps=tuple(sorted(weights & states)),
         weights_only=tuple(sorted(weights - states)),
-        hidden=tuple(file.name for file in sorted(decision.hidden)),
+        hidden=tuple(file.name for file in sorted(hidden)),
         removed=tuple(file.name for file in removed),
         kept_bytes=sum(listing.sizes.values()) - removed_bytes,
         removed_bytes=removed_bytes,
         dry_run=dry_run,
         seconds=time.perf_counter() - start,
-        notes=decision.notes,
+        notes=notes,
     )
 
 
@@ -224,11 +206,7 @@ def _facts_of(store: StepStore, listing: Listing) -> tuple[Facts, Unread]:
 
 
 def _check_goes_back(name: str, rest: Listing, unread: Unread) -> None:
-    """Refuse to remove later steps unless there is one to go on from.
-
-    Raises:
-        ConfigError: there is none, or it cannot be read.
-    """
+    """Refuse to remove later steps unless there is one to go on from, which can be read."""
     if not rest.weights_steps:
         raise ConfigError(f"{name}: no step would be left to go on from; name one that is there")
     newest = rest.weights_steps[-1]
@@ -240,32 +218,26 @@ def _check_goes_back(name: str, rest: Listing, unread: Unread) -> None:
             )
 
 
-def _decide(listing: Listing, facts: Facts, unread: Unread, policy: KeepPolicy) -> _Decision:
+def _decide(
+    listing: Listing, facts: Facts, unread: Unread, policy: KeepPolicy
+) -> tuple[set[StepFile], set[StepFile], tuple[str, ...]]:
+    """(files that stay, files that stay only because those need them, notes)."""
     metrics = {file.step: fact.metric for file, fact in facts.items() if fact.metric is not None}
     full = policy.kept(listing.full_steps, metrics)
     weights = full if policy.weights is None else full | policy.weights.kept(listing.weights_steps, metrics)
     kept = {StepFile(step, "state") for step in full} | {StepFile(step, "weights") for step in weights}
     needs = needs_of(
-        {*kept, *unread}, lambda file: _bases_of(file, facts, unread), lambda file: _up_to(file, listing)
+        {*kept, *unread},
+        lambda file: _bases_of(file, facts, unread),
+        # Without a step's metric or base, no older one may go.
+        lambda file: {other for other in listing.sizes if other.step <= file.step},
     )
     kept |= needs.doubtful - listing.hidden
-    needed = (needs.known | needs.doubtful) - kept
-    return _Decision(
-        frozenset(kept), frozenset(needed), frozenset(set(listing.sizes) - kept - needed), needs.notes
-    )
-
-
-def _up_to(file: StepFile, listing: Listing) -> set[StepFile]:
-    """A step's files and all older ones: without its metric or its base, none of them may go."""
-    return {other for other in listing.sizes if other.step <= file.step}
+    return kept, set(needs.known | needs.doubtful) - kept, needs.notes
 
 
 def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:
-    """What a file is stored against; where several files hold those values, any may be it.
-
-    Raises:
-        MissingBaseError: none that can be read does.
-    """
+    """What a file is stored against; where several files hold those values, any may be it."""
     if file in unread:
         raise unread[file]
     fact = facts[file]
@@ -281,14 +253,10 @@ def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:
     return [named] if named is not None and named in found else found
 
 
-def _newest_first(file: StepFile) -> tuple[int, bool]:
-    return -file.step, file.kind != "weights"
-
-
 def prune_folder(
     folder_or_url: Path_, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """`ckptz prune`: apply a policy to a folder that nobody writes to.
+    """Apply a policy to a folder that nobody writes to, as `ckptz prune` does.
 
     Args:
         folder_or_url: the store.

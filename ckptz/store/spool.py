@@ -26,7 +26,8 @@ class Spool:
     """
 
     def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
+        if fcntl is not None:
+            _remove_abandoned(Path(tempfile.gettempdir()))
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = None if fcntl is None else FileLock(self.folder)
 
@@ -44,8 +45,6 @@ class Spool:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    if fcntl is None:
-        return
     for folder in parent.glob(f"{PREFIX}*"):
         # Another may be about to lock one that it just made: it has no lock file yet.
         with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ class ChainRule:
     is_forked: bool
 
     def base_of(self, position: int) -> int | None:
-        """Position of the base; None for an anchor."""
+        """Give the position of the base; None for an anchor."""
         if not 0 < position < self.anchor_every:
             return None
         return position & (position - 1) if self.is_forked else position - 1
@@ -68,7 +68,7 @@ class StepFile:
 
     @classmethod
     def parse(cls, name: str) -> StepFile | None:
-        """Inverse of `name`; None for any other file."""
+        """Parse what `name` gives; None for any other file."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -78,7 +78,7 @@ class StepFile:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file says of itself.
+    """Read what a file says of itself.
 
     Attributes:
         content_id: identity of its values.
@@ -132,12 +132,12 @@ class Listing:
         return tuple(step for step in self.weights_steps if step in states)
 
     def without(self, files: set[StepFile]) -> Listing:
-        """The same less some files."""
+        """Give the same without some files."""
         sizes = {file: size for file, size in self.sizes.items() if file not in files}
         return Listing(sizes, self.hidden & set(sizes), self.leftovers)
 
     def steps_of(self, kind: Kind) -> tuple[int, ...]:
-        """Steps of which users may ask for this file."""
+        """List the steps of which users may ask for this file."""
         return self.weights_steps if kind == "weights" else self.full_steps
 
 

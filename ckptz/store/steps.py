@@ -34,8 +34,8 @@ from ckptz.errors import (
     TruncatedError,
 )
 from ckptz.store.lock import Lock, acquire
-from ckptz.store.places import LocalFolder, place_of
-from ckptz.store.remote import UploadFolder, peeked
+from ckptz.store.places import LocalFolder
+from ckptz.store.remote import UploadFolder, place_of
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
 from ckptz.store.spool import Spool
 from ckptz.store.step_files import (
@@ -98,9 +98,8 @@ class StepStore:
     """
 
     def __init__(self, folder_or_url: Path_) -> None:
-        place = place_of(folder_or_url)
-        self._place = place if isinstance(place, LocalFolder) else UploadFolder(place.name)
-        self._folder = Path(place.name) if isinstance(place, LocalFolder) else None
+        self._place = place_of(folder_or_url)
+        self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
         self._facts: dict[StepFile, tuple[int, FileFacts]] = {}
         self._lock: Lock | None = None
@@ -109,7 +108,7 @@ class StepStore:
     # --- what is there --------------------------------------------------------------------------
 
     def listing(self) -> Listing:
-        """What is in the folder now."""
+        """List what is in the folder now."""
         listing = Listing.of(self._place.sizes())
         return listing if self._folder is not None else self._less_cut_off(listing)
 
@@ -131,7 +130,7 @@ class StepStore:
         return False
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        """What a file says of itself.
+        """Read what a file says of itself.
 
         Args:
             file: which.
@@ -146,7 +145,7 @@ class StepStore:
         return known[1]
 
     def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        with contextlib.closing(open_file(peeked(self._place, file.name, n_bytes))) as opened:
+        with contextlib.closing(open_file(self._place.peek(file.name, n_bytes))) as opened:
             if not isinstance(opened, Container):
                 raise FormatError(f"{opened.name}: not a .ckptz file")
             index = opened.index
@@ -167,7 +166,7 @@ class StepStore:
 
     @contextlib.contextmanager
     def opened(self, file: StepFile) -> Iterator[Checkpoint]:
-        """A file with its chain; of a remote store it is brought here first.
+        """Open a file with its chain; of a remote store it is brought here first.
 
         Raises:
             FileNotFoundError: no such file.
@@ -197,7 +196,7 @@ class StepStore:
                 self._place.download(member.name, path)
 
     def chain(self, file: StepFile, sizes: dict[StepFile, int]) -> list[StepFile]:
-        """A file and those that it needs, nearest first; ends at an anchor, or at what is not listed.
+        """List a file and those that it needs, nearest first, up to an anchor or to what is not listed.
 
         Raises:
             FormatError: one of them is damaged.
@@ -214,7 +213,7 @@ class StepStore:
     # --- writing --------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Become the folder's one writer, and clean up after one that was killed.
+        """Make this the folder's one writer, and clean up after one that was killed.
 
         Raises:
             ConfigError: another process is.
@@ -315,7 +314,7 @@ class StepStore:
 
     @contextlib.contextmanager
     def base(self, kind: Kind, rule: ChainRule, notes: list[str]) -> Iterator[tuple[Checkpoint | None, int]]:
-        """What the next file of a kind is stored against, None for an anchor, and its position.
+        """Open what the next file of a kind is stored against, None for an anchor; give its position too.
 
         Args:
             kind: of the file.

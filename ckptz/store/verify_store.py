@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.store.resolve import SUFFIX
-from ckptz.store.step_files import Listing, StepFile
+from ckptz.store.step_files import StepFile
 from ckptz.store.steps import StepStore
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Every `.ckptz` file of a folder by name, bases that are kept for others included.
+    """List every `.ckptz` file of a folder by name, bases that are kept for others included.
 
     Raises:
         ConfigError: there is none.
@@ -28,7 +28,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
-    """Files of a Checkpointer's store whose weights and state are not of one moment, each with an error.
+    """Find files of a Checkpointer's store whose weights and state are not of one moment, with errors.
 
     A folder of anything else has none. What cannot be read is for `verify_file` to complain of.
     """
@@ -37,24 +37,16 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
         listing = store.listing()
         for step in listing.full_steps:
             weights, state = StepFile(step, "weights"), StepFile(step, "state")
-            if not _is_pair(store, listing, weights, state):
-                error = CorruptionError(
-                    f"{folder / state.name}: belongs to other weights than {weights.name} holds; resume from "
-                    "another step"
-                )
-                found.append((folder / state.name, error))
+            with contextlib.suppress(CkptzError, OSError):
+                wanted = store.facts(state, listing.sizes[state]).weights
+                if wanted not in (None, store.facts(weights, listing.sizes[weights]).content_id):
+                    path = folder / state.name
+                    what = f"{path}: belongs to other weights than {weights.name} holds"
+                    found.append((path, CorruptionError(f"{what}; resume from another step")))
     return found
 
 
-def _is_pair(store: StepStore, listing: Listing, weights: StepFile, state: StepFile) -> bool:
-    try:
-        expected = store.facts(state, listing.sizes[state]).weights
-        return expected in (None, store.facts(weights, listing.sizes[weights]).content_id)
-    except (CkptzError, OSError):
-        return True
-
-
 def leftovers(folder: Path) -> tuple[str, ...]:
-    """Names of files that a killed writer left; the next writer and `ckptz prune` remove them."""
+    """Name the files that a killed writer left; the next writer and `ckptz prune` remove them."""
     with contextlib.closing(StepStore(folder)) as store:
         return store.listing().leftovers

@@ -34,7 +34,7 @@ class Version:
 
 
 def versions_in(sizes: Mapping[str, int]) -> list[Version]:
-    """The published files among others, by step; a delta before the anchor of its step."""
+    """Find the published files among others, by step; a delta before the anchor of its step."""
     found = []
     for name, n_bytes in sizes.items():
         if match := _NAME.fullmatch(name):
@@ -45,17 +45,17 @@ def versions_in(sizes: Mapping[str, int]) -> list[Version]:
 
 
 def newest_step(versions: Iterable[Version]) -> int | None:
-    """The latest step that was published."""
+    """Give the latest step that was published."""
     return max((version.step for version in versions), default=None)
 
 
 def anchors_of(versions: Iterable[Version]) -> list[Version]:
-    """Those that stand alone, oldest first."""
+    """Give those that stand alone, oldest first."""
     return [version for version in versions if version.base is None]
 
 
 def route(versions: Sequence[Version], have: int | None, want: int, where: str) -> list[Version]:
-    """The files to apply, fewest bytes first choice, from step `have` or from an anchor to step `want`.
+    """Find the files to apply, fewest bytes first choice, from step `have` or from an anchor to step `want`.
 
     Args:
         versions: what there is.
@@ -70,9 +70,7 @@ def route(versions: Sequence[Version], have: int | None, want: int, where: str) 
     for version in versions:
         leading_on[version.base].append(version)
     # Starting points are step `have` and nothing at all, from which anchors lead on.
-    open_ends: list[tuple[int, int, int | None, tuple[Version, ...]]] = [(0, 0, have, ())]
-    if have is not None:
-        open_ends.append((0, 1, None, ()))
+    open_ends: list[tuple[int, int, int | None, tuple[Version, ...]]] = [(0, 0, have, ()), (0, 1, None, ())]
     seen: set[int | None] = set()
     n_pushed = len(open_ends)
     while open_ends:
@@ -85,14 +83,10 @@ def route(versions: Sequence[Version], have: int | None, want: int, where: str) 
         for version in leading_on[at]:
             heapq.heappush(open_ends, (n_bytes + version.n_bytes, n_pushed, version.step, (*path, version)))
             n_pushed += 1
-    raise _gap(versions, have, want, where)
-
-
-def _gap(versions: Sequence[Version], have: int | None, want: int, where: str) -> MissingBaseError:
-    if want not in {version.step for version in versions}:
-        return MissingBaseError(f"{where}: step {want} is not published here")
+    if all(version.step != want for version in versions):
+        raise MissingBaseError(f"{where}: step {want} is not published here")
     start = "nothing" if have is None else f"step {have}"
-    return MissingBaseError(
+    raise MissingBaseError(
         f"{where}: no files lead from {start} to step {want}, so one between them is missing; "
         "the next anchor closes the gap"
     )

@@ -16,7 +16,7 @@ from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.parallel import Workers
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
-from ckptz.store.places import place_of
+from ckptz.store.remote import place_of
 from ckptz.store.resolve import open_file
 from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
@@ -85,7 +85,7 @@ class Follower:
         self._content_id: str | None = None
 
     def poll(self) -> int | None:
-        """The newest step that is published, if it is newer than what the tensors hold, else None."""
+        """Give the newest step that is published, if it is newer than what the tensors hold, else None."""
         newest = newest_step(versions_in(self._place.sizes()))
         return newest if newest is not None and (self.step is None or newest > self.step) else None
 
@@ -129,8 +129,6 @@ class Follower:
             seconds=time.perf_counter() - start,
         )
 
-    # --- the way there --------------------------------------------------------------------------
-
     def _patches(self, live: Live, wanted: int | None) -> Iterator[tuple[Version, Patched]]:
         """Apply one file after another until the step is reached; the way is found anew if one is gone."""
         n_left = ATTEMPTS
@@ -158,7 +156,12 @@ class Follower:
 
     def _apply(self, version: Version, live: Live) -> Patched:
         with self._opened(version) as container, Workers(self._jobs) as workers:
-            self._check_order(container)
+            base = container.index.base
+            if base is not None and self._content_id not in (None, base.content_id):
+                raise MissingBaseError(
+                    f"{container.name}: leads on from other values than step {self.step} has here, "
+                    f"{base.title}; is it another run? reset() starts afresh"
+                )
             patched = patch(
                 container,
                 live,
@@ -177,16 +180,6 @@ class Follower:
             if file.index.step != version.step:
                 raise CorruptionError(f"{file.name}: holds step {file.index.step}; it was renamed")
             yield file
-
-    def _check_order(self, container: Container) -> None:
-        base = container.index.base
-        if base is not None and self._content_id not in (None, base.content_id):
-            raise MissingBaseError(
-                f"{container.name}: leads on from other values than step {self.step} has here, {base.title}; "
-                "is it another run? reset() starts afresh"
-            )
-
-    # --- which step it is -----------------------------------------------------------------------
 
     def _recognise(self, live: Live) -> None:
         """Find the tensors' values among the steps since the newest anchor, by what the deltas say."""

@@ -23,8 +23,7 @@ from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.store.needs import needs_of
-from ckptz.store.places import place_of
-from ckptz.store.remote import peeked
+from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
 from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
@@ -182,8 +181,6 @@ class Publisher:
             raise ConfigError(f"a step is a number from 0 to below 2^63, got {step}")
         return step
 
-    # --- the base -------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _base_in(self, versions: list[Version]) -> Iterator[tuple[_Base | None, str]]:
         """The base of the next delta, and what the user should know of it; None for an anchor."""
@@ -219,14 +216,8 @@ class Publisher:
         n_since = len({version.step for version in versions if version.step > anchors[-1].step})
         return n_since + 1 >= self._anchor_every
 
-    # --- writing --------------------------------------------------------------------------------
-
     def _write(
-        self,
-        job: Job,
-        base: _Base | None,
-        with_anchor: bool,
-        workers: Workers,
+        self, job: Job, base: _Base | None, with_anchor: bool, workers: Workers
     ) -> dict[Version, Written]:
         """Write the files of one step; they appear when all of them are written."""
         assert job.step is not None
@@ -281,12 +272,8 @@ class Publisher:
         return needs.notes
 
     def _checked(self, anchor: Version) -> tuple[Version, ...]:
-        """Require that the header of an anchor can be read; it needs no other file.
-
-        Raises:
-            OSError, CkptzError: it cannot, or it is none.
-        """
-        with contextlib.closing(open_file(peeked(self._place, anchor.name, anchor.n_bytes))) as file:
+        """Require that the header of an anchor can be read; it needs no other file."""
+        with contextlib.closing(open_file(self._place.peek(anchor.name, anchor.n_bytes))) as file:
             if not isinstance(file, Container) or file.index.base is not None:
                 raise CorruptionError("it is no anchor")
             return ()
@@ -311,16 +298,12 @@ def _copied(state: State, spare: Snapshot, workers: Workers) -> Snapshot:
             n_units = source.dtype.n_units(shape)
             old = ArraySource(source.dtype, shape, np.empty(n_units, UNIT_TYPES[source.dtype.unit_bytes]))
         snapshot[name] = old
-    tasks = (
-        (live[name], copy, bounds)
-        for name, copy in snapshot.items()
-        for bounds in chunk_bounds(len(copy.flat))
-    )
-    for _ in workers.map(_copy_chunk, tasks):
+
+    def copy_chunk(task: tuple[str, int, int]) -> None:
+        name, begin, end = task
+        snapshot[name].flat[begin:end] = live[name].units(begin, end)
+
+    chunks = ((name, *bounds) for name, copy in snapshot.items() for bounds in chunk_bounds(len(copy.flat)))
+    for _ in workers.map(copy_chunk, chunks):
         pass
     return snapshot
-
-
-def _copy_chunk(task: tuple[TensorSource, ArraySource, tuple[int, int]]) -> None:
-    source, copy, (begin, end) = task
-    copy.flat[begin:end] = source.units(begin, end)

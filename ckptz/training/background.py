@@ -64,7 +64,7 @@ class Background(Generic[T]):
             self._error = error
 
     def wait(self) -> tuple[T | None, float]:
-        """What the last job returned, if there was one that nobody waited for, and the seconds waited.
+        """Give what the last job returned, if there was one that nobody waited for, and the seconds waited.
 
         Raises:
             BaseException: what the job raised; it is raised once.

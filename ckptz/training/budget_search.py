@@ -33,7 +33,7 @@ CalibrationLike: TypeAlias = Calibration | Callable[[], Calibration] | str | os.
 
 
 def calibrated(calibration: CalibrationLike | None) -> Calibrated | None:
-    """What a user gave, as encoders take it: sums in memory are copied, and a callable is called.
+    """Turn what a user gave into what encoders take: sums in memory are copied, a callable is called.
 
     Raises:
         CalibrationError: nothing was recorded.

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
@@ -35,8 +34,8 @@ from ckptz.training.budget_search import (
     check_fits,
 )
 from ckptz.training.device import code_where_they_live
-from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost
-from ckptz.training.restoring import check_there, model_of, opened_step, optimizers_of, rest_of
+from ckptz.training.files import MODEL, StepEncoder, StepState, WhatMayBeLost
+from ckptz.training.restoring import check_there, model_of, opened_step, rest_of
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.snapshot import Snapshot
 from ckptz.training.state import (
@@ -53,6 +52,7 @@ from ckptz.training.state import (
 )
 
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
+NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class _Taken:
     coded: dict[str, CodedSource]
 
     def flat(self) -> StepState:
-        """As the tensors of two files, without copies."""
+        """Give the snapshot as the tensors of two files, without copies."""
         return StepState(self.state, self.coded)
 
 
@@ -182,8 +182,6 @@ class Checkpointer:
         self._saving: int | None = None
         self._last: SaveReport | None = None
 
-    # --- saving ---------------------------------------------------------------------------------
-
     def save(self, step: int, *, metric: float | None = None) -> None:
         """Save the run as it is now; training may go on when this returns.
 
@@ -220,7 +218,7 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
-            notes=() if search is None else _search_notes(search),
+            notes=() if search is None else (*search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met))),
             search=search,
         )
         self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
@@ -296,12 +294,9 @@ class Checkpointer:
         return _Taken(self._snapshot.take(state), coded)
 
     def _state(self) -> dict[str, Any]:
-        optimizers = optimizer_state(self.model, self._optimizers)
         return {
             MODEL: model_state(self.model),
-            "optimizer": optimizers["state"],
-            "classes": optimizers["classes"],
-            "groups": optimizers["groups"],
+            **optimizer_state(self.model, self._optimizers),
             "extra": extra_state(self.extra),
             "rng": random_state(),
         }
@@ -319,7 +314,10 @@ class Checkpointer:
         start = time.perf_counter()
         self._snapshot.synchronize()
         written = self._written(taken.flat(), method, metric, begun.step)
-        pruned = self._pruned()
+        try:
+            pruned = prune(self._store, self._keep).notes
+        except Exception as error:  # stores behind URLs have errors of their own; the step is there
+            pruned = (f"older steps stay until the next save, because one cannot be removed: {error}",)
         return replace(
             begun,
             write_seconds=time.perf_counter() - start,
@@ -327,13 +325,6 @@ class Checkpointer:
             tensor_bytes=written.tensor_bytes,
             notes=(*begun.notes, *written.notes, *pruned),
         )
-
-    def _pruned(self) -> tuple[str, ...]:
-        """Remove what no rule keeps; what became of that. The step is there whether it succeeds or not."""
-        try:
-            return prune(self._store, self._keep).notes
-        except Exception as error:  # stores behind URLs have errors of their own
-            return (f"older steps stay until the next save, because one cannot be removed: {error}",)
 
     def _written(
         self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int
@@ -350,14 +341,12 @@ class Checkpointer:
         written = self._store.write(step, encoder.weights, encoder.state, self._rule)
         return replace(written, notes=(*written.notes, *encoder.notes))
 
-    # --- restoring ------------------------------------------------------------------------------
-
     def steps(self) -> tuple[int, ...]:
-        """Steps that training can resume from, ascending."""
+        """List the steps that training can resume from, ascending."""
         return self._store.listing().full_steps
 
     def weights_steps(self) -> tuple[int, ...]:
-        """Steps whose weights are there, with or without the rest, ascending."""
+        """List the steps whose weights are there, with or without the rest, ascending."""
         return self._store.listing().weights_steps
 
     def restore_latest(self) -> int | None:
@@ -388,26 +377,20 @@ class Checkpointer:
         check_there(self._store, step, weights_only)
         with opened_step(self._store, step, weights_only) as (weights, state):
             check_model_fits(self.model, model_of(weights.outline(), weights), weights.name)
-            self._check_state_fits(state)
+            if state is not None:
+                found = rest_of(state.outline(), state)
+                check_optimizers_fit(self.model, self._optimizers, found, state.name)
+                check_extras_fit(self.extra, found["extra"], state.name)
             model = model_of(weights.load(self._restore_jobs), weights)
             rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
         if rest is not None:
-            load_optimizers(self.model, self._optimizers, optimizers_of(rest))
+            load_optimizers(self.model, self._optimizers, rest)
             load_extras(self.extra, rest["extra"])
         load_model(self.model, model)
         if rest is not None:
             set_random_state(rest["rng"])
             self._at = step
         return step
-
-    def _check_state_fits(self, state: StepReader | None) -> None:
-        if state is None:
-            return
-        rest = rest_of(state.outline(), state)
-        check_optimizers_fit(self.model, self._optimizers, optimizers_of(rest), state.name)
-        check_extras_fit(self.extra, rest["extra"], state.name)
-
-    # --- the folder -----------------------------------------------------------------------------
 
     def discard_after(self, step: int) -> None:
         """Remove every later step, to go on from this one.
@@ -436,20 +419,13 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as loss:
             if error is None:
                 raise
             error.add_note(str(loss))  # what ended training is not to be hidden
-
-
-def _search_notes(search: SearchReport) -> tuple[str, ...]:
-    met = () if search.is_met else ("nothing that was tried keeps the budget, so nothing is lost",)
-    return (*search.unmeasurable, *met)
 
 
 def _about(error: Exception, what: str) -> Exception:

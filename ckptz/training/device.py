@@ -18,7 +18,7 @@ from ckptz.codec.quant_map import QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.dtypes import DType, dtype_of
-from ckptz.encoding.coded import CodedSource, Errors, bits_for
+from ckptz.encoding.coded import CodedSource, bits_for
 from ckptz.frameworks import DTYPE_CODES
 from ckptz.kernels import torch as kernels
 from ckptz.methods.kmeans import Clusters
@@ -44,14 +44,14 @@ class _Task:
 
 
 def lives_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are not in host memory."""
+    """Tell whether a tensor's values are not in host memory."""
     return tensor.device.type != "cpu"
 
 
 def code_where_they_live(
     weights: Mapping[str, Any], prefix: str, config: Method, workers: Workers
 ) -> dict[str, CodedSource]:
-    """Those weights that a configuration makes codes of and that are not in host memory.
+    """Code those weights that a configuration makes codes of and that are not in host memory.
 
     Args:
         weights: the model's state by name.
@@ -64,7 +64,9 @@ def code_where_they_live(
         sensitivity are left out: they are copied as they are.
     """
     tasks = [task for task in (_task(name, t, prefix, config) for name, t in weights.items()) if task]
-    tasks = _unshared(tasks, weights)
+    # A model whose tensors share memory needs a tree, whose tensors are all of one kind.
+    at = [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in weights.values()]
+    tasks = tasks if all(at) and len(set(at)) == len(at) else []
     sketches = [_sketch(task) for task in tasks]
     fitted = workers.map(_fit, zip(tasks, sketches, strict=True))
     return {
@@ -88,19 +90,8 @@ def _task(name: str, tensor: Any, prefix: str, config: Method) -> _Task | None:
     return _Task(name, dtype, shape, flat, recipe.wanted)
 
 
-def _unshared(tasks: list[_Task], weights: Mapping[str, Any]) -> list[_Task]:
-    # Such a model needs a tree, whose tensors are all of one kind.
-    at = [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in weights.values()]
-    is_plain = all(at) and len(set(at)) == len(at)
-    return tasks if is_plain else []
-
-
-def _parts(flat: torch.Tensor, n_units: int) -> tuple[torch.Tensor, ...]:
-    return torch.split(flat, n_units)
-
-
 def _sketch(task: _Task) -> Sketch:
-    counts = sum(kernels.top_histogram(slab) for slab in _parts(task.flat, SLAB_UNITS))
+    counts = sum(kernels.top_histogram(slab) for slab in torch.split(task.flat, SLAB_UNITS))
     assert isinstance(counts, torch.Tensor)
     return Sketch(KINDS[task.dtype.name], counts.cpu().numpy())
 
@@ -116,7 +107,7 @@ def _fit(task: tuple[_Task, Sketch]) -> tuple[QuantizationMap, RegionQuantizer] 
 
 def _coded(task: _Task, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> CodedSource:
     coder = _Coder(task, quant_map, quantizer)
-    for slab in _parts(task.flat, SLAB_UNITS):
+    for slab in torch.split(task.flat, SLAB_UNITS):
         coder.add(slab)
     return coder.finished()
 
@@ -146,22 +137,18 @@ class _Coder:
         kept = slab[escaped]
         self._kept.append(kept)
         restored[escaped] = _on(self._restored_kept(kept), slab.device)
-        chunks = (_parts(part, CHUNK_UNITS) for part in (slab, restored, escaped))
-        for exact, decoded, mask in zip(*chunks, strict=True):
+        chunks = (torch.split(part, CHUNK_UNITS) for part in (slab, restored, escaped))
+        kind = KINDS[self._task.dtype.name]
+        for *both, mask in zip(*chunks, strict=True):
             self._n_kept.append(mask.sum())
-            self._errors.append(self._measured(exact, decoded))
+            values, decoded = (kernels.to_f32(u, kind).view(torch.float32).to(torch.float64) for u in both)
+            error = decoded - values
+            row = [error.abs().max(), error.square().sum(), values.square().sum()]
+            self._errors.append(torch.stack(row))
 
     def _restored_kept(self, kept: torch.Tensor) -> Array:
         units: Array = kept.cpu().numpy().view(UNIT_TYPES[self._task.dtype.unit_bytes])
         return self._quantizer.kept(0, units)
-
-    def _measured(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        kind = KINDS[self._task.dtype.name]
-        values, restored = (
-            kernels.to_f32(units, kind).view(torch.float32).to(torch.float64) for units in (exact, decoded)
-        )
-        error = restored - values
-        return torch.stack([error.abs().max(), error.square().sum(), values.square().sum()])
 
     def finished(self) -> CodedSource:
         """Bring everything to the host."""
@@ -174,13 +161,8 @@ class _Coder:
             packed=_to_host(torch.cat(self._packed)),
             kept=np.ascontiguousarray(self._restored_kept(kept)),
             kept_ends=tuple(torch.stack(self._n_kept).cumsum(0).tolist()),
-            errors=tuple(_errors(row) for row in torch.stack(self._errors).tolist()),
+            errors=tuple(map(tuple, torch.stack(self._errors).tolist())),
         )
-
-
-def _errors(row: list[float]) -> Errors:
-    largest, error, power = row
-    return largest, error, power
 
 
 def _on(array: Array, device: torch.device) -> torch.Tensor:

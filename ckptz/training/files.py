@@ -71,14 +71,14 @@ class WhatMayBeLost:
     bases: Mapping[Kind, str | None] = field(default_factory=dict)
 
     def against(self, kind: Kind, base: Checkpoint | None) -> WhatMayBeLost:
-        """The same for a file that is stored against a base."""
+        """Give the same for a file that is stored against a base."""
         if kind not in self.bases or self.bases[kind] == id_of(base):
             return self
         return WhatMayBeLost(config=LOSSLESS)
 
 
 def id_of(base: Checkpoint | None) -> str | None:
-    """Content id of a base."""
+    """Give the content id of a base."""
     return None if base is None else base.content_id()
 
 
@@ -246,7 +246,7 @@ class StepEncoder:
 
 
 def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """Tensors of a base that read through their file's cache of chunks."""
+    """Wrap the tensors of a base, so that they read through their file's cache of chunks."""
     return {
         name: CachedFrame(base) if isinstance(base, FrameSource) else base for name, base in bases.items()
     }
@@ -291,7 +291,7 @@ class StepReader:
         return sum(s.dtype.n_bytes(s.shape) for s in self._container.tensors.values())
 
     def outline(self) -> dict[str, Any]:
-        """The nested state without its values: tensors on the meta device. Nothing is decoded."""
+        """Give the nested state without its values: tensors on the meta device. Nothing is decoded."""
         return self._assembled(
             {
                 name: torch.empty(source.shape, dtype=torch_dtype(source.dtype), device="meta")
@@ -300,7 +300,7 @@ class StepReader:
         )
 
     def load(self, jobs: int) -> dict[str, Any]:
-        """The nested state, every chunk held against its checksum.
+        """Read the nested state, every chunk held against its checksum.
 
         Raises:
             LimitError: it does not fit into memory.

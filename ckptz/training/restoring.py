@@ -36,7 +36,7 @@ def check_there(store: StepStore, step: int, weights_only: bool) -> None:
 def opened_step(
     store: StepStore, step: int, weights_only: bool
 ) -> Iterator[tuple[StepReader, StepReader | None]]:
-    """The file of weights, and that of everything else unless only weights are wanted.
+    """Open the file of weights, and that of everything else unless only weights are wanted.
 
     Raises:
         CorruptionError: they do not belong together.
@@ -53,7 +53,7 @@ def opened_step(
 
 
 def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
-    """The model's part of what the file of weights holds.
+    """Give the model's part of what the file of weights holds.
 
     Raises:
         CorruptionError: it holds something else.
@@ -65,7 +65,7 @@ def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
 
 
 def rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
-    """What the other file holds, complete.
+    """Give what the other file holds, complete.
 
     Raises:
         CorruptionError: a part is missing.
@@ -73,8 +73,3 @@ def rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
     if missing := [name for name in _REST if name not in state]:
         raise CorruptionError(f"{reader.name}: has no {missing[0]!r}, so it is not the state file of a step")
     return state
-
-
-def optimizers_of(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizers' part of it, as `ckptz.training.state` takes them."""
-    return {"state": rest["optimizer"], "classes": rest["classes"], "groups": rest["groups"]}

@@ -17,7 +17,7 @@ RandomState = dict[str, Any]
 
 
 def random_state() -> RandomState:
-    """The state of all generators, of every CUDA device too where CUDA is in use."""
+    """Give the state of all generators, of every CUDA device too where CUDA is in use."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: RandomState = {
@@ -37,7 +37,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Inverse of `random_state`.
+    """Set the generators to what `random_state` gave.
 
     Raises:
         ConfigError: the state has generators that this machine lacks.

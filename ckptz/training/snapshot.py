@@ -64,7 +64,7 @@ class Snapshot:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def take(self, state: Any) -> Any:
-        """The same nested state with copies of its tensors; those that are one stay one.
+        """Copy the tensors of a nested state, which keeps its form; those that are one stay one.
 
         Raises:
             ConfigError: a tensor without memory of its own; the message names it.
@@ -103,7 +103,9 @@ class _Copying:
     def _tensor(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
         check_dense(tensor, ".".join(path))
         tensor = tensor.detach()
-        identity = _identity(tensor)
+        identity: object = id(tensor)  # of an empty one, which has no address; the state keeps it alive
+        if tensor.numel():
+            identity = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         if identity not in self._copies:
             buffer = self._buffer(tensor, path)
             self.transfer.copy(tensor, buffer)
@@ -143,13 +145,6 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise ConfigError(f"tensor {name!r} has the layout {tensor.layout}; make it dense first")
-
-
-def _identity(tensor: torch.Tensor) -> object:
-    """The same for tensors that are one in memory."""
-    if not tensor.numel():
-        return id(tensor)  # has no address; whoever walks the state keeps it alive
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _pageable(like: torch.Tensor) -> torch.Tensor:

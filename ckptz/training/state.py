@@ -26,8 +26,6 @@ from torch.optim import Optimizer
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.training.snapshot import check_dense
 
-OptimizerState = dict[str, Any]
-
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -41,11 +39,8 @@ class Stateful(Protocol):
 Extra: TypeAlias = Stateful | MutableMapping[str, Any] | torch.Generator
 
 
-# --- model --------------------------------------------------------------------------------------
-
-
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state by name, sharing its memory."""
+    """Give the model's state by name, sharing its memory."""
     return dict(get_model_state_dict(model))
 
 
@@ -63,13 +58,10 @@ def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> 
     for name, tensor in live.items():
         if isinstance(tensor, torch.Tensor):
             check_dense(tensor, name)
-            _check_kind(name, tensor, saved[name], where)
-
-
-def _check_kind(name: str, live: torch.Tensor, saved: Any, where: str) -> None:
-    wanted, found = _kind(live), _kind(saved)
-    if wanted != found:
-        raise ConfigError(f"{where}: {name!r} is {found}, and {wanted} in this model; it is another model")
+            wanted, found = _kind(tensor), _kind(saved[name])
+            if wanted != found:
+                what = f"{where}: {name!r} is {found}, and {wanted} in this model"
+                raise ConfigError(f"{what}; it is another model")
 
 
 def _kind(value: Any) -> str:
@@ -87,23 +79,20 @@ def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
     set_model_state_dict(model, dict(saved), options=StateDictOptions(strict=True))
 
 
-# --- optimizers ---------------------------------------------------------------------------------
-
-
-def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> OptimizerState:
-    """State by parameter name, parameter groups and classes of some optimizers, sharing their memory.
+def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Give the state by parameter name, groups and classes of optimizers, sharing their memory.
 
     Raises:
         ConfigError: an optimizer has parameters that the model does not have.
     """
     if not optimizers:
-        return {"classes": [], "state": {}, "groups": []}
+        return {"optimizer": {}, "classes": [], "groups": []}
     _check_parameters(model, optimizers)
     with _unstepped(optimizers):
         found: Any = get_optimizer_state_dict(model, list(optimizers))
     return {
+        "optimizer": {name: dict(state) for name, state in found["state"].items() if state},
         "classes": [type(optimizer).__name__ for optimizer in optimizers],
-        "state": {name: dict(state) for name, state in found["state"].items() if state},
         "groups": [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]],
     }
 
@@ -122,7 +111,9 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
 @contextlib.contextmanager
 def _unstepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """PyTorch makes an optimizer without state take a step, to give it one; here it must stay as it is."""
-    touched = [(o.state, next(_parameters(o))) for o in optimizers if not o.state]
+    touched = [
+        (o.state, next(p for g in o.param_groups for p in g["params"])) for o in optimizers if not o.state
+    ]
     for state, parameter in touched:
         state[parameter] = {}
     try:
@@ -133,13 +124,8 @@ def _unstepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
                 del state[parameter]
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def check_optimizers_fit(
-    model: nn.Module, optimizers: Sequence[Optimizer], saved: OptimizerState, where: str
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any], where: str
 ) -> None:
     """Require that a saved state is of such optimizers for the same parameters.
 
@@ -169,11 +155,11 @@ def check_saved(saved: Any, where: str) -> None:
     Raises:
         CorruptionError: it has another.
     """
-    kinds = {"classes": list, "state": dict, "groups": list}
+    kinds = {"classes": list, "optimizer": dict, "groups": list}
     if not isinstance(saved, dict) or any(type(saved.get(name)) is not kind for name, kind in kinds.items()):
         raise CorruptionError(f"{where}: holds no state of optimizers")
     is_right = all(type(name) is str for name in saved["classes"])
-    is_right &= all(type(name) is str and isinstance(one, dict) for name, one in saved["state"].items())
+    is_right &= all(type(name) is str and isinstance(one, dict) for name, one in saved["optimizer"].items())
     for group in saved["groups"]:
         names = group.get("params") if isinstance(group, dict) else None
         is_right &= type(names) is list and all(type(name) is str for name in names)
@@ -181,35 +167,32 @@ def check_saved(saved: Any, where: str) -> None:
         raise CorruptionError(f"{where}: its state of optimizers is damaged")
 
 
-def saved_training(state: Any, where: str) -> OptimizerState:
-    """The optimizers of a state that holds them with a scheduler and a scaler, each perhaps None.
+def check_training(state: Any, where: str) -> None:
+    """Require that a value from a file has a scheduler and a scaler, each perhaps None.
 
     Raises:
-        CorruptionError: it holds something else.
+        CorruptionError: it has something else.
     """
     if not isinstance(state, dict) or any(
         not isinstance(state.get(name, ""), dict | None) for name in ("scheduler", "scaler")
     ):
         raise CorruptionError(f"{where}: holds no state of a scheduler and a scaler")
-    saved = {"state": state.get("optimizer"), "classes": state.get("classes"), "groups": state.get("groups")}
-    check_saved(saved, where)
-    return saved
 
 
 def _named(classes: Sequence[str]) -> str:
     return " and ".join(classes) or "no optimizer"
 
 
-def _parameters_of(state: OptimizerState) -> set[str]:
+def _parameters_of(state: Mapping[str, Any]) -> set[str]:
     return {name for group in state["groups"] for name in group["params"]}
 
 
-def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: OptimizerState) -> None:
+def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
     """Give optimizers a saved state, which fits."""
     if not optimizers:
         return
     # PyTorch takes a state without any name for one that is keyed by numbers; no parameter is called "".
-    by_name = {"": {}, **saved["state"]}
+    by_name = {"": {}, **saved["optimizer"]}
     state: Any = {"state": by_name, "param_groups": [dict(group) for group in saved["groups"]]}
     with _unstepped(optimizers):
         # Parameters that never had a gradient have no state; PyTorch calls that not strict.
@@ -218,11 +201,8 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Op
         )
 
 
-# --- extras -------------------------------------------------------------------------------------
-
-
 def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
-    """The states of extras by name, in plain values and tensors."""
+    """Give the states of extras by name, in plain values and tensors."""
     return {name: plain(_state_of(name, extra)) for name, extra in extras.items()}
 
 
@@ -267,7 +247,7 @@ def load_extras(extras: Mapping[str, Extra], saved: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value with the collections and numbers of libraries made into Python's own.
+    """Turn the collections and numbers of libraries in a value into Python's own.
 
     A file has no place for their types; `like` brings them back.
     """
@@ -282,7 +262,7 @@ def plain(value: Any) -> Any:
 
 
 def like(saved: Any, live: Any) -> Any:
-    """A saved value with the collections that the live one has in its places."""
+    """Give a saved value the collections that the live one has in its places."""
     if isinstance(saved, dict) and isinstance(live, Mapping):
         items = {key: like(value, live.get(key)) for key, value in saved.items()}
         if isinstance(live, Counter):

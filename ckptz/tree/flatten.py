@@ -100,7 +100,6 @@ class StridedSource(TensorSource):
     items: NDArray[Any]
 
     def units(self, begin: int, end: int) -> NDArray[Any]:
-        """See `TensorSource.units`."""
         n_per_item = self.items.itemsize // self.dtype.unit_bytes
         first, last = begin // n_per_item, -(-end // n_per_item)
         units = self.items.flat[first:last].view(UNIT_TYPES[self.dtype.unit_bytes])
@@ -122,7 +121,7 @@ class Flat:
     outer: dict[str, Path]
 
     def names_under(self, *outer: str) -> tuple[str, ...]:
-        """Names of the tensors whose paths begin so."""
+        """Name the tensors whose paths begin so."""
         return tuple(name for name, path in self.outer.items() if path == outer)
 
 
@@ -204,7 +203,7 @@ def _checked_tensor(value: Any, path: Path) -> Tensor:
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """Where a tensor's elements lie."""
+    """Tell where a tensor's elements lie."""
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     return Geometry(
         _dtype_name(tensor.dtype), tensor.element_size(), shape, strides, int(tensor.storage_offset())
@@ -269,8 +268,13 @@ def _parts(group: Sequence[_Found]) -> list[_Part]:
     return parts
 
 
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Give the strides of a tensor in C order, in elements, as PyTorch has them."""
+    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
+
+
 def part_offsets(sizes: Iterable[int]) -> list[int]:
-    """Where the parts of a storage begin, and as the last number, where it ends."""
+    """Tell where the parts of a storage begin, and as the last number, where it ends."""
     aligned = (-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes)
     return [0, *itertools.accumulate(aligned)]
 

@@ -18,7 +18,7 @@ KEY_KINDS: Final = frozenset({"int", "float", "bytes", "Size", "dtype"})
 
 
 def is_key(node: Any) -> bool:
-    """Whether a node is of a type that can be a key."""
+    """Tell whether a node is of a type that can be a key."""
     if isinstance(node, dict):
         return (len(node) == 1 and not KEY_KINDS.isdisjoint(node)) or (
             set(node) == {"tuple"} and isinstance(node["tuple"], list) and all(map(is_key, node["tuple"]))
@@ -27,7 +27,7 @@ def is_key(node: Any) -> bool:
 
 
 def key_problem(node: Any) -> str:
-    """Which bound a key breaks, or nothing."""
+    """Tell which bound a key breaks, or nothing."""
     if not isinstance(node, dict):
         return ""
     if "tuple" in node:
@@ -46,7 +46,7 @@ class SeenKeys:
         self._hashes: Counter[int] = Counter()
 
     def problem_with(self, key: Any, node: Any) -> str:
-        """Why this key and its node cannot be added, or nothing."""
+        """Tell why this key and its node cannot be added, or nothing."""
         form = node if isinstance(node, str) else msgspec.json.encode(node)
         if form in self._forms:
             return "occurs twice"

@@ -37,7 +37,7 @@ class TensorRef:
     is_parameter: bool = False
 
     def pack(self) -> dict[str, Any]:
-        """JSON node."""
+        """Give the JSON node."""
         strides = {} if self.strides is None else {"strides": list(self.strides)}
         return {"tensor": self.name, **strides, **_pack_flags(self)}
 
@@ -55,7 +55,7 @@ class View:
     is_parameter: bool = False
 
     def pack(self) -> dict[str, Any]:
-        """JSON node."""
+        """Give the JSON node."""
         shape, strides = list(self.shape), list(self.strides)
         where = {"dtype": self.dtype, "shape": shape, "strides": strides, "offset": self.offset}
         return {"view": self.storage, **where, **_pack_flags(self)}

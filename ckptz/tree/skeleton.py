@@ -54,12 +54,12 @@ class Tree:
 
 
 def where(path: Path) -> str:
-    """A place in a tree, for messages."""
+    """Name a place in a tree, for messages."""
     return repr(".".join(path)) if path else "the root"
 
 
 def label(key: Any) -> str:
-    """A key as a part of a path and of a tensor's name."""
+    """Spell a key as a part of a path and of a tensor's name."""
     if isinstance(key, str):
         return key
     if type(key) is int and abs(key) > MAX_PLAIN_INT:
@@ -161,13 +161,13 @@ _PACKERS: Final[Mapping[type, Callable[[_Packer, Any, Path], Any]]] = {
 
 
 def type_name(value: Any) -> str:
-    """Module and name of a value's type."""
+    """Give the module and name of a value's type."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def refuse_leaf(value: Any, path: Path) -> NoReturn:
-    """The `Leaf` that knows nothing."""
+    """Refuse a value: the `Leaf` that knows nothing."""
     raise UnsupportedError(
         f"{where(path)}: a value of type {type_name(value)} cannot be kept without running code; "
         "remove it from the checkpoint or store it as plain Python values and tensors"
@@ -175,7 +175,7 @@ def refuse_leaf(value: Any, path: Path) -> NoReturn:
 
 
 def pack_node(value: Any, leaf: Leaf = refuse_leaf) -> Any:
-    """The JSON node of a value.
+    """Make the JSON node of a value.
 
     Args:
         value: plain Python values, nested.

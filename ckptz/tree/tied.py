@@ -10,12 +10,13 @@ from typing import Any
 
 from ckptz.codec.units import TensorSource
 from ckptz.frameworks import DTYPE_NAMES
+from ckptz.tree.flatten import c_strides
 from ckptz.tree.leaves import TensorRef, View
 from ckptz.tree.skeleton import parse_tree
 
 
 def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
-    """Stored names by other names of the whole tensor; views of parts of it have none.
+    """Give the stored names by other names of the whole tensor; views of parts of it have none.
 
     Args:
         tree: as in `Index.tree`, or None.
@@ -51,10 +52,7 @@ def _whole(
     names = storages[view.storage]
     if len(names) != 1 or names[0] not in tensors:
         return None
-    source, steps = tensors[names[0]], 1
-    strides: list[int] = []
-    for size in reversed(source.shape):
-        strides.insert(0, steps)
-        steps *= max(size, 1)
-    whole = (DTYPE_NAMES.get(source.dtype.name), tuple(source.shape), tuple(strides), 0)
+    source = tensors[names[0]]
+    shape = tuple(source.shape)
+    whole = (DTYPE_NAMES.get(source.dtype.name), shape, c_strides(shape), 0)
     return names[0] if (view.dtype, view.shape, view.strides, view.offset) == whole else None

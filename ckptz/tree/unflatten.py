@@ -6,7 +6,6 @@ the memory that the process needs of its own does not grow with the checkpoint.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import tempfile
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import UNIT_TYPES, TensorSource, chunk_bounds
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
-from ckptz.tree.flatten import CODES, Geometry, part_offsets
+from ckptz.tree.flatten import CODES, Geometry, c_strides, part_offsets
 from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
 from ckptz.tree.skeleton import Tree, parse_tree
 
@@ -34,14 +33,14 @@ TORCH_NAMES: Final = {code: name for name, code in CODES.items()}
 
 
 def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Units]:
-    """The units of all tensors, chunk after chunk, on the caller's own thread."""
+    """Read the units of all tensors, chunk after chunk, on the caller's own thread."""
     for source in tensors.values():
         for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
             yield source.units(begin, end)
 
 
 def flat_tree(names: Mapping[str, object]) -> dict[str, Any]:
-    """The tree of a checkpoint that has none: a dict of its tensors by name."""
+    """Make the tree of a checkpoint that has none: a dict of its tensors by name."""
     return {"storages": [], "root": {"dict": [[name, {"tensor": name}] for name in names]}}
 
 
@@ -121,7 +120,7 @@ class _Spool:
         return put
 
     def make(self, leaf: Any) -> Any:
-        """What stands for a leaf of the tree in torch."""
+        """Make what stands for a leaf of the tree in torch."""
         import torch
 
         if isinstance(leaf, Size):
@@ -156,7 +155,7 @@ class _Spool:
             return ref.storage, Geometry(ref.dtype, item_bytes, ref.shape, ref.strides, ref.offset)
         source = self._tensors[ref.name]
         name, shape = _in_torch(source)
-        strides = _c_strides(shape) if ref.strides is None else ref.strides
+        strides = c_strides(shape) if ref.strides is None else ref.strides
         return ref.name, Geometry(name, _torch_dtype(name).itemsize, shape, strides, 0)
 
     def _storage(self, key: str | int) -> UntypedStorage:
@@ -204,10 +203,6 @@ def _check_strides(ref: TensorRef, source: TensorSource) -> None:
     is_whole = source.dtype.name in TORCH_NAMES and len(shape) == len(ref.strides)
     if not is_whole or not Geometry("", 1, shape, ref.strides, 0).is_dense:
         raise CorruptionError(f"tree: tensor {ref.name!r}: strides {list(ref.strides)} do not fit its shape")
-
-
-def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _in_torch(source: TensorSource) -> tuple[str, tuple[int, ...]]:

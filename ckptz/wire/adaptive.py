@@ -55,7 +55,7 @@ class Detector:
             self._sum += squared_norm
 
     def is_strong(self, step: int) -> bool:
-        """Whether messages of this step take the strong codec."""
+        """Tell whether messages of this step take the strong codec."""
         window = step // self._choice.window
         if window > self._window:
             norm = math.sqrt(self._sum)
@@ -74,10 +74,10 @@ class Detector:
         self._strong, self._last = False, math.nan
 
     def numbers(self) -> list[float]:
-        """The state, for a checkpoint."""
+        """Give the state, for a checkpoint."""
         return [float(self._window), self._sum, self._last, float(self._strong)]
 
     def set_numbers(self, numbers: list[float]) -> None:
-        """Inverse of `numbers`."""
+        """Take over what `numbers` gave."""
         self._window, self._strong = int(numbers[0]), bool(numbers[3])
         self._sum, self._last = numbers[1], numbers[2]

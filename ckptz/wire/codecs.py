@@ -111,13 +111,13 @@ _CLASSES: Final[Mapping[str, type[Raw | Uniform | TopK]]] = {"raw": Raw, "unifor
 
 
 def codec_to_dict(codec: Codec) -> dict[str, Any]:
-    """A codec as JSON values."""
+    """Give a codec as JSON values."""
     name = next(name for name, kind in _CLASSES.items() if isinstance(codec, kind))
     return {"codec": name} | dataclasses.asdict(codec)
 
 
 def codec_from_dict(record: Mapping[str, Any]) -> Codec:
-    """Inverse of `codec_to_dict`."""
+    """Read what `codec_to_dict` gave."""
     fields = dict(record)
     name = str(fields.pop("codec", None))
     if name not in _CLASSES:

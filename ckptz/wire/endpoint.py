@@ -54,11 +54,6 @@ class _Tensor:
     shape: tuple[int, ...]
     place: Place
 
-    @property
-    def is_lossy_type(self) -> bool:
-        """Whether a lossy codec may touch it."""
-        return self.dtype.name in KINDS
-
 
 class Link:
     """One end of the link between two stages, or both in one process for `simulate`.
@@ -96,8 +91,6 @@ class Link:
         self.sent_bytes = dict.fromkeys(Direction, 0)
         self.raw_bytes = dict.fromkeys(Direction, 0)
 
-    # --- sending --------------------------------------------------------------------------------
-
     def send(
         self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Sent:
@@ -129,7 +122,7 @@ class Link:
     def simulate(
         self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Array:
-        """What `send` brings to the other end, without making the message; its bytes are counted."""
+        """Give what `send` brings to the other end, without making the message; its bytes are counted."""
         tensor = _Tensor(direction, dtype, tuple(shape), place)
         decode, _, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
         received = decode()
@@ -155,7 +148,7 @@ class Link:
             received, frame = self._encode_lossy(tensor, plan, units, memory)
         if direction is Direction.FORWARD:
             state.keep_mask(plan, place, frame.mask, strong)
-        header = self._header("tx", tensor, plan, memory, strong, frame.not_finite, frame.mode)
+        header = self._header("tx", tensor, plan, memory, (strong, frame.not_finite), frame.mode)
         state.count("tx", direction, place)
         self.raw_bytes[direction] += plan.raw_bytes
         return received, header, frame
@@ -192,12 +185,10 @@ class Link:
             patterns = k.saturate(patterns, plan.largest)
         return k.from_f32(patterns, plan.kind)
 
-    # --- receiving ------------------------------------------------------------------------------
-
     def receive(
         self, direction: Direction, message: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Array:
-        """Units of the tensor in a message; bytes behind the message's end are ignored.
+        """Decode the units of the tensor in a message; bytes behind the message's end are ignored.
 
         Raises:
             WireError: the message is damaged, or another one than the one that is due.
@@ -208,7 +199,7 @@ class Link:
     def expect(
         self, direction: Direction, head: bytes, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> int:
-        """Bytes that follow a header, once it is found to announce the message that is due.
+        """Count the bytes that follow a header, once it is found to announce the message that is due.
 
         Raises:
             WireError: it announces another one.
@@ -260,7 +251,7 @@ class Link:
                 _refuse("flags", "another level than that of the activation")
         memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor, strong), tensor.place)
         not_finite = bool(header.flags & Flag.NOT_FINITE)
-        due = self._header("rx", tensor, plan, memory, strong, not_finite, 0)
+        due = self._header("rx", tensor, plan, memory, (strong, not_finite), 0)
         for name in LinkHeader.__slots__:
             if name not in FREE and getattr(header, name) != getattr(due, name):
                 _refuse(name, f"the message has {getattr(header, name)}, {getattr(due, name)} was due")
@@ -273,7 +264,7 @@ class Link:
     def message_cap(
         self, direction: Direction, dtype: DType, shape: tuple[int, ...], place: Place, end: End = "rx"
     ) -> int:
-        """Bytes to provide for one message; with `fixed`, exactly what is sent.
+        """Count the bytes to provide for one message; with `fixed`, exactly what is sent.
 
         The two ends agree on it before the message exists. With AQ-SGD that asks for one thing: a sample
         occurs at most once in a step.
@@ -287,8 +278,6 @@ class Link:
             plans += [filled] if self._fixed else [raw]
         return max(plan.cap for plan in plans)
 
-    # --- both directions ------------------------------------------------------------------------
-
     def _guarded(self, tensor: _Tensor, run: Callable[[], Any]) -> Any:
         """Name the message in whatever is found wrong with it."""
         try:
@@ -299,7 +288,7 @@ class Link:
             raise WireError(f"{self.name_of(tensor.direction, tensor.place)}: {error}") from None
 
     def name_of(self, direction: Direction, place: Place) -> str:
-        """A message in words, for errors."""
+        """Name a message in words, for errors."""
         phase = "evaluation" if place.is_eval else "step"
         return (
             f"link {self.src}->{self.dst} {direction.word}, {phase} {place.step}, "
@@ -324,7 +313,7 @@ class Link:
             _refuse("shape", f"{found[0]} {list(found[1])} after {first[0]} {list(first[1])}")
 
     def is_raw(self, place: Place) -> bool:
-        """Whether the policy sends this message raw: warm-up, and evaluation without compression."""
+        """Tell whether the policy sends this message raw: warm-up, and evaluation without compression."""
         if place.is_eval:
             return not self.policy.compresses_eval
         return place.step < self.policy.warmup_steps
@@ -342,28 +331,27 @@ class Link:
 
     def _observe(self, direction: Direction, tensor: _Tensor, units: Array) -> None:
         """Show a gradient to the detector of a direction."""
-        if tensor.is_lossy_type and isinstance(self.policy.choice(direction), Adaptive):
+        if tensor.dtype.name in KINDS and isinstance(self.policy.choice(direction), Adaptive):
             k = self.state.kernels
             self.state.observe(direction, k.to_f32(units, KINDS[tensor.dtype.name]), tensor.place)
 
     def _header(
-        self,
-        end: End,
-        tensor: _Tensor,
-        plan: TensorPlan,
-        memory: Memory,
-        strong: bool,
-        not_finite: bool,
-        mode: int,
+        self, end: End, tensor: _Tensor, plan: TensorPlan, memory: Memory, has: tuple[bool, bool], mode: int
     ) -> LinkHeader:
-        direction, place = tensor.direction, tensor.place
+        """The header of a message; `has` the strong level, and values that are not finite."""
+        (strong, not_finite), direction, place = has, tensor.direction, tensor.place
         flags = Flag.BACKWARD * direction | Flag.REUSE * plan.reuse | Flag.DELTA * (memory is not NOTHING)
         flags |= Flag.STRONG * strong | Flag.NOT_FINITE * not_finite | Flag.EVAL * place.is_eval
+        ids = place.sample_ids
+        batch = 0 if ids is None else xxh64(np.ascontiguousarray(ids, "<i8")) & 0xFFFFFFFF
+        count = -(-plan.n // plan.block) if plan.codec_id is CodecId.UNIFORM else 0  # of blocks
+        if plan.codec_id is CodecId.TOPK:
+            count = plan.k * plan.n_samples
         return LinkHeader(
             *(plan.codec_id, plan.param, plan.dtype.id, int(flags)),
             *(self.src, self.dst, place.tensor, mode),
             *(place.step, place.microbatch, self.state.seq(end, direction, place)),
-            *(plan.id ^ self.policy.digest, plan.n, _count(plan), 0, _batch_hash(place), 0),
+            *(plan.id ^ self.policy.digest, plan.n, count, 0, batch, 0),
         )
 
     def _seed(self, tensor: _Tensor) -> int:
@@ -375,26 +363,11 @@ class Link:
         return seed
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """See `LinkState.state_dict`."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `LinkState.load_state_dict`."""
         self.state.load_state_dict(state)
 
 
 def _refuse(field: str, why: str) -> NoReturn:
     raise WireError(f"{field}: {why}")
-
-
-def _count(plan: TensorPlan) -> int:
-    """Values or blocks of a payload; spec/08-wire.md#header."""
-    if plan.codec_id is CodecId.TOPK:
-        return plan.k * plan.n_samples
-    return -(-plan.n // plan.block) if plan.codec_id is CodecId.UNIFORM else 0
-
-
-def _batch_hash(place: Place) -> int:
-    if place.sample_ids is None:
-        return 0
-    return xxh64(np.ascontiguousarray(place.sample_ids, "<i8")) & 0xFFFFFFFF

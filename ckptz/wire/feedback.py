@@ -24,40 +24,34 @@ class Memory(Protocol):
     """The state of one slot."""
 
     def target(self, k: Any, values: Array) -> Array:
-        """What to encode in place of `values`."""
-        ...
+        """Give what to encode in place of `values`, uint32 [n]."""
 
     def received(self, k: Any, decoded: Array) -> Array:
-        """What the receiver takes for the tensor."""
-        ...
+        """Give what the receiver takes for the tensor, uint32 [n]."""
 
     def keep(self, k: Any, target: Array, decoded: Array) -> None:
         """Update after a message that was finite."""
-        ...
 
     def fill(self, k: Any, values: Array) -> None:
         """Update after a raw message."""
-        ...
 
 
 class Nothing:
     """No state."""
 
     def target(self, k: Any, values: Array) -> Array:
-        """See `Memory.target`."""
         del k
         return values
 
     def received(self, k: Any, decoded: Array) -> Array:
-        """See `Memory.received`."""
         del k
         return decoded
 
     def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        """See `Memory.keep`."""
+        """Keep nothing."""
 
     def fill(self, k: Any, values: Array) -> None:
-        """See `Memory.fill`."""
+        """Keep nothing."""
 
 
 class ErrorFeedback(Nothing):
@@ -67,11 +61,9 @@ class ErrorFeedback(Nothing):
         self.array = error
 
     def target(self, k: Any, values: Array) -> Array:
-        """See `Memory.target`."""
         return k.add(values, self.array)
 
     def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        """See `Memory.keep`."""
         self.array = k.subtract(target, decoded)
 
 
@@ -82,7 +74,7 @@ class MixedFeedback(ErrorFeedback):
     """
 
     def mask(self, k: Any, plan: TensorPlan, values: Array) -> Array:
-        """Positions to send: ceil(k / 2) by |x| and the rest by |e|, disjoint."""
+        """Choose the positions to send: ceil(k / 2) by |x| and the rest by |e|, disjoint."""
         assert isinstance(plan.codec, TopK)
         first = k.top_mask(values, plan.n_samples, (plan.k + 1) // 2)
         if plan.k < 2:
@@ -97,20 +89,16 @@ class Following:
         self.array = follower
 
     def target(self, k: Any, values: Array) -> Array:
-        """See `Memory.target`."""
         return k.subtract(values, self.array)
 
     def received(self, k: Any, decoded: Array) -> Array:
-        """See `Memory.received`."""
         return k.add(self.array, decoded)
 
     def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        """See `Memory.keep`."""
         del target
         self.array = k.add(self.array, decoded)
 
     def fill(self, k: Any, values: Array) -> None:
-        """See `Memory.fill`."""
         if k.all_finite(values):
             self.array = values + 0  # a copy: the caller may write to its tensor
 
@@ -139,7 +127,7 @@ class SampleBuffers:
             self._seen = np.zeros(n_samples, np.bool_)
 
     def has(self, ids: NDArray[np.int64]) -> bool:
-        """Whether every sample was seen before."""
+        """Tell whether every sample [n] was seen before."""
         if self._file is None:
             return all(i in self._rows for i in ids.tolist())
         self._check(ids)
@@ -150,13 +138,13 @@ class SampleBuffers:
             raise ConfigError(f"sample ids must be 0..{len(self._seen) - 1}, got {ids.min()}..{ids.max()}")
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Rows of these samples, one after another."""
+        """Read the rows of these samples, one after another [n, row units]."""
         if self._file is not None:
             return np.ascontiguousarray(self._file[ids]).reshape(-1)
         return np.concatenate([self._rows[i] for i in ids.tolist()])
 
     def write(self, ids: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
-        """Replace the rows of these samples."""
+        """Replace the rows of these samples, float32 [n, row units]."""
         rows = values.reshape(len(ids), self.size)
         if self._file is None:
             self._rows |= {i: row.copy() for i, row in zip(ids.tolist(), rows, strict=True)}
@@ -170,13 +158,13 @@ class SampleBuffers:
         return self._file.nbytes if self._file is not None else 4 * self.size * len(self._rows)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Sample ids and their rows."""
+        """Give sample ids [n] and their rows, float32 [n, row units]."""
         ids = np.flatnonzero(self._seen) if self._file is not None else np.array(sorted(self._rows), np.int64)
         rows = self.read(ids) if len(ids) else np.zeros(0, np.uint32)
         return {"ids": ids.astype(np.int64), "rows": rows.reshape(len(ids), self.size)}
 
     def load(self, ids: NDArray[np.int64], rows: NDArray[np.uint32]) -> None:
-        """Inverse of `state`."""
+        """Take over what `state` gave: ids [n] and rows."""
         self.write(ids, np.ascontiguousarray(rows).reshape(-1))
 
 
@@ -191,20 +179,16 @@ class PerSample:
             self._last = k.as_units(k.from_bytes(rows.view(np.uint8), like), 4)
 
     def target(self, k: Any, values: Array) -> Array:
-        """See `Memory.target`."""
         return k.subtract(values, self._last)
 
     def received(self, k: Any, decoded: Array) -> Array:
-        """See `Memory.received`."""
         return k.add(self._last, decoded)
 
     def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        """See `Memory.keep`."""
         del target
         self.fill(k, k.add(self._last, decoded))
 
     def fill(self, k: Any, values: Array) -> None:
-        """See `Memory.fill`."""
         if k.all_finite(values):
             self._buffers.write(self._ids, k.host_bytes(k.as_bytes(values)).view(np.uint32))
 
@@ -212,7 +196,7 @@ class PerSample:
 def state_bytes(
     feedback: Feedback | None, shape: tuple[int, ...], n_microbatches: int, n_samples: int = 0
 ) -> tuple[int, int]:
-    """(sender's, receiver's) bytes of state for one tensor in one direction of one link.
+    """Count the (sender's, receiver's) bytes of state for one tensor in one direction of one link.
 
     EF and EF-mixed: microbatches x elements x 4 at the sender. EF21: the same at both ends. AQ-SGD:
     samples x elements of a sample x 4 at both ends.
@@ -230,7 +214,7 @@ def state_bytes(
 def describe_memory(
     policy: LinkPolicy, shape: tuple[int, ...], n_microbatches: int, n_samples: int = 0
 ) -> str:
-    """What one tensor of a link will hold at each end, with the formula, one line a direction.
+    """Tell what one tensor of a link will hold at each end, with the formula, one line a direction.
 
     Args:
         policy: of the link.

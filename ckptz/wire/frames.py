@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.bits.cursor import ByteReader
 from ckptz.entropy.streams import decode_stream, encode_stream
 from ckptz.errors import CorruptionError
 from ckptz.kernels import reference, wire_reference
@@ -53,7 +53,7 @@ class Parts:
         self._k, self._payload, self._offset = k, payload, 0
 
     def take(self, n_bytes: int, what: str) -> Array:
-        """The next part of `n_bytes` bytes, and its padding."""
+        """Take the next part of `n_bytes` bytes, and its padding."""
         end = self._offset + n_bytes
         padded = self._offset + -(-n_bytes // wire_reference.ALIGN) * wire_reference.ALIGN
         if n_bytes < 0 or padded > len(self._payload):
@@ -67,7 +67,7 @@ class Parts:
         return part
 
     def rest(self) -> Array:
-        """All that is left."""
+        """Take all that is left."""
         part = self._payload[self._offset :]
         self._offset = len(self._payload)
         return part
@@ -76,9 +76,6 @@ class Parts:
         """Require that nothing is left."""
         if self._offset != len(self._payload):
             raise CorruptionError(f"payload: {len(self._payload) - self._offset} bytes follow its end")
-
-
-# --- uniform ------------------------------------------------------------------------------------
 
 
 def _encode_blocks(
@@ -127,16 +124,9 @@ def _encode_uniform(k: Any, plan: TensorPlan, values: Array, seed: int | None) -
     if codec.rans:
         coder, stream = encode_stream(k.host_bytes(codes))
         if len(stream) + 1 + wire_reference.ALIGN < len(packed):
-            packed, mode = k.from_bytes(_coded(coder, stream), values), RANS
+            coded = b"".join((coder.to_bytes(1, "little"), len(stream).to_bytes(4, "little"), stream))
+            packed, mode = k.from_bytes(coded, values), RANS
     return Frame((ranges, packed), mode, decoded, None, not_finite)
-
-
-def _coded(coder: int, stream: bytes | memoryview) -> bytes:
-    out = ByteWriter()
-    out.u8(coder)
-    out.u32(len(stream))
-    out.raw(stream)
-    return out.getvalue()
 
 
 def _decode_uniform(k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool) -> Array:
@@ -171,9 +161,6 @@ def _decode_codes(k: Any, coded: Array, n: int, bits: int) -> Array:
     if int(codes.max()) >> bits:
         raise CorruptionError(f"codes: {int(codes.max())} needs more than {bits} bits")
     return k.from_bytes(codes, coded)
-
-
-# --- TopK ---------------------------------------------------------------------------------------
 
 
 def _value_kind(plan: TensorPlan) -> int:
@@ -274,15 +261,10 @@ def _decode_topk(
 
 def _decode_mask(k: Any, plan: TensorPlan, codec: TopK, parts: Parts, mode: int) -> Array:
     if mode == BITMAP:
-        mask = _unpacked(k, parts, 1, plan.n, "bitmap")
-    elif codec.tries_rice:
-        mask = _decode_rice(k, parts, mode - RICE, plan.n, plan.k * plan.n_samples)
-    else:
-        raise CorruptionError(f"mode: {mode} does not exist for this codec")
-    return mask
-
-
-# --- any codec ----------------------------------------------------------------------------------
+        return _unpacked(k, parts, 1, plan.n, "bitmap")
+    if codec.tries_rice:
+        return _decode_rice(k, parts, mode - RICE, plan.n, plan.k * plan.n_samples)
+    raise CorruptionError(f"mode: {mode} does not exist for this codec")
 
 
 def encode_frame(
@@ -314,7 +296,7 @@ def encode_frame(
 def decode_frame(
     k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool, mask: Array | None = None
 ) -> tuple[Array, Array | None]:
-    """(F32 patterns, TopK's mask); units for a raw plan.
+    """Decode a payload into (F32 patterns, TopK's mask); into units for a raw plan.
 
     Raises:
         FormatError: the payload contradicts the plan.

@@ -78,7 +78,7 @@ class LinkHeader:
     checksum: int
 
     def pack(self) -> bytes:
-        """The 64 bytes."""
+        """Give the 64 bytes."""
         out = ByteWriter()
         out.u16(MAGIC)
         for value in (VERSION, HEADER_BYTES // 16, self.codec, self.param, self.dtype, self.flags):
@@ -95,7 +95,7 @@ class LinkHeader:
 
     @classmethod
     def parse(cls, raw: bytes | memoryview) -> Self:
-        """Inverse of `pack`.
+        """Read what `pack` gave.
 
         Raises:
             FormatError: the bytes are no header.
@@ -124,7 +124,7 @@ class LinkHeader:
 
 
 def header_checksum(body: bytes) -> int:
-    """The checksum of a payload, taken over the header's first seven words."""
+    """Sum up the first seven words of a header as a payload is."""
     words = (int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body), 8))
     steps = (word + (i + 1) * 0x9E3779B97F4A7C15 for i, word in enumerate(words))
     return sum(mix_64(step & MASK_64) for step in steps) & MASK_64

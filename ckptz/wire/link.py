@@ -44,7 +44,7 @@ NAMES: Final = MappingProxyType(
 
 
 def dtype_named(dtype: torch.dtype) -> DType:
-    """The row of the dtype table.
+    """Find the row of the dtype table.
 
     Raises:
         DTypeError: messages cannot carry this type.
@@ -84,16 +84,8 @@ class TensorLink:
         self._use_torch = use_torch or self.device.type != "cpu"
         kernels = wire_torch if self._use_torch else None
         like = torch.zeros(0, dtype=torch.uint8, device=self.device) if self._use_torch else None
-        self.link = Link(
-            src,
-            dst,
-            policy,
-            kernels=kernels,
-            like=like,
-            fixed=fixed,
-            same_shape=same_shape,
-            samples=samples,
-        )
+        options: dict[str, Any] = {"fixed": fixed, "same_shape": same_shape, "samples": samples}
+        self.link = Link(src, dst, policy, kernels=kernels, like=like, **options)
 
     def _units(self, tensor: Tensor) -> Any:
         """Bit patterns of a tensor, flat; shares its memory where it is contiguous."""
@@ -112,34 +104,29 @@ class TensorLink:
         return units.view(dtype).view(shape)
 
     def send(self, direction: Direction, tensor: Tensor, place: Place) -> tuple[Tensor, Callable[[], Tensor]]:
-        """(message as uint8, what makes the tensor that the other end decodes)."""
+        """Send a tensor as (message as uint8, what makes the tensor that the other end decodes)."""
         shape = tuple(tensor.shape)
         sent = self.link.send(direction, self._units(tensor), dtype_named(tensor.dtype), shape, place)
         message = sent.message if self._use_torch else torch.from_numpy(sent.message)
         return message, lambda: self._tensor(sent.decode(), tensor.dtype, shape)
 
     def simulate(self, direction: Direction, tensor: Tensor, place: Place) -> Tensor:
-        """What `send` brings to the other end, in memory of its own."""
+        """Give what `send` brings to the other end, in memory of its own."""
         shape, units = tuple(tensor.shape), self._units(tensor)
         received = self.link.simulate(direction, units, dtype_named(tensor.dtype), shape, place)
         result = self._tensor(received, tensor.dtype, shape)
         return result.clone() if received is units else result
 
     def buffer(self, direction: Direction, like: Tensor, place: Place) -> Tensor:
-        """Memory for the message that is due."""
+        """Make memory for the message that is due."""
         shape = tuple(like.shape)
         n_bytes = self.link.message_cap(direction, dtype_named(like.dtype), shape, place)
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
     def receive(
-        self,
-        direction: Direction,
-        message: Tensor,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        place: Place,
+        self, direction: Direction, message: Tensor, dtype: torch.dtype, shape: tuple[int, ...], place: Place
     ) -> Tensor:
-        """The tensor in a message.
+        """Decode the tensor in a message.
 
         Raises:
             WireError: the message is damaged, or another one than the one that is due.
@@ -183,7 +170,7 @@ class DistributedLink:
     def send(
         self, tensor: Tensor, direction: Direction = Direction.FORWARD, place: Place | None = None
     ) -> Tensor:
-        """Send a tensor; returns what the other end decodes. Without `place`, messages are numbered."""
+        """Send a tensor as (message as uint8, what makes the tensor that the other end decodes)."""
         place = place or Place(self._sent[direction])
         message, decode = self.link.send(direction, tensor, place)
         self._sent[direction] = place.step + 1
@@ -221,5 +208,5 @@ class DistributedLink:
 
 
 def sample_ids_of(ids: Tensor | None) -> Any:
-    """Sample ids as the links take them."""
+    """Give sample ids as the links take them, int64."""
     return None if ids is None else np.ascontiguousarray(ids.detach().cpu().numpy(), np.int64)

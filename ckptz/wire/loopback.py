@@ -66,13 +66,13 @@ class Simulation:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on: counters and the link's state, as numpy arrays."""
+        """Give everything needed to go on: counters and the link's state, as numpy arrays."""
         src, dst = self._options["src"], self._options["dst"]
         calls = np.array([self._n_calls, self._n_evals], np.int64)
         return {f"wire/{src}-{dst}/calls": calls} | self.link.link.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Take over what `state_dict` gave."""
         rest = dict(state)
         calls = rest.pop(f"wire/{self._options['src']}-{self._options['dst']}/calls")
         self._n_calls, self._n_evals = (int(n) for n in calls)
@@ -80,7 +80,7 @@ class Simulation:
 
 
 def simulate(policy: LinkPolicy | str, *, n_microbatches: int = 1, **options: Any) -> Simulation:
-    """An autograd function that compresses activations and their gradients as a link would.
+    """Make an autograd function that compresses activations and their gradients as a link would.
 
     Args:
         policy: the link's policy, or the name of a preset.
@@ -111,7 +111,7 @@ class CompressLink(nn.Module):
         )
 
     def forward(self, activation: Tensor, sample_ids: Tensor | None = None) -> Tensor:
-        """The activation as the next stage gets it."""
+        """Give the activation as the next stage gets it."""
         if self.simulation is None:
             return activation
         is_eval = not self.training
@@ -120,7 +120,7 @@ class CompressLink(nn.Module):
         return self.simulation(activation, sample_ids=sample_ids, is_eval=is_eval)
 
     def get_extra_state(self) -> Tensor:
-        """The policy, as bytes in a tensor, so that every checkpoint format can hold it."""
+        """Give the policy, as bytes in a tensor, so that every checkpoint format can hold it."""
         record = {} if self.simulation is None else policy_metadata(self.simulation.policy)
         return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
 
@@ -131,5 +131,5 @@ class CompressLink(nn.Module):
             check_policy(record, None if self.simulation is None else self.simulation.policy)
 
     def extra_repr(self) -> str:
-        """The policy in words."""
+        """Say the policy in words."""
         return "none" if self.simulation is None else str(self.simulation.policy)

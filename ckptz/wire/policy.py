@@ -16,16 +16,7 @@ from ckptz.bits.checksum import xxh64
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import ConfigError
 from ckptz.wire.adaptive import Adaptive
-from ckptz.wire.codecs import (
-    RAW,
-    Codec,
-    TensorPlan,
-    TopK,
-    Uniform,
-    codec_from_dict,
-    codec_to_dict,
-    plan_of,
-)
+from ckptz.wire.codecs import RAW, Codec, TensorPlan, TopK, Uniform, codec_from_dict, codec_to_dict, plan_of
 from ckptz.wire.header import Direction
 
 METADATA_KEY: Final = "ckptz.wire.policy"
@@ -87,18 +78,18 @@ class LinkPolicy:
                 raise ConfigError("ef-mixed chooses its own positions: it cannot reuse others")
 
     def choice(self, direction: Direction) -> Choice:
-        """The codec, or pair of codecs, of a direction."""
+        """Give the codec, or pair of codecs, of a direction."""
         return self.forward if direction is Direction.FORWARD else self.backward
 
     def codec(self, direction: Direction, strong: bool = False) -> Codec:
-        """The codec of a direction at a level."""
+        """Give the codec of a direction at a level."""
         choice = self.choice(direction)
         if isinstance(choice, Adaptive):
             return choice.strong if strong else choice.mild
         return choice
 
     def feedback_of(self, direction: Direction) -> Feedback | None:
-        """The kind of state of a direction."""
+        """Give the kind of state of a direction."""
         if isinstance(self.feedback, tuple):
             return self.feedback[direction]
         if self.feedback == "aqsgd" and direction is Direction.BACKWARD:
@@ -124,20 +115,19 @@ class LinkPolicy:
         """Bind the codec of a direction to a tensor; `raw` in warm-up and evaluation without compression."""
         if raw:
             return plan_of(RAW, dtype, shape)
-        reuse = self.reuse and direction is Direction.BACKWARD and self._sends_mask(dtype, shape, strong)
+        reuse = self.reuse and direction is Direction.BACKWARD
+        if reuse:  # where the activation's plan sends positions
+            forward = plan_of(self.codec(Direction.FORWARD, strong), dtype, shape)
+            reuse = isinstance(forward.codec, TopK)
         return plan_of(self.codec(direction, strong), dtype, shape, reuse=reuse)
 
-    def _sends_mask(self, dtype: DType, shape: tuple[int, ...], strong: bool) -> bool:
-        plan = plan_of(self.codec(Direction.FORWARD, strong), dtype, shape)
-        return isinstance(plan.codec, TopK)
-
     def may_be_raw(self, direction: Direction) -> bool:
-        """Whether messages of a direction can be larger than its codec's: warm-up, AQ-SGD, evaluation."""
+        """Tell whether messages can be larger than the codec's: in warm-up, AQ-SGD, evaluation."""
         fills = self.feedback_of(direction) == "aqsgd"
         return self.warmup_steps > 0 or fills or not self.compresses_eval
 
     def to_json(self) -> str:
-        """The policy as text, for metadata."""
+        """Give the policy as text, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
             record[name] = _choice_to_dict(record[name])
@@ -145,7 +135,7 @@ class LinkPolicy:
 
     @classmethod
     def from_json(cls, text: str) -> LinkPolicy:
-        """Inverse of `to_json`.
+        """Read what `to_json` gave.
 
         Raises:
             ConfigError: the text is no policy.
@@ -202,7 +192,7 @@ PRESETS: Final[Mapping[str, LinkPolicy]] = MappingProxyType(
 
 
 def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
-    """A policy, or the preset of this name."""
+    """Give a policy, or the preset of this name."""
     if isinstance(policy, LinkPolicy):
         return policy
     if policy not in PRESETS:
@@ -211,12 +201,9 @@ def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
 
 
 def cap(
-    policy: LinkPolicy | str,
-    shape: tuple[int, ...],
-    dtype: str,
-    direction: Direction = Direction.FORWARD,
+    policy: LinkPolicy | str, shape: tuple[int, ...], dtype: str, direction: Direction = Direction.FORWARD
 ) -> int:
-    """Bytes of the greatest message for a tensor, header included; what fixed-size transports send.
+    """Count the bytes of the greatest message for a tensor, header included; what fixed-size transports send.
 
     Args:
         policy: the link's policy.
@@ -234,18 +221,15 @@ def cap(
     return max(plan.cap for plan in plans)
 
 
-# --- the policy in a checkpoint -----------------------------------------------------------------
-
-
 def policy_metadata(policy: LinkPolicy | str) -> dict[str, str]:
-    """What to put into a checkpoint's metadata: `save_file(tensors, path, metadata=policy_metadata(p))`."""
+    """Make a checkpoint's metadata: `save_file(tensors, path, metadata=policy_metadata(policy))`."""
     return {METADATA_KEY: policy_of(policy).to_json()}
 
 
 def check_policy(
     metadata: Mapping[str, str] | None, policy: LinkPolicy | str | None = None
 ) -> LinkPolicy | None:
-    """The policy that a checkpoint was trained with; warns if it will be used under an unfit one.
+    """Find the policy that a checkpoint was trained with; warn if it is used under an unfit one.
 
     Args:
         metadata: of the checkpoint, `safe_open(path).metadata()`.

@@ -16,16 +16,7 @@ from ckptz.wire.header import HEADER_BYTES, Direction
 from ckptz.wire.policy import LinkPolicy
 from ckptz.wire.state import Place
 
-_NAMES = {
-    "f4": "F32",
-    "f2": "F16",
-    "f8": "F64",
-    "u1": "U8",
-    "i1": "I8",
-    "i2": "I16",
-    "i4": "I32",
-    "i8": "I64",
-}
+_NAMES = dict(f4="F32", f2="F16", f8="F64", u1="U8", i1="I8", i2="I16", i4="I32", i8="I64")
 
 
 def _named(array: NDArray[Any], dtype: str | None) -> DType:
@@ -69,7 +60,7 @@ class SocketLink:
         place: Place | None = None,
         dtype: str | None = None,
     ) -> None:
-        """Send an array. Without `place`, messages are numbered."""
+        """Send an array of any shape [...]. Without `place`, messages are numbered."""
         place = place or Place(self._sent[direction])
         kind = _named(array, dtype)
         units = np.ascontiguousarray(array).reshape(-1).view(f"<u{kind.unit_bytes}")
@@ -88,7 +79,7 @@ class SocketLink:
         direction: Direction = Direction.FORWARD,
         place: Place | None = None,
     ) -> NDArray[Any]:
-        """Receive the bit patterns of a tensor, as unsigned integers; `.view(np.float32)` for F32.
+        """Receive the bit patterns of a tensor as unsigned integers [*shape]; `.view(np.float32)` for F32.
 
         Raises:
             WireError: the peer is gone or silent, or the message is not the one that is due.

@@ -68,8 +68,6 @@ class CompressedPipelineStage(PipelineStage):
         self._n_steps, self._n_evals = 0, 0
         self._ids: list[Any] = []
 
-    # --- steps ----------------------------------------------------------------------------------
-
     def clear_runtime_states(self) -> None:
         """Begin a step; schedules call this first."""
         super().clear_runtime_states()
@@ -95,15 +93,13 @@ class CompressedPipelineStage(PipelineStage):
         step = (self._n_evals if is_eval else self._n_steps) - 1
         return Place(step, microbatch, tensor, ids, is_eval)
 
-    # --- sending --------------------------------------------------------------------------------
-
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's sends, with messages for tensors."""
+        """Give the parent's sends, with messages for tensors."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         return self._sent(FORWARD, fwd_chunk_id, ops, list(range(len(ops))))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's sends, with messages for tensors."""
+        """Give the parent's sends, with messages for tensors."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         stages = enumerate(self.grad_send_info or ()) if ops else ()
         indices = [i for i, stage in stages if stage is not None and self._get_grad_send_meta(i) is not None]
@@ -118,17 +114,15 @@ class CompressedPipelineStage(PipelineStage):
             op.tensor, _ = link.send(direction, op.tensor, self._place(microbatch, index))
         return ops
 
-    # --- receiving ------------------------------------------------------------------------------
-
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's receives, into memory for messages."""
+        """Give the parent's receives, into memory for messages."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         infos = self.args_recv_info[fwd_chunk_id]
         indices = [i for i, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
         return self._posted(FORWARD, fwd_chunk_id, ops, indices)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's receives, into memory for messages."""
+        """Give the parent's receives, into memory for messages."""
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         infos = self.grad_recv_info[bwd_chunk_id] if ops else ()
         indices = [i for i, info in enumerate(infos) if info.buffer is not None]
@@ -182,10 +176,8 @@ class CompressedPipelineStage(PipelineStage):
             name = link.link.name_of(direction, self._place(microbatch, 0))
             raise WireError(f"{name}: receive: {str(error).splitlines()[0]}") from error
 
-    # --- checkpoints ----------------------------------------------------------------------------
-
     def wire_state_dict(self) -> dict[str, Any]:
-        """State of this stage's links, as numpy arrays; save it as this rank's part of the checkpoint."""
+        """Give the state of this stage's links, as numpy arrays: this rank's part of the checkpoint."""
         counters = np.array([self._n_steps, self._n_evals], np.int64)
         out: dict[str, Any] = {f"wire/stage/{self.stage_index}/steps": counters}
         for link in self._links:
@@ -193,7 +185,7 @@ class CompressedPipelineStage(PipelineStage):
         return out
 
     def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `wire_state_dict`.
+        """Take over what `wire_state_dict` gave.
 
         Raises:
             WireError: the state is of another stage, or incomplete.
@@ -206,18 +198,18 @@ class CompressedPipelineStage(PipelineStage):
             link.link.load_state_dict(state)
 
     def wire_metadata(self) -> dict[str, str]:
-        """What to put into the checkpoint's metadata, so that a later load can be checked."""
+        """Give what belongs into the checkpoint's metadata, so that a later load can be checked."""
         return policy_metadata(self.policy)
 
     def wire_memory(self) -> str:
-        """Bytes of state that each link of this stage holds now, one line a link."""
+        """Count the bytes of state that each link of this stage holds now, one line a link."""
         lines = [
             f"link {link.link.src}->{link.link.dst}: {link.link.state.n_bytes()}" for link in self._links
         ]
         return "\n".join(f"{line} bytes of state" for line in lines)
 
     def wire_bytes(self) -> dict[str, tuple[int, int]]:
-        """(bytes sent, bytes they stand for) of each direction that this stage sends."""
+        """Count (bytes sent, bytes they stand for) of each direction that this stage sends."""
         out = {}
         for direction, link in ((FORWARD, self.outgoing), (BACKWARD, self.incoming)):
             if link is not None:

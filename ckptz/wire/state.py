@@ -19,14 +19,7 @@ from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire as compiled
 from ckptz.wire.adaptive import N_NUMBERS, Adaptive, Detector
 from ckptz.wire.codecs import KINDS, RAW, TensorPlan
-from ckptz.wire.feedback import (
-    MEMORIES,
-    TWO_SIDED,
-    Memory,
-    Nothing,
-    PerSample,
-    SampleBuffers,
-)
+from ckptz.wire.feedback import MEMORIES, TWO_SIDED, Memory, Nothing, PerSample, SampleBuffers
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import LinkPolicy
 
@@ -115,24 +108,22 @@ class LinkState:
         """The kernel module of the arrays on this link."""
         return self._kernels or compiled()
 
-    # --- slots ----------------------------------------------------------------------------------
-
     def slot(self, end: End, direction: Direction, place: Place) -> Slot:
-        """The state of a microbatch."""
+        """Give the state of a microbatch."""
         return self._slots.setdefault((end, direction, place.tensor, place.microbatch), Slot())
 
     def seq(self, end: End, direction: Direction, place: Place) -> int:
-        """Messages of this slot so far; evaluations are not counted."""
+        """Count the messages of this slot so far; evaluations are not counted."""
         return 0 if place.is_eval else self.slot(end, direction, place).seq & 0xFFFFFFFF
 
     def count(self, end: End, direction: Direction, place: Place) -> None:
-        """One message more."""
+        """Count one message more."""
         self.slot(end, direction, place).seq += not place.is_eval
 
     def memory(
         self, end: End, direction: Direction, plan: TensorPlan, place: Place
     ) -> tuple[Memory, TensorPlan]:
-        """The state that a message goes through, and its plan: raw where the state is to be filled."""
+        """Find the state that a message goes through, and its plan: raw where the state is to be filled."""
         kind = self._policy.feedback_of(direction)
         if kind is None or place.is_eval or plan.dtype.name not in KINDS:
             return NOTHING, plan
@@ -169,8 +160,6 @@ class LinkState:
             raise WireError(f"samples: {size} elements each, and those before had {buffers.size}")
         return buffers
 
-    # --- positions ------------------------------------------------------------------------------
-
     def keep_mask(self, plan: TensorPlan, place: Place, mask: Array | None, strong: bool) -> None:
         """Remember the positions of an activation for its gradient, as a bitmap."""
         if self._policy.reuse and not place.is_eval:
@@ -183,17 +172,17 @@ class LinkState:
         return kept if kept is not None and kept.step == place.step else None
 
     def level_of_mask(self, place: Place) -> bool | None:
-        """Level of the activation whose positions a gradient reuses, if there is one."""
+        """Give the level of the activation whose positions a gradient reuses, if there is one."""
         kept = self._kept(place)
         return None if kept is None else kept.strong
 
     def lacks_mask(self, place: Place) -> bool:
-        """Whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
+        """Tell whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
         kept = self._kept(place)
         return kept is not None and kept.packed is None
 
     def take_mask(self, plan: TensorPlan, place: Place) -> Array:
-        """Positions of the activation of this microbatch, once.
+        """Take the positions of the activation of this microbatch, once.
 
         Raises:
             WireError: there was none, or it had another shape than the gradient.
@@ -209,10 +198,8 @@ class LinkState:
         del self.masks[place.microbatch, place.tensor]
         return self.kernels.unpack(kept.packed, 1, plan.n)
 
-    # --- the adaptive level ---------------------------------------------------------------------
-
     def detector(self, direction: Direction, tensor: int) -> Detector | None:
-        """What decides the level of a direction, if it has two."""
+        """Find what decides the level of a direction, if it has two."""
         choice = self._policy.choice(direction)
         if not isinstance(choice, Adaptive):
             return None
@@ -225,7 +212,7 @@ class LinkState:
             detector.observe(place.step, self.kernels.squared_norm(gradient))
 
     def level(self, direction: Direction, place: Place) -> bool:
-        """Whether a message takes the strong codec."""
+        """Tell whether a message takes the strong codec."""
         detector = self.detector(direction, place.tensor)
         if place.is_eval:
             return detector is not None and detector.was_strong
@@ -239,16 +226,14 @@ class LinkState:
         for detector in self._detectors.values():
             detector.restart()
 
-    # --- checkpoints ----------------------------------------------------------------------------
-
     def n_bytes(self) -> int:
-        """Bytes of state held now, counters aside."""
+        """Count the bytes of state held now, counters aside."""
         arrays = [slot.memory.array for slot in self._slots.values() if slot.memory is not None]
         held = sum(4 * len(array) for array in arrays)
         return held + sum(buffers.n_bytes for buffers in self._buffers.values())
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Everything that a resumed link needs, as named arrays; F32 patterns as uint32."""
+        """Give everything that a resumed link needs, as named arrays [n]; F32 patterns as uint32."""
         k, out = self.kernels, {}
         for (end, direction, tensor, microbatch), slot in self._slots.items():
             name = f"{self._prefix}{direction.word}/{tensor}/{microbatch}/{end}"
@@ -263,7 +248,7 @@ class LinkState:
         return out
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; entries of other links are left alone.
+        """Take over what `state_dict` gave; entries of other links are left alone.
 
         Raises:
             WireError: the state lacks an entry, or one is not what this link would have saved.
