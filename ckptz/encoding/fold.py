@@ -63,7 +63,6 @@ class Folded(SourceOf):
     fold: Fold
 
     def units(self, begin: int, end: int) -> Units:
-        """See `TensorSource.units`."""
         kind = KINDS[self.dtype.name]
         values, moves = _floats(self.source, begin, end), self._moves(begin, end)
         with np.errstate(all="ignore"):

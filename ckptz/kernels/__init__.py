@@ -41,7 +41,7 @@ def sparse() -> Any:
 
 @functools.cache
 def rounding() -> Any:
-    """The compiled kernels that round to grids."""
+    """Load the compiled kernels that round to grids."""
     _listen()
     return importlib.import_module("ckptz.kernels.rounding_cpu")
 

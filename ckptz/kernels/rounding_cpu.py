@@ -37,7 +37,7 @@ def _threshold(key: Any, index: Any) -> Any:
 
 @kernel
 def thresholds(key: int, begin: int, n: int) -> Any:
-    """See `rounding_reference.thresholds`."""
+    """Draw thresholds [n]; see `rounding_reference.thresholds`."""
     out = np.empty(n, np.float32)
     for i in range(n):
         out[i] = float32(0.5) if key == NEAREST else _threshold(key, begin + i)
@@ -57,7 +57,7 @@ def residual_codes(
     begin: Any,
     out: Any,
 ) -> None:
-    """See `rounding_reference.residual_codes`; writes codes [n] to `out`."""
+    """Write codes [n] to `out`; see `rounding_reference.residual_codes`."""
     widened = float32(0.5 + dead_zone)
     row, left = begin // row_units, row_units - begin % row_units
     step = steps[labels[row]]
@@ -92,7 +92,7 @@ def residual_codes(
 def distance_power(
     values: Any, base: Any, has_base: Any, steps: Any, labels: Any, row_units: Any, begin: Any
 ) -> Any:
-    """See `rounding_reference.distance_power`."""
+    """Sum squared distances of values [n]; see `rounding_reference.distance_power`."""
     total = int64(0)
     for i in range(len(values)):
         step = steps[labels[(begin + i) // row_units]]

@@ -108,7 +108,7 @@ def _scaled(
 def distance_power(
     values: Floats, base: Floats | None, steps: Floats, labels: Bytes, row_units: int, begin: int
 ) -> int:
-    """Sum the squared distances of values less their base to the nearest multiples of their steps.
+    """Sum the squared distances of values [n] less their base to the nearest multiples of their steps.
 
     Distances count in 4096ths of a step, so that sums are exact in any order.
     """

@@ -244,7 +244,6 @@ class LevelQuantizer(Quantizer):
     keep_as_bf16: bool
 
     def kept(self, begin: int, units: Units) -> Units:
-        """See `Quantizer.kept`."""
         if not self.keep_as_bf16 or self.kind != F32:
             return units
         low = (rounding().thresholds(self.key, begin, len(units)) * np.float32(1 << 16)).astype(np.uint32)
@@ -253,7 +252,6 @@ class LevelQuantizer(Quantizer):
         return np.where(is_infinite, units, rounded)
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """See `Quantizer.codes`."""
         values = floats_of(units, self.kind)
         below, share = self._places(values)
         upper = rounding().thresholds(self.key, begin, end - begin) >= np.float32(1) - share

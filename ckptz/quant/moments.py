@@ -53,11 +53,11 @@ class Ladder:
     phase: int = 0  # of level 0, from the predictor
 
     def indices(self, distances: Integers) -> Integers:
-        """Find the level nearest to each distance from the predictor."""
+        """Find the level [n] nearest to each distance [n] from the predictor."""
         return (distances + (self.step // 2 - self.phase)) // self.step
 
     def below(self, distances: Integers) -> Integers:
-        """Find the last level that is not above each distance from the predictor."""
+        """Find the last level [n] that is not above each distance [n] from the predictor."""
         return (distances - self.phase) // self.step
 
     def distances(self, indices: Integers) -> Integers:

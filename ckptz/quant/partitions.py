@@ -69,7 +69,6 @@ class RegionQuantizer(Quantizer):
         return cpu().region_codes(units, self.boundaries, self.region_code)
 
     def kept(self, begin: int, units: Units) -> Units:
-        """See `Quantizer.kept`."""
         del begin
         if not self.keep_as_bf16 or self.kind != reference.F32:
             return units
@@ -110,7 +109,6 @@ class SensitivityQuantizer(Quantizer):
         return codes
 
     def kept(self, begin: int, units: Units) -> Units:
-        """See `Quantizer.kept`."""
         return self.regions.kept(begin, units)
 
 
