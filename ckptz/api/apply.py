@@ -121,8 +121,7 @@ def _live(name: str, tensor: Any) -> LiveTensor:
 
 def _contiguous(dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor) -> LiveTensor:
     flat = tensor.reshape(-1).view(torch.uint8).view(_SIGNED[dtype.unit_bytes])
-    is_here = tensor.device.type == "cpu"
-    return _HostTensor(dtype, shape, _units_of(flat)) if is_here else _FlatTensor(dtype, shape, flat)
+    return _HostTensor(dtype, shape, flat) if tensor.device.type == "cpu" else _FlatTensor(dtype, shape, flat)
 
 
 class _FlatTensor(LiveTensor):
@@ -151,7 +150,10 @@ class _FlatTensor(LiveTensor):
 
 
 class _HostTensor(_FlatTensor):
-    """A contiguous tensor in memory that numpy shares; `flat` are its units."""
+    """A contiguous tensor in memory that numpy shares."""
+
+    def __init__(self, dtype: DType, shape: tuple[int, ...], flat: torch.Tensor) -> None:
+        super().__init__(dtype, shape, _units_of(flat))
 
     def units(self, begin: int, end: int) -> Units:
         return np.require(self._flat[begin:end], requirements=["A"])
