@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,9 @@ from ckptz.formats.boxes import problem_of_parts
 from ckptz.formats.pickled import Made, Symbol, read_pickled
 from ckptz.formats.sharding import is_file_name
 from ckptz.formats.torch_files import require_torch
-from ckptz.formats.torch_records import MAX_DIMS, load_torch
+from ckptz.formats.torch_records import MAX_DIMS, is_number, load_torch
 from ckptz.tree.flatten import CODES
-from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, MAX_NUMBER, pack_node, refuse_leaf
+from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, pack_node, refuse_leaf
 from ckptz.tree.unflatten import Chunks, unflatten
 
 METADATA_FILE: Final = ".metadata"
@@ -175,7 +175,11 @@ class _Lists:
 
 
 def _tensor(name: str, whole: _Whole, reader: _Reader) -> _Tensor:
-    dtype = dtype_of(_code(whole.dtype, name))
+    if whole.dtype not in CODES:
+        raise UnsupportedError(
+            f"tensor {name!r} has the element type {whole.dtype!r}, which ckptz does not have"
+        )
+    dtype = dtype_of(CODES[whole.dtype])
     try:
         reader.check_room(whole, dtype.n_bytes(whole.shape))
     except CkptzError as error:
@@ -262,12 +266,6 @@ class _Reader:
             raise TruncatedError("the shards are smaller than the tensor; copy the folder whole")
 
 
-def _code(dtype: str, name: str) -> str:
-    if dtype not in CODES:
-        raise UnsupportedError(f"tensor {name!r} has the element type {dtype!r}, which ckptz does not have")
-    return CODES[dtype]
-
-
 # --- the metadata -------------------------------------------------------------------------------------
 
 
@@ -323,15 +321,11 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 def _numbers(value: Any) -> Numbers:
     """The numbers of a `torch.Size`."""
     items = value.args[0] if isinstance(value, Made) and value.kind == "Size" and value.args else None
-    if not isinstance(items, tuple) or not all(map(_is_number, items)):
+    if not isinstance(items, tuple) or not all(map(is_number, items)):
         raise CorruptionError(f"{METADATA_FILE}: a size is not made of numbers")
     if len(items) > MAX_DIMS:
         raise CorruptionError(f"{METADATA_FILE}: a tensor of more than {MAX_DIMS} dimensions")
     return items
-
-
-def _is_number(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def _index_of(key: Any) -> tuple[str, Numbers | None]:
@@ -350,7 +344,7 @@ def _part(places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: N
     file, begin, n_bytes = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or not is_file_name(file) or not file.endswith(SHARD_SUFFIX):
         raise CorruptionError(f"{METADATA_FILE}: {name!r} is not in a shard")
-    if not _is_number(begin) or not _is_number(n_bytes):
+    if not is_number(begin) or not is_number(n_bytes):
         raise CorruptionError(f"{METADATA_FILE}: {name!r} is nowhere in its shard")
     if info.get("transform_descriptors"):
         raise UnsupportedError(f"{name!r} went through an extension of torch's writer; load it with torch")

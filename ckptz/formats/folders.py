@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from errno import ENOENT
@@ -93,14 +93,11 @@ def open_folder(folder: Path) -> Folder:
             found.shards, layout.index_file, layout.index_text, tuple(name for name, _ in carried)
         )
         close = opened.pop_all().close
-    metadata = found.shards[0].metadata if _have_one_metadata(found.shards) else None
+    first = found.shards[0].metadata
+    metadata = first if all(shard.metadata == first for shard in found.shards) else None
     return Folder(
         layout.stem, found.tensors, metadata, sharding, found.tree, tuple(carried), tuple(left_out), close
     )
-
-
-def _have_one_metadata(shards: Sequence[Shard]) -> bool:
-    return all(shard.metadata == shards[0].metadata for shard in shards)
 
 
 def _find_layout(folder: Path) -> _Layout:
@@ -223,16 +220,12 @@ def _claim(
     for name in names:
         if homes.setdefault(name, file) == file:
             continue
-        if layout.places is None and not _are_numbered(layout.files):
+        if layout.places is None and not all(_NUMBERED.fullmatch(Path(f).stem) for f in layout.files):
             raise ConfigError(
                 f"{folder}: holds several checkpoints ({homes[name]} and {file} both have tensor {name!r}); "
                 "name the files themselves"
             )
         raise CorruptionError(f"{folder / file}: tensor {name!r} is in {homes[name]} too")
-
-
-def _are_numbered(files: Sequence[str]) -> bool:
-    return all(_NUMBERED.fullmatch(Path(file).stem) for file in files)
 
 
 def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], list[str]]:

@@ -77,12 +77,18 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     """
     path = Path(path)
     if path.is_dir():
-        return _of_dcp(path) if is_dcp(path) else _of_folder(path)
+        if not is_dcp(path):
+            return _of_folder(path)
+        folder = open_dcp(path)
+        return _nested(path, "dcp", folder.tensors, folder.tree)
     if not path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
     if not path.is_file():
         raise ConfigError(f"{path}: not a regular file; give {ACCEPTED}")
-    return _of_torch_file(path) if _is_torch_file(path) else _of_checkpoint(path, search_path)
+    if not _is_torch_file(path):
+        return _of_checkpoint(path, search_path)
+    flat = read(path)
+    return _nested(path, "torch", flat.tensors, flat.tree)
 
 
 def _is_torch_file(path: Path) -> bool:
@@ -113,16 +119,6 @@ def _of_folder(path: Path) -> Input:
         checkpoint=None,
         close=folder.close,
     )
-
-
-def _of_dcp(path: Path) -> Input:
-    folder = open_dcp(path)
-    return _nested(path, "dcp", folder.tensors, folder.tree)
-
-
-def _of_torch_file(path: Path) -> Input:
-    flat = read(path)
-    return _nested(path, "torch", flat.tensors, flat.tree)
 
 
 def _nested(

@@ -19,7 +19,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +142,8 @@ def _refuse(what: str) -> NoReturn:
     raise CorruptionError(f"damaged, or not a file of torch.save ({what})")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int]:
+    """Tell whether a value is an integer from 0 up to 2^63 - 1."""
     return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
@@ -195,7 +196,7 @@ class _Values(Maker):
         if type(key) is not tuple or len(key) not in (5, 6) or key[0] != "storage":
             _refuse("a storage without a key")
         _, kind, name, _, n_items, view = (*key, None)[:6]
-        if not isinstance(kind, Symbol) or type(name) is not str or not _is_number(n_items):
+        if not isinstance(kind, Symbol) or type(name) is not str or not is_number(n_items):
             _refuse("a storage without a type, a name or a size")
         kind_name = kind.name.rpartition(".")[2]
         if kind_name not in _STORAGES:
@@ -206,7 +207,7 @@ class _Values(Maker):
         item = dtype.itemsize
         memory, place = self._find(name, n_items * item), (0, n_items * item)
         if view is not None:
-            if type(view) is not tuple or len(view) != 3 or not all(map(_is_number, view[1:])):
+            if type(view) is not tuple or len(view) != 3 or not all(map(is_number, view[1:])):
                 _refuse("a view of a storage that is none")
             place = (view[1] * item, (view[1] + view[2]) * item)
         if place[1] > len(memory):
@@ -266,7 +267,7 @@ class _Values(Maker):
             _refuse("a tensor without a storage")
         if not all(type(numbers) in (tuple, self._torch.Size) for numbers in (shape, strides)):
             _refuse("a tensor without a shape")
-        if len(shape) != len(strides) or not all(map(_is_number, (offset, *shape, *strides))):
+        if len(shape) != len(strides) or not all(map(is_number, (offset, *shape, *strides))):
             _refuse("a tensor whose shape and strides are no numbers")
         if len(shape) > MAX_DIMS:
             raise UnsupportedError(f"a tensor of {len(shape)} dimensions; the limit is {MAX_DIMS}")

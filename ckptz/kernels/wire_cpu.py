@@ -31,7 +31,6 @@ from ckptz.kernels.wire_reference import (
 )
 from ckptz.kernels.wire_reference import add as add
 from ckptz.kernels.wire_reference import all_finite as all_finite
-from ckptz.kernels.wire_reference import any_nonzero as any_nonzero
 from ckptz.kernels.wire_reference import as_bytes as as_bytes
 from ckptz.kernels.wire_reference import concat as concat
 from ckptz.kernels.wire_reference import exclude as exclude
@@ -42,11 +41,9 @@ from ckptz.kernels.wire_reference import low_bytes as low_bytes
 from ckptz.kernels.wire_reference import mask_at as mask_at
 from ckptz.kernels.wire_reference import popcounts as popcounts
 from ckptz.kernels.wire_reference import positions as positions
-from ckptz.kernels.wire_reference import positions_of as positions_of
 from ckptz.kernels.wire_reference import saturate as saturate
 from ckptz.kernels.wire_reference import squared_norm as squared_norm
 from ckptz.kernels.wire_reference import subtract as subtract
-from ckptz.kernels.wire_reference import total as total
 from ckptz.kernels.wire_reference import wide as wide
 from ckptz.kernels.wire_reference import zeros as zeros
 

@@ -76,11 +76,6 @@ def concat(parts: Sequence[Bytes]) -> Bytes:
     return out
 
 
-def any_nonzero(data: Bytes) -> bool:
-    """Tell whether a byte differs from zero."""
-    return bool(data.any())
-
-
 def unpack(packed: Bytes, n_bits: int, n: int) -> Bytes:
     out = np.empty(n, np.uint8)
     reference.unpack_codes(packed, n_bits, out)
@@ -259,11 +254,6 @@ def gaps_of(where: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.diff(where, prepend=-1) - 1
 
 
-def positions_of(gaps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Undo `gaps_of`: positions [k]."""
-    return (gaps + 1).cumsum() - 1
-
-
 def low_bytes(numbers: NDArray[np.int64]) -> Bytes:
     """Give the low byte of each number [n]."""
     return (numbers & 0xFF).astype(np.uint8)
@@ -272,11 +262,6 @@ def low_bytes(numbers: NDArray[np.int64]) -> Bytes:
 def wide(codes: Bytes) -> NDArray[np.int64]:
     """Convert bytes [n] to 64-bit integers."""
     return codes.astype(np.int64)
-
-
-def total(numbers: NDArray[np.int64]) -> int:
-    """Sum integers [n]."""
-    return int(numbers.sum())
 
 
 # --- arithmetic of the per-link state -----------------------------------------------------------

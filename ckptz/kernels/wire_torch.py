@@ -74,10 +74,6 @@ def concat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
-def any_nonzero(data: Tensor) -> bool:
-    return bool(data.any())
-
-
 def unpack(packed: Tensor, n_bits: int, n: int) -> Tensor:
     out = torch.empty(n, dtype=torch.uint8, device=packed.device)
     disk.unpack_codes(packed, n_bits, out)
@@ -254,20 +250,12 @@ def gaps_of(where: Tensor) -> Tensor:
     return torch.diff(where, prepend=where.new_full((1,), -1)) - 1
 
 
-def positions_of(gaps: Tensor) -> Tensor:
-    return (gaps + 1).cumsum(0) - 1
-
-
 def low_bytes(numbers: Tensor) -> Tensor:
     return (numbers & 0xFF).to(torch.uint8)
 
 
 def wide(codes: Tensor) -> Tensor:
     return codes.to(torch.int64)
-
-
-def total(numbers: Tensor) -> int:
-    return int(numbers.sum())
 
 
 # --- arithmetic of the per-link state -----------------------------------------------------------

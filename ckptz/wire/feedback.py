@@ -168,25 +168,19 @@ class SampleBuffers:
         self.write(ids, np.ascontiguousarray(rows).reshape(-1))
 
 
-class PerSample:
+class PerSample(Following):
     """AQ-SGD for one message: EF21 whose follower is the buffers of the message's samples."""
 
     def __init__(self, buffers: SampleBuffers, ids: NDArray[np.int64], like: Array, k: Any) -> None:
         self._buffers, self._ids = buffers, ids
-        self._last: Array = None
-        if buffers.has(ids):
-            rows = buffers.read(ids)
-            self._last = k.as_units(k.from_bytes(rows.view(np.uint8), like), 4)
-
-    def target(self, k: Any, values: Array) -> Array:
-        return k.subtract(values, self._last)
-
-    def received(self, k: Any, decoded: Array) -> Array:
-        return k.add(self._last, decoded)
+        seen = buffers.has(ids)
+        super().__init__(
+            k.as_units(k.from_bytes(buffers.read(ids).view(np.uint8), like), 4) if seen else None
+        )
 
     def keep(self, k: Any, target: Array, decoded: Array) -> None:
         del target
-        self.fill(k, k.add(self._last, decoded))
+        self.fill(k, k.add(self.array, decoded))
 
     def fill(self, k: Any, values: Array) -> None:
         if k.all_finite(values):

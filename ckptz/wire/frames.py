@@ -49,8 +49,8 @@ class Frame:
 class Parts:
     """Takes a payload apart; padding must be zero."""
 
-    def __init__(self, k: Any, payload: Array) -> None:
-        self._k, self._payload, self._offset = k, payload, 0
+    def __init__(self, payload: Array) -> None:
+        self._payload, self._offset = payload, 0
 
     def take(self, n_bytes: int, what: str) -> Array:
         """Take the next part of `n_bytes` bytes, and its padding."""
@@ -60,7 +60,7 @@ class Parts:
             raise CorruptionError(
                 f"{what}: needs {n_bytes} bytes, {len(self._payload) - self._offset} are left"
             )
-        if end < padded and self._k.any_nonzero(self._payload[end:padded]):
+        if end < padded and self._payload[end:padded].any():
             raise CorruptionError(f"{what}: its padding is not zero")
         part = self._payload[self._offset : end]
         self._offset = padded
@@ -130,7 +130,7 @@ def _encode_uniform(k: Any, plan: TensorPlan, values: Array, seed: int | None) -
 
 
 def _decode_uniform(k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool) -> Array:
-    codec, parts = plan.codec, Parts(k, payload)
+    codec, parts = plan.codec, Parts(payload)
     assert isinstance(codec, Uniform)
     ranges = parts.take(4 * math.ceil(plan.n / plan.block), "scales")
     if mode == RANS and codec.rans:
@@ -203,8 +203,8 @@ def _encode_rice(k: Any, gaps: Array, mean_gap: float, like: Array) -> tuple[int
     """(r, parts): quotients by 2^r in unary, then remainders, low and high bytes apart."""
     guess = int(math.log2(max(mean_gap * math.log(2), 1)))
     choices = range(max(guess - 1, 0), min(guess + 1, MAX_RICE) + 1)
-    r = min(choices, key=lambda r: len(gaps) * r + k.total(gaps >> r))
-    ends = k.positions_of(gaps >> r)
+    r = min(choices, key=lambda r: len(gaps) * r + int((gaps >> r).sum()))
+    ends = ((gaps >> r) + 1).cumsum(0) - 1
     n_unary = int(ends[-1]) + 1
     parts = [k.from_bytes(n_unary.to_bytes(4, "little"), like), k.pack(k.mask_at(ends, n_unary), 1)]
     rest = gaps & ((1 << r) - 1)
@@ -229,7 +229,7 @@ def _decode_rice(k: Any, parts: Parts, r: int, n: int, n_values: int) -> Array:
         gaps = gaps + k.wide(_unpacked(k, parts, min(r, 8), n_values, "gaps"))
     if r > 8:
         gaps = gaps + (k.wide(_unpacked(k, parts, r - 8, n_values, "gaps")) << 8)
-    where = k.positions_of(gaps)
+    where = (gaps + 1).cumsum(0) - 1
     if int(where[-1]) >= n:
         raise CorruptionError(f"gaps: a value at {int(where[-1])} in a tensor of {n}")
     return k.mask_at(where, n)
@@ -238,7 +238,7 @@ def _decode_rice(k: Any, parts: Parts, r: int, n: int, n_values: int) -> Array:
 def _decode_topk(
     k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool, mask: Array | None
 ) -> tuple[Array, Array]:
-    codec, parts, n_values = plan.codec, Parts(k, payload), plan.k * plan.n_samples
+    codec, parts, n_values = plan.codec, Parts(payload), plan.k * plan.n_samples
     assert isinstance(codec, TopK)
     if not plan.reuse:
         mask = _decode_mask(k, plan, codec, parts, mode)
@@ -305,7 +305,7 @@ def decode_frame(
         return _decode_uniform(k, plan, payload, mode, not_finite), None
     if isinstance(plan.codec, TopK):
         return _decode_topk(k, plan, payload, mode, not_finite, mask)
-    parts = Parts(k, payload)
+    parts = Parts(payload)
     raw = parts.take(plan.raw_bytes, "raw values")
     parts.end()
     if mode or not_finite:
