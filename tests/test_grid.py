@@ -372,7 +372,7 @@ def test_rows_that_never_had_gradients_are_coarse_but_kept(tmp_path: Path, rows:
 
 def test_second_moments_of_another_shape_guide_nothing(tmp_path: Path) -> None:
     run = ckptz("compress", written(tmp_path, **{MOMENT: state()[MOMENT].T.copy()}), "--method", "grid")
-    assert f"another shape or type, which guide nothing, first '{WEIGHT}'" in run.stderr
+    assert f"another shape or type, which are not used, first '{WEIGHT}'" in run.stderr
     alone = saved(tmp_path, weights_of(state()), Grid(purpose="resume"))[WEIGHT]
     np.testing.assert_array_equal(load_file(tmp_path / "step-0.ckptz")[WEIGHT], alone)
 

@@ -153,7 +153,7 @@ class safe_open:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._opened = None
 
     def __reduce__(self) -> NoReturn:

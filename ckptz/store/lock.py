@@ -74,10 +74,14 @@ class Holder:
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
-        """Read a holder from JSON; None for anything else, as a killed writer may leave it."""
+        """Read what `pack` gave; None for anything else, as a killed writer may leave it."""
         with contextlib.suppress(ValueError, TypeError):
             return cls(**json.loads(text))
         return None
+
+    def pack(self) -> bytes:
+        """Give the holder as JSON."""
+        return json.dumps(asdict(self)).encode()
 
     @property
     def is_dead(self) -> bool:
@@ -126,7 +130,7 @@ class FileLock:
                 raise _refused(str(folder), text) from None
             raise
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(asdict(Holder.this_process())).encode(), 0)
+        os.pwrite(self._descriptor, Holder.this_process().pack(), 0)
         _held.add(self)
 
     def check(self) -> None:
@@ -199,7 +203,7 @@ class Lease:
 
     def _write(self) -> None:
         with self._place.publish(LEASE_NAME) as file:
-            file.write(json.dumps(asdict(self._holder)).encode())
+            file.write(self._holder.pack())
 
     def _is_ours(self) -> bool:
         text = self._read()

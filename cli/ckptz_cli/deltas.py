@@ -80,9 +80,6 @@ def fold(session: Session, /, between: str, output: Path, **how: Any) -> None:
 @click.option(
     "-o", "--output", type=PATH, required=True, metavar="FILE", help="Output file, .ckptz or .safetensors."
 )
-@click.option(
-    "--folder", type=PATH, default=Path(), metavar="DIR", help="Folder in which steps are looked up."
-)
 @folder_option
 @writing_options
 @click.pass_obj

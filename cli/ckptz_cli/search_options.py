@@ -122,13 +122,10 @@ def choose(
     for name in SEARCH_ONLY:
         if is_given(given[name]):
             raise click.UsageError(f"{_flag(name)} belongs to a search: --eval with --max-drop or --budget")
-    plan = _planned(given["plan"])
-    if plan is None:
-        return config_of(**method), None
     for name, value in method.items():
-        if is_given(value):
+        if given["plan"] is not None and is_given(value):
             raise click.UsageError(f"{_flag(name)} contradicts --plan, which has all settings")
-    return plan, None
+    return _planned(given["plan"]) or config_of(**method), None
 
 
 def _planned(path: Path | None) -> Method | None:
