@@ -45,13 +45,15 @@ def published(folder: Path) -> list[State]:
     return states
 
 
-def follow_and_be_killed(folder: Path, live: State, after: float) -> None:
-    """Update `live` in another process, slowly, and kill that process."""
+def follow_and_be_killed(folder: Path, live: State, after: float, *, is_writing: bool) -> None:
+    """Update `live` in another process, slowly, and kill that process, perhaps not before it writes."""
+    begun, said = os.pipe()
     child = os.fork()
     if child == 0:
         real = patch._Edit.apply
 
         def slowly(self: patch._Edit) -> None:
+            os.write(said, b".")
             time.sleep(PAUSE)
             real(self)
 
@@ -60,9 +62,13 @@ def follow_and_be_killed(folder: Path, live: State, after: float) -> None:
             Follower(folder, jobs=1).apply_to(live)
         finally:
             os._exit(0)
+    os.close(said)
+    if is_writing:  # a busy machine may take long until it does
+        os.read(begun, 1)
     time.sleep(after)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(begun)
 
 
 def test_a_torn_state_passes_no_check_and_is_repaired(tmp_path: Path) -> None:
@@ -70,11 +76,12 @@ def test_a_torn_state_passes_no_check_and_is_repaired(tmp_path: Path) -> None:
     deltas = [v for v in versions_in(dict.fromkeys(os.listdir(tmp_path), 0)) if v.base is not None]
     assert len(deltas) == N_STEPS - 1
     n_torn = 0
-    for _ in range(N_KILLS):
+    for i in range(N_KILLS):
         begin = rng.randrange(N_STEPS - 1)
         for name, tensor in live.items():
             tensor.copy_(states[begin][name])
-        follow_and_be_killed(tmp_path, live, after=rng.uniform(0.003, 0.05))
+        after = rng.uniform(0, N_TENSORS * PAUSE)
+        follow_and_be_killed(tmp_path, live, after, is_writing=i % 4 > 0)
         left = cloned(live)
         n_torn += not any(same(left, state) for state in states)
         for delta in deltas:

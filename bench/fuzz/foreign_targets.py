@@ -26,7 +26,7 @@ from ckptz.guidance.files import CalibrationFile, SensitivityFile
 from ckptz.hooks import Calibration, SensitivityTracker
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
-from ckptz.integrations.linked import Chain, ChainOptions, Draft, read_state
+from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_state
 from ckptz.roles import load_rules
 from ckptz.search_run.plans import load_plan, save_plan
 from ckptz.sync import Follower, Publisher
@@ -243,7 +243,7 @@ def _roles(folder: Path) -> Target:
 def _lightning(folder: Path) -> Target:
     """A file of Lightning's, as `CkptzIO` writes it, with right checksums."""
     path = folder / "last.ckpt"
-    Chain(ChainOptions(jobs=1)).write(path, Draft.of_state(_state()))
+    Chain(ChainOptions(jobs=1)).write(path, job_of(_state()))
 
     def read(data: bytes) -> None:
         path.write_bytes(_with_right_digests(data))
@@ -258,7 +258,7 @@ def _trainer(folder: Path) -> Target:
     optimizer = {"state": {"w": {"step": torch.ones(1)}}, "classes": ["AdamW"], "groups": [{"params": ["w"]}]}
     training = {**optimizer, "optimizer": optimizer["state"], "scheduler": {"last_epoch": 1}, "scaler": None}
     for state in (training, {"rng": random_state()}):
-        Chain(ChainOptions(jobs=1)).write(path, Draft.of_state(state))
+        Chain(ChainOptions(jobs=1)).write(path, job_of(state))
         seeds.append(path.read_bytes())
 
     def read(data: bytes) -> None:

@@ -206,9 +206,9 @@ def _check(run: _Run, base: Path | None) -> None:
             "a chain needs the file before, and a dry run writes none; leave one of the two out"
         )
     run.guide_files.check(run.search.template if run.search else run.config)
-    alone = "a step" if run.step is not None else run.optimizer
-    if len(run.sources) > 1 and alone is not None:
-        raise ConfigError(f"{alone} belongs to one input; compress them one by one")
+    alone = "step" if run.step is not None else "optimizer" if run.optimizer is not None else ""
+    if len(run.sources) > 1 and alone:
+        raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
 
 
 def _compress_all(run: _Run, output: Path | None, base_path: Path | None) -> Iterator[CompressReport]:
