@@ -186,7 +186,7 @@ def test_tensors_made_of_others_are_named() -> None:
 
 
 def test_sparse_tensors_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"'extra\.mask' is not dense"):
+    with pytest.raises(ConfigError, match=r"'extra\.mask' has the layout torch\.sparse_coo"):
         Snapshot().take({"extra": {"mask": torch.eye(3).to_sparse()}})
 
 

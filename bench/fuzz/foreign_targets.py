@@ -31,7 +31,7 @@ from ckptz.roles import load_rules
 from ckptz.search_run.plans import load_plan, save_plan
 from ckptz.sync import Follower, Publisher
 from ckptz.training.rng import random_state, set_random_state
-from ckptz.training.state import saved_training
+from ckptz.training.state import check_training
 from ckptz.tree.flatten import flatten
 
 
@@ -267,7 +267,7 @@ def _trainer(folder: Path) -> Target:
         if isinstance(state, dict) and "rng" in state:
             set_random_state(state["rng"])
         else:
-            saved_training(state, str(path))
+            check_training(state, str(path))
 
     return Target(seeds, read)
 
