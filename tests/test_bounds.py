@@ -21,7 +21,7 @@ from tests.support.spec_support import ROOT
 
 KERNELS = ROOT / "ckptz" / "kernels"
 DECORATORS = {"kernel", "summing"}
-DOORS = {"cpu", "planning", "sparse", "compiled"}  # what calls of kernels go through
+DOORS = {"cpu", "planning", "rounding", "sparse", "compiled"}  # what calls of kernels go through
 WIRE_NAMES = {"k", "_k", "kernels"}
 
 # Kernels that index by numbers from data: the function that holds them against what they index.
@@ -47,6 +47,9 @@ CHECKED = {
     # positions below the units of a chunk
     "place": "ckptz/codec/sparse.py:_read_plane",
     "union": "ckptz/codec/sparse.py:_read_plane",
+    # labels of the rows of a base below its steps
+    "residual_codes": "ckptz/methods/grid.py:_steps_of",
+    "distance_power": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
     "_take": "ckptz/wire/state.py:take_mask",
     "_put": "ckptz/wire/frames.py:_decode_topk",
@@ -94,7 +97,7 @@ OWN = {
         "_interval_cost",
         "_fill_row",
     ),
-    *("partition", "deviation"),
+    *("partition", "deviation", "thresholds"),
 }
 # Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.
 CALLERS = {
@@ -117,6 +120,8 @@ CALLERS = {
     "unpack_codes": {"encoding/coded.py"},
     "unpack": {"wire/frames.py", "wire/state.py"},
     "take": {"wire/frames.py"},
+    "residual_codes": {"methods/grid.py"},
+    "distance_power": {"methods/grid.py"},
     "put": {"wire/frames.py"},
     "mask_at": {"wire/frames.py"},
     "top_mask": {"wire/frames.py", "wire/feedback.py"},

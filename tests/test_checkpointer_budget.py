@@ -335,11 +335,12 @@ def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
         assert checkpointer.restore_latest() == 4
     restored = other.state()
     assert 0 < (restored["0.weight"] - exact["0.weight"]).norm() < 0.3 * exact["0.weight"].norm()
-    apart = (restored["0.bias"] / exact["0.bias"] - 1).abs().max()
-    assert 0 < apart <= 2**-10
+    # Moved by what its first moment loses, beside a relative 2^-10.
+    apart = (restored["0.bias"] - exact["0.bias"]).abs().max()
+    assert 0 < apart < 0.2 * exact["0.weight"].abs().max()
     assert restored["scale"].equal(exact["scale"]), "what is not trained stays exact"
     octaves = (other.moments("exp_avg_sq")["0.weight"] / moments["0.weight"]).log2().abs()
-    assert 0 < octaves.max() < 2.1
+    assert 0 < octaves.max() < 4.1
     assert other.step() == pytest.approx(expected, rel=0.1)
     files = inspect(tmp_path / "step-00000004.state.ckptz")
     assert {row.lossy.method for row in files.tensors if row.lossy} >= {"second-moment", "first-moment"}

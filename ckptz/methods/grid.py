@@ -208,7 +208,8 @@ def _steps_of(stored: Stored | None, wanted: RowSteps, step: float) -> RowSteps 
         return None
     row = next((rule for rule in rules if isinstance(rule, Row)), None)
     labels = np.zeros(len(wanted.labels), np.uint8) if row is None else row.indices
-    if len(labels) != len(wanted.labels):
+    is_sound = len(labels) == len(wanted.labels) and int(labels.max(initial=0)) < len(table.scale)
+    if not is_sound or not (np.isfinite(table.scale) & (table.scale > 0)).all():
         return None
     ratio = np.exp2(np.mean(np.log2(table.scale[labels] / wanted.steps[wanted.labels])))
     return RowSteps(table.scale, labels) if 1 / SUITS <= ratio <= SUITS else None
