@@ -21,6 +21,8 @@ from ckptz.commands.inspect import inspect
 from ckptz.commands.verify import verify
 from ckptz.errors import CkptzError
 from ckptz.numpy import load_file
+
+pytestmark = pytest.mark.slow  # each under a limit of seconds, which a busy machine breaks
 path, verb = Path(sys.argv[1]), sys.argv[2]
 verbs = {
     "inspect": inspect,
