@@ -22,7 +22,6 @@ from ckptz.commands.verify import verify
 from ckptz.errors import CkptzError
 from ckptz.numpy import load_file
 
-pytestmark = pytest.mark.slow  # each under a limit of seconds, which a busy machine breaks
 path, verb = Path(sys.argv[1]), sys.argv[2]
 verbs = {
     "inspect": inspect,
@@ -40,8 +39,6 @@ print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_m
 """
 REFUSED = {("outer_vectors", "verify"), ("outer_vectors", "load_file"), ("constant_chunks", "load_file")}
 
-QUICK = {*REFUSED, ("outer_vectors", "inspect"), ("base_codes", "verify")}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -52,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "verb"),
     [
-        pytest.param(name, verb, marks=() if (name, verb) in QUICK else pytest.mark.slow)
+        pytest.param(name, verb, marks=pytest.mark.slow)
         for name in BOMBS
         for verb in ("inspect", "verify", "load_file")
     ],
