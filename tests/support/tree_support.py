@@ -136,7 +136,7 @@ def filled(node: Any, pool: list[Any]) -> Any:
         return pool[node.n]
     if type(node) in (list, tuple):
         return type(node)(filled(item, pool) for item in node)
-    if isinstance(node, dict):
+    if type(node) in (dict, OrderedDict):
         items = {key: filled(value, pool) for key, value in node.items()}
         if type(node) is OrderedDict:
             return ordered(items, filled(vars(node).get("_metadata"), pool))
