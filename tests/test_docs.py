@@ -99,6 +99,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with two checkpoints and a quality, which is the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)  # of other tests
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((64, 96), np.float32)
     for step in (100, 200):

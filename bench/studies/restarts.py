@@ -1,179 +1,322 @@
-"""Training that restarts from every lossy checkpoint it writes, against the same run uninterrupted.
+"""Training that restarts from lossy checkpoints, against the same run uninterrupted.
 
-A small GPT is trained, then fine-tuned at a low rate with checkpoints close together (AdamW, torch's betas).
-Each arm saves through `ckptz.Checkpointer`, restores the file it has just written, and trains on; so movement
-that a file loses is lost for good. Arms with the purpose "ship" round as files for evaluation do: to nearest,
-with centroids and a dead zone.
+    python -m bench.studies.restarts [--task NAME ...] [--arm NAME ...] [--seeds N] [--report] [--quick]
 
-    python -m bench.studies.restarts            about ten minutes on two cores
-    python -m bench.studies.restarts --quick    a few steps
+Each arm saves through `ckptz.Checkpointer`, restores the file it has just written at each failure, and trains
+on; so movement that a file loses is lost for good. Everything is counted: the files of weights and of state,
+anchor included, against fp32 weights and the optimizer's tensors. Tasks:
+
+    language     the run of paper_a: 3.3 M parameters, AdamW, 14 checkpoints 260 steps apart, 10 restarts
+    image        the run of paper_a: 1.2 M parameters, SGD with momentum, 14 checkpoints, 10 restarts
+    fine-tune    the end of the language run goes on with the docstrings of the same files: AdamW with
+                 b2 = 0.999, rate 3e-4 falling to 0, 10 checkpoints 15 steps apart, 9 restarts
+
+Seeds above 0 disturb the first state by a hundredth of each tensor's spread, of the exact run as well; the
+row "disturbed, exact" is the end of that exact run against that of seed 0, so what chance alone does. Rows
+are kept in bench/.cache/restarts, so that several processes can take arms; --report writes what is there.
+About 15 CPU minutes an arm of language.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
+import functools
+import itertools
+import math
 import shutil
 import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bench.core.measure import machine, save_rows
-from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus, validation_loss
-from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, KMeans
+from bench.core.measure import CACHE, cpu_seconds, machine, parser_of, save_facts, save_rows
+from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
+from bench.studies.paper_a.chain import FAILURES, disturbed
+from bench.studies.paper_a.tasks import GPT, HELD_OUT, SEARCH, Batch, Task, image, language
+from bench.studies.paper_a.training import N_CHECKPOINTS, N_THREADS, Run, State, Trainer, remembered
+from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans
 from ckptz.methods.method import Method
+from ckptz.methods.state import MOMENTS
 
-ARMS: Mapping[str, Method] = {
-    "grid, whole state, default": Grid(),
-    "grid, whole state, half the step": Grid(step=0.5),
-    "grid, whole state, to ship": Grid(purpose="ship"),
-    "grid, weights, moments exact": Grid(moments=None),
-    "k-means, 16 levels, moments exact": KMeans(),
-    "lossless": LOSSLESS,
-}
-BATCH = 16
-KEEP_ALL = KeepPolicy(last=None)
+FINE_TUNE_RATE, FINE_TUNE_BATCH, FINE_TUNE_EVERY, FINE_TUNE_CHECKPOINTS = 3e-4, 16, 15, 10
+KEEP_ALL: Final = KeepPolicy(last=None)
+FINE: Final = 1 / 32  # of a step: far below what could be measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """How checkpoints are stored, and which parts of a state a restart takes from the file.
+
+    Attributes:
+        config: of the Checkpointer.
+        anchor_every: of the Checkpointer.
+        budget: what a search at each checkpoint keeps, as a relative change of the loss, or None.
+    """
+
+    config: Method
+    anchor_every: int = 16
+    budget: float | None = None
+
+
+def grid(step: float, second: float = MOMENTS.second_step, first: float = MOMENTS.first_step) -> Grid:
+    """Whole states on a grid of this step."""
+    return Grid(step=step, moments=replace(MOMENTS, second_step=second, first_step=first))
+
+
+ARMS: Final[Mapping[str, Arm]] = {
+    "grid, default": Arm(config=Grid()),
+    "grid, step 0.5": Arm(config=grid(0.5)),
+    "grid, step 2": Arm(config=grid(2.0)),
+    "grid, to ship": Arm(config=Grid(purpose="ship")),
+    "grid, weights": Arm(config=Grid(moments=None)),
+    "grid, first moments, others fine": Arm(config=grid(FINE, second=FINE)),
+    "grid, second moments, others fine": Arm(config=grid(FINE, first=FINE)),
+    "k-means, 16 levels, weights": Arm(config=KMeans()),
+    "k-means, search 5 %, weights": Arm(config=KMeans(), budget=0.05),
+    "k-means, search 1 %, weights": Arm(config=KMeans(), budget=0.01),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Lengths in steps: of the first training, between checkpoints of the fine-tune; and how many."""
+    """A task with its checkpoints.
 
-    model: GPTConfig
-    n_before: int = 400
-    steps_between: int = 15
-    n_checkpoints: int = 9
-    rate_before: float = 1e-3
-    rate: float = 3e-4
-    validation_batches: int = 16
+    Attributes:
+        task: what is trained.
+        n_checkpoints: of the run.
+        failures: indices of those that training restarts from.
+        start: the state that it begins with, at the first checkpoint; None for the cached run's own.
+    """
 
+    task: Task
+    n_checkpoints: int = N_CHECKPOINTS
+    failures: tuple[int, ...] = FAILURES
+    start: State | None = field(default=None, repr=False)
 
-FULL = Plan(model=GPTConfig(n_layers=2, width=192, n_heads=6))
-QUICK = Plan(
-    model=GPTConfig(n_layers=1, width=64, n_heads=2),
-    n_before=4,
-    steps_between=2,
-    n_checkpoints=3,
-    validation_batches=1,
-)
+    def first(self, seed: int) -> State:
+        """The state of the first checkpoint; of seeds above 0 disturbed."""
+        state = Run(self.task).state(0) if self.start is None else self.start
+        return disturbed(state, seed) if seed else state
 
-
-class Run:
-    """A model that is trained on, and where it stands."""
-
-    def __init__(self, plan: Plan, start: Mapping[str, Tensor], data: Tensor, seed: int) -> None:
-        self.model = TinyGPT(plan.model)
-        self.model.load_state_dict(start)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=plan.rate, weight_decay=0.1)
-        self._plan, self._data, self._seed, self.step = plan, data, seed, 0
-
-    def train(self, n_steps: int) -> None:
-        """Train on; the rate falls to zero at the end of the fine-tune."""
-        plan = self._plan
-        total = plan.steps_between * (plan.n_checkpoints + 1)
-        source = batches(
-            self._data, batch=BATCH, context=plan.model.context, seed=self._seed, start=self.step
-        )
-        for _ in range(n_steps):
-            for group in self.optimizer.param_groups:
-                group["lr"] = plan.rate * (1 - self.step / total)
-            _step(self.model, self.optimizer, next(source))
-            self.step += 1
+    @property
+    def folder(self) -> Path:
+        """Where rows are kept."""
+        folder = CACHE / "restarts" / self.task.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
 
-def _step(model: TinyGPT, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-    loss = loss_of(model, batch)
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+# --- the fine-tune ------------------------------------------------------------------------------
 
 
-def trained(plan: Plan, data: Tensor) -> dict[str, Tensor]:
-    """Weights to fine-tune."""
-    torch.manual_seed(0)
-    model = TinyGPT(plan.model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=plan.rate_before, betas=(0.9, 0.95), weight_decay=0.1
+@functools.cache
+def docstrings() -> tuple[Tensor, Tensor]:
+    """(training bytes, validation bytes) of the docstrings in the corpus, which the base run saw as code."""
+    train, validation = (b"\n\n".join(_prose(bytes(part.numpy()))) for part in read_corpus())
+    return tuple(torch.from_numpy(np.frombuffer(t, np.uint8).copy()) for t in (train, validation))  # type: ignore[return-value]
+
+
+def _prose(source: bytes) -> Iterator[bytes]:
+    for quoted in source.decode("utf-8", "replace").split('"""')[1::2]:
+        if len(quoted) > 200:
+            yield quoted.encode()
+
+
+def _tuning_batch(step: int) -> Batch:
+    source = batches(docstrings()[0], batch=FINE_TUNE_BATCH, context=GPT.context, seed=11, start=step)
+    tokens = next(source)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@functools.cache
+def _tuning_slices(part: str) -> tuple[Batch, ...]:
+    source = batches(docstrings()[1], batch=32, context=GPT.context, seed=21 if part == SEARCH else 22)
+    found = [next(source) for _ in range(8)]
+    return tuple((tokens[:, :-1], tokens[:, 1:]) for tokens in found)
+
+
+def _tuning_rate(step: int) -> float:
+    return FINE_TUNE_RATE * max(0.0, 1 - step / (FINE_TUNE_EVERY * (FINE_TUNE_CHECKPOINTS + 1)))
+
+
+def fine_tune() -> Plan:
+    """The end of the language run, on prose."""
+    base = language()
+    task = replace(
+        base,
+        name="fine-tune",
+        first_step=FINE_TUNE_EVERY,
+        interval=FINE_TUNE_EVERY,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1),
+        rate=_tuning_rate,
+        batch=_tuning_batch,
+        slices=_tuning_slices,
     )
-    source = batches(data, batch=BATCH, context=plan.model.context, seed=1)
-    for _ in range(plan.n_before):
-        _step(model, optimizer, next(source))
-    return copy.deepcopy(model.state_dict())
+    trainer = Trainer(task)
+    trainer.model.load_state_dict(
+        {n.removeprefix("model."): t for n, t in Run(base).state(N_CHECKPOINTS - 1).items() if "model." in n}
+    )
+    trainer.train(FINE_TUNE_EVERY)
+    last = FINE_TUNE_CHECKPOINTS - 1
+    return Plan(task, FINE_TUNE_CHECKPOINTS, tuple(range(last)), trainer.state())
 
 
-def fine_tune(
-    plan: Plan, start: Mapping[str, Tensor], data: tuple[Tensor, Tensor], seed: int, config: Method | None
-) -> dict[str, Any]:
-    """Fine-tune with a restart after each checkpoint but the last; without any where there is no `config`."""
-    train, held_out = data
-    run = Run(plan, start, train, seed)
+def toy() -> Plan:
+    """A few steps of a toy, to see that everything runs."""
+    config = GPTConfig(n_layers=1, width=64, n_heads=2)
+    task = replace(language(), name="toy", model=lambda: TinyGPT(config), first_step=4, interval=2)
+    trainer = Trainer(task)
+    trainer.train(4)
+    return Plan(task, 3, (0, 1), trainer.state())
+
+
+PLANS: Final = {"language": lambda: Plan(language()), "image": lambda: Plan(image()), "fine-tune": fine_tune}
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def exact_end(plan: Plan, seed: int) -> dict[str, Any]:
+    """Quality at the last checkpoint of a run that nothing interrupts."""
+
+    def train() -> dict[str, Any]:
+        trainer = Trainer(plan.task, plan.first(seed))
+        n_steps = plan.task.interval * (plan.n_checkpoints - 1)
+        _, seconds = cpu_seconds(lambda: trainer.train(n_steps))
+        return {"training_cpu_s": seconds / (plan.n_checkpoints - 1)} | _quality(trainer)
+
+    return remembered(plan.folder / f"exact-{seed}.json", train)
+
+
+def _quality(trainer: Trainer) -> dict[str, Any]:
+    found = {part: trainer.evaluate(part) for part in (SEARCH, HELD_OUT)}
+    return {part: {"loss": one.loss, "accuracy": one.accuracy} for part, one in found.items()}
+
+
+def arm_end(plan: Plan, name: str, seed: int) -> dict[str, Any]:
+    """The same of a run that restarts from files, and their sizes."""
+    return remembered(_path(plan, name, seed), lambda: _restarted(plan, ARMS[name], seed))
+
+
+def _path(plan: Plan, name: str, seed: int) -> Path:
+    return plan.folder / f"{name.replace(' ', '_').replace(',', '')}-{seed}.json"
+
+
+def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
+    trainer = Trainer(plan.task, plan.first(seed))
     folder = Path(tempfile.mkdtemp(prefix="ckptz-restarts-"))
-    sizes, encoding = [], 0.0
+    sizes, weights, seconds, raw = [], [], [], 0
     try:
-        for step in range(1, plan.n_checkpoints + 1):
-            run.train(plan.steps_between)
-            if config is None:
-                continue
-            with Checkpointer(
-                folder, run.model, run.optimizer, config=config, keep=KEEP_ALL, background=False
-            ) as saver:
-                began = time.process_time()
-                saver.save(step)
+        for index in range(plan.n_checkpoints):
+            if index:
+                trainer.train(plan.task.interval)
+            with _saver(folder, trainer, arm) as saver:
+                _, spent = cpu_seconds(functools.partial(saver.save, trainer.step))
                 report = saver.wait()
                 assert report is not None
-                encoding += time.process_time() - began
-                sizes.append(report.stored_bytes)
                 raw = report.tensor_bytes
-                if step < plan.n_checkpoints:
-                    saver.restore(step)
-        run.train(plan.steps_between)
+                sizes.append(report.stored_bytes)
+                weights.append((folder / f"step-{trainer.step:08d}.ckptz").stat().st_size)
+                seconds.append(spent)
+                if index in plan.failures:
+                    saver.restore(trainer.step)
     finally:
         shutil.rmtree(folder)
-    loss = validation_loss(run.model, held_out, n_batches=plan.validation_batches)
-    row: dict[str, Any] = {"end_loss": loss}
-    if config is not None:
-        row |= {
-            "raw_mb": raw / 1e6,
-            "ratio_with_anchor": raw * len(sizes) / sum(sizes),
-            "ratio_of_deltas": raw * (len(sizes) - 1) / sum(sizes[1:]),
-            "encode_cpu_s": encoding / len(sizes),
-        }
-    return row
+    return {
+        "raw_bytes": raw,
+        "sizes": sizes,
+        "raw_weight_bytes": sum(t.nbytes for t in trainer.model.state_dict().values()),
+        "weight_sizes": weights,
+        "encode_cpu_s": seconds,
+        "n_restarts": len(plan.failures),
+    } | _quality(trainer)
+
+
+def _saver(folder: Path, trainer: Trainer, arm: Arm) -> Checkpointer:
+    budget = None if arm.budget is None else _budget(trainer.task, arm.budget)
+    return Checkpointer(
+        folder,
+        trainer.model,
+        trainer.optimizer,
+        config=arm.config,
+        budget=budget,
+        keep=KEEP_ALL,
+        anchor_every=arm.anchor_every,
+        background=False,
+    )
+
+
+def _budget(task: Task, drop: float) -> Budget:
+    """A budget of the task's own measure, on the slice that searches use; `drop` is a share of its value."""
+    model = task.model()
+
+    def quality(state: Mapping[str, Tensor]) -> dict[str, float]:
+        model.load_state_dict({name: state[name] for name in model.state_dict()})
+        found = task.evaluate(model, SEARCH)
+        return {"loss": found.loss, "accuracy": found.accuracy}
+
+    return Budget(quality, drop, metric=task.budgeted)
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def rows_of(plan: Plan, arms: Sequence[str], seed: int, *, only_known: bool) -> Iterator[dict[str, Any]]:
+    """A row for each arm, and one for chance alone; what the cache lacks is measured, or left out."""
+    if only_known and not (plan.folder / f"exact-{seed}.json").exists():
+        return
+    exact = exact_end(plan, seed)
+    if seed:
+        yield _row(plan, "disturbed, exact", seed, exact, exact_end(plan, 0))
+    for name in arms:
+        if not only_known or _path(plan, name, seed).exists():
+            yield _row(plan, name, seed, arm_end(plan, name, seed), exact)
+
+
+def _row(
+    plan: Plan, arm: str, seed: int, found: Mapping[str, Any], exact: Mapping[str, Any]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"task": plan.task.name, "arm": arm, "seed": seed}
+    for part in (HELD_OUT, SEARCH):
+        row[f"loss_change_percent, {part}"] = 100 * (found[part]["loss"] / exact[part]["loss"] - 1)
+    row["accuracy_change_points"] = 100 * (found[HELD_OUT]["accuracy"] - exact[HELD_OUT]["accuracy"])
+    both = [
+        (found.get(f"raw_{what}bytes", math.nan), found.get(f"{what}sizes", [math.nan] * 2))
+        for what in ("", "weight_")
+    ]
+    for what, (raw, sizes) in zip(("state", "weights"), both, strict=True):
+        row[f"{what}_raw_mb"] = raw / 1e6
+        row[f"{what}_ratio_with_anchor"] = raw * len(sizes) / sum(sizes)
+        row[f"{what}_ratio_of_deltas"] = raw * (len(sizes) - 1) / sum(sizes[1:])
+    encoding = float(np.median(found.get("encode_cpu_s", [math.nan] * 2)[1:]))
+    row["encode_percent_of_training"] = 100 * encoding / exact["training_cpu_s"]
+    return row | {"n_restarts": found.get("n_restarts", 0)}
 
 
 def main() -> None:
-    """Measure all arms with three seeds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seeds", type=int, default=1)
+    """Command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--task", nargs="+", choices=sorted(PLANS), default=list(PLANS))
+    parser.add_argument("--arm", nargs="+", default=list(ARMS), help="all by default")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--report", action="store_true", help="measure nothing, write what the cache holds")
+    parser.add_argument("--quick", action="store_true", help="a toy, to see that everything runs")
     given = parser.parse_args()
-    plan = QUICK if given.quick else FULL
-    train, held_out = read_corpus()
-    start = trained(plan, train)
+    torch.set_num_threads(N_THREADS)
+    plans = [toy()] if given.quick else [PLANS[name]() for name in given.task]
     rows = []
-    for seed in range(2, 2 + given.seeds):
-        exact = fine_tune(plan, start, (train, held_out), seed, None)
-        before = Run(plan, start, train, seed)
-        began = validation_loss(before.model, held_out, n_batches=plan.validation_batches)
-        for name, config in ARMS.items():
-            row = fine_tune(plan, start, (train, held_out), seed, config)
-            change = 100 * (row["end_loss"] / exact["end_loss"] - 1)
-            rows.append({"arm": name, "seed": seed, "change_percent": change, "begin_loss": began, **row})
-            rows[-1]["exact_loss"] = exact["end_loss"]
-            print(
-                {key: round(v, 4) if isinstance(v, float) else v for key, v in rows[-1].items()}, flush=True
-            )
-    if not given.quick:
+    for plan in plans:
+        found = (rows_of(plan, given.arm, seed, only_known=given.report) for seed in given.seeds)
+        for row in itertools.chain.from_iterable(found):
+            rows.append(row)
+            print({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
+    if given.report:
         save_rows("restarts", rows)
-        print(machine())
+        save_facts("restarts", machine())
 
 
 if __name__ == "__main__":
