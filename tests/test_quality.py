@@ -213,12 +213,25 @@ def test_logits_of_other_inputs_are_refused() -> None:
 
 
 def test_a_probe_measures_its_noise_by_a_repeat_and_a_disturbance() -> None:
-    losses = iter((2.0, 2.002, 1.999))
+    losses = iter((2.0, 2.002, 1.999, 1.9))
+    seen = []
+
+    def resume(state: State, n_steps: int) -> float:
+        seen.append(n_steps)
+        return next(losses)
+
     exact = Exact({"w": torch.ones(3, 3)})
-    prepared = prepare(ResumeProbe(lambda state, n_steps: next(losses)), exact)
+    prepared = prepare(ResumeProbe(resume, n_steps=10), exact)
     assert prepared.exact == 2.0
     assert prepared.noise == pytest.approx(0.002)
-    assert (exact.n_copies, exact.n_disturbed) == (2, 1)
+    assert prepared.per_step == pytest.approx(0.01)
+    assert seen == [10, 10, 10, 20]
+    assert (exact.n_copies, exact.n_disturbed) == (3, 1)
+
+
+def test_a_gain_below_the_noise_is_no_slope() -> None:
+    losses = iter((2.0, 2.002, 1.999, 1.999))
+    assert prepare(ResumeProbe(lambda state, n_steps: next(losses)), Exact({})).per_step is None
 
 
 def test_a_known_noise_floor_is_not_measured() -> None:
@@ -226,11 +239,11 @@ def test_a_known_noise_floor_is_not_measured() -> None:
     probe = ResumeProbe(lambda state, n_steps: float(n_steps), n_steps=7, noise_floor=0.01)
     prepared = prepare(probe, exact)
     assert (prepared.exact, prepared.noise) == (7.0, 0.01)
-    assert (exact.n_copies, exact.n_disturbed) == (1, 0)
+    assert (exact.n_copies, exact.n_disturbed) == (2, 0)
 
 
 def test_a_disturbance_that_diverges_is_infinite_noise() -> None:
-    losses = iter((2.0, 2.0, math.nan))
+    losses = iter((2.0, 2.0, math.nan, 1.0))
     assert prepare(ResumeProbe(lambda state, n_steps: next(losses)), Exact({})).noise == math.inf
 
 
@@ -256,14 +269,58 @@ def test_a_probe_gets_the_whole_state_and_its_file_promises_a_resumed_gap(
     assert all(names == set(exact) for names in seen)
     assert report.search is not None
     assert report.search.is_met
-    assert len(seen) == 3 + len(report.search.trials)
-    (record,) = report.search.quality
+    assert len(seen) == 4 + len(report.search.trials)
+    record = report.search.quality[0]
     assert (record.promise, record.metric) == ("resume-gap", "resume")
     restored = load_file(folder / "out.ckptz")
     assert functions["resume"](dict(restored), 5) == record.measured <= record.exact * 1.02
     assert not torch.equal(restored["optimizer.head.weight.exp_avg"], exact["optimizer.head.weight.exp_avg"])
     facts = ckptz("inspect", folder / "out.ckptz", "--json").json
     assert {tensor["lossy"]["promise"] for tensor in facts["tensors"]} == {"resume-gap"}
+
+
+def probe_of_decay(functions: dict[str, Any], per_step: float) -> ResumeProbe:
+    """The resumed loss of the toy, less a gain for every step."""
+    return ResumeProbe(
+        lambda state, n_steps: float(functions["resume"](state, 5)) - per_step * n_steps, n_steps=5
+    )
+
+
+def test_a_budget_in_steps_is_kept_and_recorded_beside_the_loss(
+    folder: Path, functions: dict[str, Any]
+) -> None:
+    report = compress(folder, Budget(probe_of_decay(functions, 0.01), 2, in_steps=True))
+    assert report.search is not None
+    assert report.search.is_met
+    assert report.n_lossy
+    loss, steps = report.search.quality
+    assert (loss.metric, steps.metric, steps.exact) == ("resume", "steps_lost", 0.0)
+    assert loss.measured - loss.exact <= 2 * 0.01 + 1e-9
+    assert steps.measured == pytest.approx((loss.measured - loss.exact) / 0.01, rel=1e-6)
+    assert (steps.max_drop, steps.is_relative, steps.is_met) == (pytest.approx(2), False, True)
+    assert "steps of training lost (2 are allowed)" in ckptz("inspect", folder / "out.ckptz").stdout
+
+
+def test_a_share_of_the_loss_is_also_said_in_steps(folder: Path, functions: dict[str, Any]) -> None:
+    report = compress(folder, Budget(probe_of_decay(functions, 0.01), 0.02))
+    assert report.search is not None
+    loss, steps = report.search.quality
+    assert steps.max_drop == pytest.approx(0.02 * abs(loss.exact) / 0.01, rel=1e-6)
+
+
+def test_steps_without_a_gain_cannot_be_measured_and_lose_nothing(
+    folder: Path, functions: dict[str, Any]
+) -> None:
+    report = compress(folder, Budget(probe_of_decay(functions, 0.0), 20, in_steps=True))
+    assert report.search is not None
+    assert not report.search.is_met
+    assert report.n_lossy == 0
+    assert any("cannot be measured in steps" in note for note in report.notes)
+
+
+def test_only_a_probe_measures_steps() -> None:
+    with pytest.raises(ConfigError, match="only a ResumeProbe"):
+        Budget(lambda state: 1.0, 20, in_steps=True)
 
 
 @pytest.mark.parametrize(("losses", "met"), [((2.0, 2.0, 2.0002), True), ((2.0, 2.1, 2.0), False)])
@@ -369,10 +426,10 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
     budgets = [word for text in texts for word in ("--budget", text)]
     (report,) = run(folder, *evals, *budgets, "--resume-steps", 4, "--json").json["files"]
     found = report["search"]["quality"]
-    assert [one["metric"] for one in found] == ["kl", "top1", "loss", "resume"]
-    assert [one["promise"] for one in found] == ["quality-drop"] * 3 + ["resume-gap"]
-    assert [one["is_relative"] for one in found] == [False, False, True, True]
-    assert [round(one["max_drop"], 6) for one in found] == [0.005, 0.1, 0.05, 0.05]
+    assert [one["metric"] for one in found] == ["kl", "top1", "loss", "resume", "steps_lost"]
+    assert [one["promise"] for one in found] == ["quality-drop"] * 3 + ["resume-gap"] * 2
+    assert [one["is_relative"] for one in found] == [False, False, True, True, False]
+    assert [round(one["max_drop"], 6) for one in found[:4]] == [0.005, 0.1, 0.05, 0.05]
     assert all(one["is_met"] for one in found)
     assert "resume-gap" in ckptz("inspect", folder / "out.ckptz").stdout
 

@@ -66,6 +66,11 @@ class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     promise: str
 
 
+# Metric of a record that stands beside one of a resumed loss: the same difference, over what a step of
+# training gains.
+STEPS_LOST: Final = "steps_lost"
+
+
 class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A budget that the file was written for, and what was measured on the tensors decoded from it.
 

@@ -43,6 +43,10 @@ class Limit:
         worse = measured.value - exact.value if exact.lower_is_better else exact.value - measured.value
         return worse / abs(exact.value) if self.is_relative else worse
 
+    def in_units(self, exact: Reading) -> float:
+        """Give the limit in the unit of the value."""
+        return self.max_drop * abs(exact.value) if self.is_relative else self.max_drop
+
     def used(self, exact: Reading, measured: Reading) -> float:
         """Give the share of the limit that is used: at most 1 keeps it, negative is an improvement."""
         drop = self.drop(exact, measured)
@@ -52,7 +56,7 @@ class Limit:
 
     def is_measurable(self, exact: Reading, noise: float) -> bool:
         """Tell whether differences of `noise`, which say nothing, are within the limit."""
-        return (noise / abs(exact.value) if self.is_relative else noise) <= self.max_drop
+        return noise <= self.in_units(exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Budget:
         relative: False for an absolute difference, which values near zero require.
         lower_is_better: of a number; "loss", "accuracy", "kl" and "top1" know it themselves.
         metric: which value of the dict counts, where the quality returns several.
+        in_steps: `max_drop` counts steps of training instead, by which a restore may set the run back; of a
+            `ResumeProbe` only.
 
     Example:
         >>> from ckptz import Budget
@@ -80,16 +86,24 @@ class Budget:
     relative: bool = True
     lower_is_better: bool = True
     metric: str | None = None
+    in_steps: bool = False
 
     def __post_init__(self) -> None:
         if not (callable(self.quality) or hasattr(self.quality, "against")):
             raise ConfigError(f"a budget's quality must be callable, got {self.quality!r}")
         if not (math.isfinite(self.max_drop) and self.max_drop >= 0):
             raise ConfigError(f"max_drop must be a number from 0, got {self.max_drop}")
+        if self.in_steps and not getattr(self.quality, "trains", False):
+            raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")
 
-    @property
-    def limit(self) -> Limit:
-        """What is allowed, without what measures it."""
+    def limit(self, per_step: float | None) -> Limit:
+        """Give what is allowed, in units of the value; NaN for steps that cannot be measured.
+
+        Args:
+            per_step: what a step of training lowers the value by, or None.
+        """
+        if self.in_steps:
+            return Limit(self.max_drop * (math.nan if per_step is None else per_step), False)
         return Limit(float(self.max_drop), self.relative)
 
     @property
@@ -132,7 +146,7 @@ class Budget:
         """
         if not exact.is_finite:
             raise ConfigError(f"{self.name}: the {exact.metric} of the exact tensors is {exact.value}")
-        if self.relative and abs(exact.value) < SMALLEST_RELATIVE:
+        if self.relative and not self.in_steps and abs(exact.value) < SMALLEST_RELATIVE:
             raise ConfigError(
                 f"{self.name}: the {exact.metric} of the exact tensors is {exact.value:.3g}, too close to "
                 "zero for a relative budget; give an absolute one (relative=False, --max-drop 0.01 without %)"
@@ -157,7 +171,9 @@ def check_consistent(budgets: Sequence[Budget], exact: Sequence[Reading]) -> Non
         what = f"{one.name}: two budgets of {value.metric} contradict each other"
         if value.lower_is_better != same.lower_is_better:
             raise ConfigError(f"{what}: lower is better for one, higher for the other")
-        if one.relative == other.relative and one.max_drop != other.max_drop:
-            kind = "relative" if one.relative else "absolute"
+        kind, of_other = (
+            "in steps" if b.in_steps else "relative" if b.relative else "absolute" for b in (one, other)
+        )
+        if kind == of_other and one.max_drop != other.max_drop:
             low, high = sorted((one.max_drop, other.max_drop))
             raise ConfigError(f"{what}: {kind} limits of {low:g} and {high:g}; keep one of them")

@@ -37,6 +37,7 @@ class Prepared:
     quality: Quality  # called with trials
     exact: Any  # what it would return for the exact state
     noise: float = 0.0  # differences up to this one say nothing
+    per_step: float | None = None  # what a step of training lowers it by, if that is known
 
 
 class Comparing(Protocol):

@@ -2,14 +2,15 @@
 
 A loss at once flatters what sends too little: stale weights act like an average over steps. What a
 checkpoint is for is to train on, so that is measured. Two more runs say what the measurement is worth:
-the exact state again, and the exact state with a little noise on its weights.
+the exact state again, and the exact state with a little noise on its weights. A third, twice as long, says
+how many steps of training a difference stands for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from ckptz.errors import ConfigError
@@ -23,9 +24,11 @@ METRIC: Final = "resume"
 class ResumeProbe:
     """A budget's quality: the loss after some steps of training from a state.
 
-    Before the first trial it runs three times: from the exact state, from it again, and from it with noise.
-    The larger of the two differences is the noise floor. Where that is above the budget, the budget
-    cannot be measured, and counts as not met.
+    Before the first trial it runs four times: from the exact state, from it again, from it with noise, and
+    from it twice as far. The larger of the first two differences is the noise floor. Where that is above the
+    budget, the budget cannot be measured, and counts as not met. The last one is the slope: what is lost,
+    over what a step gains, are steps of training lost. Where the loss falls by less than the noise floor,
+    that is not measurable.
 
     Attributes:
         resume: `resume(state, n_steps) -> loss`: trains on from the state and returns a validation loss, best
@@ -33,7 +36,7 @@ class ResumeProbe:
             in the data and its own random numbers. The state has all tensors of the checkpoint, optimizer
             state included, by their names in it.
         n_steps: how far to train.
-        noise_floor: if it is known; it is not measured then.
+        noise_floor: if it is known; two runs less then.
 
     Example:
         >>> from ckptz import Budget, ResumeProbe
@@ -63,12 +66,15 @@ class ResumeProbe:
 
     def against(self, exact: Exact) -> Prepared:
         resumed = _Resumed(self.resume, self.n_steps)
-        loss = resumed(exact.state())
-        if self.noise_floor is not None or not math.isfinite(loss):
-            return Prepared(resumed, loss, self.noise_floor or 0.0)
-        others = (resumed(exact.state()), resumed(exact.disturbed(DISTURBANCE, seed=0)))
-        apart = [abs(other - loss) for other in others]
-        return Prepared(resumed, loss, max(one if math.isfinite(one) else math.inf for one in apart))
+        loss, noise = resumed(exact.state()), self.noise_floor
+        if not math.isfinite(loss):
+            return Prepared(resumed, loss, noise or 0.0)
+        if noise is None:
+            others = (resumed(exact.state()), resumed(exact.disturbed(DISTURBANCE, seed=0)))
+            apart = [abs(other - loss) for other in others]
+            noise = max(one if math.isfinite(one) else math.inf for one in apart)
+        gain = loss - replace(resumed, n_steps=2 * self.n_steps)(exact.state())
+        return Prepared(resumed, loss, noise, gain / self.n_steps if gain > noise else None)
 
 
 @dataclass(frozen=True, slots=True)

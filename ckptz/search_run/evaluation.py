@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -17,9 +18,11 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.index import Promise, QualityRecord
+from ckptz.container.index import STEPS_LOST, Promise, QualityRecord
 from ckptz.container.reader import Container
 from ckptz.encoding.draft import MapFunction
 from ckptz.errors import ConfigError
@@ -88,13 +91,20 @@ class Judge:
     begin: Callable[[TrialFile], Waiting]  # starts to measure a trial; what it returns waits for the result
     digests: tuple[str | None, ...]  # of the data of each
     noise: tuple[float, ...]  # differences up to these say nothing, one a limit
+    per_step: tuple[float | None, ...]  # what a step of training lowers each by, if that is known
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:
         """Of limits below the noise of their measurement, which nothing can be said to keep: what to tell."""
         faults = []
         for limit, exact, noise in zip(self.limits, self.exact, self.noise, strict=True):
-            if noise and not limit.is_measurable(exact, noise):
+            if math.isnan(limit.max_drop):
+                faults.append(
+                    f"{exact.metric} cannot be measured in steps: from the exact state, as many steps again "
+                    f"gain less than exact states differ by ({noise:.3g}, the noise floor); train further, "
+                    "average over more data, or give a share of the loss as in 'resume<=0.2%'"
+                )
+            elif noise and not limit.is_measurable(exact, noise):
                 is_share, value = limit.is_relative, abs(exact.value)
                 shown = f"{noise / value:.2%}" if is_share else f"{noise:.3g}"
                 allowed = f"{limit.max_drop:.2%}" if is_share else f"{limit.max_drop:.3g}"
@@ -112,9 +122,10 @@ class Judge:
     def records(self, readings: Readings) -> tuple[QualityRecord, ...]:
         """Give what the file says of its budgets; values that are not finite have no place in it."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        rows = zip(self.promises, self.limits, self.exact, readings, self.digests, strict=True)
-        return tuple(
-            QualityRecord(
+        records = []
+        rows = zip(self.promises, self.limits, self.exact, readings, self.digests, self.per_step, strict=True)
+        for promise, limit, exact, found, digest, per_step in rows:
+            record = QualityRecord(
                 promise=promise,
                 metric=found.metric,
                 max_drop=limit.max_drop,
@@ -126,8 +137,12 @@ class Judge:
                 date=date,
                 data_digest=digest,
             )
-            for promise, limit, exact, found, digest in rows
-        )
+            records.append(record)
+            if per_step is not None:
+                lost, allowed = (found.value - exact.value) / per_step, limit.in_units(exact) / per_step
+                beside = {"metric": STEPS_LOST, "max_drop": allowed, "exact": 0.0, "measured": lost}
+                records.append(msgspec.structs.replace(record, is_relative=False, **beside))
+        return tuple(records)
 
 
 def measured_here(read: Callable[[TrialFile], Readings]) -> Callable[[TrialFile], Waiting]:
@@ -224,10 +239,11 @@ def judging(
         if n_workers > 1:
             begin = held.enter_context(Processes(n_workers, read)).begin
         yield Judge(
-            limits=tuple(budget.limit for budget in budgets),
+            limits=tuple(map(Budget.limit, budgets, baseline.per_step)),
             exact=baseline.exact,
             promises=tuple(map(promise_of, budgets)),
             begin=begin,
             digests=tuple(budget.data_digest for budget in budgets),
             noise=baseline.noise,
+            per_step=baseline.per_step,
         )

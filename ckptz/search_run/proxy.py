@@ -107,4 +107,4 @@ def proxy_judge(
     """Make a judge that wants the error to be at most `limit`."""
     meter = ProxyMeter(tensors, guides, run)
     exact = (Reading(METRIC, 0.0, True),)
-    return Judge((Limit(limit, False),), exact, ("rmse",), measured_here(meter), (None,), (0.0,))
+    return Judge((Limit(limit, False),), exact, ("rmse",), measured_here(meter), (None,), (0.0,), (None,))

@@ -105,6 +105,7 @@ class Baseline:
     budgets: tuple[Budget, ...]  # with qualities that have seen the exact tensors
     exact: Readings  # values of the exact tensors, one a budget
     noise: tuple[float, ...]  # differences up to these say nothing, one a budget
+    per_step: tuple[float | None, ...]  # what a step of training lowers each by, if that is known
 
 
 def measure_exact(
@@ -133,7 +134,8 @@ def measure_exact(
     for budget, reading in zip(budgets, exact_values, strict=True):
         budget.check_exact(reading)
     ready = tuple(replace(b, quality=one.quality) for b, one in zip(budgets, prepared, strict=True))
-    return Baseline(ready, exact_values, tuple(one.noise for one in prepared))
+    noise, per_step = tuple(one.noise for one in prepared), tuple(one.per_step for one in prepared)
+    return Baseline(ready, exact_values, noise, per_step)
 
 
 def measure_trial(

@@ -19,8 +19,10 @@ SIGNS: Final[Mapping[str, str]] = {
     **{"loss": "<=", "kl": "<=", "resume": "<="},
     **{"accuracy": ">=", "top1": ">="},
 }
-BUDGET: Final = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(<=|>=)\s*(\S+)\s*")
-EXAMPLES: Final = "'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99' or 'resume<=0.2%'"
+BUDGET: Final = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(<=|>=)\s*(\S+?)\s*(steps)?\s*")
+EXAMPLES: Final = (
+    "'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%' or 'resume<=20 steps'"
+)
 FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
 
 
@@ -48,6 +50,7 @@ class Wanted:
     metric: str  # what it is about
     max_drop: float  # how much worse it may be
     is_relative: bool  # whether that is a share of the exact value
+    in_steps: bool = False  # whether it counts steps of training
 
     @classmethod
     def parse(cls, text: str) -> Wanted:
@@ -59,11 +62,13 @@ class Wanted:
         match = BUDGET.fullmatch(text)
         if match is None:
             raise click.BadParameter(f"{text!r} is no budget; write {EXAMPLES}")
-        metric, sign, written = match.groups()
+        metric, sign, written, steps = match.groups()
         if SIGNS.get(metric, sign) != sign:
             better = "lower" if sign == ">=" else "higher"
             raise click.BadParameter(f"{text!r}: {metric} is better when {better}; write {EXAMPLES}")
         number, is_relative = amount_of(written)
+        if steps and (metric != "resume" or is_relative):
+            raise click.BadParameter(f"{text!r}: only resume is measured in steps, as in 'resume<=20 steps'")
         if metric == "top1":
             if not 0 <= number <= 1:
                 raise click.BadParameter(f"{text!r} cannot be met or broken: top1 is a share from 0 to 1")
@@ -74,7 +79,7 @@ class Wanted:
         if drop < 0:
             what = "may rise by" if sign == "<=" else "may change by, at most 0"
             raise click.BadParameter(f"{text!r}: the number is what {metric} {what}; write {EXAMPLES}")
-        return cls(text, metric, drop + 0.0, is_relative)
+        return cls(text, metric, drop + 0.0, is_relative, bool(steps))
 
     @property
     def lower_is_better(self) -> bool:
@@ -155,9 +160,9 @@ def _several(
 ) -> tuple[Budget, ...]:
     from ckptz.search.budget import Budget
 
-    seen: dict[tuple[str, bool], Wanted] = {}
+    seen: dict[tuple[str, bool, bool], Wanted] = {}
     for one in wanted:
-        other = seen.setdefault((one.metric, one.is_relative), one)
+        other = seen.setdefault((one.metric, one.is_relative, one.in_steps), one)
         if other is not one:
             what = f"--budget {other.text!r} and {one.text!r} contradict each other"
             raise click.UsageError(f"{what}; keep one")
@@ -172,6 +177,7 @@ def _several(
             relative=one.is_relative,
             lower_is_better=one.lower_is_better,
             metric=one.metric,
+            in_steps=one.in_steps,
         )
         for one, place in zip(wanted, places, strict=True)
     )

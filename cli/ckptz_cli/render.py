@@ -14,7 +14,7 @@ from ckptz.commands.inspect import InspectReport, TensorReport
 from ckptz.commands.restore import RestoreReport
 from ckptz.commands.seal import SealReport
 from ckptz.commands.verify import VerifyReport
-from ckptz.container.index import QualityRecord
+from ckptz.container.index import STEPS_LOST, QualityRecord
 from ckptz_cli.errors import printable
 from ckptz_cli.tables import add_row, drawn, facts_table, table_of
 
@@ -67,6 +67,8 @@ def quality_text(record: QualityRecord) -> str:
     if record.promise == "rmse":
         kept = f"{record.measured:.4g} of at most {record.max_drop:.4g}"
         return f"no promise of quality, {printable(record.metric)} {kept}"
+    if record.metric == STEPS_LOST:
+        return f"{record.measured:.3g} steps of training lost ({record.max_drop:.3g} are allowed)"
     change = record.measured - record.exact if record.lower_is_better else record.exact - record.measured
     if record.is_relative:
         used, allowed = f"{abs(change / record.exact):.2%}", f"{100 * record.max_drop:.4g}%"

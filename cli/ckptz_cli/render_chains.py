@@ -11,7 +11,7 @@ from ckptz.commands.fold import DeltaReport
 from ckptz.commands.log import LogEntry, LogReport
 from ckptz.commands.rebase import RebaseReport
 from ckptz.commands.resume_check import FirstDifference, ResumeReport
-from ckptz.container.index import QualityRecord
+from ckptz.container.index import STEPS_LOST, QualityRecord
 from ckptz.store.retention import PruneReport
 from ckptz_cli.errors import printable
 from ckptz_cli.progress import is_terminal
@@ -64,6 +64,8 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
 
 
 def _quality_text(record: QualityRecord) -> str:
+    if record.metric == STEPS_LOST:
+        return f"{record.measured:.3g} steps lost"
     limit = f"{record.max_drop:.3g}" if not record.is_relative else f"{record.max_drop:.3%}"
     met = "met" if record.is_met else "not met"
     return f"{record.metric} {record.exact:.5g} -> {record.measured:.5g}, budget {limit} {met}"

@@ -50,7 +50,7 @@ search_options = together(
         multiple=True,
         metavar="B",
         help="How much may be lost: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', "
-        "'resume<=0.2%'. Repeatable; all are kept.",
+        "'resume<=0.2%', 'resume<=20 steps'. Repeatable; all are kept.",
     ),
     click.option(
         "--resume-steps",
