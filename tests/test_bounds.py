@@ -49,7 +49,6 @@ CHECKED = {
     "union": "ckptz/codec/sparse.py:_read_plane",
     # labels of the rows of a base below its steps
     "residual_codes": "ckptz/methods/grid.py:_steps_of",
-    "distance_power": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
     "_take": "ckptz/wire/state.py:take_mask",
     "_put": "ckptz/wire/frames.py:_decode_topk",
@@ -121,7 +120,6 @@ CALLERS = {
     "unpack": {"wire/frames.py", "wire/state.py"},
     "take": {"wire/frames.py"},
     "residual_codes": {"methods/grid.py"},
-    "distance_power": {"methods/grid.py"},
     "put": {"wire/frames.py"},
     "mask_at": {"wire/frames.py"},
     "top_mask": {"wire/frames.py", "wire/feedback.py"},

@@ -24,6 +24,7 @@ from ckptz.kernels import rounding, rounding_reference
 from ckptz.kernels.rounding_reference import ESCAPE, NEAREST
 from ckptz.methods.method import Method
 from ckptz.numpy import load_file
+from ckptz.quant.movement import key_of
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_file as load_torch
 
@@ -56,8 +57,6 @@ def test_kernels_round_as_their_definition_says(data: st.DataObject) -> None:
     given_base = (values if base is None else base, base is not None)
     rounding().residual_codes(values, *given_base, *grid, dead_zone, key, begin, got)
     np.testing.assert_array_equal(got, expected)
-    power = rounding().distance_power(values, *given_base, *grid, begin)
-    assert power == rounding_reference.distance_power(values, base, *grid, begin)
     drawn = rounding_reference.thresholds(key, begin, n)
     np.testing.assert_array_equal(rounding().thresholds(key, begin, n), drawn)
     at = n // 2
@@ -180,6 +179,33 @@ def test_a_delta_after_a_restore_keeps_the_movement(tmp_path: Path, config: Meth
         assert error <= record_of(tmp_path, str(i), name).max_abs_error
         restored = found
     assert not np.array_equal(restored[name], start[name])
+
+
+@pytest.mark.parametrize("config", [Grid(), KMeans(levels=16)])
+@pytest.mark.parametrize("spread", [0.2, 0.3, 0.45])
+def test_a_movement_of_a_good_part_of_a_step_is_kept_too(
+    tmp_path: Path, config: Method, spread: float
+) -> None:
+    start = written(tmp_path, "0", state(), config)
+    later = moved(start, spread, 1)
+    found = written(tmp_path, "1", later, config, "0")
+    assert 0.95 < share_kept(later[WEIGHT], found[WEIGHT], start[WEIGHT]) < 1.05
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0.02, 0.4), st.integers(0, 2**32 - 2), st.integers(0, 100))
+def test_the_key_changes_after_a_restore_and_only_then(spread: float, key: int, seed: int) -> None:
+    rng, n = np.random.default_rng(seed), 1 << 15
+    movement, more = spread * rng.standard_normal((2, n))
+    drawn = rounding().thresholds(key, 0, n)
+    left = movement - np.floor(movement + drawn)
+    assert key_of(left + 0.3 * more, drawn, key, key + 1) == key
+    assert key_of(more, drawn, key, key + 1) == key + 1
+    half = np.full(n, 0.5, np.float32)
+    assert key_of(more, half, NEAREST, key) == key
+    spread_out = rng.random(n) - 0.5
+    assert key_of(spread_out + more, half, NEAREST, key) == NEAREST
+    assert key_of(np.zeros(n), half, NEAREST, key) == NEAREST
 
 
 def test_a_file_to_be_shipped_keeps_little_of_a_small_movement(tmp_path: Path) -> None:

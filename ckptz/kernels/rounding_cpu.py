@@ -9,7 +9,6 @@ from numba import float32, int64, uint32, uint64
 
 from ckptz.kernels.numba_base import inlined, kernel
 from ckptz.kernels.rounding_reference import (
-    DISTANCE_UNITS,
     ESCAPE,
     GOLDEN,
     MAX_MAGNITUDE,
@@ -86,18 +85,3 @@ def residual_codes(
             out[i] = 0
         else:
             out[i] = 2 * int64(magnitude) - is_positive
-
-
-@kernel
-def distance_power(
-    values: Any, base: Any, has_base: Any, steps: Any, labels: Any, row_units: Any, begin: Any
-) -> Any:
-    """Sum squared distances of values [n]; see `rounding_reference.distance_power`."""
-    total = int64(0)
-    for i in range(len(values)):
-        step = steps[labels[(begin + i) // row_units]]
-        residual = float32(values[i] - base[i]) if has_base else values[i]
-        scaled = float32(residual / step)
-        distance = int64(np.rint(float32(float32(scaled - np.rint(scaled)) * float32(DISTANCE_UNITS))))
-        total += distance * distance
-    return total

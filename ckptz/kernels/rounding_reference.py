@@ -19,7 +19,6 @@ GOLDEN: Final = 0x9E3779B9
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B  # multipliers with good avalanche, found by search (hash-prospector)
 MAX_MAGNITUDE: Final = 127
 ESCAPE: Final = 255
-DISTANCE_UNITS: Final = 4096  # in a step
 
 
 def _mixed(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -103,15 +102,3 @@ def _scaled(
     rows = np.arange(begin, begin + len(values)) // row_units
     scaled: Floats = residual / steps[labels[rows]]
     return scaled
-
-
-def distance_power(
-    values: Floats, base: Floats | None, steps: Floats, labels: Bytes, row_units: int, begin: int
-) -> int:
-    """Sum the squared distances of values [n] less their base to the nearest multiples of their steps.
-
-    Distances count in 4096ths of a step, so that sums are exact in any order.
-    """
-    scaled = _scaled(values, base, steps, labels, row_units, begin)
-    distances = np.rint((scaled - np.rint(scaled)) * np.float32(DISTANCE_UNITS)).astype(np.int64)
-    return int(np.square(distances).sum())

@@ -12,7 +12,6 @@ explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,13 +33,12 @@ from ckptz.encoding.guide import Guide
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning, rounding
-from ckptz.kernels.rounding_reference import DISTANCE_UNITS, NEAREST
+from ckptz.kernels.rounding_reference import NEAREST
 from ckptz.methods.lossless import EXACT, plan_lossless
 from ckptz.methods.method import (
     CALIBRATION,
     DRAWN,
     MIN_ELEMENTS,
-    NEAR,
     READ_OPTIMIZER,
     SENSITIVITY,
     Choice,
@@ -64,6 +62,7 @@ from ckptz.quant.grid import (
     largest_magnitude,
     row_steps,
 )
+from ckptz.quant.movement import key_of, sampled
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
 from ckptz.roles import Role
@@ -116,8 +115,6 @@ MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
-# Share of whole steps over the rms distance: of Gaussians 0.8 where thresholds go on, 0.05 after a restore.
-WHOLE_STEPS: Final = 0.3
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
@@ -170,8 +167,8 @@ class UniformGrid(Recipe):
         drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
         key = drawn if isinstance(drawn, int) else NEAREST
         grid = _Grid(moved or subject.source, base, rows, self.dead_zone or 0.0, key)
-        if base is not None and grid.was_restored(bounds[len(bounds) // 2]):
-            grid = replace(grid, key=subject.seed)
+        if base is not None:
+            grid = replace(grid, key=grid.key_after(bounds[len(bounds) // 2], subject.seed))
         counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
         most = largest_magnitude(counted.found.total)
         if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
@@ -401,20 +398,13 @@ class _Grid:
         steps = self.rows.steps.astype(np.float32)
         return values, base, self.base is not None, steps, self.rows.labels, row_units
 
-    def was_restored(self, bounds: Bounds) -> bool:
-        """Tell whether training was restored from the base, by one chunk.
-
-        Residuals then lie near multiples of their steps, and near zero. Where thresholds of an earlier
-        restore go on, they lie near multiples too, but whole steps off wherever the last rounding went up.
-        """
-        begin, units = bounds[0], self.source.units(*bounds)
-        inputs = self._inputs(*bounds, units)
-        distance = math.sqrt(rounding().distance_power(*inputs, begin) / len(units)) / DISTANCE_UNITS
-        if distance >= NEAR or self.key == NEAREST:
-            return distance < NEAR
-        nearest = np.empty(len(units), np.uint8)
-        rounding().residual_codes(*inputs, 0.0, NEAREST, begin, nearest)
-        return bool(np.count_nonzero(nearest) <= WHOLE_STEPS * distance * len(units))
+    def key_after(self, bounds: Bounds, new: int) -> int:
+        """Choose the thresholds by one chunk; `self.key` is that of the base's file."""
+        values, base, _, steps, labels, row_units = self._inputs(*bounds, self.source.units(*bounds))
+        at = sampled(*bounds)
+        residual = values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]
+        drawn = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
+        return key_of(residual / steps[labels[at // row_units]], drawn, self.key, new)
 
     def fit(self, counted: _Counted) -> tuple[int, Levels]:
         """The largest magnitude that has codes, and what codes stand for."""

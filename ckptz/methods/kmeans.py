@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.plan import Domain, Plan
 from ckptz.codec.quant_map import QuantizationMap
-from ckptz.codec.units import CHUNK_UNITS, TensorSource, Units, chunk_bounds
+from ckptz.codec.units import TensorSource, Units, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
@@ -30,7 +30,6 @@ from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import (
     DRAWN,
     MIN_ELEMENTS,
-    NEAR,
     READ_OPTIMIZER,
     SENSITIVITY,
     Method,
@@ -43,6 +42,7 @@ from ckptz.methods.method import (
     usual_setting,
 )
 from ckptz.methods.small import exact_with_note, sketch_of
+from ckptz.quant.movement import key_of, sampled
 from ckptz.quant.partitions import Cut, Partitions, fit_partitions
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sensitivity import SensitivitySketch, floats_of
@@ -211,10 +211,11 @@ class Clusters(Recipe):
             float(ceiling),
             self.wanted.protect_as_bf16,
         )
-        key = stored.settings.get(DRAWN)
-        if quantizer.is_near(source):
-            key = subject.seed
-        if not isinstance(key, int):
+        before = stored.settings.get(DRAWN)
+        old_key = before if isinstance(before, int) else NEAREST
+        assert subject.base is not None
+        key = quantizer.key_after(source, subject.base, old_key, subject.seed)
+        if key == NEAREST:
             return None
         plan = Plan(
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
@@ -266,11 +267,17 @@ class LevelQuantizer(Quantizer):
         low, high = self.levels[below], self.levels[below + 1]
         return below, np.clip((values - low) / (high - low), np.float32(0), np.float32(1))
 
-    def is_near(self, source: TensorSource) -> bool:
-        """Tell whether values lie near levels, as they do after a restore."""
-        units = source.units(0, min(CHUNK_UNITS, source.dtype.n_units(source.shape)))
-        _, share = self._places(floats_of(units, self.kind))
-        return bool(np.sqrt(np.square(np.minimum(share, 1 - share), dtype=np.float64).mean()) < NEAR)
+    def key_after(self, source: TensorSource, base: TensorSource, old: int, new: int) -> int:
+        """Choose the thresholds by one chunk; `old` is the key of the base's file."""
+        bounds = list(chunk_bounds(source.dtype.n_units(source.shape)))
+        begin, end = bounds[len(bounds) // 2]
+        at = sampled(begin, end) - begin
+        values, decoded = (floats_of(one.units(begin, end)[at], self.kind) for one in (source, base))
+        below, share = self._places(values)
+        gaps = (self.levels[1:] - self.levels[:-1]).astype(np.float64)[below]
+        places = np.where((share > 0) & (share < 1), (values.astype(np.float64) - decoded) / gaps, np.nan)
+        drawn = rounding().thresholds(old, begin, end - begin)[at]
+        return key_of(places, drawn, old, new)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,7 +218,6 @@ class Method:
 
 M = TypeVar("M", bound=Method)
 DRAWN: Final = "drawn"  # in records: the key of thresholds that were drawn
-NEAR: Final = 0.2  # rms distance to the nearest level, in steps, after a restore; spread values have 0.289
 MIN_ELEMENTS: Final = 4096  # smaller tensors stay exact: a map and tables would outweigh what they save
 
 

@@ -20,8 +20,9 @@ from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.kernels import rounding
 from ckptz.kernels.rounding_reference import NEAREST
 from ckptz.methods.lossless import plan_lossless
-from ckptz.methods.method import NEAR, Recipe, Setting
+from ckptz.methods.method import Recipe, Setting
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
+from ckptz.quant.movement import key_of
 from ckptz.quant.sketch import Sketch
 
 Units = NDArray[Any]
@@ -81,21 +82,19 @@ class Rounding(Recipe):
         source, run = subject.source, subject.run
         if not sketch_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
-        chosen = self
-        if subject.base is not None and self._is_near(source):
-            chosen = replace(self, key=subject.seed)
+        chosen = self if subject.base is None else replace(self, key=self._key_after(source, subject.seed))
         moved = subject.moved
         exact = plan_lossless(RoundedSource(moved or source, chosen), subject.base, run)
         return replace(exact, source=moved, rounding=chosen)
 
-    def _is_near(self, source: TensorSource) -> bool:
-        """Tell whether values lie near to what they can be rounded to, as they do after a restore."""
+    def _key_after(self, source: TensorSource, new: int) -> int:
+        """Choose the thresholds by the first chunk; the base's file does not tell its own."""
         n_dropped = self._n_dropped(KINDS[source.dtype.name])
         if n_dropped <= 0:
-            return False
+            return NEAREST
         units = source.units(0, min(CHUNK_UNITS, source.dtype.n_units(source.shape)))
         low = (units & units.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
-        return bool(np.sqrt(np.square(np.minimum(low, 1 - low)).mean()) < NEAR)
+        return key_of(low, None, NEAREST, new)
 
 
 @dataclass(frozen=True, slots=True)

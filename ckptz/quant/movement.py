@@ -1,0 +1,58 @@
+"""Which thresholds round a delta, so that what training has moved since a restore is not lost.
+
+After a restore the residual is what training has moved since. Rounding it to nearest levels takes part of it
+back for good: of a movement whose density has the first Fourier coefficient c around the levels, 2 c (all of
+it where c is 1/2 or more). Where nothing was restored, residuals lie evenly between levels, c is 0, and the
+nearest level is best. Thresholds that are drawn lose nothing. They are drawn once after a restore and then go
+on, for what the last rounding sent and did not send is in the next residual.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.kernels.rounding_reference import NEAREST
+
+Floats = NDArray[np.float64]
+
+LEAST: Final = 0.01  # c below which nearest levels do: of weights that nothing restored, at most 0.003
+N_SAMPLED: Final = 1 << 16  # of one chunk
+SURE: Final = 4.0  # standard errors
+FARTHEST: Final = 2.0  # steps; what lies beyond counts as this
+
+
+def sampled(begin: int, end: int) -> NDArray[np.int64]:
+    """Choose the elements of begin..end that decide, evenly spread, [at most N_SAMPLED]."""
+    return np.arange(begin, end, max((end - begin) // N_SAMPLED, 1))[:N_SAMPLED]
+
+
+def key_of(places: Floats, drawn: NDArray[np.float32] | None, old: int, new: int) -> int:
+    """Choose the key of a delta's thresholds.
+
+    Args:
+        places: of some elements, what lies between them and their base in steps [n]; those left out, for
+            which no level is near, are NaN.
+        drawn: thresholds by which the base's file rounded these elements [n], or None if it does not tell.
+        old: their key, or NEAREST.
+        new: a key that no file has used.
+
+    Returns:
+        `old`, `new`, or NEAREST.
+    """
+    is_known = np.isfinite(places) & (places != 0)
+    known = np.clip(places[is_known], -FARTHEST, FARTHEST)
+    if not len(known):
+        return old
+    if drawn is not None and _explained(known, drawn[is_known].astype(np.float64)):
+        return old
+    coefficient = np.cos(2 * np.pi * known).mean()
+    return new if coefficient > max(LEAST, 3 / np.sqrt(2 * len(known))) else NEAREST
+
+
+def _explained(places: Floats, drawn: Floats) -> bool:
+    """Tell whether the last rounding's errors are still there: low where the threshold was high."""
+    slope = ((drawn - 0.5) * places).mean()
+    return bool(slope < -SURE * np.sqrt(np.square(places).mean() / 12 / len(places)))
