@@ -38,7 +38,7 @@ ARMS: Mapping[str, Method] = {
     "lossless": LOSSLESS,
 }
 BATCH = 16
-KEEP_ALL = KeepPolicy(last=None)
+KEEP_ALL = KeepPolicy(last=None, exact=0)  # what is measured is what a restart from lossy files loses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
