@@ -14,11 +14,22 @@ import pytest
 import torch
 from torch import nn
 
-from ckptz import Checkpointer, KeepPolicy, KMeans
+from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, KMeans
 from ckptz.container.publish import TEMPORARY_SUFFIX
+from ckptz.methods.method import Method
 from ckptz.torch import load_file
+from ckptz.training.restoring import Restored
 from ckptz.training.snapshot import Snapshot
-from tests.support.checkpointer_support import Run, linear, names_in, one_step, same, saved_run, state_of
+from tests.support.checkpointer_support import (
+    LOSSY,
+    Run,
+    linear,
+    names_in,
+    one_step,
+    same,
+    saved_run,
+    state_of,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,19 +96,48 @@ def models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
     }
 
 
+def bits_of(model: nn.Module, optimizers: Any) -> dict[str, Any]:
+    """Everything of a model and its optimizers, tensors as bytes."""
+    found = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+        if isinstance(value, dict | list | tuple):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                add(f"{name}.{key}", item)
+        else:
+            found[name] = value
+
+    add("model", dict(model.state_dict()))
+    optimizers = [] if optimizers is None else optimizers if isinstance(optimizers, list) else [optimizers]
+    add("optimizers", [optimizer.state_dict() for optimizer in optimizers])
+    return found
+
+
 @pytest.mark.parametrize("kind", models())
 @pytest.mark.parametrize("n_before", [0, 3])
-def test_models_and_optimizers_of_all_kinds_resume_exactly(tmp_path: Path, kind: str, n_before: int) -> None:
+@pytest.mark.parametrize("config", [LOSSLESS, Grid(min_elements=1)], ids=["lossless", "exact head"])
+def test_models_and_optimizers_of_all_kinds_resume_exactly(
+    tmp_path: Path, kind: str, n_before: int, config: Method
+) -> None:
     torch.manual_seed(0)
     model, optimizer = models()[kind]()
-    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
-        for _ in range(n_before):
+    with Checkpointer(tmp_path, model, optimizer, config=config) as checkpointer:
+        for step in range(n_before):
+            checkpointer.save(step)
             one_step(model, optimizer)
         checkpointer.save(n_before)
+        report = checkpointer.wait()
+        assert report is not None
+        assert (report.exact_bytes > 0) == (config is not LOSSLESS)
+        saved = bits_of(model, optimizer)
         expected = [one_step(model, optimizer) for _ in range(4)]
     model, optimizer = models()[kind]()
     with Checkpointer(tmp_path, model, optimizer) as checkpointer:
-        checkpointer.restore_latest()
+        assert checkpointer.restore_latest() == n_before
+        assert checkpointer.restored == Restored(step=n_before, is_exact=True)
+        assert bits_of(model, optimizer) == saved
         assert [one_step(model, optimizer) for _ in range(4)] == expected
 
 
@@ -181,7 +221,7 @@ def test_lossy_weights_leave_the_rest_exact(tmp_path: Path) -> None:
     weight = model.weight.detach().clone()
     config = KMeans(levels=16)
     extra: dict[str, Any] = {"position": position}
-    with Checkpointer(tmp_path, model, optimizer, config=config, extra=extra) as checkpointer:
+    with Checkpointer(tmp_path, model, optimizer, config=config, extra=extra, keep=LOSSY) as checkpointer:
         checkpointer.save(1)
         checkpointer.save(2)
         checkpointer.restore(2)

@@ -16,7 +16,7 @@ from ckptz.errors import CalibrationError, ConfigError
 from ckptz.hooks import Calibration
 from ckptz.torch import load_file
 from ckptz.training.checkpointer import SaveReport
-from tests.support.checkpointer_support import names_in
+from tests.support.checkpointer_support import LOSSY, names_in
 
 WIDTH = 80  # of matrices that are large enough to become lossy
 
@@ -105,7 +105,7 @@ def lossy_records(path: Path) -> dict[str, Any]:
 def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: Any) -> None:
     run = Training().trained(3)
     exact, quality = run.state(), error_to(run.state())
-    with saved(tmp_path, run, budget=Budget(quality, 0.05), config=config) as report:
+    with saved(tmp_path, run, budget=Budget(quality, 0.05), config=config, keep=LOSSY) as report:
         search = report.search
     assert search is not None
     assert search.is_met
@@ -254,7 +254,7 @@ def resumed_loss(state: dict[str, torch.Tensor], n_steps: int) -> float:
 def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp_path: Path) -> None:
     run = Training().trained(20)
     budget = Budget(ResumeProbe(resumed_loss, n_steps=3, noise_floor=0.0), 0.02)
-    with run.checkpointer(tmp_path, budget=budget) as checkpointer:
+    with run.checkpointer(tmp_path, budget=budget, keep=LOSSY) as checkpointer:
         for step in (1, 2):  # an anchor and a delta
             checkpointer.save(step)
             search = report_of(checkpointer).search
@@ -325,7 +325,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, options: dict[str, A
 
 def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
     run = Training().trained(20)
-    with run.checkpointer(tmp_path, config=Grid()) as checkpointer:
+    with run.checkpointer(tmp_path, config=Grid(), keep=LOSSY) as checkpointer:
         for step in range(1, 5):
             checkpointer.save(step)
             exact, moments = run.state(), run.moments("exp_avg_sq")
@@ -396,7 +396,8 @@ def test_a_weight_that_two_layers_share_has_the_sum_of_their_inputs() -> None:
 def test_a_budget_and_a_calibration_go_together(tmp_path: Path) -> None:
     run = Training().trained(3)
     exact = run.state()
-    with saved(tmp_path, run, budget=Budget(error_to(exact), 0.05), calibration=run.calibration) as report:
+    budget = Budget(error_to(exact), 0.05)
+    with saved(tmp_path, run, budget=budget, calibration=run.calibration, keep=LOSSY) as report:
         assert report.search is not None
         assert report.search.is_met
     other = Training(seed=1).trained(1)

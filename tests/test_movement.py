@@ -27,6 +27,7 @@ from ckptz.numpy import load_file
 from ckptz.quant.movement import key_of
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_file as load_torch
+from tests.support.checkpointer_support import LOSSY
 
 Array = np.ndarray[Any, Any]
 WEIGHT, NORM, MOMENT = "model.up.weight", "model.norm.weight", "optimizer.norm.weight.exp_avg"
@@ -405,7 +406,7 @@ def test_a_chain_of_three_restarts_keeps_the_movement(tmp_path: Path, config: Me
     generator, kept = torch.Generator().manual_seed(1), []
     start = model.weight.detach().numpy().astype(np.float64)
     for step in range(1, 5):  # a new process each time
-        with Checkpointer(tmp_path, model, optimizer, config=config, background=False) as saver:
+        with Checkpointer(tmp_path, model, optimizer, config=config, keep=LOSSY, background=False) as saver:
             saver.save(step)
             report = saver.wait()
             assert report is not None
@@ -430,7 +431,7 @@ def test_weights_of_a_checkpointer_make_up_for_lossy_moments(
     assert isinstance(model, torch.nn.Linear)
     weight, first = (x.detach().clone() for x in (model.weight, optimizer.state[model.weight]["exp_avg"]))
     group, step = optimizer.param_groups[0], optimizer.state[model.weight]["step"].item()
-    with Checkpointer(tmp_path, model, optimizer, config=config, background=False) as saver:
+    with Checkpointer(tmp_path, model, optimizer, config=config, keep=LOSSY, background=False) as saver:
         saver.save(1)
         saver.wait()
         saver.restore(1)

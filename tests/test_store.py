@@ -29,9 +29,9 @@ from tests.support.cli_support import ckptz
 # --- names --------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, (1 << 63) - 1), st.sampled_from(["weights", "state"]))
-def test_the_name_of_a_file_says_what_it_is(step: int, kind: Any) -> None:
-    file = StepFile(step, kind)
+@given(st.integers(0, (1 << 63) - 1), st.sampled_from(["weights", "state"]), st.booleans())
+def test_the_name_of_a_file_says_what_it_is(step: int, kind: Any, is_exact: bool) -> None:
+    file = StepFile(step, kind, is_exact)
     assert StepFile.parse(file.name) == file
 
 
@@ -40,6 +40,7 @@ def test_the_name_of_a_file_says_what_it_is(step: int, kind: Any) -> None:
     [
         "step-1.ckptz",
         "step-000000001.ckptz",
+        "step-00000001.exact.state.ckptz",
         "step-00000001.from-00000000.ckptz",
         "step-00000001.safetensors",
     ],
@@ -84,7 +85,7 @@ def test_rules_name_what_stays(rules: KeepRules, kept: set[int]) -> None:
     assert rules.kept(range(1, 7), metrics) == kept
 
 
-@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"best": -1}])
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"best": -1}, {"exact": -1}])
 def test_rules_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         KeepPolicy(**wrong)  # type: ignore[arg-type]
@@ -92,10 +93,10 @@ def test_rules_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
 
 def test_rules_of_the_command_line() -> None:
     none = (None, None, None)
-    assert keep_policy(steps=none, weights=none, lower_is_better=True) == KeepPolicy(last=None)
-    found = keep_policy(steps=(None, 10, None), weights=(3, None, None), lower_is_better=False)
+    assert keep_policy(steps=none, weights=none, lower_is_better=True) == KeepPolicy(last=None, exact=None)
+    found = keep_policy(steps=(None, 10, None), weights=(3, None, None), lower_is_better=False, exact=2)
     weights = KeepRules(last=3, lower_is_better=False)
-    assert found == KeepPolicy(last=1, every=10, lower_is_better=False, weights=weights)
+    assert found == KeepPolicy(last=1, every=10, lower_is_better=False, weights=weights, exact=2)
 
 
 # --- retention ----------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from ckptz.methods.method import Method
 from ckptz.methods.state import MOMENTS
 
 FINE_TUNE_RATE, FINE_TUNE_BATCH, FINE_TUNE_EVERY, FINE_TUNE_CHECKPOINTS = 3e-4, 16, 15, 10
-KEEP_ALL: Final = KeepPolicy(last=None)
+KEEP_ALL: Final = KeepPolicy(last=None, exact=0)
 FINE: Final = 1 / 32  # of a step: far below what could be measured
 
 

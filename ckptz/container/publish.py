@@ -72,7 +72,7 @@ def make_folder(folder: Path, *, parents: bool = True) -> bool:
 
 
 class Publication:
-    """New files that replace others together, in the order in which they were begun.
+    """New files that replace others together, in the order in which they were completed.
 
     Args:
         owner: begins the names of the temporary files, so that whoever owns a folder knows its own.
@@ -99,11 +99,15 @@ class Publication:
         mode = mode_for(target, like)
         # The name says nothing of the target's, which may be as long as the file system allows.
         temporary = target.with_name(f".{self._owner}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+        try:
+            with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         self._staged.append((temporary, target))
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
 
     def commit(self) -> None:
         """Give all files their names."""

@@ -196,13 +196,17 @@ def fits(file: PlainFile, delta: Container) -> bool:
     return True
 
 
-def base_ref(base: Checkpoint) -> BaseRef:
+def base_ref(base: Checkpoint, file: str | None = None) -> BaseRef:
     """Name `base` as a new delta does.
+
+    Args:
+        base: what it is made from.
+        file: the name that the base will have, if it has another one now.
 
     Raises:
         ConfigError: by a name that no reader would accept.
     """
-    file = base_file_name(Path(base.files[0].name))
+    file = base_file_name(Path(base.files[0].name if file is None else file))
     return BaseRef(content_id=base.content_id(), file=file, depth=base.depth + 1)
 
 

@@ -5,6 +5,8 @@ it is hidden, and goes when the last that needs it goes. Files are deleted from 
 oldest, so at no moment does one lack its base, and a prune that was killed is finished by the next. A step
 of which a file cannot be read, or its base not be found, keeps every older step as it is; see needs.py.
 
+A residual makes a lossy file of a kept step exact. It is never hidden, and goes before all others.
+
 How much stays: with `last` = N alone and chains of at most A files, at most N + A - 1 files of weights and
 as many of state; every further step that `every` or `best` keeps adds at most A of each.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -75,6 +77,8 @@ class KeepPolicy(KeepRules):
     Attributes:
         weights: rules for weights; by default they go with their state. The others are those of
             `KeepRules`, for steps that training can resume from.
+        exact: so many newest steps of these come back bit for bit where files are lossy; 0 writes no files
+            for that, None keeps all that there are.
 
     Example:
         >>> from ckptz import KeepPolicy
@@ -83,26 +87,40 @@ class KeepPolicy(KeepRules):
     """
 
     weights: KeepRules | None = None
+    exact: int | None = 1
+
+    def __post_init__(self) -> None:
+        KeepRules.__post_init__(self)
+        if self.exact is not None and self.exact < 0:
+            raise ConfigError(f"exact must be 0 or more, or None to keep all, got {self.exact}")
+
+    def heads(self, steps: Iterable[int]) -> set[int]:
+        """Choose those of the steps that stay which also stay exact."""
+        ascending = sorted(steps)
+        return set(ascending if self.exact is None else ascending[max(0, len(ascending) - self.exact) :])
 
 
-KEEP_ALL: Final = KeepPolicy(last=None)
+KEEP_ALL: Final = KeepPolicy(last=None, exact=None)
 KEEP_LAST: Final = KeepPolicy()
 
 
 Rules = tuple[int | None, int | None, int | None]  # last, every, best
 
 
-def keep_policy(*, steps: Rules, weights: Rules, lower_is_better: bool) -> KeepPolicy:
+def keep_policy(
+    *, steps: Rules, weights: Rules, lower_is_better: bool, exact: int | None = None
+) -> KeepPolicy:
     """Make the policy of some rules, each of which may be None; without any for steps, all stay.
 
     Args:
         steps: for whole steps.
         weights: for weights that stay without their state.
         lower_is_better: what "best" means.
+        exact: see `KeepPolicy`.
     """
     is_any = weights != (None, None, None)
     of_weights = KeepRules(**_fields(weights), lower_is_better=lower_is_better) if is_any else None
-    return KeepPolicy(**_fields(steps), lower_is_better=lower_is_better, weights=of_weights)
+    return KeepPolicy(**_fields(steps), lower_is_better=lower_is_better, weights=of_weights, exact=exact)
 
 
 def _fields(rules: Rules) -> dict[str, Any]:
@@ -120,6 +138,7 @@ class PruneReport:
         folder: the folder.
         steps: that training can resume from.
         weights_only: steps of which the weights are left.
+        exact: of `steps`, those that come back bit for bit though their files are lossy.
         hidden: names of files that stay only because kept ones are stored against them.
         removed: names of files that were deleted, newest first.
         kept_bytes: size of the files that stay, hidden ones included.
@@ -132,6 +151,7 @@ class PruneReport:
     folder: str
     steps: tuple[int, ...]
     weights_only: tuple[int, ...]
+    exact: tuple[int, ...]
     hidden: tuple[str, ...]
     removed: tuple[str, ...]
     kept_bytes: int
@@ -165,20 +185,18 @@ def prune(
         _check_goes_back(store.name, rest, unread)
     kept, hidden, notes = _decide(rest, facts, unread, policy)
     unneeded = {*later, *rest.sizes} - kept - hidden
-    removed = sorted(unneeded, key=lambda file: (-file.step, file.kind != "weights"))
+    # Of each step its weights first, so that half of it is no step; and before all steps, residuals.
+    removed = sorted(unneeded, key=lambda file: (not file.is_exact, -file.step, file.kind != "weights"))
     if not dry_run:
-        store.check_lock()
-        for file in sorted(hidden - listing.hidden, reverse=True):
-            store.hide(file)
-        for file in removed:
-            store.remove(file)
-    states = {file.step for file in kept if file.kind == "state"}
-    weights = {file.step for file in kept if file.kind == "weights"}
+        _carry_out(store, removed, hidden - listing.hidden)
+    states = {file.step for file in kept if file.kind == "state" and not file.is_exact}
+    weights = {file.step for file in kept if file.kind == "weights" and not file.is_exact}
     removed_bytes = sum(listing.sizes[file] for file in removed)
     return PruneReport(
         folder=store.name,
         steps=tuple(sorted(weights & states)),
         weights_only=tuple(sorted(weights - states)),
+        exact=tuple(sorted({file.step for file in kept if file.is_exact} & weights & states)),
         hidden=tuple(file.name for file in sorted(hidden)),
         removed=tuple(file.name for file in removed),
         kept_bytes=sum(listing.sizes.values()) - removed_bytes,
@@ -187,6 +205,17 @@ def prune(
         seconds=time.perf_counter() - start,
         notes=notes,
     )
+
+
+def _carry_out(store: StepStore, removed: Sequence[StepFile], newly_hidden: Set[StepFile]) -> None:
+    store.check_lock()
+    n_exact = sum(file.is_exact for file in removed)
+    for file in removed[:n_exact]:
+        store.remove(file)
+    for file in sorted(newly_hidden, reverse=True):
+        store.hide(file)
+    for file in removed[n_exact:]:
+        store.remove(file)
 
 
 Facts = Mapping[StepFile, FileFacts]
@@ -211,7 +240,7 @@ def _check_goes_back(name: str, rest: Listing, unread: Unread) -> None:
         raise ConfigError(f"{name}: no step would be left to go on from; name one that is there")
     newest = rest.weights_steps[-1]
     for file, error in unread.items():
-        if file.step == newest:
+        if file.step == newest and not file.is_exact:
             raise ConfigError(
                 f"{name}: {file.name} cannot be read, so the steps after {newest} stay; try again, or go "
                 f"back further: {error}"
@@ -226,8 +255,10 @@ def _decide(
     full = policy.kept(listing.full_steps, metrics)
     weights = full if policy.weights is None else full | policy.weights.kept(listing.weights_steps, metrics)
     kept = {StepFile(step, "state") for step in full} | {StepFile(step, "weights") for step in weights}
+    heads = policy.heads(full)
+    kept |= {file for file in listing.sizes if file.is_exact and file.step in heads}
     needs = needs_of(
-        {*kept, *unread},
+        {*kept, *(file for file in unread if not file.is_exact)},  # residuals are dropped unread
         lambda file: _bases_of(file, facts, unread),
         # Without a step's metric or base, no older one may go.
         lambda file: {other for other in listing.sizes if other.step <= file.step},
@@ -247,7 +278,8 @@ def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:
     if named is not None and named in unread:
         return [named]
     # Readers, too, look first for the name, and then for the content under any other.
-    found = [other for other, of in facts.items() if of.content_id == fact.base_id and other != file]
+    others = {other: of for other, of in facts.items() if other != file and not other.is_exact}
+    found = [other for other, of in others.items() if of.content_id == fact.base_id]
     if not found:
         raise MissingBaseError(f"its base {fact.base} is not here")
     return [named] if named is not None and named in found else found

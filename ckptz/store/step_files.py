@@ -14,8 +14,9 @@ OWNER: Final = "step-"  # begins the names of temporary files
 METRIC_KEY: Final = "metric"  # in the metadata of weights
 POSITION_KEY: Final = "since_anchor"  # in the metadata of both
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
+EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file
 MAX_STEP: Final = (1 << 63) - 1
-_NAME: Final = re.compile(r"step-(\d{8,})(\.state)?\.ckptz")
+_NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact)?\.ckptz")
 _HIDDEN: Final = ".hidden"
 
 
@@ -51,15 +52,28 @@ class ChainRule:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepFile:
-    """One file of a step."""
+    """One file of a step.
+
+    Attributes:
+        step: the step.
+        kind: what it holds.
+        is_exact: whether it is a residual: a lossless delta against the lossy file of that kind.
+    """
 
     step: int
     kind: Kind
+    is_exact: bool = False
 
     @property
     def name(self) -> str:
         """Its name in the folder."""
-        return f"step-{self.step:08d}{'.state' if self.kind == 'state' else ''}.ckptz"
+        state, exact = ".state" * (self.kind == "state"), ".exact" * self.is_exact
+        return f"step-{self.step:08d}{state}{exact}.ckptz"
+
+    @property
+    def exact(self) -> StepFile:
+        """The residual of this file."""
+        return StepFile(self.step, self.kind, is_exact=True)
 
     @property
     def marker(self) -> str:
@@ -72,7 +86,7 @@ class StepFile:
         match = _NAME.fullmatch(name)
         if match is None:
             return None
-        file = cls(int(match[1]), "state" if match[2] else "weights")
+        file = cls(int(match[1]), "state" if match[2] else "weights", is_exact=match[3] is not None)
         return file if file.name == name else None
 
 
@@ -87,6 +101,7 @@ class FileFacts:
         position: files written between its anchor and it; 0 for an anchor.
         metric: of weights, as given to `save`.
         weights: of state: content id of the weights that it goes with.
+        exact_of: of a residual: content id of the lossy file that it makes exact.
     """
 
     content_id: str
@@ -95,6 +110,7 @@ class FileFacts:
     position: int
     metric: float | None
     weights: str | None
+    exact_of: str | None
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,8 @@ class Listing:
     Attributes:
         sizes: bytes of each file of a step, hidden ones included.
         hidden: those that are there only as bases.
-        leftovers: names of files that a killed writer left: unfinished ones, and markers of nothing.
+        leftovers: names of files that a killed writer left: unfinished ones, and residuals and markers
+            of nothing.
     """
 
     sizes: dict[StepFile, int]
@@ -118,18 +135,25 @@ class Listing:
         marked = {file for name in names if (file := _marked_by(name))}
         unfinished = [n for n in names if n.startswith(f".{OWNER}") and n.endswith(TEMPORARY_SUFFIX)]
         orphaned = [file.marker for file in sorted(marked - set(sizes))]
-        return cls(sizes, frozenset(marked & set(sizes)), tuple(unfinished + orphaned))
+        alone = sorted(
+            file for file in sizes if file.is_exact and StepFile(file.step, file.kind) not in sizes
+        )
+        orphaned += [file.name for file in alone]
+        return cls(sizes, frozenset(marked & set(sizes)), tuple(unfinished + orphaned)).without({*alone})
 
     @cached_property
     def weights_steps(self) -> tuple[int, ...]:
         """Steps whose weights can be read, ascending."""
-        return tuple(sorted(f.step for f in self.sizes if f.kind == "weights" and f not in self.hidden))
+        return tuple(sorted(file.step for file in self._seen("weights")))
 
     @cached_property
     def full_steps(self) -> tuple[int, ...]:
         """Steps that training can resume from, ascending."""
-        states = {f.step for f in self.sizes if f.kind == "state" and f not in self.hidden}
+        states = {file.step for file in self._seen("state")}
         return tuple(step for step in self.weights_steps if step in states)
+
+    def _seen(self, kind: Kind) -> set[StepFile]:
+        return {f for f in self.sizes if f.kind == kind and not f.is_exact and f not in self.hidden}
 
     def without(self, files: set[StepFile]) -> Listing:
         """Give the same without some files."""

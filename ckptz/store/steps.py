@@ -1,13 +1,16 @@
 """A store: the folder of a training run. Each step is two files that describe themselves.
 
-    step-00000100.ckptz          the weights of step 100
-    step-00000100.state.ckptz    what resuming needs beside them: optimizer, random numbers, extras
-    .step-00000100.ckptz.hidden  an empty file: that file is there only because others are stored against it
-    .ckptz-lock                  see lock.py
+    step-00000100.ckptz              the weights of step 100
+    step-00000100.state.ckptz        what resuming needs beside them: optimizer, random numbers, extras
+    step-00000100.exact.ckptz        a residual: what the weights' file loses, as a lossless delta against it
+    step-00000100.state.exact.ckptz  the same of the state
+    .step-00000100.ckptz.hidden      an empty file: that file is there only as a base of others
+    .ckptz-lock                      see lock.py
 
 Weights and state are chains of their own, so that retention can drop the state of a step and keep its
-weights without rewriting a byte. A step exists when its weights do: they get their name last. Files never
-change and never change names, so anyone may read while one process writes. Knows no torch.
+weights without rewriting a byte. Nothing is stored against a residual, so one may go at any time. A step
+exists when its weights do: they get their name last. Files never change and never change names, so anyone
+may read while one process writes. Knows no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import BinaryIO, Final, Protocol
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.amend import amend_metadata
-from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together
+from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, make_folder, publish_together
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import (
@@ -39,6 +42,7 @@ from ckptz.store.remote import UploadFolder, place_of
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
 from ckptz.store.spool import Spool
 from ckptz.store.step_files import (
+    EXACT_OF_KEY,
     MAX_STEP,
     METRIC_KEY,
     OWNER,
@@ -71,18 +75,32 @@ class WeightsEncoder(Protocol):
     ) -> Written: ...
 
 
+class ExactEncoder(Protocol):
+    """Writes the residual of a file of a kind, against that lossy file, with some metadata."""
+
+    def __call__(
+        self, kind: Kind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
+    ) -> Written: ...
+
+
 @dataclass(frozen=True, slots=True)
 class WrittenStep:
-    """The two files of a step that was written, and what the user should know."""
+    """The files of a step that was written, and what the user should know."""
 
     weights: Written
     state: Written
+    exact: tuple[Written, ...]  # the residuals of those that lose something
     notes: tuple[str, ...]
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of both files."""
-        return self.weights.stored_bytes + self.state.stored_bytes
+        """Bytes of all files."""
+        return self.weights.stored_bytes + self.state.stored_bytes + self.exact_bytes
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of the residuals."""
+        return sum(written.stored_bytes for written in self.exact)
 
     @property
     def tensor_bytes(self) -> int:
@@ -116,6 +134,7 @@ class StepStore:
         """The listing with an upload that was cut off among the leftovers, where the store shows such."""
         newest = max((file.step for file in listing.sizes), default=None)
         cut = {file for file in listing.sizes if file.step == newest and self._ends_early(file, listing)}
+        cut |= {file.exact for file in cut} & set(listing.sizes)
         found = listing.without(cut)
         return replace(found, leftovers=(*found.leftovers, *(file.name for file in sorted(cut))))
 
@@ -160,6 +179,7 @@ class StepStore:
                 position=0 if base is None else _whole(metadata.get(POSITION_KEY), index.depth),
                 metric=_number(metadata.get(METRIC_KEY)),
                 weights=metadata.get(WEIGHTS_KEY),
+                exact_of=metadata.get(EXACT_OF_KEY),
             )
 
     # --- reading --------------------------------------------------------------------------------
@@ -260,9 +280,14 @@ class StepStore:
             )
 
     def write(
-        self, step: int, encode_weights: WeightsEncoder, encode_state: Encoder, rule: ChainRule
+        self,
+        step: int,
+        encode_weights: WeightsEncoder,
+        encode_state: Encoder,
+        rule: ChainRule,
+        encode_exact: ExactEncoder | None = None,
     ) -> WrittenStep:
-        """Write the files of a step; both appear, the weights last, or the step is not there.
+        """Write the files of a step; all appear, the weights last, or the step is not there.
 
         Args:
             step: after all that are there.
@@ -270,33 +295,38 @@ class StepStore:
                 the state as a reader will restore it.
             encode_state: writes state.
             rule: what they are stored against.
+            encode_exact: writes the residuals of those files that lose something; None for none.
 
         Raises:
             OSError: the disk is full or fails; all that was there stays.
+            FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
         """
         assert self._lock is not None, "write without a lock"
         notes: list[str] = []
         weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
         for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
             self._place.remove(file.marker)
+        for file in (weights_file, state_file, weights_file.exact, state_file.exact):
             self._facts.pop(file, None)
         folder = self.local_folder
+        exact: dict[StepFile, Written] = {}
         with publish_together(OWNER) as files:
-            with (
-                files.file(folder / state_file.name) as state_sink,
-                files.file(folder / weights_file.name) as weights_sink,
-            ):
-                state = self._encode("state", state_sink, encode_state, rule, notes)
-                state_sink.flush()
+            with files.file(folder / weights_file.name) as weights_sink:
+                with files.file(folder / state_file.name) as state_sink:
+                    state = self._encode("state", state_sink, encode_state, rule, notes)
                 written = Path(state_sink.name)
                 restored = functools.partial(_restored, written, notes)
                 with_state = functools.partial(encode_weights, restored=restored)
                 weights = self._encode("weights", weights_sink, with_state, rule, notes)
-            n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
-            state = replace(state, stored_bytes=n_bytes)
+                weights_sink.flush()
+                n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
+                state = replace(state, stored_bytes=n_bytes)
+                if encode_exact is not None:
+                    lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
+                    exact = _write_exact(files, folder, lossy, encode_exact)
             self._lock.check()
-        self._upload(state_file, weights_file)
-        return WrittenStep(weights, state, tuple(notes))
+        self._upload(state_file, *exact, weights_file)
+        return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
 
     def _encode(
         self, kind: Kind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
@@ -359,7 +389,7 @@ class StepStore:
             raise
         with contextlib.suppress(Exception):  # the step is there; these copies only save downloads
             sizes = self.listing().sizes
-            chains = [self.chain(file, sizes) for file in files]
+            chains = [self.chain(file, sizes) for file in files if not file.is_exact]
             self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
 
     # --- retention's tools ----------------------------------------------------------------------
@@ -383,6 +413,25 @@ class StepStore:
         self._place.remove(file.name)
         self._place.remove(file.marker)
         self._facts.pop(file, None)
+
+
+def _write_exact(
+    files: Publication,
+    folder: Path,
+    lossy: Mapping[StepFile, tuple[Path, Written]],
+    encode: ExactEncoder,
+) -> dict[StepFile, Written]:
+    """Write the residuals of those files, with their places and reports, that lose something."""
+    exact = {}
+    [weights] = [written.content_id for file, (_, written) in lossy.items() if file.kind == "weights"]
+    for file, (path, written) in lossy.items():
+        if written.n_lossy:
+            metadata = {EXACT_OF_KEY: written.content_id}
+            metadata |= {WEIGHTS_KEY: weights} if file.kind == "state" else {}
+            base = contextlib.closing(open_checkpoint(path))
+            with files.file(folder / file.exact.name) as sink, base as opened:
+                exact[file.exact] = encode(file.kind, sink, opened, metadata)
+    return exact
 
 
 def _whole(text: str | None, default: int) -> int:

@@ -1,4 +1,4 @@
-"""What is wrong with a folder of steps beyond its single files: mismatched pairs, leftovers."""
+"""What is wrong with a folder of steps beyond its single files: those that do not match, and leftovers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from ckptz.store.steps import StepStore
 def checkpoint_files(folder: Path) -> list[Path]:
     """List every `.ckptz` file of a folder by name, bases that are kept for others included.
 
+    What a killed writer left is not among them.
+
     Raises:
         ConfigError: there is none.
     """
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX))
+    left = leftovers(folder)
+    names = sorted(e.name for e in os.scandir(folder) if e.name.endswith(SUFFIX) and e.name not in left)
     if not names:
         raise ConfigError(
             f"{folder}: holds no {SUFFIX} files; name a folder of checkpoints, or write checksums of other "
@@ -28,21 +31,24 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
-    """Find files of a Checkpointer's store whose weights and state are not of one moment, with errors.
+    """Find files of a Checkpointer's store that do not belong to the others of their step, with errors.
 
-    A folder of anything else has none. What cannot be read is for `verify_file` to complain of.
+    These are states of other weights, and residuals of other lossy files. A folder of anything else has none.
+    What cannot be read is for `verify_file` to complain of.
     """
     found = []
     with contextlib.closing(StepStore(folder)) as store:
-        listing = store.listing()
-        for step in listing.full_steps:
-            weights, state = StepFile(step, "weights"), StepFile(step, "state")
-            with contextlib.suppress(CkptzError, OSError):
-                wanted = store.facts(state, listing.sizes[state]).weights
-                if wanted not in (None, store.facts(weights, listing.sizes[weights]).content_id):
-                    path = folder / state.name
-                    what = f"{path}: belongs to other weights than {weights.name} holds"
-                    found.append((path, CorruptionError(f"{what}; resume from another step")))
+        sizes = store.listing().sizes
+        for file, n_bytes in sorted(sizes.items()):
+            of = StepFile(file.step, file.kind if file.is_exact else "weights")
+            with contextlib.suppress(CkptzError, OSError, KeyError):  # what it belongs to may be gone
+                facts, wanted = store.facts(file, n_bytes), store.facts(of, sizes[of]).content_id
+                if (facts.exact_of if file.is_exact else facts.weights) not in (None, wanted):
+                    path, remedy = folder / file.name, "resume from another step"
+                    remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
+                    what = "values" if file.is_exact else "weights"
+                    error = CorruptionError(f"{path}: belongs to other {what} than {of.name} holds; {remedy}")
+                    found.append((path, error))
     return found
 
 

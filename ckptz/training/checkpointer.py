@@ -34,8 +34,8 @@ from ckptz.training.budget_search import (
     check_fits,
 )
 from ckptz.training.device import code_where_they_live
-from ckptz.training.files import MODEL, StepEncoder, StepState, WhatMayBeLost
-from ckptz.training.restoring import check_there, model_of, opened_step, rest_of
+from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost
+from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.snapshot import Snapshot
 from ckptz.training.state import (
@@ -64,7 +64,9 @@ class SaveReport:
         stall_seconds: that training stood still for, `waited_seconds` included.
         waited_seconds: of these, waiting for the save before.
         write_seconds: encoding, writing and pruning, beside training if that was asked for.
-        stored_bytes: of its two files.
+        stored_bytes: of its files.
+        exact_bytes: of these, of the files that make the step exact where the others are lossy; they go when
+            later steps are there, as `KeepPolicy.exact` says.
         tensor_bytes: of all tensors.
         notes: what the user should know.
         search: how the budget was searched for, if there is one; its seconds are part of the stall.
@@ -75,6 +77,7 @@ class SaveReport:
     waited_seconds: float
     write_seconds: float
     stored_bytes: int
+    exact_bytes: int = 0
     tensor_bytes: int
     notes: tuple[str, ...] = ()
     search: SearchReport | None = None
@@ -82,13 +85,13 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A snapshot: tensors in host memory, and by name the weights that came as codes."""
+    """A snapshot: tensors in host memory, and by name the weights that came as codes too, or only so."""
 
     state: dict[str, Any]
     coded: dict[str, CodedSource]
 
     def flat(self) -> StepState:
-        """Give the snapshot as the tensors of two files, without copies."""
+        """Give the snapshot as the tensors of its files, without copies."""
         return StepState(self.state, self.coded)
 
 
@@ -99,11 +102,14 @@ class Checkpointer:
     time. A step is in the folder when it is complete, whatever happens to the process; a later one never
     puts an earlier one at risk. Random states of Python, NumPy and PyTorch are saved and restored too.
 
+    The newest step comes back bit for bit, also where files may lose something: beside its lossy files it has
+    what they lose, until a later step is complete.
+
     Args:
         directory: the run's own folder, or an fsspec URL such as "s3://bucket/run". One writer at a time.
         model: its parameters and buffers are saved by name; wrappers are looked through.
         optimizer: one or several of the model's, or None.
-        config: what may be lost; nothing by default.
+        config: what files may lose; nothing by default. For how many steps the rest is kept, `keep` says.
         budget: what quality may be lost, one `Budget` or several. Each save then searches for the smallest
             files that keep it, with the grid method or that of `config`, while training stands still. The
             quality gets weights by the model's own names, decoded from a trial's file; for a `ResumeProbe`,
@@ -115,11 +121,15 @@ class Checkpointer:
         extra: by name, what else the run needs: anything with `state_dict` and `load_state_dict`
             (scheduler, scaler, data loader), a dict of plain values and tensors, a `torch.Generator`.
         every: `maybe_save` saves steps that are multiples of this.
-        keep: which steps stay; see `KeepPolicy`.
+        keep: which steps stay, and which stay exact; see `KeepPolicy`.
         anchor_every: every so many saves a file needs no other; 1 to 64. Between them, files hold what
             changed since an earlier save: the one before, or without loss one of the anchor's branches.
         background: write beside training; otherwise `save` returns when the step is complete.
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
+
+    Attributes:
+        restored: what the last `restore` or `restore_latest` has restored: the step, whether it is exact, and
+            notes; None before.
 
     Raises:
         ConfigError: an argument is out of range, or they contradict each other.
@@ -165,6 +175,7 @@ class Checkpointer:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
+        self.restored: Restored | None = None
         self._search = None if budget is None else BudgetSearch(budget, config)
         self._config, self._keep = config, keep
         self._calibration = calibration
@@ -284,13 +295,17 @@ class Checkpointer:
             set_random_state(random)
 
     def _taken(self) -> _Taken:
-        """A copy of the state; of weights that are to be coded and live elsewhere, their codes."""
+        """A copy of the state; of weights that are to be coded and live elsewhere, their codes.
+
+        These are copied too if the step is to be exact.
+        """
         state = self._state()
         coded: dict[str, CodedSource] = {}
         if self._search is None and self._config.is_lossy:
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config, workers)
-        state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
+        if self._keep.exact == 0:
+            state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         return _Taken(self._snapshot.take(state), coded)
 
     def _state(self) -> dict[str, Any]:
@@ -322,6 +337,7 @@ class Checkpointer:
             begun,
             write_seconds=time.perf_counter() - start,
             stored_bytes=written.stored_bytes,
+            exact_bytes=written.exact_bytes,
             tensor_bytes=written.tensor_bytes,
             notes=(*begun.notes, *written.notes, *pruned),
         )
@@ -338,7 +354,8 @@ class Checkpointer:
             return self._write_step(StepEncoder(state, step, metric, method, 1), step)
 
     def _write_step(self, encoder: StepEncoder, step: int) -> WrittenStep:
-        written = self._store.write(step, encoder.weights, encoder.state, self._rule)
+        exact = encoder.exact if self._keep.exact != 0 else None
+        written = self._store.write(step, encoder.weights, encoder.state, self._rule, exact)
         return replace(written, notes=(*written.notes, *encoder.notes))
 
     def steps(self) -> tuple[int, ...]:
@@ -359,7 +376,8 @@ class Checkpointer:
         """Bring the run back to a step, random numbers included.
 
         Everything is read and checked before anything is changed. To go on from a step that is not the
-        newest, `discard_after` it first.
+        newest, `discard_after` it first. `restored` says whether the values are exact. Where a file that
+        makes them so fails a check, all of the step comes from its lossy files, with a warning.
 
         Args:
             step: one of `steps`, or with `weights_only` of `weights_steps`.
@@ -375,14 +393,7 @@ class Checkpointer:
         """
         self.wait()
         check_there(self._store, step, weights_only)
-        with opened_step(self._store, step, weights_only) as (weights, state):
-            check_model_fits(self.model, model_of(weights.outline(), weights), weights.name)
-            if state is not None:
-                found = rest_of(state.outline(), state)
-                check_optimizers_fit(self.model, self._optimizers, found, state.name)
-                check_extras_fit(self.extra, found["extra"], state.name)
-            model = model_of(weights.load(self._restore_jobs), weights)
-            rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
+        (model, rest), restored = read_step(self._store, step, weights_only, self._read)
         if rest is not None:
             load_optimizers(self.model, self._optimizers, rest)
             load_extras(self.extra, rest["extra"])
@@ -390,7 +401,20 @@ class Checkpointer:
         if rest is not None:
             set_random_state(rest["rng"])
             self._at = step
+        self.restored = restored
         return step
+
+    def _read(
+        self, weights: StepReader, state: StepReader | None
+    ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+        """The model's part and the rest, checked; nothing is changed."""
+        check_model_fits(self.model, model_of(weights.outline(), weights), weights.name)
+        if state is not None:
+            found = rest_of(state.outline(), state)
+            check_optimizers_fit(self.model, self._optimizers, found, state.name)
+            check_extras_fit(self.extra, found["extra"], state.name)
+        model = model_of(weights.load(self._restore_jobs), weights)
+        return model, None if state is None else rest_of(state.load(self._restore_jobs), state)
 
     def discard_after(self, step: int) -> None:
         """Remove every later step, to go on from this one.

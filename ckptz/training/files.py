@@ -26,7 +26,7 @@ from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import Role, Rule, role_of
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.store.step_files import METRIC_KEY, POSITION_KEY, Kind
+from ckptz.store.step_files import EXACT_OF_KEY, METRIC_KEY, POSITION_KEY, Kind, StepFile
 from ckptz.store.steps import Opener
 from ckptz.tree.flatten import flatten
 from ckptz.tree.leaves import DTypeName, Size, TensorRef
@@ -87,11 +87,12 @@ class StepState:
 
     Args:
         state: nested; the weights under `MODEL`, what goes into the other file under other names.
-        coded: weights by name that are codes already, and so not in `state`.
+        coded: weights by name that are codes already; in `state` too if they shall stay exact.
 
     Attributes:
         weights: of the first file.
         rest: of the second one.
+        exact: by kind, what those that are in `state` hold, without codes.
         updates: how optimizers move weights by their first moments, by parameter.
         roles: of weights and of optimizer state, by name. The state says what they are: names may mislead.
     """
@@ -103,6 +104,7 @@ class StepState:
         more = {f"{MODEL}.{name}": source for name, source in coded.items()}
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
         self.rest = _part({name: value for name, value in state.items() if name != MODEL})
+        self.exact: Mapping[Kind, Part] = {"weights": uncoded, "state": self.rest}
         self.updates = dict(_updates(state, self.rest.tensors))
         self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
             _moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
@@ -223,6 +225,13 @@ class StepEncoder:
         job = replace(self._state.job(self._state.rest, method), guides={}, beside={}, quality=quality)
         return self._write("state", sink, job, base, metadata)
 
+    def exact(self, kind: Kind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]) -> Written:
+        """Write what one of the two loses; see `ckptz.store.steps.ExactEncoder`."""
+        part = self._state.exact[kind]
+        job = Job(tensors=part.tensors, tree=part.tree, roles=self._state.roles, guides={})
+        file = StepFile(self._step, kind).name  # which it does not have yet
+        return self._write(kind, sink, job, lossy, metadata, file)
+
     def _against(self, kind: Kind, base: Checkpoint | None) -> WhatMayBeLost:
         method = self._method.against(kind, base)
         is_other = method is not self._method
@@ -230,13 +239,19 @@ class StepEncoder:
         return method
 
     def _write(
-        self, kind: Kind, sink: BinaryIO, job: Job, base: Checkpoint | None, metadata: Mapping[str, str]
+        self,
+        kind: Kind,
+        sink: BinaryIO,
+        job: Job,
+        base: Checkpoint | None,
+        metadata: Mapping[str, str],
+        base_file: str | None = None,
     ) -> Written:
         job = replace(
             job,
             metadata=metadata,
             step=self._step,
-            base=None if base is None else base_ref(base),
+            base=None if base is None else base_ref(base, base_file),
             bases={} if base is None else remembering(base.tensors),
         )
         with Workers(self._jobs) as workers:
@@ -282,8 +297,12 @@ class StepReader:
             raise FormatError(f"{checkpoint.name}: not a .ckptz file")
         self.name = checkpoint.name
         self._container: Container = checkpoint.container
-        self.content_id = self._container.index.content_id
-        self.metadata: Mapping[str, str] = self._container.index.metadata or {}
+        index = self._container.index
+        self.step = index.step
+        self.metadata: Mapping[str, str] = index.metadata or {}
+        # Of a residual that of its lossy file: state says which weights it goes with by that.
+        self.lossy_id = self.metadata.get(EXACT_OF_KEY, index.content_id)
+        self.is_exact = all(tensor.lossy is None for tensor in index.tensors)
 
     @property
     def n_bytes(self) -> int:

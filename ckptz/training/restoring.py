@@ -1,17 +1,39 @@
-"""The two files of a step, opened to be restored, and the parts of the run that they hold."""
+"""The files of a step, opened to be restored, and the parts of the run that they hold.
+
+What a residual makes exact comes back so. A step is exact as a whole or not at all: lossy weights make up for
+what lossy moments lose, so either with the exact other would be neither.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from ckptz.errors import ConfigError, CorruptionError
-from ckptz.store.step_files import StepFile
+from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
+from ckptz.store.step_files import WEIGHTS_KEY, Kind, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.training.files import MODEL, StepReader
 
 _REST: Final = ("optimizer", "classes", "groups", "extra", "rng")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        step: the step.
+        is_exact: whether every value is bit for bit what was saved.
+        notes: what the user should know.
+    """
+
+    step: int
+    is_exact: bool
+    notes: tuple[str, ...] = ()
 
 
 def check_there(store: StepStore, step: int, weights_only: bool) -> None:
@@ -32,24 +54,60 @@ def check_there(store: StepStore, step: int, weights_only: bool) -> None:
     raise ConfigError(f"{store.name}: step {step} is not there; {newest}, steps() lists all")
 
 
-@contextlib.contextmanager
-def opened_step(
-    store: StepStore, step: int, weights_only: bool
-) -> Iterator[tuple[StepReader, StepReader | None]]:
-    """Open the file of weights, and that of everything else unless only weights are wanted.
+def read_step(
+    store: StepStore, step: int, weights_only: bool, read: Callable[[StepReader, StepReader | None], T]
+) -> tuple[T, Restored]:
+    """Read a step, with its exact values if residuals are there and pass every check, else the lossy ones.
+
+    Args:
+        store: where it is.
+        step: which.
+        weights_only: leave the state alone.
+        read: is given the file of weights, and that of the state or None; is called again with the lossy ones
+            if it finds a residual to be damaged.
+
+    Returns:
+        What `read` returned, and what that is.
 
     Raises:
-        CorruptionError: they do not belong together.
+        CorruptionError: the files do not belong together.
     """
+    kinds: tuple[Kind, ...] = ("weights",) if weights_only else ("weights", "state")
+    lossy = [StepFile(step, kind) for kind in kinds]
+    there = store.listing().sizes
+    exact = [file.exact if file.exact in there else file for file in lossy]
+    notes = []
+    if exact != lossy:
+        try:
+            with _opened(store, exact) as readers:
+                for reader in readers:
+                    if not reader.is_exact:
+                        raise MissingBaseError(f"{reader.name}: the file that makes it exact is not here")
+                return read(readers[0], readers[1] if readers[1:] else None), Restored(
+                    step=step, is_exact=True
+                )
+        except (FormatError, MissingBaseError, FileNotFoundError) as error:
+            notes.append(f"step {step} is restored with what its lossy files lose: {error}")
+            warnings.warn(f"{store.name}: {notes[0]}", RuntimeWarning, stacklevel=3)
+    with _opened(store, lossy) as readers:
+        is_exact = all(reader.is_exact for reader in readers)
+        found = read(readers[0], readers[1] if readers[1:] else None)
+    return found, Restored(step=step, is_exact=is_exact, notes=tuple(notes))
+
+
+@contextlib.contextmanager
+def _opened(store: StepStore, files: Sequence[StepFile]) -> Iterator[list[StepReader]]:
+    """Open the file of weights, and that of the state if it is wanted; require that they belong together."""
     with contextlib.ExitStack() as held:
-        weights = StepReader(held.enter_context(store.opened(StepFile(step, "weights"))))
-        if weights_only:
-            yield weights, None
-            return
-        state = StepReader(held.enter_context(store.opened(StepFile(step, "state"))))
-        if state.metadata.get("weights") != weights.content_id:
-            raise CorruptionError(f"{state.name}: belongs to other weights than {weights.name} holds")
-        yield weights, state
+        readers = [StepReader(held.enter_context(store.opened(file))) for file in files]
+        for file, reader in zip(files, readers, strict=True):
+            if file.is_exact and reader.step != file.step:
+                raise CorruptionError(f"{reader.name}: holds step {reader.step}; it was renamed")
+        weights, *states = readers
+        for state in states:
+            if state.metadata.get(WEIGHTS_KEY) != weights.lossy_id:
+                raise CorruptionError(f"{state.name}: belongs to other weights than {weights.name} holds")
+        yield readers
 
 
 def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:

@@ -14,6 +14,7 @@ Examples:
   ckptz prune run --keep-last 5 --dry-run
   ckptz prune run --keep-last 2 --keep-every 1000 --keep-best 1
   ckptz prune run --keep-last 1 --keep-weights-last 20
+  ckptz prune run --keep-exact 0
   ckptz prune run --after 5000
 """
 
@@ -31,6 +32,12 @@ Examples:
     "--keep-weights-every", type=COUNT, metavar="K", help="Keep the weights of steps that are multiples of K."
 )
 @click.option(
+    "--keep-exact",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Of lossy steps keep only the N newest exact (default: those that are).",
+)
+@click.option(
     "--after", type=click.IntRange(min=0), metavar="STEP", help="First remove all steps after this one."
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
@@ -46,6 +53,7 @@ def prune(
     higher_is_better: bool,
     keep_weights_last: int | None,
     keep_weights_every: int | None,
+    keep_exact: int | None,
     after: int | None,
     dry_run: bool,
 ) -> None:
@@ -53,6 +61,9 @@ def prune(
 
     The newest step always stays. A file that other files are still stored against is hidden, and removed
     when they are. Without rules, only unfinished files of killed writers are removed.
+
+    Files step-*.exact.ckptz make steps exact whose other files are lossy. They go with their steps, or
+    before, by --keep-exact.
     """
     from ckptz.store.retention import keep_policy, prune_folder
     from ckptz_cli.render_chains import pruned_text
@@ -61,6 +72,7 @@ def prune(
         steps=(keep_last, keep_every, keep_best),
         weights=(keep_weights_last, keep_weights_every, None),
         lower_is_better=not higher_is_better,
+        exact=keep_exact,
     )
     report = prune_folder(folder, policy, after=after, dry_run=dry_run)
     session.show(report, pruned_text(report))

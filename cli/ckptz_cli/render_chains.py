@@ -86,6 +86,8 @@ def pruned_text(report: PruneReport) -> str:
     counts = [f"{len(report.steps)} steps"]
     if report.weights_only:
         counts.append(f"{len(report.weights_only)} more of which the weights stay")
+    if report.exact:
+        counts.append(f"{len(report.exact)} step{'s' * (len(report.exact) != 1)} exact beside lossy files")
     if report.hidden:
         counts.append(f"{len(report.hidden)} hidden files that these are stored against")
     lines.append(

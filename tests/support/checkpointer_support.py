@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckptz import Checkpointer, KeepPolicy
+from ckptz import Checkpointer, Grid, KeepPolicy
 
 WIDTH = 12
 
@@ -93,6 +93,8 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 KEEP_TWO = KeepPolicy(last=2)
+GRID = Grid(min_elements=1)  # even the weights of a `Run` become lossy
+LOSSY = KeepPolicy(exact=0)  # restores give what lossy files hold
 
 
 def linear(width: int = 4) -> nn.Module:

@@ -1,0 +1,352 @@
+"""Lossy files and exact newest steps: what is written, what a restore gives, and what goes when."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptz import Budget, Checkpointer, KeepPolicy, KMeans, rebase, verify
+from ckptz.errors import ConfigError
+from ckptz.store.retention import prune_folder
+from ckptz.store.step_files import Listing, StepFile
+from ckptz.store.steps import StepStore
+from ckptz.torch import load_file
+from tests.support.checkpointer_support import (
+    GRID,
+    LOSSY,
+    Run,
+    loss_after,
+    names_in,
+    same,
+    saved_run,
+    state_of,
+)
+from tests.support.cli_support import ckptz
+from tests.support.fault_support import ERRORS, unreadable
+
+N_SAVED = 4
+HEAD = {f"step-{N_SAVED:08d}{kind}.exact.ckptz" for kind in ("", ".state")}
+
+
+def residuals(folder: Path) -> set[str]:
+    return {name for name in names_in(folder) if ".exact." in name}
+
+
+def resumed(folder: Path, step: int = N_SAVED, **options: Any) -> tuple[Run, Checkpointer]:
+    """A new process that has restored a step."""
+    run = Run(seed=99)
+    with run.checkpointer(folder) as checkpointer:
+        checkpointer.restore(step, **options)
+    return run, checkpointer
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four lossy steps, each against the one before; the newest is exact."""
+    folder = tmp_path_factory.mktemp("head") / "run"
+    saved_run(folder, N_SAVED, config=GRID)
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def losses() -> list[float]:
+    return [0.0, *Run().losses(N_SAVED + 2)]
+
+
+# --- what is written ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("exact", "wanted"), [(0, ()), (1, (4,)), (2, (3, 4)), (None, (1, 2, 3, 4))])
+def test_the_newest_steps_are_exact(
+    tmp_path: Path, exact: int | None, wanted: tuple[int, ...], losses: list[float]
+) -> None:
+    saved_run(tmp_path, N_SAVED, config=GRID, keep=KeepPolicy(exact=exact))
+    assert residuals(tmp_path) == {f"step-{s:08d}{k}.exact.ckptz" for s in wanted for k in ("", ".state")}
+    for step in range(1, N_SAVED + 1):
+        run, checkpointer = resumed(tmp_path, step)
+        assert checkpointer.restored is not None
+        assert checkpointer.restored.is_exact == (step in wanted)
+        assert (run.step() == losses[step + 1]) == (step in wanted)
+
+
+def test_a_residual_is_an_ordinary_file_and_its_lossy_file_stays_lossy(folder: Path) -> None:
+    exact = load_file(folder / "step-00000004.exact.ckptz")
+    run, _ = resumed(folder)
+    assert same({name.removeprefix("model."): tensor for name, tensor in exact.items()}, state_of(run))
+    lossy = load_file(folder / "step-00000004.ckptz")
+    assert lossy.keys() == exact.keys()
+    assert not same(lossy, exact)
+    moments = [load_file(folder / f"step-00000004.state{kind}.ckptz") for kind in ("", ".exact")]
+    assert not moments[0]["optimizer.0.weight.exp_avg"].equal(moments[1]["optimizer.0.weight.exp_avg"])
+    for name in names_in(folder) - {".ckptz-lock"}:
+        verify(folder / name)
+
+
+def test_nothing_is_stored_against_a_residual_even_after_a_restore_of_one(folder: Path) -> None:
+    run = Run(seed=99)
+    with run.checkpointer(folder, config=GRID, background=False) as checkpointer:
+        checkpointer.restore_latest()
+        run.step()
+        checkpointer.save(5)
+    store = StepStore(folder)
+    bases = {file.name: store.facts(file, n).base for file, n in store.listing().sizes.items()}
+    for kind in ("", ".state"):
+        assert bases[f"step-00000005{kind}.ckptz"] == f"step-00000004{kind}.ckptz"
+        assert bases[f"step-00000005{kind}.exact.ckptz"] == f"step-00000005{kind}.ckptz"
+    assert not [base for base in bases.values() if base is not None and ".exact." in base]
+
+
+def test_weights_get_their_name_last_and_only_then_older_residuals_go(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    replace, unlink = os.replace, os.unlink
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(Path(b).name), replace(a, b)))
+    monkeypatch.setattr(os, "unlink", lambda a, **how: (events.append(f"- {Path(a).name}"), unlink(a, **how)))
+    run = Run(seed=99)
+    keep = KeepPolicy(last=1)
+    with run.checkpointer(folder, config=GRID, keep=keep, anchor_every=1, background=False) as checkpointer:
+        checkpointer.restore_latest()
+        run.step()
+        checkpointer.save(5)
+    seen = [event for event in events if ".ckptz" in event and "lock" not in event and "hidden" not in event]
+    assert set(seen[:3]) == {"step-00000005.state.ckptz", *(name.replace("4", "5") for name in HEAD)}
+    assert seen[3] == "step-00000005.ckptz"
+    assert set(seen[4:6]) == {f"- {name}" for name in HEAD}
+    assert seen[6:8] == ["- step-00000004.ckptz", "- step-00000004.state.ckptz"]
+    assert not residuals(folder) - {name.replace("4", "5") for name in HEAD}
+
+
+def test_what_loses_nothing_has_no_residual(tmp_path: Path) -> None:
+    saved_run(tmp_path / "lossless", 2)
+    budget = Budget(lambda state: 1 + float(state["0.weight"].abs().sum()), 0.0)
+    saved_run(tmp_path / "budget", 2, budget=budget)
+    assert not residuals(tmp_path / "lossless") | residuals(tmp_path / "budget")
+    _, checkpointer = resumed(tmp_path / "budget", 2)
+    assert checkpointer.restored is not None
+    assert checkpointer.restored.is_exact
+
+
+def test_a_state_that_loses_nothing_needs_no_residual_to_be_exact(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(96, 96)
+    with Checkpointer(tmp_path, model, config=KMeans(levels=16)) as checkpointer:
+        checkpointer.save(1)
+        report, weight = checkpointer.wait(), model.weight.detach().clone()
+        torch.nn.init.zeros_(model.weight)
+        checkpointer.restore(1)
+    assert residuals(tmp_path) == {"step-00000001.exact.ckptz"}
+    assert report is not None
+    assert report.exact_bytes == (tmp_path / "step-00000001.exact.ckptz").stat().st_size
+    assert model.weight.equal(weight)
+
+
+def test_a_report_says_what_the_head_takes(tmp_path: Path) -> None:
+    run = Run()
+    with run.checkpointer(tmp_path, config=GRID, background=False) as checkpointer:
+        run.step()
+        checkpointer.save(1)
+        report = checkpointer.wait()
+    sizes = {name: (tmp_path / name).stat().st_size for name in names_in(tmp_path) if "step" in name}
+    assert report is not None
+    assert report.stored_bytes == sum(sizes.values())
+    assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact." in name) > 0
+
+
+# --- residuals that are not right -----------------------------------------------------------------------
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def of_another_step(path: Path) -> None:
+    saved_run(path.parent.with_name("three"), 3, config=GRID)
+    shutil.copy(path.parent.with_name("three") / path.name.replace("4", "3"), path)
+
+
+def of_another_run(path: Path) -> None:
+    run, other = Run(seed=8), path.parent.with_name("other")
+    with run.checkpointer(other, config=GRID, background=False) as checkpointer:
+        run.step()
+        checkpointer.save(N_SAVED)
+    shutil.copy(other / path.name, path)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", sorted(HEAD))
+@pytest.mark.parametrize("wrong", [flipped, cut, empty, Path.unlink, of_another_step, of_another_run])
+def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
+    folder: Path, name: str, wrong: Callable[[Path], None]
+) -> None:
+    lossy = Path(shutil.copytree(folder, folder.with_name("lossy")))
+    for residual in HEAD:
+        (lossy / residual).unlink()
+    wrong(folder / name)
+    with pytest.warns(RuntimeWarning, match="step 4 is restored with what its lossy files lose"):
+        run, checkpointer = resumed(folder)
+    assert checkpointer.restored is not None
+    assert not checkpointer.restored.is_exact
+    assert name in checkpointer.restored.notes[0] or wrong is Path.unlink
+    weights, loss = state_of(run), run.step()
+    expected, _ = resumed(lossy)
+    assert same(weights, state_of(expected))
+    assert loss == expected.step()
+
+
+def test_a_lossy_file_that_is_damaged_is_an_error_as_ever(folder: Path) -> None:
+    flipped(folder / "step-00000004.ckptz")
+    with (
+        pytest.warns(RuntimeWarning, match="is restored with"),
+        pytest.raises(ValueError, match=r"00000004\.ckptz"),
+    ):
+        resumed(folder)
+
+
+def test_weights_alone_are_exact_by_their_own_residual(folder: Path) -> None:
+    flipped(folder / "step-00000004.state.exact.ckptz")
+    exact = load_file(folder / "step-00000004.exact.ckptz")
+    run, checkpointer = resumed(folder, weights_only=True)
+    assert checkpointer.restored is not None
+    assert checkpointer.restored.is_exact
+    assert same({f"model.{name}": tensor for name, tensor in state_of(run).items()}, exact)
+
+
+def test_another_model_is_refused_without_a_word_of_residuals(folder: Path) -> None:
+    with Run(width=7).checkpointer(folder) as checkpointer:
+        with pytest.raises(ConfigError, match="is float32"):
+            checkpointer.restore_latest()
+        assert checkpointer.restored is None
+
+
+def test_a_disk_that_fails_is_no_reason_for_lossy_values(folder: Path) -> None:
+    exact = folder / "step-00000004.exact.ckptz"
+    with unreadable(exact, ERRORS["EIO"]), pytest.raises(OSError, match="input/output"):
+        resumed(folder)
+
+
+def test_a_residual_without_its_lossy_file_is_a_leftover(folder: Path) -> None:
+    for kind in ("", ".state"):
+        (folder / f"step-00000004{kind}.ckptz").unlink()
+    found = Listing.of(dict.fromkeys(names_in(folder), 1))
+    assert found.full_steps == (1, 2, 3)
+    assert set(found.leftovers) == HEAD
+    checked = ckptz("verify", folder)
+    assert "2 unfinished files" in checked.stderr
+    run = Run(seed=99)
+    with run.checkpointer(folder, config=GRID, background=False) as checkpointer:
+        assert checkpointer.restore_latest() == 3
+        run.step()
+        checkpointer.save(4)
+        assert checkpointer.restore_latest() == 4
+        assert checkpointer.restored is not None
+        assert checkpointer.restored.is_exact
+
+
+def test_a_residual_may_stand_alone(folder: Path, losses: list[float]) -> None:
+    for name in HEAD:
+        rebase(folder / name, jobs=1)
+    run, _ = resumed(folder)
+    assert run.step() == losses[N_SAVED + 1]
+
+
+# --- what goes, and when --------------------------------------------------------------------------------
+
+
+def test_a_prune_keeps_residuals_unless_it_is_told_how_many(folder: Path, losses: list[float]) -> None:
+    assert "1 step exact" in ckptz("prune", folder, "--keep-last", 2).stdout
+    assert residuals(folder) == HEAD
+    assert loss_after(folder) == (N_SAVED, losses[N_SAVED + 1])
+    planned = ckptz("prune", folder, "--keep-exact", 0, "--dry-run", "--json").json
+    assert set(planned["removed"]) == HEAD
+    assert planned["exact"] == []
+    ckptz("prune", folder, "--keep-exact", 0)
+    assert not residuals(folder)
+    _, checkpointer = resumed(folder)
+    assert checkpointer.restored is not None
+    assert not checkpointer.restored.is_exact
+
+
+def test_residuals_go_before_all_lossy_files_whatever_their_step(tmp_path: Path) -> None:
+    saved_run(tmp_path, 4, config=GRID, keep=KeepPolicy(exact=None), anchor_every=1)
+    report = prune_folder(tmp_path, KeepPolicy(last=1), dry_run=True)
+    kinds = [".exact." in name for name in report.removed]
+    assert kinds == sorted(kinds, reverse=True)
+    assert sum(kinds) == 6
+    assert report.exact == (4,)
+
+
+def test_a_residual_is_never_hidden(tmp_path: Path) -> None:
+    saved_run(tmp_path, 4, config=GRID, keep=KeepPolicy(last=1))
+    listing = Listing.of(dict.fromkeys(names_in(tmp_path), 1))
+    assert {file.step for file in listing.hidden} == {1, 2, 3}
+    assert not any(file.is_exact for file in listing.hidden)
+    assert residuals(tmp_path) == HEAD
+
+
+def test_going_back_keeps_the_residuals_of_what_stays(tmp_path: Path, losses: list[float]) -> None:
+    saved_run(tmp_path, 4, config=GRID, keep=KeepPolicy(exact=3))
+    run = Run(seed=99)
+    with run.checkpointer(tmp_path, config=GRID) as checkpointer:
+        checkpointer.discard_after(3)
+        assert checkpointer.restore_latest() == 3
+    assert residuals(tmp_path) == {f"step-{s:08d}{k}.exact.ckptz" for s in (2, 3) for k in ("", ".state")}
+    assert run.step() == losses[4]
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS.keys())
+def test_a_residual_that_cannot_be_read_keeps_what_it_may_need_while_it_is_wanted(
+    folder: Path, error: Callable[[], OSError]
+) -> None:
+    with unreadable(folder / "step-00000004.exact.ckptz", error):
+        report = prune_folder(folder, KeepPolicy(last=1))
+        assert "step-00000004.exact.ckptz cannot be read" in report.notes[0]
+        assert report.steps == (1, 2, 3, 4)
+        report = prune_folder(folder, KeepPolicy(last=1, exact=0))
+    assert not report.notes
+    assert report.steps == (4,)
+    assert not residuals(folder)
+
+
+def test_a_step_that_cannot_be_read_keeps_the_head_before_it(folder: Path, losses: list[float]) -> None:
+    run = Run(seed=99)
+    with run.checkpointer(folder, config=GRID, background=False, keep=KeepPolicy(exact=None)) as checkpointer:
+        checkpointer.restore_latest()
+        run.step()
+        checkpointer.save(5)
+    newest = folder / StepFile(5, "weights").name
+    with unreadable(newest, ERRORS["EIO"]):
+        prune_folder(folder, KeepPolicy(last=1))
+        assert loss_after(folder, 4) == (4, losses[5])
+    assert residuals(folder) > HEAD
+
+
+def test_those_who_save_writes_go_on_from_a_run_with_heads(folder: Path) -> None:
+    run = Run(seed=99)
+    with run.checkpointer(folder, config=GRID, keep=LOSSY, background=False) as checkpointer:
+        assert checkpointer.restore_latest() == N_SAVED
+        assert checkpointer.restored is not None
+        assert checkpointer.restored.is_exact
+        run.step()
+        checkpointer.save(5)
+    assert not residuals(folder)
