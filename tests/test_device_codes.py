@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptz import Checkpointer, KMeans
+from ckptz import Checkpointer, KeepPolicy, KMeans
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
 from ckptz.encoding.coded import bits_for
 from ckptz.kernels import cpu
@@ -87,7 +87,8 @@ def test_only_codes_cross_to_the_host(device: str) -> None:
 
 
 def files(folder: Path, model: nn.Module, config: KMeans) -> tuple[Path, Path]:
-    with Checkpointer(folder, model, config=config, background=False) as checkpointer:
+    keep = KeepPolicy(exact=0)
+    with Checkpointer(folder, model, config=config, keep=keep, background=False) as checkpointer:
         checkpointer.save(1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -139,7 +140,26 @@ def test_what_codes_cannot_hold_is_copied(tmp_path: Path) -> None:
     with Workers(1) as workers:
         assert not coding.code_where_they_live(dict(tied.state_dict()), "model.", KMeans(), workers)
     for name, model in (("broken", broken), ("tied", tied)):
-        with Checkpointer(tmp_path / name, model, config=KMeans()) as checkpointer:
+        keep = KeepPolicy(exact=0)
+        with Checkpointer(tmp_path / name, model, config=KMeans(), keep=keep) as checkpointer:
             checkpointer.save(1)
             checkpointer.restore(1)
     assert bool(broken.weight.isnan().all())
+
+
+def test_a_delta_of_weights_that_live_elsewhere_keeps_the_movement(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(160, 256)
+    with Checkpointer(
+        tmp_path, model, config=KMeans(), keep=KeepPolicy(exact=0), background=False
+    ) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.restore(1)
+        start = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight += 0.02 * start.std() * torch.randn_like(start)
+        moved = (model.weight.detach() - start).double()
+        checkpointer.save(2)
+        checkpointer.restore(2)
+    found = (model.weight.detach() - start).double()
+    assert 0.8 < (found * moved).sum() / moved.square().sum() < 1.2

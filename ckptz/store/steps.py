@@ -361,6 +361,13 @@ class StepStore:
                 notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
             yield base, position
 
+    def next_is_anchor(self, kind: Kind, rule: ChainRule) -> bool:
+        """Tell whether the next file of a kind certainly needs no other: nothing is there, or by the rule."""
+        try:
+            return self._base_file(kind, rule)[0] is None
+        except Exception:  # stores behind URLs have errors of their own; `base` tells of them
+            return False
+
     def _base_file(self, kind: Kind, rule: ChainRule) -> tuple[StepFile | None, int]:
         listing = self.listing()
         steps = listing.steps_of(kind)

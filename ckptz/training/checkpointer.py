@@ -85,7 +85,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A snapshot: tensors in host memory, and by name the weights that came as codes too, or only so."""
+    """A snapshot: tensors in host memory, and by name the weights that came as codes."""
 
     state: dict[str, Any]
     coded: dict[str, CodedSource]
@@ -297,15 +297,16 @@ class Checkpointer:
     def _taken(self) -> _Taken:
         """A copy of the state; of weights that are to be coded and live elsewhere, their codes.
 
-        These are copied too if the step is to be exact.
+        Deltas are coded here: which level keeps what training has moved depends on the base. So is what is
+        to be exact too, and so has to come here anyway.
         """
         state = self._state()
         coded: dict[str, CodedSource] = {}
-        if self._search is None and self._config.is_lossy:
+        is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
+        if is_alone and self._store.next_is_anchor("weights", self._rule):
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config, workers)
-        if self._keep.exact == 0:
-            state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
+        state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         return _Taken(self._snapshot.take(state), coded)
 
     def _state(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class StepState:
 
     Args:
         state: nested; the weights under `MODEL`, what goes into the other file under other names.
-        coded: weights by name that are codes already; in `state` too if they shall stay exact.
+        coded: weights by name that are codes already, and so not in `state`.
 
     Attributes:
         weights: of the first file.
