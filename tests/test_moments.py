@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
-from ckptz import compress
+from ckptz import compress, inspect
 from ckptz.codec.frame_plan import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
@@ -266,12 +266,23 @@ def test_without_second_moments_steps_follow_the_rows(tmp_path: Path, word: str)
 def test_first_moments_of_one_level_keep_their_classes(tmp_path: Path) -> None:
     tensors = state()
     tensors[FIRST] = np.sqrt(tensors[SECOND])
-    restored = stored(tmp_path, tensors, second_step=0.5, first_dead_zone=0.1)
+    restored = stored(tmp_path, tensors, second_step=0.5, first_step=0.2, first_dead_zone=0.1)
     ratio = restored[FIRST] / tensors[FIRST]
     assert (ratio.min(), ratio.max()) == pytest.approx((1, 1), abs=0.5)
     tensors[FIRST][:] = 0
     assert not stored(tmp_path, tensors)[FIRST].any()
     assert plan_of(tmp_path, FIRST).rules == ()
+
+
+def test_first_moments_take_no_more_bytes_while_second_ones_are_young(tmp_path: Path) -> None:
+    def bytes_of_first(age: float) -> int:
+        tensors = state((300, 400))
+        tensors[SECOND] *= np.float32(age)
+        stored(tmp_path, tensors)
+        report = inspect(tmp_path / "state.ckptz")
+        return next(tensor.stored_bytes for tensor in report.tensors if tensor.name == FIRST)
+
+    assert bytes_of_first(1 - 0.999**15) < 1.3 * bytes_of_first(1.0)
 
 
 @pytest.mark.parametrize("scale", [2.0**-9, 2.0**9])
@@ -379,8 +390,9 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
     tensors |= {f"optimizer.{i}.exp_avg_sq": second[:64] for i in range(6)}
     save_plain(tensors, tmp_path / "a.safetensors")
     found = []
+    config = Grid(moments=Moments(first_step=0.25))
     for jobs in (1, 4):
-        compress([tmp_path / "a.safetensors"], tmp_path / "a.ckptz", config=Grid(), jobs=jobs, force=True)
+        compress([tmp_path / "a.safetensors"], tmp_path / "a.ckptz", config=config, jobs=jobs, force=True)
         found.append((tmp_path / "a.ckptz").read_bytes())
     assert found[0] == found[1]
     restored = load_file(tmp_path / "a.ckptz")
@@ -450,19 +462,22 @@ def test_a_held_base_is_read_once() -> None:
 # --- ladders ------------------------------------------------------------------------------------
 
 
-def test_a_ladder_takes_the_nearest_level() -> None:
+def test_a_ladder_takes_a_level_beside_a_distance_and_the_distance_on_average() -> None:
     ladder = Ladder(step=10, phase=3)
-    distances = np.arange(-40, 40)
-    levels = ladder.distances(ladder.indices(distances))
-    assert np.abs(levels - distances).max() == 5
+    distances = np.arange(-40, 40).repeat(1000)
+    drawn = np.tile(np.arange(1000, dtype=np.float32) / 1000, 80)
+    levels = ladder.distances(ladder.drawn(distances, drawn))
+    assert np.abs(levels - distances).max() < 10
     assert set(((levels - 3) % 10).tolist()) == {0}
+    np.testing.assert_allclose(levels.reshape(80, -1).mean(axis=1), np.arange(-40, 40), atol=0.02)
 
 
-def test_the_best_phase_holds_a_narrow_cloud_in_one_level() -> None:
-    distances = np.arange(96, 104)
-    ladder = best_ladder(distances, 10)
-    assert entropy_of(ladder.indices(distances)) == 0
-    assert entropy_of(Ladder(10, 0).indices(distances - 5)) > 0
+def test_the_best_phase_holds_what_has_all_grown_alike_in_one_level() -> None:
+    distances = np.full(500, 1237)
+    drawn = np.random.default_rng(0).random(500, np.float32)
+    ladder = best_ladder(distances, 1000, drawn)
+    assert entropy_of(ladder.drawn(distances, drawn)) == 0
+    assert entropy_of(Ladder(1000, 0).drawn(distances, drawn)) > 300
 
 
 def test_too_many_levels_keep_the_most_frequent() -> None:

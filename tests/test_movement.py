@@ -445,3 +445,42 @@ def test_weights_of_a_checkpointer_make_up_for_lossy_moments(
     assert along.item() == pytest.approx(wanted, abs=0.1)
     assert lost.abs().sum() > 0
     assert load_torch(next(tmp_path.glob("*1.weights.ckptz"), next(tmp_path.glob("*.ckptz"))))
+
+
+def steps_recorded(folder: Path) -> list[Any]:
+    """The step of the grid in each file of weights, by step."""
+    return [
+        record_of(folder, path.stem, "model.weight").settings["step"]
+        for path in sorted(folder.glob("step-????????.ckptz"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1.0, 1.0]),  # the newest step is exact: nothing restarts from what is lost
+        ({"keep": LOSSY}, [0.25, 1.0]),
+        ({"keep": LOSSY, "restores": 20}, [0.125, 0.5]),
+        ({"keep": LOSSY, "restores": 0}, [1.0, 1.0]),
+        ({"restores": 5}, [0.25, 1.0]),
+    ],
+)
+def test_steps_follow_the_restarts_that_are_expected(
+    tmp_path: Path, options: dict[str, Any], expected: list[float]
+) -> None:
+    model, optimizer = trained(1e-4)
+    with Checkpointer(tmp_path, model, optimizer, config=Grid(), background=False, **options) as saver:
+        for step in (1, 2):
+            saver.save(step)
+    assert steps_recorded(tmp_path) == expected
+
+
+def test_more_restarts_than_expected_make_steps_finer(tmp_path: Path) -> None:
+    model, optimizer = trained(1e-4)
+    for step in range(1, 15):
+        with Checkpointer(
+            tmp_path, model, optimizer, config=Grid(), keep=LOSSY, restores=10, background=False
+        ) as saver:  # a new process each time
+            saver.restore_latest()
+            saver.save(step)
+    assert steps_recorded(tmp_path) == [0.25] + [1.0] * 10 + [0.5] * 3

@@ -54,11 +54,13 @@ class Arm:
     Attributes:
         config: of the Checkpointer.
         anchor_every: of the Checkpointer.
+        restores: of the Checkpointer.
         budget: what a search at each checkpoint keeps, as a relative change of the loss, or None.
     """
 
     config: Method
     anchor_every: int = 16
+    restores: int | None = None
     budget: float | None = None
 
 
@@ -71,7 +73,8 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, default": Arm(config=Grid()),
     "grid, step 0.5": Arm(config=grid(0.5)),
     "grid, step 2": Arm(config=grid(2.0)),
-    "grid, to ship": Arm(config=Grid(purpose="ship")),
+    "grid, to ship": Arm(config=Grid(purpose="ship"), restores=0),
+    "grid, anchors like deltas": Arm(config=Grid(), restores=0),
     "grid, weights": Arm(config=Grid(moments=None)),
     "grid, first moments, others fine": Arm(config=grid(FINE, second=FINE)),
     "grid, second moments, others fine": Arm(config=grid(FINE, first=FINE)),
@@ -249,6 +252,7 @@ def _saver(folder: Path, trainer: Trainer, arm: Arm) -> Checkpointer:
         budget=budget,
         keep=KEEP_ALL,
         anchor_every=arm.anchor_every,
+        restores=arm.restores,
         background=False,
     )
 

@@ -47,7 +47,8 @@ Labels = NDArray[np.uint8]
 Bounds = tuple[int, int]
 
 MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
-RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments: about 0.2 in noise, more where gradients agree
+RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
+USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
 MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than these save
 
 
@@ -128,34 +129,36 @@ class FirstMoment(Recipe):
             return plan_lossless(source, subject.base, run)
         if not sketch_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
-        if second is None or not _is_in_roots(source, second, run):
-            candidates = [_by_row(source, self, run)]
-        elif n_units < MIN_CLASSED_UNITS:
-            candidates = [_by_second(second, self), _as_one(second, self, run)]
-        else:
-            candidates = [_by_second(second, self)]
+        ratio = 0.0 if second is None else _mean_ratio(source, second, run)
+        if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
+            return _first_plan(source, self, _by_row(source, self, run), run)[0]
+        # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
+        wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
+        candidates = [_by_second(second, wanted)]
+        if n_units < MIN_CLASSED_UNITS:
+            candidates.append(_as_one(second, wanted, run))
         sized = [_first_plan(source, self, classes, run) for classes in candidates]
         return min(sized, key=lambda plan: plan[1])[0]
 
 
-def _is_in_roots(source: TensorSource, second: TensorSource, run: MapFunction) -> bool:
-    """Tell whether values are about as large as the roots of second moments, as those of Adam are.
+def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
+    """Measure how large values are in roots of second moments, on average; 0 if there are none.
 
-    The first moments of some optimizers are of updates, which are divided by the root already.
+    Those of Adam are about as large. The first moments of some optimizers are of updates, which are divided
+    by the root already.
     """
     kind, roots = KINDS[source.dtype.name], class_roots(KINDS[second.dtype.name])
 
-    def powers(bounds: Bounds) -> Floats:
+    def sums(bounds: Bounds) -> Floats:
         moments = second.units(*bounds)
         own = roots[cpu().magnitude_classes(moments)]
         is_live = (own > 0) & (moments != 0)
         ratios = _values(source.units(*bounds), kind)[is_live] / own[is_live]
-        return np.array([np.square(ratios).sum(), is_live.sum()])
+        return np.array([np.abs(ratios).sum(), is_live.sum()])
 
     bounds = chunk_bounds(source.dtype.n_units(source.shape))
-    total, n_live = functools.reduce(operator.add, run(powers, bounds))
-    low, high = RATIOS
-    return bool(not total or low * low * n_live <= total <= high * high * n_live)
+    total, n_live = functools.reduce(operator.add, run(sums, bounds))
+    return float(total / max(n_live, 1))
 
 
 def _by_second(second: TensorSource, wanted: FirstMoment) -> Classes:

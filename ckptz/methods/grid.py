@@ -41,6 +41,7 @@ from ckptz.methods.method import (
     MIN_ELEMENTS,
     READ_OPTIMIZER,
     SENSITIVITY,
+    USUAL_RESTORES,
     Choice,
     Method,
     Option,
@@ -97,6 +98,13 @@ OPTIONS: Final = (
         is_searched=True,
     ),
     Option(
+        flag="--anchor-step",
+        field="anchor_step",
+        type=float,
+        metavar="S",
+        help="the same of files without a base (default as --grid-step).",
+    ),
+    Option(
         flag="--dead-zone",
         field="dead_zone",
         type=float,
@@ -115,6 +123,7 @@ MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
+ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that restart
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
@@ -126,11 +135,13 @@ class UniformGrid(Recipe):
         step: multiple of the reference step.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; None for the default.
         purpose: see `Grid`.
+        anchor_step: see `Grid`.
     """
 
     step: float = 1.0
     dead_zone: float | None = None
     purpose: str = "auto"
+    anchor_step: float | None = None
     name: ClassVar[str] = "grid"
 
     def settings(self) -> dict[str, Setting]:
@@ -147,7 +158,13 @@ class UniformGrid(Recipe):
             return replace(plan_lossless(source, base, run), note=fault)
         if found.residual_power >= found.power:
             base = None
-        rows = _row_steps(source, self.step, guide, found)
+        step = self.anchor_step if base is None and self.anchor_step is not None else self.step
+        draft = self._draft(subject, base, _row_steps(source, step, guide, found), bounds)
+        return draft if step == self.step else replace(draft, found={**draft.found, "step": step})
+
+    def _draft(
+        self, subject: Subject, base: TensorSource | None, rows: RowSteps, bounds: list[Bounds]
+    ) -> Draft:
         if self.purpose == "resume" or (self.purpose == "auto" and base is not None):
             return self._moving(subject, base, rows, bounds)
         return self._standing(subject, base, rows, bounds)
@@ -223,6 +240,8 @@ class Grid(Method):
             any model: its square is proportional to the expected change, see `ckptz.quant.grid.row_steps`.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default what
             measured best, a tenth, and 0 to resume from. Where thresholds are drawn there is none.
+        anchor_step: the step of files without a base, which is what a fine-tune never makes good again; by
+            default `step`.
         moments: how optimizer state becomes lossy; None keeps it exactly.
         min_elements: smaller weights, and those of one dimension, are kept to a relative 2^-10 if there
             are moments, exactly if not.
@@ -241,14 +260,17 @@ class Grid(Method):
     moments: Moments | None = MOMENTS
     min_elements: int = MIN_ELEMENTS
     purpose: str = "auto"
+    anchor_step: float | None = None
     name: ClassVar[str] = "grid"
     reads: ClassVar[frozenset[str]] = frozenset({READ_OPTIMIZER, SENSITIVITY, CALIBRATION})
     is_scalable: ClassVar[bool] = True
     options: ClassVar[tuple[Option, ...]] = OPTIONS
 
     def __post_init__(self) -> None:
-        if not 0 < self.step <= 1024:
-            raise ConfigError(f"step must be above 0 and at most 1024, got {self.step}")
+        for name in ("step", "anchor_step"):
+            step = getattr(self, name)
+            if step is not None and not 0 < step <= 1024:
+                raise ConfigError(f"{name} must be above 0 and at most 1024, got {step}")
         if self.purpose not in PURPOSES:
             raise ConfigError(f"purpose must be one of {', '.join(PURPOSES)}, got {self.purpose!r}")
         if self.dead_zone is not None and not 0 <= self.dead_zone <= 4:
@@ -266,7 +288,7 @@ class Grid(Method):
         """Give the recipe: weights of two or more dimensions become lossy, if large enough."""
         if not is_large_weight(role, dtype, shape, self.min_elements):
             return EXACT
-        return UniformGrid(self.step, self.dead_zone, self.purpose)
+        return UniformGrid(self.step, self.dead_zone, self.purpose, self.anchor_step)
 
     def choose(self, file: TensorSet) -> dict[str, Choice]:
         """Choose for weights by themselves, and for moments by what they belong to."""
@@ -281,6 +303,15 @@ class Grid(Method):
     def searched(self, *, trains: bool) -> Self:
         """Keep moments exact where no budget would notice what becomes of them."""
         return self if trains else replace(self, moments=None)
+
+    def expecting(self, restores: int) -> Self:
+        """Give finer steps the more restores there will be: what each costs grows with the step.
+
+        Anchors are finer still: the error of the first stays in the run, however often it restarts.
+        """
+        step = self.step * min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
+        anchor_step = step * ANCHOR_SHARE if self.anchor_step is None else self.anchor_step
+        return replace(self.scaled(step), anchor_step=anchor_step)
 
     @property
     def multiplier(self) -> float:

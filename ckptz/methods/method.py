@@ -157,6 +157,11 @@ class Method:
         """Whether optimizer state may come back changed."""
         return False
 
+    def expecting(self, restores: int) -> Self:
+        """Give the same for a run that will restart so often, 1 or more, from what its files lose."""
+        del restores
+        return self
+
     @property
     def least_elements(self) -> int:
         """Elements below which a tensor stays exact."""
@@ -217,6 +222,7 @@ class Method:
 
 
 M = TypeVar("M", bound=Method)
+USUAL_RESTORES: Final = 10  # from files that lose something, that the steps of methods are made for
 DRAWN: Final = "drawn"  # in records: the key of thresholds that were drawn
 MIN_ELEMENTS: Final = 4096  # smaller tensors stay exact: a map and tables would outweigh what they save
 

@@ -164,7 +164,7 @@ class SecondMoment(Recipe):
             return plan_lossless(source, subject.base, subject.run)
         if fault := _fault_of_second(sketch_of(source, subject.run)):
             return exact_with_note(subject, fault)
-        sample = _Sample.of(source, subject.base)
+        sample = _Sample.of(source, subject.base, subject.name_seed)
         step = ladder_step(self.step, kind)
         best = min(
             (sample.candidate(prediction, step) for prediction in _predictions(subject)),
@@ -217,9 +217,10 @@ class _Sample:
     units: Units
     base_codes: NDArray[np.uint8] | None
     n_base_codes: int | None
+    key: int
 
     @classmethod
-    def of(cls, source: TensorSource, base: TensorSource | None) -> _Sample:
+    def of(cls, source: TensorSource, base: TensorSource | None, key: int) -> _Sample:
         n_units = source.dtype.n_units(source.shape)
         begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS
         end = min(begin + CHUNK_UNITS, n_units)
@@ -227,16 +228,16 @@ class _Sample:
         n_codes = None if base is None else base.n_codes
         codes = base.codes(begin, end) if base is not None and n_codes else None
         codes = None if codes is None else codes[::stride]
-        return cls(source, (begin, end), stride, source.units(begin, end)[::stride], codes, n_codes)
+        return cls(source, (begin, end), stride, source.units(begin, end)[::stride], codes, n_codes, key)
 
     def candidate(self, prediction: Prediction, step: int) -> _Candidate:
         """A prediction with the ladder that fits it best, alone or with classes by the base's codes."""
         is_live = self.units != 0
         predicted = prediction.orders(*self.bounds)[:: self.stride][is_live]
         distances = reference.order(self.units[is_live]).astype(np.int64) - predicted
-        is_free = prediction.predictor is not Predictor.BASE and len(distances)
-        ladder = best_ladder(distances, step) if is_free else Ladder(step)
-        indices = ladder.indices(distances)
+        drawn = rounding().thresholds(self.key, 0, len(distances))
+        ladder = best_ladder(distances, step, drawn) if len(distances) else Ladder(step)
+        indices = ladder.drawn(distances, drawn)
         scale = self.source.dtype.n_units(self.source.shape) / len(self.units)
         bits = entropy_of(indices) * scale
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)

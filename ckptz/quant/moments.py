@@ -52,9 +52,10 @@ class Ladder:
     step: int  # from one level to the next, in units of the last place
     phase: int = 0  # of level 0, from the predictor
 
-    def indices(self, distances: Integers) -> Integers:
-        """Find the level [n] nearest to each distance [n] from the predictor."""
-        return (distances + (self.step // 2 - self.phase)) // self.step
+    def drawn(self, distances: Integers, thresholds: NDArray[np.float32]) -> Integers:
+        """Choose between the levels beside each distance [n] from the predictor, by thresholds in [0, 1)."""
+        below = self.below(distances)
+        return below + (thresholds * np.float32(self.step) < distances - self.distances(below))
 
     def below(self, distances: Integers) -> Integers:
         """Find the last level [n] that is not above each distance [n] from the predictor."""
@@ -70,10 +71,21 @@ def ladder_step(octaves: float, kind: int) -> int:
     return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
 
 
-def best_ladder(distances: Integers, step: int) -> Ladder:
-    """Find the phase whose levels take the fewest bits, for distances [n] from the predictor, n not 0."""
-    ladders = [Ladder(step, phase) for phase in sorted({step * i // N_PHASES for i in range(N_PHASES)})]
-    return min(ladders, key=lambda ladder: entropy_of(ladder.indices(distances)))
+def best_ladder(distances: Integers, step: int, thresholds: NDArray[np.float32]) -> Ladder:
+    """Find the phase whose levels take the fewest bits.
+
+    Moments that all grow, as young ones do, are a phase away from their base.
+
+    Args:
+        distances: from the predictor [n], n not 0.
+        step: of the ladder.
+        thresholds: in [0, 1) [n].
+    """
+    middle = int(np.median(distances)) % step
+    ladders = [
+        Ladder(step, phase) for phase in (0, middle, *(step * i // N_PHASES for i in range(1, N_PHASES)))
+    ]
+    return min(ladders, key=lambda ladder: entropy_of(ladder.drawn(distances, thresholds)))
 
 
 def counted(numbers: Integers) -> tuple[Integers, Integers]:

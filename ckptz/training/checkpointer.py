@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from ckptz.encoding.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
+from ckptz.methods.method import USUAL_RESTORES, Method
 from ckptz.methods.table import checked
 from ckptz.parallel import Workers, default_jobs
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchReport
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
-from ckptz.store.step_files import ChainRule, StepFile
+from ckptz.store.step_files import MAX_STEP, ChainRule, StepFile
 from ckptz.store.steps import StepStore, WrittenStep
 from ckptz.training.background import Background
 from ckptz.training.budget_search import (
@@ -51,6 +51,7 @@ from ckptz.training.state import (
     optimizer_state,
 )
 
+RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
 NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
 
@@ -124,6 +125,9 @@ class Checkpointer:
         keep: which steps stay, and which stay exact; see `KeepPolicy`.
         anchor_every: every so many saves a file needs no other; 1 to 64. Between them, files hold what
             changed since an earlier save: the one before, or without loss one of the anchor's branches.
+        restores: how often the run will restart from steps that lost something; steps of grids follow, and
+            are made finer again each time that as many restarts are used up. By default 10 if no step is kept
+            exact, else none. With a budget it says nothing: that is kept by every file.
         background: write beside training; otherwise `save` returns when the step is complete.
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
 
@@ -163,6 +167,7 @@ class Checkpointer:
         every: int | None = None,
         keep: KeepPolicy = KEEP_LAST,
         anchor_every: int = 16,
+        restores: int | None = None,
         background: bool = True,
         jobs: int | None = None,
     ) -> None:
@@ -173,11 +178,15 @@ class Checkpointer:
             raise ConfigError(f"every must be at least 1, got {every}")
         if not 1 <= anchor_every <= MAX_DEPTH:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
+        if restores is not None and restores < 0:
+            raise ConfigError(f"restores must be at least 0, got {restores}")
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
         self.restored: Restored | None = None
         self._search = None if budget is None else BudgetSearch(budget, config)
         self._config, self._keep = config, keep
+        self._expected = (USUAL_RESTORES if keep.exact == 0 else 0) if restores is None else restores
+        self._n_restores = 0
         self._calibration = calibration
         check_calibration(calibration, config if self._search is None else self._search.template)
         self._every, self._is_background = every, background
@@ -278,7 +287,15 @@ class Checkpointer:
             live = model_state(self.model).items()
             shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
             check_fits(found, shapes)
-        return WhatMayBeLost(config=self._config, calibration=found)
+        return WhatMayBeLost(config=self._config_now, calibration=found)
+
+    @property
+    def _config_now(self) -> Method:
+        """The configuration for the restarts that are expected, or twice as many where these are used up."""
+        expected = self._expected
+        while 0 < expected < self._n_restores:
+            expected *= 2
+        return self._config.expecting(expected) if expected and self._search is None else self._config
 
     def _searched(
         self, search: BudgetSearch, taken: _Taken, method: WhatMayBeLost, step: int
@@ -305,7 +322,7 @@ class Checkpointer:
         is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
         if is_alone and self._store.next_is_anchor("weights", self._rule):
             with Workers(self._restore_jobs) as workers:
-                coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config, workers)
+                coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config_now, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         return _Taken(self._snapshot.take(state), coded)
 
@@ -315,6 +332,7 @@ class Checkpointer:
             **optimizer_state(self.model, self._optimizers),
             "extra": extra_state(self.extra),
             "rng": random_state(),
+            **({RESTORES: self._n_restores} if self._n_restores else {}),
         }
 
     @property
@@ -401,7 +419,9 @@ class Checkpointer:
         load_model(self.model, model)
         if rest is not None:
             set_random_state(rest["rng"])
-            self._at = step
+            self._at, found = step, rest.get(RESTORES)
+            before = found if isinstance(found, int) and 0 <= found < MAX_STEP else 0
+            self._n_restores = before + (not restored.is_exact)
         self.restored = restored
         return step
 
