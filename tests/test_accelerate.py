@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install accelera
 import accelerate
 from accelerate.utils import DistributedType, ProjectConfiguration
 
-from ckptz import safe_open
+from ckptz import Grid, safe_open
 from ckptz.errors import MissingBaseError, UnsupportedError
 from ckptz.integrations import accelerate as integration
 from ckptz.integrations.accelerate import ChainOptions, register
@@ -43,6 +43,20 @@ def train(accelerator: Any, models: list[Any], optimizers: list[Any]) -> None:
 
 def weights(models: list[Any]) -> list[torch.Tensor]:
     return [tensor.clone() for model in models for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+def test_lossy_models_come_back_exactly_if_they_are_the_newest(tmp_path: Path, exact: int) -> None:
+    accelerator, models, optimizers = prepared(tmp_path, 2)
+    register(accelerator, ChainOptions(config=Grid(min_elements=1), exact=exact, jobs=1))
+    for step in range(2):
+        train(accelerator, models, optimizers)
+        accelerator.save_state(str(tmp_path / str(step)))
+    saved = weights(models)
+    train(accelerator, models, optimizers)
+    accelerator.load_state(str(tmp_path / "1"))
+    found = [torch.equal(a, b) for a, b in zip(weights(models), saved, strict=True)]
+    assert all(found) == bool(exact)
 
 
 def test_models_come_back_and_old_folders_may_go(tmp_path: Path) -> None:

@@ -16,13 +16,22 @@ from typing import Any
 
 import pytest
 
-from ckptz import rebase
+from ckptz import LOSSLESS, rebase
 from ckptz.container import publish
-from ckptz.store.retention import KeepPolicy, prune_folder
+from ckptz.methods.method import Method
+from ckptz.store.retention import KeepPolicy, prune, prune_folder
 from ckptz.store.step_files import Kind, Listing, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.training.rng import random_state, set_random_state
-from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
+from tests.support.checkpointer_support import (
+    GRID,
+    KEEP_TWO,
+    Run,
+    in_child,
+    loss_after,
+    names_in,
+    saved_run,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
@@ -205,13 +214,57 @@ def test_a_rebase_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> Non
     assert rebased == {False, True}
 
 
+# --- lossy files with an exact head -------------------------------------------------------------
+
+
+HEAD_OPTIONS: dict[str, Any] = {"keep": KeepPolicy(last=1), "anchor_every": 4, "config": GRID}
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """A folder with two lossy steps, of which the newer one is exact."""
+    folder = tmp_path_factory.mktemp("heads") / "run"
+    ahead = Run()
+    with ahead.checkpointer(folder, background=False, **HEAD_OPTIONS) as checkpointer:
+        for step in (1, 2):
+            ahead.step()
+            checkpointer.save(step)
+    ahead.step()
+    rng = random_state()
+    return Prepared(folder, [0.0, *Run().losses(4)], ahead, rng)
+
+
+def test_a_save_aborted_anywhere_leaves_an_exact_newest_step(head: Prepared) -> None:
+    newest = set()
+
+    def save(folder: Path) -> None:
+        set_random_state(head.rng)
+        with head.ahead.checkpointer(folder, background=False, **HEAD_OPTIONS) as checkpointer:
+            checkpointer.save(3)
+
+    def check(aborted: Path) -> None:
+        step = listing(aborted).full_steps[-1]
+        newest.add(step)
+        assert loss_after(aborted) == (step, head.losses[step + 1])
+        store = StepStore(aborted)
+        store.lock()
+        prune(store, HEAD_OPTIONS["keep"])
+        store.close()
+        found = listing(aborted)
+        assert not found.leftovers
+        assert {file.step for file in found.sizes if file.is_exact} == {step} == set(found.full_steps)
+
+    assert abort_everywhere(head.folder, save, check) > 20
+    assert newest == {2, 3}
+
+
 # --- SIGKILL ------------------------------------------------------------------------------------
 
 
-def train_until_killed(folder: Path, done: mmap.mmap) -> None:
+def train_until_killed(folder: Path, done: mmap.mmap, config: Method) -> None:
     """Save every step in the background; `done` holds the last that was said to be complete, and a one."""
     run = Run(seed=7)
-    checkpointer = run.checkpointer(folder, keep=KEEP_TWO, anchor_every=3)
+    checkpointer = run.checkpointer(folder, keep=KEEP_TWO, anchor_every=3, config=config)
     step = checkpointer.restore_latest() or 0
     done[8] = 1
     while True:
@@ -223,17 +276,18 @@ def train_until_killed(folder: Path, done: mmap.mmap) -> None:
         checkpointer.save(step)
 
 
-def kill_at_random(folder: Path, n_kills: int) -> None:
+def kill_at_random(folder: Path, n_kills: int, config: Method = LOSSLESS) -> None:
+    """Kill a run again and again: its newest step is exact each time, and without loss every other, too."""
     rng, losses = random.Random(0), [0.0, *Run().losses(60 * n_kills)]
     done = mmap.mmap(-1, 9)
-    saved_run(folder, 1, keep=KEEP_TWO, anchor_every=3)
+    saved_run(folder, 1, keep=KEEP_TWO, anchor_every=3, config=config)
     n_unfinished = 0
     for _ in range(n_kills):
         done[8] = 0
         child = os.fork()
         if child == 0:
             try:
-                train_until_killed(folder, done)
+                train_until_killed(folder, done, config)
             finally:
                 os._exit(1)
         while not done[8]:
@@ -247,9 +301,11 @@ def kill_at_random(folder: Path, n_kills: int) -> None:
         newest = found.full_steps[-1]
         assert newest >= int.from_bytes(done[:8], "little")
         for step in found.full_steps:
-            assert loss_after(folder, step)[1] == losses[step + 1]
-        # Two kept steps and their bases; a chain of three that was to be removed; one in the making.
-        assert len(found.sizes) <= 2 * (2 + 2 + 3 + 1), "files of killed saves are left behind"
+            is_exact = step == newest or not config.is_lossy
+            assert loss_after(folder, step)[1] == losses[step + 1] or not is_exact
+        # Two kept steps and their bases; a chain of three that was to be removed; one in the making; and the
+        # residuals of two steps.
+        assert len(found.sizes) <= 2 * (2 + 2 + 3 + 1 + 2 * config.is_lossy), "files of killed saves are left"
     assert n_unfinished > n_kills // 10, "too few were killed while they wrote"
 
 
@@ -260,3 +316,12 @@ def test_twenty_kills_lose_nothing_that_was_complete(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_hundred_kills_lose_nothing_that_was_complete(tmp_path: Path) -> None:
     kill_at_random(tmp_path, 200)
+
+
+def test_twenty_kills_with_an_exact_head_lose_nothing(tmp_path: Path) -> None:
+    kill_at_random(tmp_path, 20, GRID)
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_with_an_exact_head_lose_nothing(tmp_path: Path) -> None:
+    kill_at_random(tmp_path, 200, GRID)

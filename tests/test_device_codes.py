@@ -132,6 +132,19 @@ def test_a_checkpointer_writes_the_same_values_and_errors_either_way(
         assert all(tensor.equal(y[name]) for name, tensor in x.items())
 
 
+@pytest.mark.parametrize("exact", [0, 1])
+def test_what_was_coded_comes_back_exactly_if_the_step_is_exact(tmp_path: Path, exact: int) -> None:
+    model = nn.Linear(80, 80)
+    weight = model.weight.detach().clone()
+    keep = KeepPolicy(exact=exact)
+    with Checkpointer(tmp_path, model, config=KMeans(), keep=keep) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        assert (checkpointer._snapshot.n_bytes > weight.nbytes) == bool(exact)
+        checkpointer.restore(1)
+    assert model.weight.equal(weight) == bool(exact)
+
+
 def test_what_codes_cannot_hold_is_copied(tmp_path: Path) -> None:
     broken, tied = nn.Linear(80, 80), nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 80))
     nn.init.constant_(broken.weight, float("nan"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptz import Budget, Checkpointer, KeepPolicy, KMeans, rebase, verify
+from ckptz import Budget, Checkpointer, KeepPolicy, KMeans, log, rebase, resume_check, verify
 from ckptz.errors import ConfigError
 from ckptz.store.retention import prune_folder
 from ckptz.store.step_files import Listing, StepFile
@@ -350,3 +350,42 @@ def test_those_who_save_writes_go_on_from_a_run_with_heads(folder: Path) -> None
         run.step()
         checkpointer.save(5)
     assert not residuals(folder)
+
+
+# --- verbs ----------------------------------------------------------------------------------------------
+
+
+def test_what_names_a_step_gives_exact_values_and_a_path_those_of_its_file(
+    folder: Path, tmp_path: Path
+) -> None:
+    exact, lossy = (load_file(folder / f"step-00000004{kind}.ckptz") for kind in (".exact", ""))
+    for text, wanted in (("4", exact), (folder / "step-00000004.ckptz", lossy)):
+        ckptz("export", text, "--folder", folder, "-o", tmp_path / "out.safetensors", "--force")
+        assert same(load_file(tmp_path / "out.safetensors"), wanted)
+    saved_run(tmp_path / "lossless", N_SAVED)
+    there, here = f"{tmp_path / 'lossless'}@4", f"{folder}@4"
+    assert resume_check(there, here).is_equal
+    for name in HEAD:
+        (folder / name).unlink()
+    assert not resume_check(there, here).is_equal
+
+
+def test_a_log_tells_residuals_from_deltas(folder: Path) -> None:
+    entries = {entry.file: entry for entry in log(folder).entries}
+    assert {name for name, entry in entries.items() if entry.kind == "exact"} == HEAD
+    for name in HEAD:
+        assert entries[name].parent == name.replace(".exact", "")
+        assert entries[name].n_lossy == 0
+
+
+def test_verify_names_a_residual_of_other_values(folder: Path) -> None:
+    other = folder.with_name("other")
+    saved_run(other, N_SAVED, config=GRID.scaled(2))
+    assert "belong" not in ckptz("verify", folder).stderr
+    name = "step-00000004.exact.ckptz"
+    rebase(other / name, folder / name, jobs=1, force=True)
+    failed = ckptz("verify", folder, fails=True)
+    assert failed.exit_code == 3
+    assert f"{name}: belongs to other values than step-00000004.ckptz holds" in failed.stderr
+    with pytest.warns(RuntimeWarning, match="belongs to other weights"):
+        resumed(folder)

@@ -232,7 +232,7 @@ def test_a_file_that_replaces_itself(tmp_path: Path) -> None:
 
 def test_equal_values_under_other_codes_are_told_apart(tmp_path: Path) -> None:
     """A lossy file of the same content id is another base: its codes may differ."""
-    io = CkptzIO(config=ckptz.KMeans(levels=4), jobs=1)
+    io = CkptzIO(config=ckptz.KMeans(levels=4), exact=0, jobs=1)
     state = {"state_dict": {"weight": torch.randn(64, 80).round()}}
     for i in range(4):
         io.save_checkpoint(state, tmp_path / f"{i}.ckpt")
@@ -240,6 +240,18 @@ def test_equal_values_under_other_codes_are_told_apart(tmp_path: Path) -> None:
     for i in range(3):
         io.remove_checkpoint(tmp_path / f"{i}.ckpt")
     assert same(io.load_checkpoint(tmp_path / "3.ckpt"), state)
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+def test_a_lossy_checkpoint_comes_back_exactly_if_it_is_the_newest(tmp_path: Path, exact: int) -> None:
+    io = CkptzIO(config=ckptz.KMeans(levels=4), exact=exact, jobs=1)
+    for i in range(3):
+        state = {"state_dict": {"weight": torch.randn(64, 80)}}
+        io.save_checkpoint(state, tmp_path / f"{i}.ckpt")
+        if i:
+            io.remove_checkpoint(tmp_path / f"{i - 1}.ckpt")
+        assert same(io.load_checkpoint(tmp_path / f"{i}.ckpt"), state) == bool(exact)
+    assert len(list(tmp_path.glob("*.exact-*"))) == exact
 
 
 def test_a_damaged_base_makes_an_anchor(tmp_path: Path) -> None:

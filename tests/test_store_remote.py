@@ -16,7 +16,7 @@ from ckptz.store import lock, remote
 from ckptz.store.retention import prune_folder
 from ckptz.store.step_files import StepFile
 from ckptz.store.steps import StepStore
-from tests.support.checkpointer_support import KEEP_TWO, Run, loss_after, names_in
+from tests.support.checkpointer_support import GRID, KEEP_TWO, Run, loss_after, names_in
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -206,6 +206,38 @@ def test_a_damaged_object_is_named(url: str) -> None:
     with run.checkpointer(url) as checkpointer, pytest.raises(ChecksumError, match=r"step-00000001\.state"):
         checkpointer.restore(1)
     store.close()
+
+
+# --- exact heads --------------------------------------------------------------------------------
+
+
+def test_an_exact_head_is_uploaded_before_its_weights_and_comes_back(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, uploaded = Run().losses(5), []
+    real = remote.UploadFolder.upload
+
+    def upload(self: remote.UploadFolder, path: Path, name: str) -> None:
+        uploaded.append(name)
+        real(self, path, name)
+
+    monkeypatch.setattr(remote.UploadFolder, "upload", upload)
+    assert save_steps(url, 1, 2, config=GRID) == expected[:2]
+    assert [name for name in uploaded if "0002" in name and not name.startswith(".")] == [
+        f"step-00000002{kind}.ckptz" for kind in (".state", ".state.exact", ".exact", "")
+    ]
+    assert save_steps(url, 3, 4, config=GRID) == expected[2:4]  # another machine goes on from exact values
+    assert {file.step for file in sizes(url) if file.is_exact} == {4}
+    assert loss_after(url) == (4, expected[4])
+
+
+def test_a_head_that_was_cut_off_is_told_of(url: str) -> None:
+    save_steps(url, 1, 1, config=GRID)
+    for kind in ("weights", "state"):
+        fs, path = fsspec.core.url_to_fs(f"{url}/{StepFile(1, kind, is_exact=True).name}")  # type: ignore[arg-type]
+        fs.pipe_file(path, fs.cat_file(path)[:-30])
+    with pytest.warns(RuntimeWarning, match="restored with what its lossy files lose"):
+        assert loss_after(url)[0] == 1
 
 
 # --- stores that fail ---------------------------------------------------------------------------

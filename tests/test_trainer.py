@@ -117,7 +117,7 @@ def test_checkpoints_of_the_plain_trainer_resume(tmp_path: Path) -> None:
 
 
 def test_lossy_weights_resume_as_they_were_stored(tmp_path: Path) -> None:
-    run = trainer(tmp_path, options=ChainOptions(config=KMeans(levels=16), jobs=1), max_steps=2)
+    run = trainer(tmp_path, options=ChainOptions(config=KMeans(levels=16), exact=0, jobs=1), max_steps=2)
     run.train()
     with safe_open(tmp_path / "checkpoint-2" / "model.ckptz", "pt") as file:
         stored = file.get_tensors()
@@ -126,6 +126,19 @@ def test_lossy_weights_resume_as_they_were_stored(tmp_path: Path) -> None:
     state = resumed.model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in stored.items())
     assert any(not torch.equal(run.model.state_dict()[name], tensor) for name, tensor in stored.items())
+
+
+def test_lossy_checkpoints_resume_exactly_from_the_newest(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "whole", max_steps=3)
+    run.train()
+    expected = final(run)
+    options = ChainOptions(config=KMeans(levels=16), jobs=1)
+    trainer(tmp_path / "run", options=options, max_steps=2).train()
+    assert list((tmp_path / "run" / "checkpoint-2").glob("model.exact-*.ckptz"))
+    run = trainer(tmp_path / "run", options=options, max_steps=3)
+    run.train(resume_from_checkpoint=True)
+    found = final(run)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_missing_base_is_named(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
+from ckptz.store.step_files import StepFile
 
 RANGE: Final = ".."
 
@@ -56,6 +57,8 @@ class DeltaReport:
 def find_step(text: str, folder: Path) -> Path:
     """Find the file that `text` names, or one in `folder` that records this step, standing alone if possible.
 
+    A step of a Checkpointer is exact if it may be: its residual is found in place of its lossy file.
+
     Raises:
         FileNotFoundError: there is no such file.
         ConfigError: no file of the folder records the step.
@@ -71,7 +74,10 @@ def find_step(text: str, folder: Path) -> Path:
         raise ConfigError(
             f"{folder}: no .ckptz file here records step {text}; name the file itself, or another --folder"
         )
-    return min(found)[1]
+    path = min(found)[1]
+    step_file = StepFile.parse(path.name)
+    exact = path if step_file is None else path.with_name(step_file.exact.name)
+    return exact if exact.exists() else path
 
 
 def find_range(text: str, folder: Path) -> tuple[Path, Path]:

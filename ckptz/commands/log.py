@@ -18,8 +18,9 @@ from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
+from ckptz.store.step_files import EXACT_OF_KEY
 
-Kind = Literal["anchor", "delta", "rebased", "plain", "missing", "broken"]
+Kind = Literal["anchor", "delta", "exact", "rebased", "plain", "missing", "broken"]
 Tell = Callable[[Exception], None]
 
 
@@ -28,8 +29,8 @@ class LogEntry:
     """One checkpoint of a folder, or a base of one."""
 
     file: str  # its name, or its path where it is in another folder
-    # an anchor, a delta, or a file that carries its bases within; a plain safetensors file that deltas are
-    # stored against; a base that is not here; a file that cannot be read
+    # an anchor, a delta, what makes a lossy file exact, or a file that carries its bases within; a plain
+    # safetensors file that deltas are stored against; a base that is not here; a file that cannot be read
     kind: Kind
     parent: str | None = None  # `file` of the entry that it is stored against, or None
     level: int = 0  # how far it stands from the root of its tree
@@ -144,9 +145,11 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _Found:
     index = file.index
     if index.base is not None:
         check_reference(file, index.base)
+    is_residual = EXACT_OF_KEY in (index.metadata or {})
+    delta: Kind = "exact" if is_residual else "delta"
     entry = replace(
         sizes,
-        kind="delta" if index.base else "rebased" if index.inline else "anchor",
+        kind=delta if index.base else "rebased" if index.inline else "anchor",
         step=index.step,
         content_id=index.content_id,
         depth=index.depth,

@@ -102,7 +102,8 @@ def resume_check(
     """Find the first thing in which two saved states, or two records of losses, differ.
 
     Args:
-        first: A, whatever `diff` takes, or "DIR@STEP" for both files of a step that a Checkpointer wrote.
+        first: A, whatever `diff` takes, or "DIR@STEP" for all of a step that a Checkpointer wrote, as
+            exact as it is there.
         second: B.
         losses: the files are records of losses: a number a line, or JSON objects with "loss" and maybe
             "step". Steps that only one of them has are left out.
@@ -159,12 +160,15 @@ def _open(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -
 
 
 def _files(path: Path) -> list[Path]:
-    """The path itself, or for DIR@STEP the one or two files of the step."""
+    """The path itself, or for DIR@STEP the one or two files of the step, residuals in place of lossy ones."""
     match = _STEP_OF_FOLDER.fullmatch(str(path))
     if match is None or path.exists() or not Path(match[1]).is_dir():
         return [path]
-    weights, state = (Path(match[1]) / StepFile(int(match[2]), kind).name for kind in ("weights", "state"))
-    return [weights, state] if state.exists() else [weights]  # a keep rule may have taken the state
+    step, folder = int(match[2]), Path(match[1])
+    lossy = [StepFile(step, "weights"), StepFile(step, "state")]
+    if not (folder / lossy[1].name).exists():  # a keep rule may have taken the state
+        lossy = lossy[:1]
+    return [folder / (file.exact if (folder / file.exact.name).exists() else file).name for file in lossy]
 
 
 def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

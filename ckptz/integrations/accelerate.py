@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ckptz.errors import UnsupportedError
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, on_host, read_state
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, on_host, read_newest
 from ckptz.integrations.versions import warn_untested
 from ckptz.store.resolve import SUFFIX
 
@@ -67,7 +67,7 @@ class Registration:
         for i, model in enumerate(models):
             path = _path(input_dir, i)
             target = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-            target.load_state_dict(read_state(path, self.options.jobs))
+            target.load_state_dict(read_newest(path, self.options.jobs))
             self.chain(i).go_on_from(path)
         models.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from pathlib import Path
@@ -26,6 +27,7 @@ from ckptz.dtypes import dtype_of
 from ckptz.errors import CorruptionError
 from ckptz.frameworks.torch import torch_dtype
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
+from ckptz.integrations.linked import as_exactly_as_may_be
 from ckptz.integrations.plain_types import from_plain
 from ckptz.store.resolve import open_checkpoint
 from ckptz.tree.skeleton import parse_tree
@@ -99,12 +101,16 @@ class CkptzStorageReader(InFolder, StorageReader):
             else:
                 by_file.setdefault(self._places[item.storage_index].file, []).append(item)
         for number, items in by_file.items():
-            with safe_open(shard_path(self.folder, index, number), "pt", jobs=self._jobs) as file:
-                for item in items:
-                    self._read(file, item, planner)
+            read = functools.partial(self._read_file, items=items, planner=planner)
+            as_exactly_as_may_be(shard_path(self.folder, index, number), read)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_file(self, path: Path, items: list[ReadItem], planner: LoadPlanner) -> None:
+        with safe_open(path, "pt", jobs=self._jobs) as file:
+            for item in items:
+                self._read(file, item, planner)
 
     def _read(self, file: Any, item: ReadItem, planner: LoadPlanner) -> None:
         piece = self._places[item.storage_index]
@@ -137,11 +143,16 @@ class CkptzStorageReader(InFolder, StorageReader):
         names = {ref.name for ref in tree.refs if hasattr(ref, "name")}.union(*tree.storages)
         if not names:
             return self._named(name, unflatten({}, stored.tree, None))
-        with contextlib.closing(open_checkpoint(shard_path(self.folder, index, stored.file))) as checkpoint:
+        path = shard_path(self.folder, index, stored.file)
+        read = functools.partial(self._read_named, names=names, tree=stored.tree)
+        return self._named(name, as_exactly_as_may_be(path, read))
+
+    def _read_named(self, path: Path, names: set[str], tree: dict[str, Any]) -> Any:
+        with contextlib.closing(open_checkpoint(path)) as checkpoint:
             if missing := names - set(checkpoint.tensors):
                 raise CorruptionError(f"{checkpoint.name}: has no tensor {min(missing)!r}")
             tensors = {n: source for n, source in checkpoint.tensors.items() if n in names}
-            return self._named(name, unflatten(tensors, stored.tree, None))
+            return unflatten(tensors, tree, None)
 
     def _named(self, name: str, state: Any) -> Any:
         plain = from_plain(state)

@@ -35,7 +35,7 @@ from ckptz.integrations.dcp_index import (
     write_index,
 )
 from ckptz.integrations.dcp_plan import Gathered, Held, Orders, code_of, layout_of, whole_tensors
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, drop_unneeded
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, drop_unneeded, residuals_of
 from ckptz.integrations.merging import TIMEOUT, merged_guides, own_group
 from ckptz.store.resolve import SUFFIX
 
@@ -51,11 +51,12 @@ class CkptzStorageWriter(InFolder, StorageWriter):
 
     Args:
         path: the folder; `checkpoint_id` of a save goes before it.
-        options: how it is stored.
+        options: how it is stored; `exact` of these is for those who delete older residuals.
         base: folder of an earlier checkpoint to store the shards against. Where the layout of shards
             has changed since, they stand alone.
         group: gloo group for the sketches; used by nothing else at the same time.
         timeout: of the group that the constructor makes.
+        exact: write what lossy files lose too, as residuals beside them, by which the folder is read.
 
     Raises:
         ConfigError: `KMeans` by sensitivity, which is not known of whole tensors.
@@ -69,8 +70,10 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         base: PathLike | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta = TIMEOUT,
+        exact: bool = False,
     ) -> None:
         super().__init__()
+        options = replace(options, exact=int(exact))
         self._options, self._folder = options, None if path is None else Path(path)
         self._base = None if base is None else Path(base)
         self._rank, self._group = 0, group
@@ -177,8 +180,9 @@ class CkptzStorageWriter(InFolder, StorageWriter):
 def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
     """Delete the shards of a checkpoint that was in the folder before; the new one is whole. Notes."""
     try:
+        kept = {residual.name for name in listed for residual in residuals_of(folder / name)} | set(listed)
         for path in folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):
-            if path.name not in listed:
+            if path.name not in kept:
                 path.unlink(missing_ok=True)
         return drop_unneeded(folder)
     except OSError as error:

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAS
 
 from ckptz.api.safe_open import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.integrations.linked import Chain, ChainOptions, job_of, on_host, read_state
+from ckptz.integrations.linked import Chain, ChainOptions, job_of, on_host, read_newest
 from ckptz.integrations.plain_types import on_device
 from ckptz.integrations.versions import warn_untested
 from ckptz.methods.lossless import LOSSLESS
@@ -44,8 +44,9 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
     of a checkpoint comes back bit for bit. One process writes to a folder.
 
     Args:
-        config: what may be lost; nothing by default.
+        config: what files may lose; nothing by default.
         anchor_every: every so many saves a file needs no other; 1 to 64.
+        exact: so many newest checkpoints come back bit for bit though `config` is lossy.
         jobs: threads, all cores by default.
 
     Raises:
@@ -60,8 +61,15 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         {'state_dict': {'weight': tensor([1., 1.])}, 'epoch': 1}
     """
 
-    def __init__(self, *, config: Method = LOSSLESS, anchor_every: int = 16, jobs: int | None = None) -> None:
-        self._chain = Chain(ChainOptions(config=config, anchor_every=anchor_every, jobs=jobs))
+    def __init__(
+        self,
+        *,
+        config: Method = LOSSLESS,
+        anchor_every: int = 16,
+        exact: int = 1,
+        jobs: int | None = None,
+    ) -> None:
+        self._chain = Chain(ChainOptions(config=config, anchor_every=anchor_every, exact=exact, jobs=jobs))
         self._torch = TorchCheckpointIO()
 
     @property
@@ -110,7 +118,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
                 path, map_location=map_location, weights_only=weights_only
             )
             return loaded
-        checkpoint: dict[str, Any] = read_state(place, self._chain.options.jobs)
+        checkpoint: dict[str, Any] = read_newest(place, self._chain.options.jobs)
         self._chain.go_on_from(place)
         if map_location is None or isinstance(map_location, dict) or callable(map_location):
             return checkpoint

@@ -1,25 +1,33 @@
 """Files stored against one another that survive whoever deletes folders and files.
 
-    checkpoint-200/model.ckptz                  a delta
-    checkpoint-200/base-4f1c0a9b7d2e6853.ckptz  a second name of checkpoint-100/model.ckptz
+    checkpoint-200/model.ckptz                         a delta
+    checkpoint-200/base-4f1c0a9b7d2e6853.ckptz         a second name of checkpoint-100/model.ckptz
+    checkpoint-200/model.exact-9be27a01c35d8f64.ckptz  a residual: what model.ckptz loses, if it is lossy
 
 Every file that a delta needs gets a second name, a hard link, in the delta's own folder. So a folder is
 complete by itself, its bases take no room twice, and the file system frees them with the last folder
 that needs them: frameworks delete old checkpoints as they like. Where the file system has no hard links,
-or the base lies on another one, the file is stored as an anchor. Knows no framework.
+or the base lies on another one, the file is stored as an anchor.
+
+The newest lossy files come back exactly by their residuals, lossless deltas against them. A residual is
+named by the digest of the very file that it belongs to, so one that is replaced is exact at every moment. It
+goes when a later save begins: what then is cut off leaves the file before it exact. Knows no framework.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
 import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -28,7 +36,7 @@ from ckptz.commands.restore import decoded_chunks
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import LENGTH_BYTES, read_envelope
 from ckptz.container.index import KEY_DIGEST, BaseRef
-from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish, sync_folder
+from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, named
@@ -40,14 +48,17 @@ from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
 from ckptz.store.needs import needs_of
-from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, open_checkpoint, open_file
+from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, base_ref, open_checkpoint, open_file
+from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
+from ckptz.training.files import remembering
 from ckptz.training.snapshot import check_dense
 from ckptz.tree.flatten import flatten
 from ckptz.tree.unflatten import unflatten
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name
+EXACT: Final = ".exact-"  # before the same in the name of a residual
 N_REMEMBERED: Final = 8  # files of which one may become the next base
 LIGHTNING_SUFFIX: Final = ".ckpt"
 ZIP_MAGIC: Final = b"PK\x03\x04"  # of what torch itself saves
@@ -58,22 +69,27 @@ class ChainOptions:
     """How the files of a run are stored.
 
     Attributes:
-        config: what may be lost; nothing by default.
+        config: what files may lose; nothing by default.
         anchor_every: every so many saves a file needs no other; 1 to 64. 1 stores no deltas.
+        exact: so many newest files come back bit for bit where they are lossy; 0 saves the writes for that.
         jobs: threads, all cores by default.
     """
 
     config: Method = LOSSLESS
     anchor_every: int = 16
+    exact: int = 1
     jobs: int | None = None
 
     def __post_init__(self) -> None:
         checked(self.config)
+        if self.exact < 0:
+            raise ConfigError(f"exact must be 0 or more, got {self.exact}")
         if not 1 <= self.anchor_every <= MAX_DEPTH:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {self.anchor_every}")
 
 
 DEFAULTS: Final = ChainOptions()
+T = TypeVar("T")
 
 
 def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:
@@ -125,6 +141,7 @@ class Chain:
                 self._is_writing, self._writer = True, threading.get_ident()
             try:
                 make_folder(path.parent)
+                self._drop_residuals()
                 written = self._write(path, replace(job, config=self.options.config))
                 for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
                     sync_folder(above)
@@ -137,6 +154,7 @@ class Chain:
             with self._tidying:  # what was asked for before is not meant for this file
                 self._unwanted = [other for other in self._unwanted if other != path.absolute()]
             try:
+                _unlink_residuals(path, with_own=False)
                 self._tidy()
             except OSError as error:
                 self.notes += (f"what is not wanted any more stays: {error}",)
@@ -174,8 +192,25 @@ class Chain:
         return None
 
     def _publish(self, path: Path, job: Job) -> Written:
-        with publish(path) as sink, Workers(self.options.jobs) as workers:
-            return write(sink, job, workers)
+        with (
+            Workers(self.options.jobs) as workers,
+            publish_together() as files,
+            files.file(path) as sink,  # which is complete, and so gets its name, last
+        ):
+            written = write(sink, job, workers)
+            if self.options.exact and written.n_lossy:
+                sink.flush()
+                place = residual_of(Path(sink.name), path)
+                lossy = contextlib.closing(open_checkpoint(sink.name))
+                with files.file(place) as exact, lossy as base:
+                    write(exact, _residual_job(job, base, path.name), workers)
+            return written
+
+    def _drop_residuals(self) -> None:
+        """Delete the residuals of all but the newest files; one that cannot be deleted is tried again."""
+        with contextlib.suppress(OSError):
+            for path in self._saved[: max(0, len(self._saved) - max(1, self.options.exact))]:
+                _unlink_residuals(path)
 
     def remove(self, path: Path) -> None:
         """Delete a file, and those bases of its folder that no file there needs any more.
@@ -198,9 +233,51 @@ class Chain:
             gone = [path for path in self._unwanted if path not in spared]
             self._unwanted = [path for path in self._unwanted if path in spared]
             for path in gone:
+                _unlink_residuals(path)
                 path.unlink(missing_ok=True)
             for folder in dict.fromkeys(path.parent for path in gone):
                 self.notes += drop_unneeded(folder)
+
+
+def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
+    """Describe the residual of a lossy file, which will be called `file`."""
+    return replace(
+        job,
+        config=LOSSLESS,
+        metadata={**(job.metadata or {}), EXACT_OF_KEY: lossy.content_id()},
+        base=base_ref(lossy, file),
+        bases=remembering(lossy.tensors),
+        guides={},
+    )
+
+
+def residual_of(path: Path, named: Path | None = None) -> Path:
+    """Give the path of the residual of the file at `path`, whether there is one or not.
+
+    Args:
+        path: the file.
+        named: what it will be called, if it has another name now.
+    """
+    named = path if named is None else named
+    return named.with_name(f"{named.stem}{EXACT}{_digest(path)}{SUFFIX}")
+
+
+def residuals_of(path: Path) -> list[Path]:
+    """List the residuals of a file, and of others that had its name."""
+    return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
+
+
+def _unlink_residuals(path: Path, *, with_own: bool = True) -> None:
+    for residual in residuals_of(path):
+        if with_own or residual != residual_of(path):
+            residual.unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    """Give digits that only this very file has: others may have the same values, and other codes for them."""
+    with contextlib.closing(FileBytes(path)) as source:
+        digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
+    return digest[:N_DIGITS]
 
 
 def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
@@ -212,11 +289,9 @@ def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
     Raises:
         OSError: a file of the chain is not there any more.
     """
-    # Only this very file has this name; others may have the same values, and other codes for them.
-    with contextlib.closing(FileBytes(base.files[0].name)) as source:
-        digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
+    digest = _digest(Path(base.files[0].name))
     refs = [file.index.base for file in base.files if isinstance(file, Container)]
-    names = (f"{BASE_PREFIX}{digest[:N_DIGITS]}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
+    names = (f"{BASE_PREFIX}{digest}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
     for file, name in zip(base.files, names, strict=True):
         try:
             os.link(file.name, folder / name)
@@ -296,6 +371,30 @@ def on_host(state: Any) -> Any:
         return copies[key]
 
     return to_plain(state, tensor)
+
+
+def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
+    """Read a file that a `Chain` wrote by its residual, or as it is if there is none.
+
+    A residual that fails a check is a warning, and `read` is called again with the file itself.
+
+    Args:
+        path: the file.
+        read: is given the path to read.
+    """
+    residual = residual_of(path)
+    if residual.exists():
+        try:
+            return read(residual)
+        except (FormatError, MissingBaseError, FileNotFoundError) as error:
+            what = f"{path}: is restored with what it loses: {error}"
+            warnings.warn(what, RuntimeWarning, stacklevel=3)
+    return read(path)
+
+
+def read_newest(path: Path, jobs: int | None = None) -> Any:
+    """Read the state that a `Chain` was given for a file, as exactly as it is there; see `read_state`."""
+    return as_exactly_as_may_be(path, functools.partial(read_state, jobs=jobs))
 
 
 def read_state(path: Path, jobs: int | None = None) -> Any:

@@ -38,9 +38,10 @@ from ckptz.api.safe_open import PathLike
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
-from ckptz.integrations.linked import DEFAULTS, ChainOptions
+from ckptz.integrations.linked import DEFAULTS, EXACT, ChainOptions
 from ckptz.integrations.merging import TIMEOUT, own_group
 from ckptz.store.needs import needs_of
+from ckptz.store.resolve import SUFFIX
 from ckptz.training.rng import random_state, set_random_state
 
 __all__ = ["ShardedCheckpointer"]
@@ -60,7 +61,8 @@ class ShardedCheckpointer:
         model: its parameters and buffers.
         optimizer: one or several.
         extra: by name, what else has `state_dict` and `load_state_dict`.
-        options: how steps are stored, each against the one before if the layout of shards is the same.
+        options: how steps are stored, each against the one before if the layout of shards is the same; and
+            how many newest ones stay exact if they are lossy.
         keep_last: so many steps stay.
         background: write beside training.
         timeout: after which a rank gives up on the others.
@@ -111,7 +113,8 @@ class ShardedCheckpointer:
         path = self._path(step)
         if self._rank == 0 and path.exists():  # of a save that was cut off
             shutil.rmtree(path)
-        writer = CkptzStorageWriter(path, options=self._options, base=base, group=self._group)
+        exact = self._options.exact != 0
+        writer = CkptzStorageWriter(path, options=self._options, base=base, group=self._group, exact=exact)
         if self._is_background:
             saving = async_save(
                 self._state(), storage_writer=writer, process_group=self._group, no_dist=self._n_ranks == 1
@@ -154,6 +157,9 @@ class ShardedCheckpointer:
         kept = [self._path(step) for step in steps[-self._keep_last :]]
         if not kept:
             return ()
+        for path in kept[: max(0, len(kept) - self._options.exact)]:
+            for residual in path.glob(f"*{EXACT}*{SUFFIX}"):
+                residual.unlink(missing_ok=True)
         older = folders[: folders.index(kept[-1])]
         needs = needs_of(kept, _checked, lambda path: folders[: folders.index(path)])
         for path in older:

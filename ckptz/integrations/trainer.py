@@ -6,8 +6,9 @@
     trainer.train(resume_from_checkpoint=True)
 
 A folder `checkpoint-N` holds model.ckptz, state.ckptz (optimizer, scheduler, scaler), rng-RANK.ckptz, their
-bases as hard links, and the JSON files that the Trainer writes itself; no pickle. Each folder is
-complete, so `save_total_limit` deletes what it likes. See docs/frameworks.md.
+bases as hard links, for the newest what these lose if they are lossy, and the JSON files that the Trainer
+writes itself; no pickle. Each folder is complete, so `save_total_limit` deletes what it likes. See
+docs/frameworks.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from ckptz.container.publish import make_folder
 from ckptz.encoding.extent import moments_energy
 from ckptz.encoding.guide import Guide
 from ckptz.errors import UnsupportedError
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, on_host, read_state
+from ckptz.integrations.linked import (
+    DEFAULTS,
+    Chain,
+    ChainOptions,
+    job_of,
+    on_host,
+    read_newest,
+    read_state,
+)
 from ckptz.integrations.versions import warn_untested
 from ckptz.pipeline import Job
 from ckptz.roles import Rule
@@ -133,7 +142,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if path is None or not path.is_file():
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        state = read_state(path, self._ckptz.jobs)
+        state = read_newest(path, self._ckptz.jobs)
         check_training(state, str(path))
         model, optimizers = _unwrapped(self), [_bare(self.optimizer)]
         check_optimizers_fit(model, optimizers, state, str(path))
@@ -210,6 +219,6 @@ def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSourc
 
 
 def _load_weights(trainer: Any, path: Path, model: Any) -> None:
-    state = read_state(path, trainer._ckptz.jobs)
+    state = read_newest(path, trainer._ckptz.jobs)
     target = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
     trainer._issue_warnings_after_load(target.load_state_dict(state, strict=False))

@@ -133,7 +133,8 @@ class StepStore:
     def _less_cut_off(self, listing: Listing) -> Listing:
         """The listing with an upload that was cut off among the leftovers, where the store shows such."""
         newest = max((file.step for file in listing.sizes), default=None)
-        cut = {file for file in listing.sizes if file.step == newest and self._ends_early(file, listing)}
+        lossy = {file for file in listing.sizes if file.step == newest and not file.is_exact}
+        cut = {file for file in lossy if self._ends_early(file, listing)}
         cut |= {file.exact for file in cut} & set(listing.sizes)
         found = listing.without(cut)
         return replace(found, leftovers=(*found.leftovers, *(file.name for file in sorted(cut))))

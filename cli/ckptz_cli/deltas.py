@@ -86,7 +86,8 @@ def fold(session: Session, /, between: str, output: Path, **how: Any) -> None:
 def export(session: Session, /, step: str, output: Path, **how: Any) -> None:
     """Write one step of a chain as a file that needs no other.
 
-    STEP is a file, or the number of a step, which is looked up in DIR.
+    STEP is a file, or the number of a step, which is looked up in DIR. In a training run whose files are
+    lossy, the number gives the exact values of the step if they are there, and a file its own.
     """
     import ckptz
     from ckptz_cli.render_chains import exported_line

@@ -39,7 +39,7 @@ def verify(
     With --against, also check that names, types, shapes, metadata and all bits are those of ORIGINAL.
     Lossy tensors must be within the errors that the file records.
 
-    In a folder, every .ckptz file and its chain is checked, and in a training run that the two files of
+    In a folder, every .ckptz file and its chain is checked, and in a training run that the files of
     each step belong together. All files are checked; the first failure decides the exit code.
 
     Other files and folders are held against the seal that ckptz seal wrote, which is found beside them.

@@ -1,0 +1,131 @@
+"""Files of frameworks that lose something, and come back exactly while they are the newest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckptz import KMeans
+from ckptz.errors import ConfigError
+from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
+from ckptz.integrations.linked import Chain, job_of, read_newest, read_state
+from ckptz.integrations.sharded import ShardedCheckpointer
+
+OPTIONS = ChainOptions(config=KMeans(levels=8), jobs=1)
+
+
+def a_state(step: int) -> dict[str, Any]:
+    weight = torch.randn(80, 80, generator=torch.Generator().manual_seed(3))
+    return {"weight": weight + step / 1000, "step": step}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a["step"] == b["step"] and torch.equal(a["weight"], b["weight"])
+
+
+def residuals(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.exact-*.ckptz"))
+
+
+@pytest.mark.parametrize("name", ["{}/model.ckptz", "{}.ckpt", "last.ckpt"])
+def test_the_newest_file_comes_back_exactly(tmp_path: Path, name: str) -> None:
+    chain = Chain(OPTIONS)
+    for step in range(4):
+        path = tmp_path / name.format(step)
+        chain.write(path, job_of(a_state(step)))
+        assert same(read_newest(path), a_state(step))
+        assert not same(read_state(path), a_state(step)), "a path gives that file's own values"
+        assert len(residuals(tmp_path)) == 1 + (step > 0 and name != "last.ckpt"), (
+            "of this and the one before"
+        )
+
+
+def test_a_residual_goes_when_a_later_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(OPTIONS)
+    for step in range(3):
+        chain.write(tmp_path / f"{step}.ckpt", job_of(a_state(step)))
+    monkeypatch.setattr(Chain, "_publish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        chain.write(tmp_path / "3.ckpt", job_of(a_state(3)))
+    assert same(read_newest(tmp_path / "2.ckpt"), a_state(2))
+    assert [path.name.split(".")[0] for path in residuals(tmp_path)] == ["2"]
+    assert not same(read_newest(tmp_path / "1.ckpt"), a_state(1))
+
+
+def test_a_file_that_is_removed_takes_its_residual_along(tmp_path: Path) -> None:
+    chain = Chain(OPTIONS)
+    for step in range(2):
+        chain.write(tmp_path / f"{step}.ckpt", job_of(a_state(step)))
+    chain.remove(tmp_path / "1.ckpt")
+    chain.remove(tmp_path / "0.ckpt")
+    assert not [path.name for path in tmp_path.iterdir()]
+    assert not chain.notes
+
+
+@pytest.mark.parametrize("exact", [0, 2])
+def test_others_may_be_exact_or_none(tmp_path: Path, exact: int) -> None:
+    chain = Chain(ChainOptions(config=KMeans(levels=8), exact=exact, jobs=1))
+    for step in range(4):
+        chain.write(tmp_path / f"{step}.ckpt", job_of(a_state(step)))
+    found = [same(read_newest(tmp_path / f"{step}.ckpt"), a_state(step)) for step in range(4)]
+    assert found == ([False] * 4 if not exact else [False, True, True, True])
+    with pytest.raises(ConfigError, match="exact must be 0 or more"):
+        ChainOptions(exact=-1)
+
+
+def test_what_loses_nothing_has_no_residual(tmp_path: Path) -> None:
+    Chain(ChainOptions(jobs=1)).write(tmp_path / "0.ckpt", job_of(a_state(0)))
+    assert not residuals(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [b"", b"no file of ours at all", None])
+def test_a_residual_that_is_not_right_is_told_of(tmp_path: Path, wrong: bytes | None) -> None:
+    chain = Chain(OPTIONS)
+    for step in range(2):
+        chain.write(tmp_path / f"{step}.ckpt", job_of(a_state(step)))
+    other, [residual] = residuals(tmp_path)[0], residuals(tmp_path)[1:]
+    residual.write_bytes(other.read_bytes()[:-20] if wrong is None else wrong)
+    with pytest.warns(RuntimeWarning, match="is restored with what it loses"):
+        found = read_newest(tmp_path / "1.ckpt")
+    assert same(found, read_state(tmp_path / "1.ckpt"))
+
+
+# --- folders of shards ----------------------------------------------------------------------------------
+
+
+def test_a_folder_of_shards_is_exact_if_that_was_asked_for(tmp_path: Path) -> None:
+    for exact in (False, True):
+        place = tmp_path / str(exact)
+        for step in (0, 1):  # the second replaces the first
+            writer = CkptzStorageWriter(place, options=OPTIONS, exact=exact)
+            dcp.save(a_state(step), storage_writer=writer, no_dist=True)
+        assert len(residuals(place)) == exact
+        state = {"weight": torch.zeros(80, 80), "step": 0}
+        dcp.load(state, storage_reader=CkptzStorageReader(place, jobs=1), no_dist=True)
+        assert same(state, a_state(1)) == exact
+    [residual] = residuals(tmp_path)
+    residual.write_bytes(residual.read_bytes()[:-9])
+    with pytest.warns(RuntimeWarning, match="is restored with what it loses"):
+        dcp.load(state, storage_reader=CkptzStorageReader(place, jobs=1), no_dist=True)
+    assert not same(state, a_state(1))
+
+
+@pytest.mark.parametrize("exact", [0, 1, 2])
+def test_the_newest_steps_of_many_ranks_are_exact(tmp_path: Path, exact: int) -> None:
+    model = torch.nn.Linear(80, 80)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = ChainOptions(config=KMeans(levels=8), exact=exact, jobs=1)
+    with ShardedCheckpointer(tmp_path, model, optimizer, options=options, background=False) as checkpointer:
+        saved = {}
+        for step in range(3):
+            model(torch.randn(4, 80)).square().mean().backward()
+            optimizer.step()
+            checkpointer.save(step)
+            saved[step] = model.weight.detach().clone()
+        for step, weight in saved.items():
+            checkpointer.restore(step)
+            assert model.weight.equal(weight) == (step > 2 - exact)
