@@ -1,11 +1,10 @@
 """A lossy run whose newest step is exact: bytes on disk after so many steps, and what the residuals cost.
 
-    python -m bench.product.exact_head [--small]
+    python -m bench.product.exact_head [--long] [--small]
 
-The state is synthetic: four square matrices with their biases, 1.05 M parameters, and for the longest run
-0.26 M. A real AdamW moves them under gradients that pull towards a point that drifts, with as much noise;
-five updates lie between two saves. A real run moves otherwise, so the ratios of the lossy files are this
-state's own.
+The state is synthetic: four square matrices with their biases, 1.05 M parameters. A real AdamW moves them
+under gradients that pull towards a point that drifts, with as much noise; five updates lie between two saves.
+A real run moves otherwise, so the ratios of the lossy files are this state's own.
 
 *bytes*: one run with `config=Grid()` in which every step stays. At each mark its newest step gets residuals,
 and a dry prune says what a rule leaves. *seconds*: CPU time of a save on one thread, median of the first
@@ -35,7 +34,8 @@ from ckptz.store.retention import prune_folder
 from ckptz.training.checkpointer import SaveReport
 
 WIDTH: Final = 512
-MARKS: Final = {WIDTH: [14, 100], WIDTH // 2: [1000]}  # steps, by the width of the matrices
+MARKS: Final = (14, 100)
+LONG: Final = 1000
 UPDATES: Final = 5
 ARMS: Final[dict[str, tuple[Method, int]]] = {
     "lossless": (LOSSLESS, 1),
@@ -132,8 +132,7 @@ def byte_rows(width: int, marks: list[int]) -> list[Row]:
                         training.train()
                         report = saved(saver, step)
             for name, n_kept in RULES.items():
-                row = _byte_row(folder, last, name, n_kept, report.tensor_bytes)
-                rows.append({"parameters": sum(p.numel() for p in training.model), **row})
+                rows.append(_byte_row(folder, last, name, n_kept, report.tensor_bytes))
     return rows
 
 
@@ -156,15 +155,16 @@ def _byte_row(folder: Path, n_steps: int, name: str, n_kept: int | None, raw: in
 def main() -> int:
     """Command line."""
     parser = parser_of(__doc__)
+    parser.add_argument("--long", action="store_true", help=f"{LONG} steps too: about an hour")
     parser.add_argument("--small", action="store_true", help="sizes that say nothing; writes no results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.small:
         print(*second_rows(64, 3), *byte_rows(64, [2, 7]), sep="\n")
         return 0
-    seconds = second_rows(WIDTH, MARKS[WIDTH][0])
+    seconds = second_rows(WIDTH, MARKS[0])
     save_rows("exact_head_seconds", seconds)
-    save_rows("exact_head_bytes", [row for width, marks in MARKS.items() for row in byte_rows(width, marks)])
+    save_rows("exact_head_bytes", byte_rows(WIDTH, [*MARKS, *[LONG] * options.long]))
     finish("exact_head", machine(), seconds)
     return 0
 
