@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from ckptz.kernels.notice import NOTICE
 from tests.support.bombs import BOMBS
 
-MAX_SECONDS = 10
-MAX_PEAK_MB = 1024  # of the process; what a file's values take comes on top in `load_file`
+MAX_SECONDS = 10  # of CPU: other programs may run beside this
+MAX_PEAK_MB = 1280  # of the process, SECURITY.md; the values themselves come on top in `load_file`
+TRIES = 3  # a core that others use too takes longer now and then
 
 RUN = """
 import resource, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 from ckptz.commands.inspect import inspect
+from ckptz.commands.restore import restore
 from ckptz.commands.verify import verify
 from ckptz.errors import CkptzError
 from ckptz.numpy import load_file
@@ -27,6 +30,7 @@ verbs = {
     "inspect": inspect,
     "verify": lambda path: verify(path, jobs=2),
     "load_file": lambda path: load_file(path, jobs=2),
+    "restore": lambda path: restore(path, f"{path}.out", jobs=2, max_decoded_bytes=1 << 30, force=True),
 }
 begin = time.process_time()
 try:
@@ -37,7 +41,17 @@ except CkptzError as error:
 assert "torch" not in sys.modules
 print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 """
-REFUSED = {("outer_vectors", "verify"), ("outer_vectors", "load_file"), ("constant_chunks", "load_file")}
+VERBS = ("inspect", "verify", "load_file", "restore")
+REFUSED = {("constant_chunks", "load_file"), ("constant_chunks", "restore")} | {
+    ("outer_vectors", verb) for verb in VERBS[1:]
+}
+QUICK = {
+    ("outer_vectors", "inspect"),
+    ("outer_vectors", "verify"),
+    ("expanded_maps", "load_file"),
+    ("constant_chunks", "load_file"),
+    ("base_codes", "verify"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +59,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bombs")
 
 
+def run(path: Path, verb: str) -> tuple[str, float, float]:
+    """What came of a verb in a process of its own, its seconds of CPU, and its peak in MiB."""
+    command = [sys.executable, "-c", RUN, str(path), verb]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if NOTICE in done.stderr:  # a compiler takes more than any file, once a machine
+        return run(path, verb)
+    assert not done.returncode, done.stderr
+    outcome, seconds, peak_mb = done.stdout.split()
+    return outcome, float(seconds), float(peak_mb)
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts memory as Linux does")
 @pytest.mark.parametrize(
     ("name", "verb"),
     [
-        pytest.param(name, verb, marks=pytest.mark.slow)
+        pytest.param(name, verb, marks=() if (name, verb) in QUICK else pytest.mark.slow)
         for name in BOMBS
-        for verb in ("inspect", "verify", "load_file")
+        for verb in VERBS
     ],
 )
 def test_a_bomb_ends_soon_and_in_little_memory(name: str, verb: str, folder: Path) -> None:
     path = folder / f"{name}.ckptz"
     if not path.exists():
         path.write_bytes(BOMBS[name]())
-    command = [sys.executable, "-c", RUN, str(path), verb]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert not done.returncode, done.stderr
-    outcome, figures = done.stdout.splitlines()
-    seconds, peak_mb = map(float, figures.split())
-    assert outcome == ("LimitError" if (name, verb) in REFUSED else "result")
-    assert seconds < MAX_SECONDS  # of CPU: other programs may run beside this
-    assert peak_mb < MAX_PEAK_MB
+    expected = "LimitError" if (name, verb) in REFUSED else "result"
+    for _ in range(TRIES):
+        outcome, seconds, peak_mb = run(path, verb)
+        assert outcome == expected
+        assert peak_mb < MAX_PEAK_MB
+        if seconds < MAX_SECONDS:
+            return
+    pytest.fail(f"{seconds:.1f} s of CPU, {TRIES} times")

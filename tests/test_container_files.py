@@ -15,7 +15,7 @@ from ckptz import pipeline
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.container import writer
-from ckptz.container.amend import amend_quality
+from ckptz.container.amend import amend_metadata, amend_quality
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.inline_writer import NeededBase, write_inline
@@ -355,6 +355,16 @@ def test_a_file_becomes_shorter_where_records_go(tmp_path: Path) -> None:
     amend_quality(path, [record(2.0 + i / 1000) for i in range(9)])
     assert amend_quality(path, []) == path.stat().st_size == written.stored_bytes
     assert path.read_bytes() == data
+
+
+def test_metadata_are_added_to_a_finished_file(tmp_path: Path) -> None:
+    data, _ = write({"w": of(weights(40))}, metadata={"author": "somebody", "run": "1"})
+    path = tmp_path / "w.ckptz"
+    path.write_bytes(data)
+    assert amend_metadata(path, {"run": "2", "step": "7"}) == path.stat().st_size
+    after = opened(path.read_bytes())
+    assert after.index.metadata == {"author": "somebody", "run": "2", "step": "7"}
+    assert np.array_equal(units_of(after.tensors["w"]), units_of(opened(data).tensors["w"]))
 
 
 def test_a_file_that_is_none_is_not_amended(tmp_path: Path) -> None:

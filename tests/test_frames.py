@@ -46,6 +46,8 @@ from tests.support.frame_support import (
     cases,
     expected_labels,
     expected_units,
+    random_table,
+    random_units,
     round_trip,
 )
 
@@ -264,6 +266,28 @@ def test_changed_streams_and_wrong_records_are_told_apart() -> None:
     wrong = FrameHeader(header.dtype, header.shape, header.plan, (record,))
     with pytest.raises(CorruptionError, match="other values than were written"):
         case.decode(wrong, [chunks[0].payload])
+
+
+@pytest.mark.parametrize("predictor", Predictor)
+@pytest.mark.parametrize("domain", [Domain.LINEAR, Domain.BITS])
+@pytest.mark.parametrize("dtype", [dtype_of("F32"), dtype_of("BF16")], ids=["F32", "BF16"])
+def test_few_units_are_decoded_without_the_rest_of_the_map(
+    dtype: DType, domain: Domain, predictor: Predictor
+) -> None:
+    """A header of some kilobytes may stand for a map of a million entries, and for four units."""
+    rng, (n_rows, n_codes), n = np.random.default_rng(5), (40, 30), 700
+    for table in (random_table(rng, domain, (n_rows, n_codes), dtype) for _ in range(6)):
+        quant_map = QuantizationMap(table, rng.permutation(n_rows), zero_code=3)
+        plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor)
+        codes, labels = rng.integers(0, n_codes, n).astype(np.uint8), rng.integers(0, n_rows, n)
+        kind = reference.F32 if predictor is Predictor.OUTER else values_module.KINDS[dtype.name]
+        base = None if predictor is Predictor.ZERO else random_units(rng, kind, n)
+        few, many = (np.empty(m, UNIT_TYPES[dtype.unit_bytes]) for m in (n, 2 * n))
+        made = values_module.ValueTable.of(dtype, plan)
+        made.decode(codes, labels, base, few)
+        assert "entries" not in vars(made)
+        made.decode(np.tile(codes, 2), np.tile(labels, 2), None if base is None else np.tile(base, 2), many)
+        assert np.array_equal(np.tile(few, 2), many)
 
 
 def test_values_that_are_not_finite_must_be_protected() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import threading
 from dataclasses import dataclass, field
@@ -13,13 +15,15 @@ import pytest
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.codec.frame import FrameHeader
+from ckptz.codec.units import ArraySource
 from ckptz.container import byte_source, checked_index, needed, reader
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.caches import MAX_IDLE_ELEMENTS, ChunkCache, HeaderCache
-from ckptz.container.envelope import build_header, read_envelope
+from ckptz.container.envelope import build_header, read_envelope, strict_json
 from ckptz.container.index import Index, pack_index
 from ckptz.container.needed import MAX_FRAMES, Decoded, Held, Node, gather
 from ckptz.container.reader import Container, FrameSource
+from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, CorruptionError, FormatError, LimitError, TruncatedError
 from tests.support.spec_files import File, Frame, open_bytes
 
@@ -175,6 +179,24 @@ def test_a_plain_file_is_no_container() -> None:
         Container(source, read_envelope(source))
 
 
+def is_text(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def test_a_string_of_json_has_no_half_of_a_surrogate_pair() -> None:
+    pieces = (r"\ud800", r"\uDBff", r"\udc00", r"\uDFFF", r"\ud7ff", r"\ue000", r"\\", r"\n", "ud800", "x")
+    for some in itertools.product(pieces, repeat=4):
+        text = f'["{"".join(some)}"]'
+        if is_text(json.loads(text)[0]):
+            assert strict_json(text.encode(), "it") == json.loads(text)
+        else:
+            with pytest.raises(CorruptionError, match="it: not valid JSON"):
+                strict_json(text.encode(), "it")
+
+
 def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_index, "MAX_INDEX_BYTES", 10)
     with pytest.raises(CorruptionError, match="larger than 64 MiB"):
@@ -191,6 +213,15 @@ def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
         assert (one.dtype, one.shape) == (source.dtype, source.shape)
         assert one.units(0, 4).tobytes() == b"\1\2\3\4"
         assert one.codes(0, 4) is None
+    assert cached.n_codes is None
+    assert cached.stored == source.stored
+
+
+def test_a_source_without_a_frame_has_no_codes() -> None:
+    source = ArraySource.from_buffer(dtype_of("U8"), (4,), b"\1\2\3\4")
+    assert (source.stored, source.n_codes) == (None, None)
+    units, codes = source.units_and_codes(1, 3)
+    assert (units.tobytes(), codes) == (b"\2\3", None)
 
 
 def test_an_index_that_no_reader_accepts_is_not_written() -> None:

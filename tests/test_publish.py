@@ -207,6 +207,23 @@ def test_a_new_folder_lasts_a_power_cut_and_so_do_those_above_it(
     assert synced[2:] == [tmp_path / "runs"]
 
 
+def test_a_folder_that_another_process_makes_meanwhile_is_taken_and_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("ckptz.container.publish.sync_folder", synced.append)
+    mkdir = Path.mkdir
+
+    def late(self: Path) -> None:
+        mkdir(self)
+        mkdir(self)
+
+    monkeypatch.setattr(Path, "mkdir", late)
+    assert not make_folder(tmp_path / "runs" / "one")
+    assert (tmp_path / "runs" / "one").is_dir()
+    assert synced == [tmp_path, tmp_path / "runs"]
+
+
 def test_a_folder_is_made_where_it_was_named_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below"):

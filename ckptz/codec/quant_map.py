@@ -6,6 +6,7 @@ domain it is an integer that is added to the ordered bit pattern.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,12 +19,32 @@ from ckptz.kernels import reference
 MAX_CODES: Final = 256
 MAX_ROWS: Final = 4096
 
-Table = NDArray[Any]  # [n_rows, n_codes], uint32 patterns or integers as wide as the unit
+Table = NDArray[Any]  # uint32 patterns, or integers as wide as the unit
+
+
+class _Table(ABC):
+    """What the codes of each row stand for: F32 patterns, or unit-wide integers."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(rows, codes)."""
+
+    @abstractmethod
+    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
+        """Compute the entries of rows and codes, whose shapes are broadcast."""
+
+    def expand(self) -> Table:
+        """Compute all entries [n_rows, n_codes]."""
+        n_rows, n_codes = self.shape
+        return self.at(np.arange(n_rows)[:, None], np.arange(n_codes))
 
 
 @dataclass(frozen=True, slots=True)
-class ExplicitTable:
-    """Entries as they are, [n_rows, n_codes]: F32 patterns, or unit-wide integers."""
+class ExplicitTable(_Table):
+    """Entries as they are, [n_rows, n_codes]."""
 
     entries: Table
 
@@ -33,13 +54,15 @@ class ExplicitTable:
         n_rows, n_codes = self.entries.shape
         return n_rows, n_codes
 
+    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
+        return self.entries[rows, codes]
+
     def expand(self) -> Table:
-        """Give the entries [n_rows, n_codes]."""
         return self.entries
 
 
 @dataclass(frozen=True, slots=True)
-class LinearTable:
+class LinearTable(_Table):
     """Entry [k, c] is scale[k] * level[c] + offset[k], each step rounded to double, then to F32."""
 
     scale: NDArray[np.float64]
@@ -51,15 +74,14 @@ class LinearTable:
         """(rows, codes)."""
         return len(self.scale), len(self.level)
 
-    def expand(self) -> Table:
-        """Compute F32 patterns [n_rows, n_codes]."""
+    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
         with np.errstate(all="ignore"):
-            product = self.scale[:, None] * self.level[None, :]
-            return reference.round_f64((product + self.offset[:, None]).reshape(-1)).reshape(self.shape)
+            entries = self.scale[rows] * self.level[codes] + self.offset[rows]
+            return reference.round_f64(entries.reshape(-1)).reshape(entries.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerTable:
+class IntegerTable(_Table):
     """Entry [k, c] is scale[k] * level[c] + offset[k], modulo 2^width."""
 
     scale: NDArray[np.int64]
@@ -72,10 +94,9 @@ class IntegerTable:
         """(rows, codes)."""
         return len(self.scale), len(self.level)
 
-    def expand(self) -> Table:
-        """Compute unsigned integers [n_rows, n_codes] of `width` bits."""
+    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
         with np.errstate(over="ignore"):
-            entries = self.scale[:, None] * self.level[None, :] + self.offset[:, None]
+            entries = self.scale[rows] * self.level[codes] + self.offset[rows]
         return entries.astype(np.uint32 if self.width == 32 else np.uint16)
 
 

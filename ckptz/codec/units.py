@@ -57,6 +57,9 @@ class TensorSource:
         def shape(self) -> tuple[int, ...]:
             """Dimensions, in elements."""
 
+        def units(self, begin: int, end: int) -> Units:
+            """Read units begin..end, little-endian unsigned integers in memory that may be shared."""
+
     @property
     def stored(self) -> Stored | None:
         """How it stands in a frame of its own; None if it has none."""
@@ -66,10 +69,6 @@ class TensorSource:
     def n_codes(self) -> int | None:
         """Size of the alphabet of the codes of its own frame; None if it has none."""
         return None
-
-    def units(self, begin: int, end: int) -> Units:
-        """Read units begin..end as little-endian unsigned integers; may share memory, never written to."""
-        raise NotImplementedError
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Read the codes of units begin..end, uint8; None if no quantization map made them."""

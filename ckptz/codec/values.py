@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.plan import Domain, OuterVectors, Plan, Predictor
+from ckptz.codec.quant_map import MAX_CODES, QuantizationMap
 from ckptz.codec.units import UNIT_TYPES
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, reference
@@ -19,33 +22,44 @@ Units = NDArray[Any]
 KINDS: Final = {"F32": reference.F32, "BF16": reference.BF16, "F16": reference.F16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ValueTable:
     """A quantization map as the kernels take it.
 
     Attributes:
-        entries: [n_rows, n_codes]: units already for the zero predictor in the linear domain, else F32
-            patterns or integers.
-        row_of_class: row of each class.
+        plan: of the frame.
+        quant_map: of the plan.
+        kind: of the floats.
+        unit_bytes: of them.
     """
 
     plan: Plan
+    quant_map: QuantizationMap
     kind: int
-    entries: NDArray[Any]
-    row_of_class: NDArray[np.uint16]
     unit_bytes: int
 
     @classmethod
     def of(cls, dtype: DType, plan: Plan) -> Self:
-        """Expand the map of a plan."""
+        """Take the map of a plan."""
         assert plan.quant_map is not None
-        kind = KINDS[dtype.name]
-        entries = plan.quant_map.table.expand()
-        if plan.domain is Domain.LINEAR and plan.predictor is Predictor.ZERO:
-            flat = reference.add_f32(np.zeros(entries.size, np.uint32), entries.reshape(-1))
-            entries = reference.from_f32(flat, kind).reshape(entries.shape)
-        rows = plan.quant_map.row_of_class.astype(np.uint16)
-        return cls(plan, kind, np.ascontiguousarray(entries), rows, dtype.unit_bytes)
+        return cls(plan, plan.quant_map, KINDS[dtype.name], dtype.unit_bytes)
+
+    @cached_property
+    def entries(self) -> NDArray[Any]:
+        """[n_rows, n_codes]: units already for the zero predictor in the linear domain, else F32 patterns or
+        integers."""
+        return np.ascontiguousarray(self._ready(self.quant_map.table.expand()))
+
+    @cached_property
+    def row_of_class(self) -> NDArray[np.uint16]:
+        """The row of each class."""
+        return self.quant_map.row_of_class.astype(np.uint16)
+
+    def _ready(self, entries: NDArray[Any]) -> NDArray[Any]:
+        if self.plan.domain is not Domain.LINEAR or self.plan.predictor is not Predictor.ZERO:
+            return entries
+        flat = reference.add_f32(np.zeros(entries.size, np.uint32), entries.reshape(-1))
+        return reference.from_f32(flat, self.kind).reshape(entries.shape)
 
     def decode(self, codes: Bytes, labels: NDArray[Any] | None, prediction: Units | None, out: Units) -> None:
         """Restore codes [n] into `out`, units [n]; escaped and protected ones are still to be put in place.
@@ -57,29 +71,46 @@ class ValueTable:
             out: units [n].
         """
         rows = self.row_of_class[:1] if labels is None else self.row_of_class[labels]
-        linear = self.plan.domain is Domain.LINEAR
-        if linear and prediction is None:
-            cpu().lookup(codes, rows, self.entries, out)
-        elif linear and self.plan.predictor is Predictor.OUTER:
-            terms = np.empty(len(codes), np.uint32)
-            cpu().lookup(codes, rows, self.entries, terms)
-            out[:] = cpu().from_f32(cpu().add_f32(prediction, terms), self.kind)
-        elif linear:
-            cpu().add_linear(prediction, codes, rows, self.entries, self.kind, out)
+        if len(codes) < math.prod(self.quant_map.table.shape) and labels is not None:
+            self._decode(*self._only(rows, codes), prediction, out)
         else:
-            self._decode_bits(codes, rows, prediction, out)
-        zero = self.plan.quant_map.zero_code if self.plan.quant_map else None
-        if zero is not None:
-            out[codes == zero] = 0
+            self._decode(codes, rows, self.entries, prediction, out)
+        if self.quant_map.zero_code is not None:
+            out[codes == self.quant_map.zero_code] = 0
 
-    def _decode_bits(
-        self, codes: Bytes, rows: NDArray[np.uint16], prediction: Units | None, out: Units
+    def _only(self, rows: NDArray[np.uint16], codes: Bytes) -> tuple[Bytes, NDArray[np.uint16], NDArray[Any]]:
+        """Make a table of what few units use, less than a million, with one entry for each.
+
+        A header of a few kilobytes may stand for a table of a million entries.
+        """
+        at, found = np.arange(len(codes)), self._ready(self.quant_map.table.at(rows, codes))
+        entries = np.zeros((-(-len(codes) // MAX_CODES), MAX_CODES), found.dtype)
+        entries.reshape(-1)[: len(codes)] = found
+        return (at % MAX_CODES).astype(np.uint8), (at // MAX_CODES).astype(np.uint16), entries
+
+    def _decode(
+        self,
+        codes: Bytes,
+        rows: NDArray[np.uint16],
+        entries: NDArray[Any],
+        prediction: Units | None,
+        out: Units,
     ) -> None:
-        if prediction is None:
-            prediction = np.zeros(len(codes), UNIT_TYPES[self.unit_bytes])
-        elif self.plan.predictor is Predictor.OUTER:
-            prediction = cpu().from_f32(prediction, self.kind)
-        cpu().add_bits(prediction, codes, rows, self.entries, out)
+        is_outer = self.plan.predictor is Predictor.OUTER
+        if self.plan.domain is not Domain.LINEAR:
+            if prediction is None:
+                prediction = np.zeros(len(codes), UNIT_TYPES[self.unit_bytes])
+            elif is_outer:
+                prediction = cpu().from_f32(prediction, self.kind)
+            cpu().add_bits(prediction, codes, rows, entries, out)
+        elif prediction is None:
+            cpu().lookup(codes, rows, entries, out)
+        elif is_outer:
+            terms = np.empty(len(codes), np.uint32)
+            cpu().lookup(codes, rows, entries, terms)
+            out[:] = cpu().from_f32(cpu().add_f32(prediction, terms), self.kind)
+        else:
+            cpu().add_linear(prediction, codes, rows, entries, self.kind, out)
 
 
 def predicted(

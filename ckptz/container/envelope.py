@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
+
+import msgspec
 
 from ckptz.container.byte_source import ByteSource
 from ckptz.dtypes import DType, dtype_of
@@ -69,6 +72,8 @@ def _finite_integer(digits: str) -> int:
     return int(digits)
 
 
+_PAIR: Final = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # a character of two escapes
+_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _DECODER: Final = json.JSONDecoder(
     object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite, parse_int=_finite_integer
 )
@@ -81,13 +86,14 @@ def strict_json(text: bytes, what: str) -> Any:
         raise CorruptionError(f"{what}: more than {MAX_JSON_VALUES} values")
     try:
         value = _DECODER.decode(text.decode())
-        if b"\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()  # what is no text cannot be written as such
-        return value
     except CorruptionError as error:
         raise CorruptionError(f"{what}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{what}: not valid JSON ({error})") from None
+    # Backslashes that stand for themselves go first: what begins with one then is an escape.
+    if _HALF.search(_PAIR.sub(b"", text.replace(b"\\\\", b"  "))):
+        raise CorruptionError(f"{what}: not valid JSON (half of a surrogate pair)")
+    return value
 
 
 def read_envelope(source: ByteSource) -> Envelope:
@@ -116,7 +122,7 @@ def read_envelope(source: ByteSource) -> Envelope:
 
 def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
     metadata = raw.pop("__metadata__", None)
-    if metadata is not None and not _is_text_map(metadata):
+    if metadata is not None and not is_text_map(metadata):
         raise CorruptionError("header: __metadata__ is not a map of strings")
     regions = sorted((_region(name, row) for name, row in raw.items()), key=lambda r: (r.begin, r.end))
     position = 0
@@ -131,8 +137,9 @@ def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
     return Envelope(metadata, tuple(regions), data_offset)
 
 
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+def is_text_map(value: Any) -> bool:
+    """Tell whether a value of JSON maps names to strings; there may be millions."""
+    return isinstance(value, dict) and set(map(type, value.values())) <= {str}
 
 
 def _is_count(value: Any) -> bool:
@@ -167,7 +174,7 @@ def build_header(
     rows: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for r in regions:
         rows[r.name] = {"dtype": r.dtype.name, "shape": list(r.shape), "data_offsets": [r.begin, r.end]}
-    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text = msgspec.json.encode(rows)
     padded = -(-len(text) // ALIGNMENT) * ALIGNMENT if n_bytes is None else n_bytes - LENGTH_BYTES
     assert len(text) <= padded, "the header does not fit into the room that was left for it"
     return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded, b" ")

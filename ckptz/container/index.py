@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from ckptz._version import __version__
-from ckptz.container.envelope import strict_json
+from ckptz.container.envelope import is_text_map, strict_json
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 
 FORMAT_NAME: Final = "ckptz"
@@ -234,9 +234,7 @@ def _parse_text(text: bytes) -> Index:
     try:
         # Metadata may have millions of keys, which need not be copied to be checked.
         metadata = raw.pop("metadata", None) if isinstance(raw, dict) else None
-        if metadata is not None and not (
-            isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-        ):
+        if metadata is not None and not is_text_map(metadata):
             raise CorruptionError("index: metadata is not a map of strings")
         index = msgspec.convert(raw, Index, strict=True)
     except msgspec.ValidationError as error:

@@ -316,10 +316,6 @@ class _Held(TensorSource):
         """Dimensions, in elements."""
         return self.frame.shape
 
-    @property
-    def n_codes(self) -> int | None:
-        return self.frame.n_codes
-
     def units(self, begin: int, end: int) -> Units:
         """Units of the chunk, which is begin..end."""
         assert self.chunk.units is not None

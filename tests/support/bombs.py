@@ -63,7 +63,7 @@ def expanded_maps() -> bytes:
     body += varint(4096) + b"\0" + flat_table(4096)
     made = plan(dtype="F32", domain=1, shape=(4,), rules=labels, rest=body)
     frame = Frame(made, [(CONSTANT, b"\0")], struct.pack("<f", 2.0) * 4, "F32", (4,))
-    return _file({f"t{i:05d}": frame for i in range(60)})
+    return _file({f"t{i:05d}": frame for i in range(400)})
 
 
 def labels() -> bytes:
@@ -77,8 +77,8 @@ def labels() -> bytes:
 
 
 def metadata_keys() -> bytes:
-    """A million keys of metadata."""
-    return _file({"w": Frame()}, "lossless", index={"metadata": {f"{i:07x}": "" for i in range(1_000_000)}})
+    """Four million keys of metadata."""
+    return _file({"w": Frame()}, "lossless", index={"metadata": {f"{i:07x}": "" for i in range(4_000_000)}})
 
 
 def constant_chunks() -> bytes:

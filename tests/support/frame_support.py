@@ -186,14 +186,14 @@ def _label(case: Case, rule: ClassRule, i: int, row_units: int) -> int:
 # --- strategies ---------------------------------------------------------------------------------
 
 
-def _units(rng: np.random.Generator, kind: int, n: int) -> Array:
-    """Finite units of ordinary, tiny and zero values."""
+def random_units(rng: np.random.Generator, kind: int, n: int) -> Array:
+    """Make finite units of ordinary, tiny and zero values."""
     values = rng.standard_normal(n) * 10.0 ** rng.choice([-42, -39, -20, -3, 0], n)
     patterns = reference.round_f64(np.where(rng.random(n) < 0.1, 0.0, values))
     return reference.from_f32(patterns, kind)
 
 
-def _table(rng: np.random.Generator, domain: Domain, shape: tuple[int, int], dtype: DType) -> AnyTable:
+def random_table(rng: np.random.Generator, domain: Domain, shape: tuple[int, int], dtype: DType) -> AnyTable:
     n_rows, n_codes = shape
     if domain is Domain.LINEAR and rng.random() < 0.5:
         values = rng.standard_normal(shape) * 10.0 ** rng.choice([-41, -3, 0], shape)
@@ -263,11 +263,11 @@ def build_case(
     n: int,
 ) -> Case:
     kind = KINDS[dtype.name]
-    flat, base_units = _units(rng, kind, n), _units(rng, kind, n)
+    flat, base_units = random_units(rng, kind, n), random_units(rng, kind, n)
     rules = _rules(rng, names, n, shape)
     n_classes, n_codes, n_rows = n_classes_of(rules), int(rng.integers(2, 12)), int(rng.integers(1, 4))
     quant_map = QuantizationMap(
-        _table(rng, domain, (n_rows, n_codes), dtype),
+        random_table(rng, domain, (n_rows, n_codes), dtype),
         rng.integers(0, n_rows, n_classes),
         zero_code=int(rng.integers(0, n_codes)) if rng.random() < 0.3 else None,
         escape_code=n_codes - 1 if rng.random() < 0.5 else None,
@@ -282,7 +282,7 @@ def build_case(
     base: TensorSource = ArraySource(dtype, shape, base_units)
     if has_codes:
         base = CodedSource(dtype, shape, base_units, rng.integers(0, 5, n).astype(np.uint8))
-    companion = ArraySource(dtype, shape, _units(rng, kind, n))
+    companion = ArraySource(dtype, shape, random_units(rng, kind, n))
     plan = Plan(
         quant_map=quant_map,
         domain=domain,
