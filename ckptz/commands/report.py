@@ -223,7 +223,7 @@ class _Maker:
         n = 0
         with contextlib.ExitStack() as held:
             opened = [held.enter_context(contextlib.closing(open_input(f, self._search_path))) for f in files]
-            first = opened[0].tensors if len(self._wanted.files) == 2 else {}
+            first = opened[0].tensors if opened and len(self._wanted.files) == 2 else {}
             for file in opened:
                 for name in _chosen(file.tensors, patterns, MAX_HISTOGRAMS - n):
                     n += 1

@@ -12,6 +12,7 @@ from ckptz.pages.html import Html, el, name_of
 
 MOST_LAYERS: Final = 64  # columns; more layers share them
 MOST_ROWS: Final = 80
+FLATTEST: Final = 0.8  # numbers that differ by less than this of each other look alike
 LEAST_SHARE: Final = 0.0005  # of all weight, that cells of the scale have
 WITH_NUMBERS: Final = 16  # columns whose cells have room for their number
 _NUMBER: Final = re.compile(r"(?<![^._/])\d{1,9}(?![^._/])")
@@ -73,7 +74,7 @@ def heat_map(items: Iterable[Item], *, caption: str, unit: str, is_root: bool = 
     if scale is None:
         return None
     left_out = f" The first {MOST_ROWS} of {len(sums)} kinds of tensors." if len(sums) > MOST_ROWS else ""
-    about = el("caption", caption, left_out)
+    about = el("caption", el("span", caption, left_out))
     head = el(
         "thead",
         el(
@@ -118,7 +119,7 @@ def _scale(rows: Mapping[_Row, Cells], values: Mapping[_Row, Mapping[int | None,
         for at, value in cells.items()
         if rows[row][at][1] >= LEAST_SHARE * total
     ]
-    return _Scale(min(found), max(found)) if found else None
+    return _Scale(min([*found, FLATTEST * max(found)]), max(found)) if found else None
 
 
 def _spans(layers: Sequence[int]) -> list[tuple[int, int]]:

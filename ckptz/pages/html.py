@@ -91,7 +91,7 @@ def table(
     body = [
         el("tr", [_cell(cell, kind) for cell, kind in zip(row, kinds, strict=True)]) for row in rows[:most]
     ]
-    inner = (el("caption", caption, shown), el("thead", el("tr", head)), el("tbody", body))
+    inner = (el("caption", el("span", caption, shown)), el("thead", el("tr", head)), el("tbody", body))
     return el("div", el("table", *inner, class_=f"sortable {class_}".strip()), class_="wide", tabindex="0")
 
 

@@ -40,7 +40,7 @@ def _facts(fields: Fields) -> Html:
     plain = {
         name: value
         for name, value in fields.items()
-        if not isinstance(value, dict | list) and value is not None
+        if not isinstance(value, dict | list | tuple) and value is not None
     }
     rows = [
         (el("dt", name.replace("_", " ")), el("dd", _value(name, value))) for name, value in plain.items()

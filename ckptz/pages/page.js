@@ -205,7 +205,7 @@ function histograms(found, file) {
 
 function hintOf(target) {
   const mark = target.closest?.('[role="graphics-symbol"][aria-label]');
-  if (mark && mark.getAttribute("aria-roledescription") !== "axis") return mark.getAttribute("aria-label");
+  if (mark && mark.getAttribute("aria-roledescription") !== "axis" && mark.getAttribute("aria-roledescription") !== "legend") return mark.getAttribute("aria-label");
   const cell = target.closest?.(".heat td[style]");
   if (!cell) return null;
   const column = cell.colSpan > 1 ? null : cell.closest("table").tHead.rows[0].cells[cell.cellIndex].textContent;
