@@ -163,9 +163,14 @@ def lines(values: Values, title: str, *, limit: float | None = None, limit_title
 def limit_line(axis: str, limit: float, title: str) -> list[Spec]:
     """Draw a limit as a dashed line with its name."""
     at = {axis: {"datum": limit}}
-    rule = {"mark": {"type": "rule", "strokeDash": [5, 4], "color": "var(--bad)"}, "encoding": at}
+    once: Spec = {"values": [{}]}
+    rule = {
+        "data": once,
+        "mark": {"type": "rule", "strokeDash": [5, 4], "color": "var(--bad)"},
+        "encoding": at,
+    }
     text = {"type": "text", "align": "right", "dy": -6, "color": "var(--bad)", "fontSize": 11}
-    name = {"mark": {**text, "text": title, "x": "width"}, "encoding": at}
+    name = {"data": once, "mark": {**text, "text": title, "x": "width"}, "encoding": at}
     return [rule, name]
 
 
@@ -241,7 +246,13 @@ def shares(values: Values, title: str, colour_of: Mapping[str, str]) -> Spec:
 def trials(values: Values, title: str, top: float) -> Spec:
     """Draw the trials of a search: `size`, `used` (share of the budget in percent), `colour`, `words`."""
     by = {"kept": COLOURS[1], "broken": OTHER, "chosen": COLOURS[0]}
-    x = {"field": "size", "type": "quantitative", "title": title, "scale": {"zero": False, "nice": True}}
+    x = {
+        "field": "size",
+        "type": "quantitative",
+        "title": title,
+        "scale": {"zero": False},
+        "axis": {"tickCount": 5},
+    }
     y = {
         "field": "used",
         "type": "quantitative",

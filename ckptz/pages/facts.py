@@ -305,6 +305,7 @@ def trials_table(search: Report) -> Html:
     """List what a search tried."""
     metrics = [f"#{cut(metric, 30)}" for metric in search["metrics"]]
     headings = ("#trial", "settings", "#size", "#of the budget", *metrics, "verdict", "#seconds")
+    shared = _shared(search["trials"])
     rows = []
     for n, trial in enumerate(search["trials"], 1):
         values = [("–" if value is None else f"{value:.5g}", value) for value in trial["values"]]
@@ -314,21 +315,33 @@ def trials_table(search: Report) -> Html:
             verdict = "kept, chosen"
         rows.append(
             [
-                *(n, settings_text(trial["config"]), (size(trial["n_bytes"]), trial["n_bytes"])),
+                *(
+                    n,
+                    settings_text(_without(trial["config"], shared)) or "–",
+                    (size(trial["n_bytes"]), trial["n_bytes"]),
+                ),
                 (percent(trial["drop"]), trial["drop"]),
                 *(values[: len(metrics)]),
                 *(verdict, (f"{trial['seconds']:.2f}", trial["seconds"])),
             ]
         )
-    return table(headings, rows, caption="What the search tried, in order")
+    of_all = f"; of all: {settings_text(shared)}" if settings_text(shared) else ""
+    return table(headings, rows, caption=f"What the search tried, in order{of_all}")
+
+
+def _shared(trials: Reports) -> Report:
+    """Give the settings that several trials have in common."""
+    if len(trials) < 2:
+        return {}
+    first = trials[0]["config"]
+    return {n: v for n, v in first.items() if all(n in t["config"] and t["config"][n] == v for t in trials)}
+
+
+def _without(config: Report, shared: Report) -> Report:
+    return {name: value for name, value in config.items() if name not in shared}
 
 
 def settings_text(config: Mapping[str, Any]) -> str:
     """Write settings; what is off or zero goes without saying."""
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:.4g}"
-        if isinstance(value, float)
-        else f"{name.replace('_', ' ')} {value}"
-        for name, value in config.items()
-        if value
-    )
+    shown = {name: f"{v:.4g}" if isinstance(v, float) else cut(str(v), 60) for name, v in config.items() if v}
+    return ", ".join(f"{cut(name.replace('_', ' '), 60)} {value}" for name, value in shown.items())
