@@ -68,6 +68,7 @@ bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 40 mi
 	$(BIN)/python -m bench.product.checkpointer
 	$(BIN)/python -m bench.product.exact_head
 	$(BIN)/python -m bench.product.hooks_overhead
+	$(BIN)/python -m bench.product.report
 
 $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEEDS_3_11)'

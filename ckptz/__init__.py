@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckptz.commands.inspect import inspect
     from ckptz.commands.log import log
     from ckptz.commands.rebase import rebase
+    from ckptz.commands.report import report
     from ckptz.commands.restore import restore
     from ckptz.commands.resume_check import resume_check
     from ckptz.commands.seal import seal
@@ -64,6 +65,7 @@ __all__ = [
     "log",
     "rebase",
     "register",
+    "report",
     "restore",
     "resume_check",
     "safe_open",
@@ -95,6 +97,7 @@ _HOMES: Final = {
     "resume_check": "ckptz.commands.resume_check",
     "diff": "ckptz.commands.diff",
     "log": "ckptz.commands.log",
+    "report": "ckptz.commands.report",
     "fold": "ckptz.commands.fold",
     "export": "ckptz.commands.fold",
     "apply": "ckptz.commands.fold",

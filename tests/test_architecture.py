@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 # Lowest floor first. Imports go strictly downwards; neighbours on a floor never import each other.
 FLOORS = (
     ("_version", "errors"),
-    ("dtypes", "parallel", "progress"),
+    ("dtypes", "parallel", "progress", "pages"),
     ("kernels", "bits"),
     ("entropy",),
     ("transform", "roles"),
@@ -46,7 +46,7 @@ FLOORS = (
 FLOOR_OF = {f"ckptz.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1}
 
-# Third parties have owners; torch and ml_dtypes, which a reader may lack, load inside functions elsewhere.
+# Third parties have owners; what one may lack loads inside functions elsewhere.
 OWNERS = {
     "numba": ("ckptz.kernels",),
     "xxhash": ("ckptz.bits",),
@@ -61,8 +61,9 @@ OWNERS = {
         *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage"),
     ),
     "ml_dtypes": (),
+    "vl_convert": (),
 }
-OPTIONAL = ("torch", "ml_dtypes")
+OPTIONAL = ("torch", "ml_dtypes", "vl_convert")
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 

@@ -15,7 +15,8 @@ import click
 import pytest
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
-from ckptz_cli.errors import failure_of, printable
+from ckptz.pages.words import printable
+from ckptz_cli.errors import failure_of
 from ckptz_cli.main import main
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 

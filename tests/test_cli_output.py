@@ -12,9 +12,10 @@ import pytest
 
 from ckptz.container.index import QualityRecord
 from ckptz.kernels.notice import NOTICE
+from ckptz.pages.words import ratio, size
 from ckptz.progress import SILENT
 from ckptz_cli.progress import progress_bar
-from ckptz_cli.render import quality_text, ratio, size
+from ckptz_cli.render import quality_text
 from tests.support.cli_support import ckptz, write_plain
 
 

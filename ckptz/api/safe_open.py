@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self, TypeAlias
 import safetensors
 
 from ckptz.api.read import check_limit, read_selection, read_tensors
+from ckptz.commands.inspect import described
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError
@@ -164,6 +165,14 @@ class safe_open:
         if self._opened is None:
             raise CkptzError("File is closed")
         return self._opened
+
+    def _repr_html_(self) -> str | None:
+        """Show in a notebook how the file is stored, without decoding it; nothing of a closed file."""
+        if self._opened is None:
+            return None
+        checkpoint = self._opened.checkpoint
+        assert checkpoint.container is not None
+        return described(checkpoint.container, checkpoint, None)._repr_html_()
 
     def keys(self) -> list[str]:
         """Name the tensors, sorted."""

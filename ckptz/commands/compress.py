@@ -24,6 +24,7 @@ from ckptz.guidance.owners import join
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE, checked
+from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
@@ -37,7 +38,7 @@ MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressReport:
+class CompressReport(Shown):
     """What `compress` made of one input."""
 
     input: str  # what was read

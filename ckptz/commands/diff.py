@@ -19,6 +19,7 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.formats.inputs import open_input
 from ckptz.formats.targets import PathLike, paths
+from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 
@@ -65,7 +66,7 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiffReport:
+class DiffReport(Shown):
     """Two checkpoints.
 
     Attributes:

@@ -18,6 +18,7 @@ from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError
 from ckptz.formats.targets import PathLike, check_target, naming_output, paths
 from ckptz.methods.lossless import Lossless
+from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
@@ -36,7 +37,7 @@ RANGE: Final = ".."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaReport:
+class DeltaReport(Shown):
     """What `fold`, `export` or `apply` wrote."""
 
     input: str  # the file whose values the output holds

@@ -18,6 +18,7 @@ from ckptz.container.reader import Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, FormatError
 from ckptz.formats.targets import PathLike, paths
+from ckptz.pages.notebook import Shown
 from ckptz.roles import role_of
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_file
 
@@ -66,7 +67,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectReport:
+class InspectReport(Shown):
     """Read what a file says of itself."""
 
     file: str
@@ -105,9 +106,9 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
         checkpoint = open_checkpoint(path, paths(search_path))
     except CkptzError as error:
         with contextlib.closing(open_file(FileBytes(path))) as alone:  # damaged itself, it says so again
-            return _report(_require_container(alone, path), None, str(error))
+            return described(_require_container(alone, path), None, str(error))
     with contextlib.closing(checkpoint):
-        return _report(_require_container(checkpoint.files[0], path), checkpoint, None)
+        return described(_require_container(checkpoint.files[0], path), checkpoint, None)
 
 
 def _require_container(file: Container | PlainFile, path: Path) -> Container:
@@ -116,7 +117,14 @@ def _require_container(file: Container | PlainFile, path: Path) -> Container:
     raise FormatError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
 
 
-def _report(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:
+def described(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:
+    """Describe an open file.
+
+    Args:
+        container: the file.
+        checkpoint: it with its bases; None where they cannot be opened.
+        broken: why not, or None.
+    """
     index = container.index
     levels: list[Level] = []  # every checkpoint of the chain, as files or within them, nearest first
     for file in checkpoint.files if checkpoint else (container,):

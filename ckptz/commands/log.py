@@ -17,8 +17,9 @@ from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
+from ckptz.pages.notebook import Shown
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
-from ckptz.store.step_files import EXACT_OF_KEY
+from ckptz.store.step_files import EXACT_OF_KEY, StepFile
 
 Kind = Literal["anchor", "delta", "exact", "rebased", "plain", "missing", "broken"]
 Tell = Callable[[Exception], None]
@@ -44,10 +45,11 @@ class LogEntry:
     ratio: float | None = None  # decoded by stored size
     quality: tuple[QualityRecord, ...] = ()  # what was promised and measured when it was written
     note: str | None = None  # what is wrong or uncertain, or None
+    is_hidden: bool = False  # whether no keep rule holds its step: it is here because others need it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogReport:
+class LogReport(Shown):
     """The checkpoints of a folder."""
 
     folder: str
@@ -90,7 +92,7 @@ def log(
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
     elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
-    own = [_look(path, path.name, tell) for path in _files(folder, SUFFIX)]
+    own = [_marked(_look(path, path.name, tell)) for path in _files(folder, SUFFIX)]
     others = [
         _look(path, str(path), lambda error: None) for where in elsewhere for path in _files(where, SUFFIX)
     ]
@@ -128,6 +130,13 @@ def _look(path: Path, name: str, tell: Tell) -> _Found:
         tell(error)
         note = str(error).removeprefix(f"{path}: ")
         return _Found(path=path, entry=LogEntry(file=name, kind="broken", note=note))
+
+
+def _marked(found: _Found) -> _Found:
+    """Tell of a step's file whether a marker hides it."""
+    file = StepFile.parse(found.path.name)
+    is_hidden = file is not None and (found.path.parent / file.marker).exists()
+    return replace(found, entry=replace(found.entry, is_hidden=is_hidden))
 
 
 def _describe(path: Path, name: str, file: Container | PlainFile) -> _Found:

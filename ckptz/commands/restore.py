@@ -30,6 +30,7 @@ from ckptz.formats.targets import (
     places_for,
     stem_of,
 )
+from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX
@@ -40,7 +41,7 @@ Written = Literal["safetensors", "pt", "dcp", "folder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
+class RestoreReport(Shown):
     """What `restore` wrote."""
 
     input: str  # what was read

@@ -22,6 +22,7 @@ from ckptz.container.byte_source import FileBytes
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import open_input
 from ckptz.formats.targets import PathLike, paths
+from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.roles import STATE_ROLES, role_of
@@ -69,7 +70,7 @@ class FirstDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeReport:
+class ResumeReport(Shown):
     """Two states, or two records of losses.
 
     Attributes:

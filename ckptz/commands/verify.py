@@ -22,6 +22,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
+from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import Checkpoint, open_checkpoint
@@ -30,7 +31,7 @@ Tensors = Mapping[str, TensorSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Shown):
     """What was found to be right.
 
     Attributes:

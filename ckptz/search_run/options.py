@@ -11,6 +11,7 @@ from ckptz.container.index import QualityRecord
 from ckptz.errors import ConfigError
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE
+from ckptz.pages.notebook import Shown
 from ckptz.search.budget import Budget
 from ckptz.search.strategies import StrategyName, check_strategy
 
@@ -77,7 +78,7 @@ class SearchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchReport:
+class SearchReport(Shown):
     """How a search went."""
 
     method: str  # name of the method of the settings

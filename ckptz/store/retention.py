@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptz.errors import ConfigError, MissingBaseError
+from ckptz.pages.notebook import Shown
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import Path_
 from ckptz.store.step_files import FileFacts, Listing, StepFile
@@ -131,7 +132,7 @@ def _fields(rules: Rules) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PruneReport:
+class PruneReport(Shown):
     """What became of a folder.
 
     Attributes:

@@ -18,6 +18,7 @@ from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method
 from ckptz.methods.table import checked
+from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers, default_jobs
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchReport
@@ -57,7 +58,7 @@ NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
+class SaveReport(Shown):
     """What one save took.
 
     Attributes:

@@ -13,6 +13,8 @@ from typing import Final
 
 import click
 
+from ckptz.pages.words import printable
+
 INTERNAL, USAGE, DAMAGED, MISSING, IO, INTERRUPTED = 1, 2, 3, 5, 7, 130
 
 _REMEDIES: Final = {
@@ -34,11 +36,6 @@ class Failure:
     kind: str
     message: str
     differences: tuple[str, ...] = ()
-
-
-def printable(text: str) -> str:
-    """Write control characters, and what else does not print, as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -23,6 +23,7 @@ from ckptz_cli.inspect import inspect
 from ckptz_cli.log import log
 from ckptz_cli.options import debug_option, json_option
 from ckptz_cli.prune import prune
+from ckptz_cli.report import report
 from ckptz_cli.restore import restore
 from ckptz_cli.resume_check import resume_check
 from ckptz_cli.seal import seal
@@ -122,6 +123,7 @@ for _verb in (
     verify,
     seal,
     log,
+    report,
     diff,
     resume_check,
     rebase,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from ckptz_cli.errors import printable
+from ckptz.pages.words import printable
 
 if TYPE_CHECKING:
     import rich.progress

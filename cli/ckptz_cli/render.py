@@ -15,30 +15,10 @@ from ckptz.commands.restore import RestoreReport
 from ckptz.commands.seal import SealReport
 from ckptz.commands.verify import VerifyReport
 from ckptz.container.index import STEPS_LOST, QualityRecord
-from ckptz_cli.errors import printable
+from ckptz.pages.words import printable, ratio, size
 from ckptz_cli.tables import add_row, drawn, facts_table, table_of
 
-UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 LONGEST_VALUE: Final = 100  # characters of a metadata value
-
-
-def size(n_bytes: float) -> str:
-    """Write a number of bytes in decimal units."""
-    for unit in UNITS[:-1]:
-        if n_bytes < 999.5:
-            return f"{n_bytes:.3g} {unit}" if unit != "B" else f"{n_bytes:.0f} B"
-        n_bytes /= 1000
-    return f"{n_bytes:.4g} {UNITS[-1]}"
-
-
-def ratio(stored_bytes: int, tensor_bytes: int) -> str:
-    """Write stored size by decoded size, in bytes, with both named."""
-    if not tensor_bytes:
-        return "no tensor bytes"
-    share = f"{stored_bytes / tensor_bytes:.4f} of raw"
-    if stored_bytes > tensor_bytes:
-        return f"{stored_bytes / tensor_bytes:.3g}x larger, {share}"
-    return f"{tensor_bytes / stored_bytes:.3g}x smaller, {share}" if stored_bytes else share
 
 
 def _pace(n_bytes: int, seconds: float) -> str:

@@ -10,12 +10,12 @@ from ckptz.commands.diff import DiffReport, TensorDiff
 from ckptz.commands.fold import DeltaReport
 from ckptz.commands.log import LogEntry, LogReport
 from ckptz.commands.rebase import RebaseReport
+from ckptz.commands.report import PageReport
 from ckptz.commands.resume_check import FirstDifference, ResumeReport
 from ckptz.container.index import STEPS_LOST, QualityRecord
+from ckptz.pages.words import printable, ratio, size
 from ckptz.store.retention import PruneReport
-from ckptz_cli.errors import printable
 from ckptz_cli.progress import is_terminal
-from ckptz_cli.render import ratio, size
 from ckptz_cli.tables import add_row, drawn, table_of
 
 # What stands before a name: past levels that go on or have ended, then a branch or the last one.
@@ -53,7 +53,7 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
         return "", entry.kind, "", "", "", "", "", entry.note or ""
     return (
         "" if entry.step is None else str(entry.step),
-        entry.kind,
+        f"{entry.kind}, hidden" if entry.is_hidden else entry.kind,
         "?" if entry.ratio is None else size(entry.stored_bytes),
         "?" if entry.ratio is None else f"{entry.ratio:.3g}x",
         str(entry.depth),
@@ -95,6 +95,16 @@ def pruned_text(report: PruneReport) -> str:
         f"{verb} {len(report.removed)} files, {size(report.removed_bytes)}"
     )
     return "\n".join(lines)
+
+
+def reported_line(report: PageReport) -> str:
+    """Say what a page shows."""
+    counts = ((len(report.runs), "run"), (len(report.files), "file"), (len(report.searches), "search"))
+    shown = [f"{n} {what}{'' if n == 1 else 'es' if what == 'search' else 's'}" for n, what in counts if n]
+    shown += ["a comparison"] if report.diff else []
+    n = len(report.problems)
+    problems = f"; {n} problem{'s' * (n != 1)}" if n else ""
+    return f"{printable(report.output or '')}: a page of {', '.join(shown)}{problems}; open it in a browser"
 
 
 # --- deltas -------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def _table(trials: list[TrialReport]) -> Table:
     """The best trial, and the last ones."""
     from rich.table import Table
 
-    from ckptz_cli.render import size
+    from ckptz.pages.words import size
 
     kept = [trial for trial in trials if trial.is_feasible]
     best = min(kept, key=lambda trial: trial.n_bytes, default=None)
@@ -97,7 +97,7 @@ def _settings(trial: TrialReport) -> list[str]:
 
 
 def _outcome(trial: TrialReport) -> tuple[str, str, str, str]:
-    from ckptz_cli.render import size
+    from ckptz.pages.words import size
 
     values = " ".join("not finite" if value is None else f"{value:.6g}" for value in trial.values)
     used = "-" if trial.drop is None else f"{trial.drop:.0%} of the budget"

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import click
 
-from ckptz_cli.errors import Failure, failure_of, printable
+from ckptz.pages.words import printable
+from ckptz_cli.errors import Failure, failure_of
 
 STDOUT: Final = "standard output"
 

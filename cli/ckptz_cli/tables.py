@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptz_cli.errors import printable
+from ckptz.pages.words import printable
 from ckptz_cli.progress import is_terminal
 
 WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps

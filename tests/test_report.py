@@ -1,0 +1,353 @@
+"""`ckptz report`: the page has the numbers of the other verbs, and nothing of a file becomes markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckptz
+from ckptz.commands.compress import CompressReport
+from ckptz.commands.report import N_BINS, PageReport
+from ckptz.entropy.streams import CoderId
+from ckptz.errors import ConfigError, FormatError
+from ckptz.pages import words
+from ckptz.pages.grid import Item, heat_map, place_of
+from ckptz.pages.html import PACKED_FROM, el, embedded, table
+from ckptz.pages.notebook import Shown
+from ckptz.pages.page import MARK
+from ckptz.roles import ROLES
+from tests.support.cli_support import ckptz as cli
+from tests.support.report_support import BUDGET, HOSTILE, Page, a_run, state
+
+FRAME = ("axis", "legend")  # marks of Vega that are no data
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return a_run(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture(scope="module")
+def made(run: Path) -> PageReport:
+    return ckptz.report(run, histograms=["model.embed.weight"])
+
+
+@pytest.fixture(scope="module")
+def html(made: PageReport) -> str:
+    return made.html
+
+
+def charts(html: str) -> dict[str, ET.Element]:
+    """The charts of a page by title, each parsed as XML."""
+    drawn = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
+    return {str(svg.get("aria-label")): svg for svg in drawn}
+
+
+def marks(svg: ET.Element) -> list[str]:
+    """What the marks of a chart say."""
+    found = [e for e in svg.iter() if e.get("role") == "graphics-symbol" and e.get("aria-label")]
+    return [str(e.get("aria-label")) for e in found if e.get("aria-roledescription") not in FRAME]
+
+
+def test_the_numbers_within_are_those_that_the_other_verbs_print(run: Path, tmp_path: Path) -> None:
+    newest, page = run / "step-00000200.ckptz", tmp_path / "page.html"
+    printed = cli("report", run, "-o", page, "--json").json
+    numbers = Page.of(page.read_text("utf-8")).numbers
+    assert numbers == printed
+    assert numbers["runs"] == [cli("log", run, "--json").json]
+    assert numbers["files"] == [cli("inspect", newest, "--json").json]
+    assert numbers["problems"] == []
+
+
+def test_a_comparison_has_the_numbers_of_diff(run: Path, tmp_path: Path) -> None:
+    files, page = (run / "step-00000100.ckptz", run / "step-00000200.ckptz"), tmp_path / "page.html"
+    cli("report", *files, "-o", page)
+    found, printed = Page.of(page.read_text("utf-8")).numbers["diff"], cli("diff", *files, "--json").json
+    assert found | {"seconds": 0} == printed | {"seconds": 0}
+    assert len(found["tensors"]) == 19
+
+
+def test_the_charts_show_every_checkpoint_with_its_numbers(run: Path, html: str) -> None:
+    drawn = charts(html)
+    entries = cli("log", run, "--json").json["entries"]
+    sizes = marks(drawn["Size of each checkpoint, kB"])
+    assert len(sizes) == len(entries) == 3
+    for said, entry in zip(sizes, entries, strict=True):
+        assert entry["file"] in said
+        assert f"{words.size(entry['stored_bytes'])} of {words.size(entry['tensor_bytes'])} raw" in said
+    assert len(marks(drawn["What is stored against what"])) == 3
+    assert "against step-00000100.ckptz" in "".join(marks(drawn["What is stored against what"]))
+    (quality,) = [svg for title, svg in drawn.items() if title.startswith("Loss of quality")]
+    assert "was allowed" in marks(quality)[0]
+
+
+def test_a_hidden_file_is_told_from_others(run: Path, html: str) -> None:
+    report = ckptz.log(run)
+    assert [e.is_hidden for e in report.entries] == [True, False, False]
+    assert "anchor, hidden" in cli("log", run).stdout
+    assert html.count("kept only for others") >= 2  # in the list, and in the chart's words
+
+
+def test_tiles_and_cells_carry_exact_values(run: Path, html: str) -> None:
+    report = ckptz.log(run)
+    values = Page.of(html).values("b", "data-v")
+    for exact in (report.ratio, report.stored_bytes, report.tensor_bytes, report.n_files):
+        assert str(exact) in values
+
+
+def test_a_page_loads_nothing_and_runs_only_its_own_script(html: str) -> None:
+    page = Page.of(html)
+    assert html.startswith(MARK)
+    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a)
+    (script,) = (text for attributes, text in page.scripts if "id" not in attributes)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert not [a for _, a in page.tags if "src" in a or str(a.get("href", "#"))[0] != "#"]
+    assert "url(" not in html
+
+
+def hostile_run(folder: Path) -> Path:
+    """Names of tensors, keys and values of metadata, and names of files that want to be markup."""
+    folder.mkdir()
+    tensors = {HOSTILE: np.ones((4, 4), np.float32), f"layers.0.{HOSTILE}": np.zeros(9, np.float32)}
+    save_file(tensors, folder / "plain.safetensors", metadata={HOSTILE: HOSTILE})
+    name = "<img src=x onerror=alert(3)>.ckptz" if sys.platform != "win32" else "&amp;.ckptz"
+    cli("compress", folder / "plain.safetensors", "-o", folder / name, "--step", 1)
+    (folder / "<b>broken.ckptz").write_bytes(b'\x08\0\0\0\0\0\0\0{"<i>":')
+    (folder / "plain.safetensors").unlink()
+    return folder
+
+
+def test_nothing_that_a_file_says_becomes_markup(tmp_path: Path) -> None:
+    folder = hostile_run(tmp_path / "run")
+    made = ckptz.report(folder, histograms=["*"])
+    page = Page.of(made.html)
+    assert page.numbers["files"][0]["tensors"][0]["name"] == HOSTILE
+    assert page.numbers["histograms"][0]["tensor"] == HOSTILE
+    assert len(page.scripts) == 2
+    assert not {tag for tag, _ in page.tags} & {"img", "i>", "iframe", "object"}
+    assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
+    assert "<b>broken.ckptz" in page.text  # as text
+    assert "\u202e" not in made.html  # nor may it turn the direction of what stands around it
+    for shown in (made.files[0], made.runs[0], ckptz.safe_open(made.files[0].file, "np")):
+        assert not {"script", "img"} & {tag for tag, _ in Page.of(str(shown._repr_html_())).tags}
+
+
+def test_damage_is_shown_and_decides_the_exit_code(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for n, path in enumerate(sorted(run.glob("*.ckptz"))):
+        if n:  # so the anchor is missing
+            (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "step-00000300.ckptz").write_bytes((run / "step-00000200.ckptz").read_bytes()[:-7])
+    ended = cli("report", folder, "-o", tmp_path / "page.html", fails=True)
+    assert ended.exit_code == cli("log", folder, fails=True).exit_code
+    page = Page.of((tmp_path / "page.html").read_text("utf-8"))
+    assert len(page.numbers["problems"]) == 2
+    assert "cannot be read" in page.text
+    assert "missing base" in page.text
+    assert page.numbers["files"][0]["broken"]
+
+
+def test_one_damaged_file_is_refused_and_nothing_is_written(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.ckptz").write_bytes((run / "step-00000000.ckptz").read_bytes()[:-1])
+    with pytest.raises(FormatError):
+        ckptz.report(tmp_path / "a.ckptz", tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_replaces_a_page_and_nothing_else(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "thesis.html"
+    other.write_text("<!doctype html> mine")
+    with pytest.raises(ConfigError, match="--force"):
+        ckptz.report(run, other)
+    assert other.read_text() == "<!doctype html> mine"
+    ckptz.report(run, other, force=True)
+    ckptz.report(run, other)
+    with pytest.raises(ConfigError, match="would replace a file that is read"):
+        ckptz.report(run / "step-00000000.ckptz", run / "step-00000000.ckptz", force=True)
+
+
+def test_a_missing_library_is_named_with_its_remedy(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    ended = cli("report", run, fails=True)
+    assert ended.exit_code == 2
+    assert "pip install 'ckptz[report]'" in ended.error
+
+
+def test_other_formats_are_only_compared(run: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "exact.safetensors"
+    save_file(state(200), plain)
+    with pytest.raises(ConfigError, match="to compare it"):
+        ckptz.report(plain)
+    made = ckptz.report([plain, run / "step-00000200.ckptz"], histograms=["model.layers.0.mlp.up.weight"])
+    assert made.diff is not None
+    assert made.diff.n_changed > 0
+    assert sorted(h.what for h in made.histograms) == ["changes", "values", "values"]
+    assert "What changed" in made.html
+
+
+def test_histograms_count_the_values_that_reading_gives(made: PageReport, run: Path) -> None:
+    (found,) = made.histograms
+    with ckptz.safe_open(run / "step-00000200.ckptz", "np") as file:
+        values = file.get_tensor("model.embed.weight").astype(np.float64)
+    counts, edges = np.histogram(values, N_BINS)
+    assert found.counts == tuple(counts)
+    assert (found.low, found.high) == (edges[0], edges[-1])
+
+
+def test_what_is_not_finite_is_counted_apart(tmp_path: Path) -> None:
+    values = np.array([np.nan, np.inf, 1, 2, 3], np.float32)
+    save_file({"w": values, "none": np.full(2, np.nan, np.float32)}, tmp_path / "w.safetensors")
+    cli("compress", tmp_path / "w.safetensors")
+    found = ckptz.report(tmp_path / "w.ckptz", histograms=["*"]).histograms
+    assert [(h.tensor, h.low, h.high, sum(h.counts), h.n_not_finite) for h in found] == [("w", 1, 3, 3, 2)]
+    with pytest.raises(ConfigError, match="ckptz inspect --tensors"):
+        ckptz.report(tmp_path / "w.ckptz", histograms=["nothing"])
+
+
+def test_a_search_is_shown_from_what_compress_printed(run: Path, tmp_path: Path) -> None:
+    save_file(state(200), tmp_path / "s.safetensors")
+    options = ckptz.SearchOptions(budgets=(BUDGET,), template=ckptz.KMeans(), max_evaluations=5)
+    (report,) = ckptz.compress(tmp_path / "s.safetensors", search=options)
+    document = tmp_path / "search.json"
+    document.write_bytes(msgspec.json.encode({"files": [report, {"file": "x", "error": {}}]}))
+    made = ckptz.report([tmp_path / "s.ckptz", document])
+    given = ckptz.report(tmp_path / "s.ckptz", searches=[report])
+    printed = json.loads(msgspec.json.encode(report.search))
+    for page in (made, given):
+        assert json.loads(msgspec.json.encode(page.searches[0].search)) == printed
+    said = marks(charts(made.html)["Size against quality"])
+    assert report.search is not None
+    assert len(said) == len(report.search.trials) == 5
+    assert words.size(report.search.trials[0].n_bytes) in said[0]
+    assert "trials" not in Page.of(report._repr_html_()).values("table", "class")
+
+
+WRONG = ["", "[]", "{}", '{"files": []}', '{"files": [{"search": {"trials": 1}}]}', "[" * 10**5]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_other_documents_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "search.json").write_text(text)
+    with pytest.raises(FormatError, match=r"ckptz compress.*--json"):
+        ckptz.report(tmp_path / "search.json")
+
+
+def test_two_folders_stand_side_by_side(run: Path) -> None:
+    made = ckptz.report([run, run])
+    drawn = charts(made.html)
+    assert len(marks(drawn["Times smaller so far"])) == 6
+    assert "Side by side" in made.html
+    assert len(made.files) == 1  # the same one is looked into once
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+def test_cells_of_a_heat_map_are_sums_over_sums() -> None:
+    items = [
+        *(Item("layers.0.w", "weights", 8.0, 4.0), Item("layers.0.w", "weights", 2.0, 1.0)),
+        *(Item("layers.1.w", "weights", 9.0, 1.0), Item("head", "weights", 5.0, 2.0)),
+    ]
+    page = Page.of(str(heat_map(items, caption="c", unit="bits")))
+    assert [text for text in page.text.split() if text in ("2", "9", "2.5")] == [
+        "2",
+        "9",
+        "2.5",
+        "2",
+        "9",
+    ]  # the last two are of the scale
+    assert page.values("td", "style") == ["--t:0%", "--t:100%", "--t:7%"]
+    assert heat_map([], caption="c", unit="bits") is None
+
+
+def test_a_single_value_does_not_take_the_colours_of_a_heat_map() -> None:
+    items = [Item(f"layers.{n}.w", "weights", 8.0 * n, 1e6) for n in (1, 2)] + [
+        Item("step", "the rest", 9e9, 1.0)
+    ]
+    styles = Page.of(str(heat_map(items, caption="c", unit="bits"))).values("td", "style")
+    assert styles == ["--t:0%", "--t:100%", "--t:100%"]
+
+
+def test_many_layers_share_columns() -> None:
+    items = [Item(f"layers.{n}.w", "weights", 1.0, 1.0) for n in range(200)]
+    page = Page.of(str(heat_map(items, caption="c", unit="bits")))
+    assert len(page.values("td", "style")) == 50
+    assert "196\u2013199" in page.text
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.layers.12.mlp.experts.3.up.weight", ("model.layers.#.mlp.experts.#.up.weight", 12)),
+        ("h/0/attn", ("h/#/attn", 0)),
+        ("conv2d.weight", ("conv2d.weight", None)),
+        ("norm_1.weight", ("norm_#.weight", 1)),
+    ],
+)
+def test_a_layer_is_the_first_number_of_a_name(name: str, place: tuple[str, int | None]) -> None:
+    assert place_of(name) == place
+
+
+def test_much_json_is_embedded_compressed() -> None:
+    document = {"text": ["</script>" * 9, "x" * PACKED_FROM]}
+    page = Page.of(embedded(document, "numbers"))
+    assert page.numbers == document
+    assert len(page.scripts[0][1]) < PACKED_FROM / 100
+
+
+def test_elements_escape_texts_and_attributes() -> None:
+    assert el("a", "<b>", None, ["&"], title='"<', class_="x", hidden=True, id=None) == (
+        '<a title="&quot;&lt;" class="x" hidden>&lt;b&gt;&amp;</a>'
+    )
+    assert "\udcff" not in el("p", "\udcff")
+
+
+def test_long_tables_say_how_many_rows_there_are() -> None:
+    page = Page.of(table(("a", "#b"), [(n, (n, n)) for n in range(9)], caption="rows", most=3))
+    assert "(the first 3 of 9)" in page.text
+    assert page.values("td", "data-v") == ["0", "1", "2"]
+
+
+def test_every_role_and_coder_has_its_words() -> None:
+    assert set(words.ROLES) == set(ROLES)
+    assert set(words.CODERS) == {coder.name.lower().replace("_", "-") for coder in CoderId}
+
+
+def test_every_report_is_shown_in_notebooks(run: Path, made: PageReport) -> None:
+    newest = run / "step-00000200.ckptz"
+    reports: list[Any] = [ckptz.inspect(newest), ckptz.log(run), ckptz.verify(newest)]
+    reports += [ckptz.diff(run / "step-00000000.ckptz", newest)]
+    for report in reports:
+        shown = Page.of(report._repr_html_())
+        assert "script" not in {tag for tag, _ in shown.tags}
+        assert len(shown.text) > 100
+    frame = Page.of(made._repr_html_())
+    assert frame.tags[0][1]["srcdoc"] == made.html
+    kinds = {kind.__name__ for kind in Shown.__subclasses__()}
+    assert {"RestoreReport", "SealReport", "DeltaReport", "RebaseReport", "PruneReport"} <= kinds
+    assert issubclass(CompressReport, Shown)
+
+
+def test_an_open_file_is_shown_until_it_is_closed(run: Path) -> None:
+    with ckptz.safe_open(run / "step-00000200.ckptz", "np") as file:
+        assert "model.layers.#.mlp.up.weight" in file._repr_html_()
+    assert file._repr_html_() is None
+
+
+def test_json_is_strict() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        embedded({"x": float("nan")}, "numbers")
+    assert json.loads(Page.of(embedded({"x": "<!--"}, "numbers")).scripts[0][1]) == {"x": "<!--"}
