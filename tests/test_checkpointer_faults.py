@@ -32,6 +32,7 @@ from tests.support.checkpointer_support import (
     names_in,
     saved_run,
 )
+from tests.support.kills import let_run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
@@ -293,7 +294,7 @@ def kill_at_random(folder: Path, n_kills: int, config: Method = LOSSLESS) -> Non
         while not done[8]:
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended by itself"
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.08))
+        let_run(child, rng.uniform(0, 0.08))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         found = listing(folder)
