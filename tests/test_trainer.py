@@ -137,8 +137,7 @@ def test_lossy_checkpoints_resume_exactly_from_the_newest(tmp_path: Path) -> Non
     assert list((tmp_path / "run" / "checkpoint-2").glob("model.exact-*.ckptz"))
     run = trainer(tmp_path / "run", options=options, max_steps=3)
     run.train(resume_from_checkpoint=True)
-    found = final(run)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_equal(final(run), expected)
 
 
 def test_a_missing_base_is_named(tmp_path: Path) -> None:
