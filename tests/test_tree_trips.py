@@ -56,12 +56,20 @@ def restore(source: Path, output: Path) -> None:
     ckptz.restore(source, output, jobs=1)
 
 
+def loaded(path: Path) -> Any:
+    """A file of our own, also where torch's safe reader does not take what torch writes.
+
+    That are b"", integers of more than 255 bytes, and some types of tensors with gradients.
+    """
+    with torch.no_grad():
+        return torch.load(path, weights_only=False)
+
+
 def check_file(state: Any, folder: Path) -> None:
     torch.save(state, folder / "in.pt")
     compress(folder / "in.pt", folder / "in.ckptz")
     restore(folder / "in.ckptz", folder / "out.pt")
-    expected = torch.load(folder / "in.pt", weights_only=True)
-    assert_same_state(torch.load(folder / "out.pt", weights_only=True), expected)
+    assert_same_state(loaded(folder / "out.pt"), loaded(folder / "in.pt"))
 
 
 def check_folder(state: dict[Any, Any], folder: Path) -> None:
@@ -76,8 +84,7 @@ def check_folder(state: dict[Any, Any], folder: Path) -> None:
     compress(hub, folder / "packed")
     restore(folder / "packed" / "pytorch_model.ckptz", folder / "restored")
     for file in FILES:
-        expected = torch.load(hub / file, weights_only=True)
-        assert_same_state(torch.load(folder / "restored" / file, weights_only=True), expected)
+        assert_same_state(loaded(folder / "restored" / file), loaded(hub / file))
 
 
 def check(drawn: Drawn, as_folder: bool) -> None:
@@ -103,14 +110,14 @@ def check_shared(drawn: Drawn) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         path = Path(folder) / "in.pt"
         save_untyped(drawn.state, path)
-        expected = torch.load(path, weights_only=True)
+        expected = loaded(path)
         try:
             compress(path, path.with_suffix(".ckptz"))
         except UnsupportedError as error:
             assert "share memory, which torch.save cannot write" in str(error)  # noqa: PT017  # not always
             return
         restore(path.with_suffix(".ckptz"), path.with_name("out.pt"))
-        assert_same_state(torch.load(path.with_name("out.pt"), weights_only=True), expected)
+        assert_same_state(loaded(path.with_name("out.pt")), expected)
 
 
 @settings(QUICK, max_examples=40)

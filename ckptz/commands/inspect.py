@@ -13,8 +13,9 @@ from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.index import LossyRecord, QualityRecord
+from ckptz.container.needed import MAX_FRAMES
 from ckptz.container.plain import PlainFile
-from ckptz.container.reader import Container, FrameSource, InlineFrames
+from ckptz.container.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, FormatError
 from ckptz.formats.targets import PathLike, paths
@@ -46,7 +47,7 @@ class TensorReport:
     coders: dict[str, float]  # share of the stored streams that each entropy coder wrote
     n_chunks: int  # chunks, each decoded on its own
     # frames that one chunk is decoded from: its own, those of its bases, and those of the tensors that its
-    # classes read; None if some are missing
+    # classes read; None if some are missing, or more than readers follow
     n_frames: int | None
     # what was asked of a lossy tensor and what was measured; None if it is lossless
     lossy: LossyRecord | None
@@ -200,23 +201,26 @@ def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport
 
 
 def _n_frames(levels: Sequence[Level], name: str) -> int | None:
-    """Frames that a chunk of tensor `name` is decoded from; None if one of them cannot be looked at."""
+    """Frames that a chunk of tensor `name` is decoded from; None if one of them cannot be looked at.
+
+    Also None where decoding refuses them: more in all, or one after another in one file, than it follows.
+    """
     found: set[tuple[int, str]] = set()
-    waiting = [(0, name)]
+    waiting = [(0, name, 0)]
     while waiting:
-        level, name = waiting.pop()
+        level, name, n_passed = waiting.pop()
         source = levels[level].tensors.get(name) if level < len(levels) else None
-        if source is None:
-            return None
         found.add((level, name))
+        if source is None or n_passed > MAX_SOURCE_DEPTH or len(found) > MAX_FRAMES:
+            return None
         if isinstance(source, FrameSource):
             try:
-                needed = {(level, companion) for companion in source.companion_names}
+                needed = [(level, companion, n_passed + 1) for companion in source.companion_names]
                 if source.header.plan.needs_base:
-                    needed.add((level + 1, name))
+                    needed.append((level + 1, name, 0))
             except CkptzError:
                 return None
-            waiting += needed - found
+            waiting += [node for node in needed if node[:2] not in found]
     return len(found)
 
 

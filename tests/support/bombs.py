@@ -113,6 +113,16 @@ def base_codes() -> bytes:
     return _file(levels[0], "inline,lossless,maps", inline=inline)
 
 
+def companions() -> bytes:
+    """Ten thousand tensors, each grouped by the magnitudes of the next."""
+    n, frames = 10_000, {}
+    for i in range(n):
+        name = f"t{(i + 1) % n:05d}".encode()
+        made = plan(dtype="F16", shape=(1,), rules=[b"\1" + varint(6) + name], rest=flat_table(256) * 2)
+        frames[f"t{i:05d}"] = Frame(made, [(CONSTANT, b"\0")] * 2, bytes(2), "F16", (1,))
+    return _file(frames)
+
+
 BOMBS: Final[Mapping[str, Callable[[], bytes]]] = {
     made.__name__: made
     for made in (
@@ -123,5 +133,6 @@ BOMBS: Final[Mapping[str, Callable[[], bytes]]] = {
         metadata_keys,
         constant_chunks,
         base_codes,
+        companions,
     )
 }
