@@ -8,6 +8,7 @@ The lines that speak of `checkpointer` are all there is to it.
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from ckptz import Checkpointer, KeepPolicy
+from ckptz.training.checkpointer import SaveReport
 
 WIDTH, BATCH = 64, 32
 
@@ -27,7 +29,14 @@ def a_batch(position: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs.roll(1, dims=1).tanh()
 
 
+def log_save(report: SaveReport) -> None:
+    """Log a save once it is complete; a line for TensorBoard or another service goes here."""
+    smaller = report.tensor_bytes / report.stored_bytes
+    logging.info("step %d: %.1fx smaller, %.3f s of training", report.step, smaller, report.stall_seconds)
+
+
 def main() -> None:
+    logging.basicConfig(level=logging.INFO)
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="run-")
     n_steps = int(sys.argv[2]) if len(sys.argv) > 2 else 200
     model = nn.Sequential(
@@ -39,7 +48,8 @@ def main() -> None:
 
     extra = {"scheduler": scheduler, "position": position}
     keep = KeepPolicy(last=3, every=100)
-    with Checkpointer(folder, model, optimizer, extra=extra, every=10, keep=keep) as checkpointer:
+    options = {"every": 10, "keep": keep, "on_save": log_save}
+    with Checkpointer(folder, model, optimizer, extra=extra, **options) as checkpointer:
         first = checkpointer.restore_latest() or 0
         print(f"{folder}: from step {first}")
         for step in range(first + 1, n_steps + 1):

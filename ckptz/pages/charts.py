@@ -67,7 +67,7 @@ _CONFIG: Final = {
 
 
 def loaded() -> ModuleType:
-    """Import the library that draws.
+    """Load the library that draws.
 
     Raises:
         ConfigError: it is not installed.
@@ -104,7 +104,7 @@ def unit_of(n_bytes: float) -> tuple[str, float]:
 
 
 def colours(field: str, range_of: Mapping[str, str], found: Sequence[str]) -> Spec:
-    """Colour marks by the values of a field that were found; no legend for a single one."""
+    """Give marks a colour by the values of a field that were found; no legend for a single one."""
     legend = {} if len(found) > 1 else {"legend": None}
     scale = {"domain": list(found), "range": [range_of.get(value, OTHER) for value in found]}
     return {"field": field, "type": "nominal", "scale": scale, **legend}

@@ -107,7 +107,7 @@ def json_text(document: Any) -> str:
 
 
 def embedded(document: Any, id_: str) -> Html:
-    """Embed a document as JSON, which the page and other programs read; much of it zlib and base64."""
+    """Write a document into a page as JSON, which other programs read too; much of it zlib and base64."""
     text = json_text(document)
     if len(text) < PACKED_FROM:
         return el("script", Html(text), type="application/json", id_=id_)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -130,6 +131,8 @@ class Checkpointer:
             are made finer again each time that as many restarts are used up. By default 10 if no step is kept
             exact, else none. With a budget it says nothing: that is kept by every file.
         background: write beside training; otherwise `save` returns when the step is complete.
+        on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
+            log it, for example. What it raises is a warning, for the step is there.
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
 
     Attributes:
@@ -170,6 +173,7 @@ class Checkpointer:
         anchor_every: int = 16,
         restores: int | None = None,
         background: bool = True,
+        on_save: Callable[[SaveReport], object] | None = None,
         jobs: int | None = None,
     ) -> None:
         checked(config)
@@ -191,6 +195,7 @@ class Checkpointer:
         self._calibration = calibration
         check_calibration(calibration, config if self._search is None else self._search.template)
         self._every, self._is_background = every, background
+        self._on_save = on_save
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
         is_lossless = not config.is_lossy and budget is None
         self._rule = ChainRule(anchor_every, is_forked=is_lossless)
@@ -247,6 +252,7 @@ class Checkpointer:
             report = self.wait()
             assert report is not None
             self._last = replace(report, stall_seconds=time.perf_counter() - start)
+            self._tell(self._last)
         if search is not None and search.is_interrupted:
             raise KeyboardInterrupt
 
@@ -353,7 +359,7 @@ class Checkpointer:
             pruned = prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
             pruned = (f"older steps stay until the next save, because one cannot be removed: {error}",)
-        return replace(
+        report = replace(
             begun,
             write_seconds=time.perf_counter() - start,
             stored_bytes=written.stored_bytes,
@@ -361,6 +367,19 @@ class Checkpointer:
             tensor_bytes=written.tensor_bytes,
             notes=(*begun.notes, *written.notes, *pruned),
         )
+        if self._is_background:  # else training has waited longer when this has returned
+            self._tell(report)
+        return report
+
+    def _tell(self, report: SaveReport) -> None:
+        """Hand a report to `on_save`."""
+        if self._on_save is None:
+            return
+        try:
+            self._on_save(report)
+        except Exception as error:
+            what = f"on_save raised {type(error).__name__}: {error}; step {report.step} is saved"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def _written(
         self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int

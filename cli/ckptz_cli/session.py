@@ -19,6 +19,7 @@ import click
 
 from ckptz.pages.words import printable
 from ckptz_cli.errors import Failure, failure_of
+from ckptz_cli.progress import is_terminal
 
 STDOUT: Final = "standard output"
 
@@ -41,6 +42,21 @@ class Session:
         """Show the report of a command that has one."""
         self.say(text)
         self._document.update(_builtins(report))
+
+    def show_again(self, report: Any, text: str) -> None:
+        """Show what a report has become: on a terminal in place of what was there, with --json as a line.
+
+        Raises:
+            KeyboardInterrupt: nobody reads any more.
+        """
+        if self.as_json:
+            self._print(json.dumps(_builtins(report)) + "\n")
+        else:
+            if is_terminal(sys.stdout):
+                click.clear()
+            self._print(text + "\n")
+        if not self._is_heard:
+            raise KeyboardInterrupt
 
     def add(self, report: Any, text: str) -> None:
         """Show the report on one of several files."""
