@@ -32,10 +32,10 @@ from ckptz.encoding.chunk import encode_chunk, encode_values
 from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans
-from ckptz.kernels import reference
 from ckptz.store.resolve import open_source
 from ckptz.transform.classes import Row, RuleId, TableMap
 from ckptz.transform.planes import PlaneMode
+from tests.support import reference
 
 PAGE = Path(__file__).with_name("examples.md")
 BYTES_PER_LINE, TEXT_PER_LINE = 12, 100

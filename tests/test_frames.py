@@ -34,10 +34,10 @@ from ckptz.errors import (
     MissingBaseError,
     UnsupportedError,
 )
-from ckptz.kernels import reference
 from ckptz.methods.lossless import plan_lossless
 from ckptz.transform import classes as classes_module
 from ckptz.transform.planes import PlaneMode
+from tests.support import reference
 from tests.support.frame_support import (
     RULE_SETS,
     Case,

@@ -22,7 +22,7 @@ from ckptz.commands.compress import CompressReport
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, Held
 from ckptz.encoding.draft import Draft, Subject
-from ckptz.kernels import reference
+from ckptz.kernels import floats
 from ckptz.methods.grid import Grid
 from ckptz.methods.second_moment import SecondMoment
 from ckptz.methods.small import Rounding
@@ -35,7 +35,7 @@ from tests.support.frame_support import Case, round_trip
 
 Array = np.ndarray[Any, Any]
 
-KINDS = {"F32": reference.F32, "BF16": reference.BF16, "F16": reference.F16}
+KINDS = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 ARRAYS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
 SECOND, FIRST, WEIGHT = "optimizer.up.weight.exp_avg_sq", "optimizer.up.weight.exp_avg", "model.up.weight"
 
@@ -68,7 +68,7 @@ def plan_of(folder: Path, name: str, file: str = "state.ckptz") -> Plan:
 
 def orders(values: Array) -> Array:
     unit = np.uint32 if values.dtype == np.float32 else np.uint16
-    return reference.order(values.view(unit)).astype(np.int64)
+    return floats.order(values.view(unit)).astype(np.int64)
 
 
 # --- second moments -----------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_any_second_moments_come_back_live(data: st.DataObject) -> None:
     restored = restored_by(draft, source, base_source)
     assert np.array_equal(restored == 0, units == 0)
     assert (restored <= top).all()
-    assert reference.all_finite(restored, kind)
+    assert floats.all_finite(restored, kind)
 
 
 def restored_by(draft: Draft, source: ArraySource, base: ArraySource | None) -> Array:
@@ -338,16 +338,16 @@ def test_small_trained_weights_are_rounded_and_the_rest_is_exact(tmp_path: Path)
     assert all(restored[name].tobytes() == tensors[name].tobytes() for name in tensors)
 
 
-@pytest.mark.parametrize("kind", [reference.F32, reference.BF16, reference.F16])
+@pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
 def test_rounding_twice_changes_nothing_more(kind: int) -> None:
-    unit = np.uint32 if kind == reference.F32 else np.uint16
+    unit = np.uint32 if kind == floats.F32 else np.uint16
     units = np.random.default_rng(0).integers(0, np.iinfo(unit).max, 10000, endpoint=True).astype(unit)
     once = Rounding().rounded(units, kind, 0)
     np.testing.assert_array_equal(Rounding().rounded(once, kind, 0), once)
     np.testing.assert_array_equal(Rounding(key=7).rounded(once, kind, 0), once)
-    is_finite = ~np.isnan(reference.to_f32(units, kind).view(np.float32))
+    is_finite = ~np.isnan(floats.to_f32(units, kind).view(np.float32))
     exact, got = (
-        reference.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (units, once)
+        floats.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (units, once)
     )
     with np.errstate(invalid="ignore"):
         assert not (np.abs(got - exact) > np.abs(exact) * 2.0**-10).any()

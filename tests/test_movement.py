@@ -20,13 +20,14 @@ from ckptz.container.index import LossyRecord
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.fold import Fold, Folded, Update
 from ckptz.guidance.updates import update_of
-from ckptz.kernels import rounding, rounding_reference
-from ckptz.kernels.rounding_reference import ESCAPE, NEAREST
+from ckptz.kernels import rounding
+from ckptz.kernels.floats import ESCAPE, NEAREST
 from ckptz.methods.method import Method
 from ckptz.numpy import load_file
 from ckptz.quant.movement import key_of
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_file as load_torch
+from tests.support import reference
 from tests.support.checkpointer_support import LOSSY
 
 Array = np.ndarray[Any, Any]
@@ -53,12 +54,12 @@ def test_kernels_round_as_their_definition_says(data: st.DataObject) -> None:
     dead_zone = data.draw(st.sampled_from([0.0, 0.1, 4.0]))
 
     grid = (steps, labels, row_units)
-    expected = rounding_reference.residual_codes(values, base, *grid, dead_zone, key, begin)
+    expected = reference.residual_codes(values, base, *grid, dead_zone, key, begin)
     got = np.empty(n, np.uint8)
     given_base = (values if base is None else base, base is not None)
     rounding().residual_codes(values, *given_base, *grid, dead_zone, key, begin, got)
     np.testing.assert_array_equal(got, expected)
-    drawn = rounding_reference.thresholds(key, begin, n)
+    drawn = reference.thresholds(key, begin, n)
     np.testing.assert_array_equal(rounding().thresholds(key, begin, n), drawn)
     at = n // 2
     np.testing.assert_array_equal(rounding().thresholds(key, begin + at, n - at), drawn[at:])
@@ -69,9 +70,9 @@ def test_what_has_no_level_escapes() -> None:
     grid = (np.array([1, 0], np.float32), np.array([0], np.uint8), len(values))
     with np.errstate(all="ignore"):
         for key in (NEAREST, 5):
-            codes = rounding_reference.residual_codes(values, None, *grid, 0.0, key, 0)
+            codes = reference.residual_codes(values, None, *grid, 0.0, key, 0)
             assert codes.tolist() == [0, 1, ESCAPE, ESCAPE, ESCAPE]
-        none = rounding_reference.residual_codes(values, None, grid[0][1:], *grid[1:], 0.0, 5, 0)
+        none = reference.residual_codes(values, None, grid[0][1:], *grid[1:], 0.0, 5, 0)
     assert (none == ESCAPE).all()
     got = np.empty(len(values), np.uint8)
     rounding().residual_codes(values, values, False, grid[0][1:], *grid[1:], 0.0, 5, 0, got)
@@ -260,7 +261,7 @@ def test_the_recorded_key_tells_what_was_drawn(tmp_path: Path) -> None:
     assert isinstance(key, int)
     scaled = (later[WEIGHT] - anchor[WEIGHT]).reshape(-1) / np.float32(step)
     whole = np.floor(scaled)
-    whole += rounding_reference.thresholds(key, 0, scaled.size) >= np.float32(1) - (scaled - whole)
+    whole += reference.thresholds(key, 0, scaled.size) >= np.float32(1) - (scaled - whole)
     np.testing.assert_array_equal(np.rint((found[WEIGHT] - anchor[WEIGHT]).reshape(-1) / step), whole)
 
 

@@ -14,7 +14,7 @@ from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.draft import Subject
 from ckptz.errors import ConfigError
-from ckptz.kernels import reference
+from ckptz.kernels import floats
 from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.methods.lossless import EXACT, LOSSLESS
 from ckptz.quant.kmeans import fit_centroids, sample_weights
@@ -26,7 +26,7 @@ WEIGHT = Role("weight", "a.weight", "linear")
 
 
 def f32_sketch(values: Any) -> Sketch:
-    return Sketch.of(np.asarray(values, np.float32).view(np.uint32), reference.F32)
+    return Sketch.of(np.asarray(values, np.float32).view(np.uint32), floats.F32)
 
 
 def gaussian(n: int, seed: int = 0) -> Any:
@@ -53,11 +53,11 @@ def test_a_sketch_sees_what_is_not_finite(value: float) -> None:
     assert not f32_sketch([1.0, value]).is_finite
 
 
-@pytest.mark.parametrize("kind", [reference.BF16, reference.F16])
+@pytest.mark.parametrize("kind", [floats.BF16, floats.F16])
 def test_sixteen_bit_sketches_are_exact(kind: int) -> None:
-    units = reference.from_f32(gaussian(5000).view(np.uint32), kind)
+    units = floats.from_f32(gaussian(5000).view(np.uint32), kind)
     values, counts = Sketch.of(units, kind).occupied()
-    exact, exact_counts = np.unique(reference.widen_f64(reference.to_f32(units, kind)), return_counts=True)
+    exact, exact_counts = np.unique(floats.widen_f64(floats.to_f32(units, kind)), return_counts=True)
     np.testing.assert_array_equal(values, exact)
     np.testing.assert_array_equal(counts, exact_counts)
 
@@ -129,13 +129,13 @@ def test_sample_weights_follow_the_paper() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [reference.F32, reference.BF16, reference.F16])
+@pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
 def test_every_value_lands_in_its_partition(wanted: Partitions, kind: int) -> None:
-    units = reference.from_f32(gaussian(30_000).view(np.uint32), kind)
-    values = reference.widen_f64(reference.to_f32(units, kind))
+    units = floats.from_f32(gaussian(30_000).view(np.uint32), kind)
+    values = floats.widen_f64(floats.to_f32(units, kind))
     quant_map, quantizer = fit_partitions(Sketch.of(units, kind), wanted)
     codes = quantizer.codes(0, len(units), units)
-    levels = reference.widen_f64(quant_map.table.expand()[0])
+    levels = floats.widen_f64(quant_map.table.expand()[0])
     has_escape = quant_map.escape_code is not None
     escaped = (codes == quant_map.escape_code) & has_escape
     assert quant_map.n_codes - has_escape <= wanted.levels
@@ -159,7 +159,7 @@ def test_fewer_values_than_levels_are_kept_exactly() -> None:
     quant_map, quantizer = fit_partitions(sketch, Partitions(16))
     assert quant_map.n_codes == 3
     codes = quantizer.codes(0, 9000, values.view(np.uint32))
-    restored = reference.widen_f64(quant_map.table.expand()[0])[codes]
+    restored = floats.widen_f64(quant_map.table.expand()[0])[codes]
     assert np.abs(restored - values).max() <= RELATIVE_ERROR * 3.0
 
 

@@ -15,7 +15,7 @@ from ckptz.dtypes import DTYPES
 from ckptz.entropy import frequency, streams
 from ckptz.entropy.streams import LANE_CHOICES, CoderId
 from ckptz.formats import sharding
-from ckptz.kernels import reference
+from ckptz.kernels import floats
 from ckptz.store import resolve
 from ckptz.transform import classes
 from ckptz.transform.classes import RuleId
@@ -86,7 +86,7 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
         "frequency tables of a stream": classes.MAX_TABLES,
         "frequency sum": frequency.SCALE,
         "Exp-Golomb order of a table": frequency.MAX_ORDER,
-        "Exp-Golomb low bits": reference.MAX_GOLOMB_BITS,
+        "Exp-Golomb low bits": floats.MAX_GOLOMB_BITS,
         "varint bytes": cursor.MAX_VARINT_BYTES,
         "map rows": quant_map.MAX_ROWS,
         "map codes": quant_map.MAX_CODES,

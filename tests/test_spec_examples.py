@@ -19,9 +19,10 @@ from ckptz.container.plain import content_id_of
 from ckptz.dtypes import dtype_of
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import CoderId, decode_stream
-from ckptz.kernels import cpu, reference
+from ckptz.kernels import cpu
 from ckptz.transform.classes import Block, labels_of
 from ckptz.transform.planes import PlaneMode, kernel_mode
+from tests.support import reference
 from tests.support.spec_files import embedded
 from tests.support.spec_support import SPEC, hex_bytes, numbers, table
 

@@ -24,11 +24,12 @@ from ckptz.encoding.chunk import EncodedChunk, encode_chunk
 from ckptz.encoding.sparse import MAX_SPARSE_SHARE
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import FormatError, MissingBaseError
-from ckptz.kernels import reference, sparse, sparse_reference
+from ckptz.kernels import sparse
 from ckptz.methods.lossless import Lossless, plan_sparse
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
 from ckptz.transform.planes import kernel_mode
+from tests.support import reference
 
 Array = np.ndarray[Any, Any]
 FLOATS_AND_INTEGERS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "I32", "I64", "U8", "BOOL")
@@ -63,11 +64,11 @@ def sources_of(base: Array, name: str = "BF16") -> ChunkSources:
 @settings(max_examples=50, deadline=None)
 def test_gaps_are_those_of_a_sparse_stream_and_lead_back(positions: Array) -> None:
     gaps = sparse().pack_gaps(positions)
-    np.testing.assert_array_equal(gaps, sparse_reference.pack_gaps(positions))
+    np.testing.assert_array_equal(gaps, reference.pack_gaps(positions))
     symbols = np.zeros(3001, np.uint8)
     symbols[positions] = 9
     np.testing.assert_array_equal(gaps, reference.sparse_split(symbols, 0)[0])
-    for kernels in (sparse(), sparse_reference):
+    for kernels in (sparse(), reference):
         found = np.empty_like(positions)
         assert kernels.unpack_gaps(gaps, 3001, found)
         np.testing.assert_array_equal(found, positions)
@@ -78,7 +79,7 @@ def test_gaps_are_those_of_a_sparse_stream_and_lead_back(positions: Array) -> No
 @example(np.array([3, 255, 0], np.uint8), 2, 259)
 @settings(max_examples=80, deadline=None)
 def test_gaps_that_do_not_fit_are_refused_by_both(gaps: Array, n_values: int, n: int) -> None:
-    answers = [k.unpack_gaps(gaps, n, np.empty(n_values, np.int64)) for k in (sparse(), sparse_reference)]
+    answers = [k.unpack_gaps(gaps, n, np.empty(n_values, np.int64)) for k in (sparse(), reference)]
     assert answers[0] == answers[1]
     merged = reference.sparse_merge(gaps, np.ones(n_values, np.uint8), np.zeros(n, np.uint8))
     assert answers[0] == merged
@@ -88,11 +89,11 @@ def test_gaps_that_do_not_fit_are_refused_by_both(gaps: Array, n_values: int, n:
 @settings(max_examples=50, deadline=None)
 def test_planes_are_brought_to_common_positions_alike(a: Array, b: Array, data: st.DataObject) -> None:
     everywhere = sparse().union(a, b)
-    np.testing.assert_array_equal(everywhere, sparse_reference.union(a, b))
+    np.testing.assert_array_equal(everywhere, reference.union(a, b))
     values = data.draw(hnp.arrays(np.uint8, len(a)))
     placed = [np.full(len(everywhere), 7, np.uint8) for _ in range(2)]
     sparse().place(a, values, everywhere, placed[0])
-    sparse_reference.place(a, values, everywhere, placed[1])
+    reference.place(a, values, everywhere, placed[1])
     np.testing.assert_array_equal(*placed)
 
 

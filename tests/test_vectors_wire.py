@@ -13,11 +13,11 @@ import pytest
 
 from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
-from ckptz.kernels import wire_reference
 from ckptz.wire import LinkPolicy
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction
 from ckptz.wire.state import Place
+from tests.support import wire_reference
 from tests.support.spec_support import table
 from tests.support.vector_support import FOLDER, sessions
 

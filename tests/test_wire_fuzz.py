@@ -14,12 +14,12 @@ import pytest
 
 from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
-from ckptz.kernels import wire_reference
 from ckptz.wire import LinkPolicy, TopK, Uniform
 from ckptz.wire.codecs import MIN_ELEMENTS
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, LinkHeader
 from ckptz.wire.state import Place
+from tests.support import wire_reference
 from tests.support.wire_support import BACKWARD, FORWARD, f32_units, rng
 
 SHAPE, F32 = (2, MIN_ELEMENTS // 2), dtype_of("F32")

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ckptz.codec.quant_map import LinearTable
-from ckptz.kernels import reference, wire_cpu, wire_reference, wire_torch
-from ckptz.kernels import wire_reference as ref
-from ckptz.kernels.codec_cpu import pack_codes, unpack_codes
+from ckptz.kernels import wire_cpu, wire_torch
+from ckptz.kernels.values_cpu import pack_codes, unpack_codes
+from tests.support import reference, wire_reference
+from tests.support import wire_reference as ref
 from tests.support.wire_support import devices, from_torch, rng, to_torch
 
 BITS = (2, 3, 4, 6, 8)

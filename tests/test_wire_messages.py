@@ -13,7 +13,7 @@ import torch
 
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
-from ckptz.kernels import wire_cpu, wire_reference, wire_torch
+from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import PRESETS, RAW, Adaptive, LinkPolicy, TopK, Uniform, cap
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
@@ -21,6 +21,7 @@ from ckptz.wire.feedback import SampleBuffers, describe_memory, state_bytes
 from ckptz.wire.frames import BITMAP, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
 from ckptz.wire.state import Place
+from tests.support import wire_reference
 from tests.support.wire_support import (
     BACKWARD,
     FORWARD,

@@ -25,13 +25,13 @@ from ckptz.container.envelope import strict_json
 from ckptz.container.index import parse_index
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError
-from ckptz.kernels import wire_reference
 from ckptz.store.resolve import open_source
 from ckptz.tree.skeleton import parse_tree
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader
 from ckptz.wire.policy import LinkPolicy
 from ckptz.wire.state import Place
+from tests.support import wire_reference
 
 Target = Callable[[bytes], None]
 MAX_DECODED_BYTES: Final = 1 << 22  # what a user who fuzzes allows one tensor to take

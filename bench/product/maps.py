@@ -36,7 +36,7 @@ from ckptz.container.reader import Container, FrameSource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
 from ckptz.encoding.draft import Subject
-from ckptz.kernels import planning, reference
+from ckptz.kernels import floats, planning
 from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
@@ -112,7 +112,7 @@ def exact_centroids(values: Values) -> NDArray[np.float64]:
 
 def sketch_centroids(values: Values) -> NDArray[np.float64]:
     """What ckptz does: histogram, then the programme on its buckets."""
-    buckets, counts = Sketch.of(values.view(np.uint32), reference.F32).occupied()
+    buckets, counts = Sketch.of(values.view(np.uint32), floats.F32).occupied()
     return fit_centroids(buckets, sample_weights(buckets, counts, 1.0), LEVELS)
 
 

@@ -29,7 +29,7 @@ from bench.core.tiny_gpt import read_corpus
 from bench.demo.training import QUICK, Resumption, Settings, Trainer, digest, resume
 from bench.studies.paper_a.chain import disturbed
 from ckptz import compress, restore
-from ckptz.kernels import reference
+from ckptz.kernels import floats
 from ckptz.methods.grid import Grid
 from ckptz.methods.state import Moments
 from ckptz.quant.moments import LogSums, best_ladder, entropy_of, ladder_step
@@ -210,7 +210,7 @@ def prediction_rows(study: Study) -> list[Mapping[str, object]]:
     n = sum(state[name].numel() for name in names)
     rows = []
     for octaves in (1, 2, 4, 8):
-        step, bits = ladder_step(octaves, reference.F32), dict.fromkeys(("zero", "base", "sums", "logs"), 0.0)
+        step, bits = ladder_step(octaves, floats.F32), dict.fromkeys(("zero", "base", "sums", "logs"), 0.0)
         for name in names:
             found, base = (s[name].numpy() for s in (state, before))
             live = found != 0
@@ -230,7 +230,7 @@ def prediction_rows(study: Study) -> list[Mapping[str, object]]:
 
 
 def _orders(values: np.ndarray) -> np.ndarray:
-    return reference.order(values.view(np.uint32)).astype(np.int64)
+    return floats.order(values.view(np.uint32)).astype(np.int64)
 
 
 def _predicted(found: np.ndarray, base: np.ndarray, step: int) -> dict[str, np.ndarray]:

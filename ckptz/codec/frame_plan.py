@@ -30,7 +30,7 @@ from ckptz.dtypes import DType, dtype_of_id
 from ckptz.entropy.frequency import parse_tables, write_tables
 from ckptz.entropy.streams import Embedded, read_embedded, take_embedded, write_embedded
 from ckptz.errors import CorruptionError, UnsupportedError
-from ckptz.kernels import cpu, reference
+from ckptz.kernels import cpu, floats
 from ckptz.transform.classes import (
     MAX_CLASSES,
     MAX_INDICES,
@@ -368,6 +368,6 @@ def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
     for j, plane in enumerate(planes):
         found[:, j] = plane.codes(n)
     vector = found.reshape(-1).view("<u4").astype(np.uint32, copy=False)
-    if not cpu().all_finite(vector, reference.F32):
+    if not cpu().all_finite(vector, floats.F32):
         raise CorruptionError("an outer vector holds an infinity or NaN")
     return vector

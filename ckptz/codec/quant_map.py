@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import CorruptionError
-from ckptz.kernels import reference
+from ckptz.kernels import floats
 
 MAX_CODES: Final = 256
 MAX_ROWS: Final = 4096
@@ -77,7 +77,7 @@ class LinearTable(_Table):
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
         with np.errstate(all="ignore"):
             entries = self.scale[rows] * self.level[codes] + self.offset[rows]
-            return reference.round_f64(entries.reshape(-1)).reshape(entries.shape)
+            return floats.round_f64(entries.reshape(-1)).reshape(entries.shape)
 
 
 @dataclass(frozen=True, slots=True)

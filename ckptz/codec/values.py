@@ -14,12 +14,12 @@ from ckptz.codec.plan import Domain, OuterVectors, Plan, Predictor
 from ckptz.codec.quant_map import MAX_CODES, QuantizationMap
 from ckptz.codec.units import UNIT_TYPES
 from ckptz.dtypes import DType
-from ckptz.kernels import cpu, reference
+from ckptz.kernels import cpu, floats
 
 Bytes = NDArray[np.uint8]
 Units = NDArray[Any]
 
-KINDS: Final = {"F32": reference.F32, "BF16": reference.BF16, "F16": reference.F16}
+KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class ValueTable:
     def _ready(self, entries: NDArray[Any]) -> NDArray[Any]:
         if self.plan.domain is not Domain.LINEAR or self.plan.predictor is not Predictor.ZERO:
             return entries
-        flat = reference.add_f32(np.zeros(entries.size, np.uint32), entries.reshape(-1))
-        return reference.from_f32(flat, self.kind).reshape(entries.shape)
+        flat = cpu().add_f32(np.zeros(entries.size, np.uint32), entries.reshape(-1))
+        return cpu().from_f32(flat, self.kind).reshape(entries.shape)
 
     def decode(self, codes: Bytes, labels: NDArray[Any] | None, prediction: Units | None, out: Units) -> None:
         """Restore codes [n] into `out`, units [n]; escaped and protected ones are still to be put in place.

@@ -22,14 +22,14 @@ from ckptz.entropy.frequency import entropy_bits
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, encode_rans, encode_stream
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.reference import widen_f64
+from ckptz.kernels.floats import widen_f64
 from ckptz.quant.quantizer import Quantizer
 from ckptz.transform.classes import Labels, labels_of
 from ckptz.transform.planes import kernel_mode
 
 Bytes = NDArray[np.uint8]
 Stream = tuple[CoderId, bytes | memoryview]
-FLUSHED_BELOW = 2.0**-100  # as in `reference.add_f32`
+FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 
 

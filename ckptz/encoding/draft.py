@@ -44,7 +44,7 @@ class Rounding(Protocol):
     """What units are rounded to before they are split into byte planes."""
 
     def rounded(self, units: Units, kind: int, begin: int) -> Units:
-        """Round units [n] from `begin` on, of a kind of `ckptz.kernels.reference`."""
+        """Round units [n] from `begin` on, of a kind of `ckptz.kernels.floats`."""
         ...
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError, FormatError, TruncatedError
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.reference import MAX_TABLE_ORDER
+from ckptz.kernels.floats import MAX_TABLE_ORDER
 
 Counts = NDArray[np.int64]
 Frequencies = NDArray[np.uint16]

@@ -1,4 +1,4 @@
-"""Arithmetic on arrays: each kernel in plain numpy, which defines it, and compiled for CPUs or for torch.
+"""Arithmetic on arrays, compiled for CPUs or for torch; the tests hold it against its definition in numpy.
 
 `cpu()` and its neighbours are lazy doors: numba loads when the first chunk is encoded or decoded, not on
 import. The first use on a machine compiles, and `notice` says so.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptz.kernels.coding_cpu import (
+from ckptz.kernels.coding_cpu import (  # noqa: F401
     golomb_pack,
     golomb_unpack,
     rans_decode,
@@ -12,7 +12,11 @@ from ckptz.kernels.coding_cpu import (
     sparse_split,
     table_unpack,
 )
-from ckptz.kernels.planes_cpu import (
+from ckptz.kernels.floats import (  # noqa: F401
+    outer_product,
+    round_f64,
+)
+from ckptz.kernels.planes_cpu import (  # noqa: F401
     class_histogram,
     group,
     histogram,
@@ -21,11 +25,7 @@ from ckptz.kernels.planes_cpu import (
     split_planes,
     ungroup,
 )
-from ckptz.kernels.reference import (
-    outer_product,
-    round_f64,
-)
-from ckptz.kernels.values_cpu import (
+from ckptz.kernels.values_cpu import (  # noqa: F401
     add_bits,
     add_f32,
     add_linear,
@@ -38,34 +38,3 @@ from ckptz.kernels.values_cpu import (
     top_histogram,
     unpack_codes,
 )
-
-__all__ = [
-    "add_bits",
-    "add_f32",
-    "add_linear",
-    "all_finite",
-    "class_histogram",
-    "from_f32",
-    "golomb_pack",
-    "golomb_unpack",
-    "group",
-    "histogram",
-    "lookup",
-    "magnitude_classes",
-    "merge_planes",
-    "outer_product",
-    "pack_codes",
-    "rans_decode",
-    "rans_encode",
-    "region_codes",
-    "round_f64",
-    "slot_tables",
-    "sparse_merge",
-    "sparse_split",
-    "split_planes",
-    "table_unpack",
-    "to_f32",
-    "top_histogram",
-    "ungroup",
-    "unpack_codes",
-]

@@ -1,4 +1,4 @@
-"""Entropy coding on the CPU: rANS, sparse streams, Exp-Golomb codes; `reference.py` defines them."""
+"""Entropy coding on the CPU: rANS, sparse streams, Exp-Golomb codes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 from numba import uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
-from ckptz.kernels.numba_base import ONE, inlined, kernel
-from ckptz.kernels.reference import (
+from ckptz.kernels.floats import (
     MAX_GAP_BYTE,
     MAX_GOLOMB_BITS,
     MAX_TABLE_ORDER,
@@ -18,6 +17,7 @@ from ckptz.kernels.reference import (
     Bytes,
     Counts,
 )
+from ckptz.kernels.numba_base import ONE, inlined, kernel
 
 N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
 LOW_12 = np.uint64(0xFFF)

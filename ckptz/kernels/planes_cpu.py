@@ -1,4 +1,4 @@
-"""Bit patterns, byte planes and classes on the CPU; `reference.py` defines them."""
+"""Bit patterns, byte planes and classes on the CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numba import uint8, uint16, uint32, uint64
 
-from ckptz.kernels.numba_base import BLOCK, ONE, kernel, sign_fill
-from ckptz.kernels.reference import (
+from ckptz.kernels.floats import (
     DIFFERENCE,
     ORDERED_DIFFERENCE,
     ROTATED,
@@ -18,6 +17,7 @@ from ckptz.kernels.reference import (
     Counts,
     Units,
 )
+from ckptz.kernels.numba_base import BLOCK, ONE, kernel, sign_fill
 
 # --- bit patterns -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels.reference import SCALE, SCALE_BITS
+from ckptz.kernels.floats import SCALE, SCALE_BITS
 
 kernel = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 summing = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})

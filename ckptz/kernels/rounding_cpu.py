@@ -1,4 +1,8 @@
-"""Compiled rounding to grids by thresholds: equal to `rounding_reference` bit for bit, in one pass."""
+"""Rounding to grids by thresholds on the CPU.
+
+Thresholds are drawn by counting: the one of an element follows from a key and the element's index alone, in
+integers modulo 2^32, so that every backend, every split into chunks and every rerun draws the same.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,11 @@ from typing import Any
 import numpy as np
 from numba import float32, int64, uint32, uint64
 
+from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, NEAREST
 from ckptz.kernels.numba_base import inlined, kernel
-from ckptz.kernels.rounding_reference import (
-    ESCAPE,
-    GOLDEN,
-    MAX_MAGNITUDE,
-    MIX_1,
-    MIX_2,
-    NEAREST,
-)
+
+GOLDEN = 0x9E3779B9
+MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B  # multipliers with good avalanche, found by search (hash-prospector)
 
 
 @inlined
@@ -36,7 +36,7 @@ def _threshold(key: Any, index: Any) -> Any:
 
 @kernel
 def thresholds(key: int, begin: int, n: int) -> Any:
-    """Draw thresholds [n]; see `rounding_reference.thresholds`."""
+    """Draw thresholds [n], uniform in [0, 1), of elements begin..begin+n; all one half for NEAREST."""
     out = np.empty(n, np.float32)
     for i in range(n):
         out[i] = float32(0.5) if key == NEAREST else _threshold(key, begin + i)
@@ -56,7 +56,7 @@ def residual_codes(
     begin: Any,
     out: Any,
 ) -> None:
-    """Write codes [n] to `out`; see `rounding_reference.residual_codes`."""
+    """Write codes [n] of values less their base, in steps by row, to `out`."""
     widened = float32(0.5 + dead_zone)
     row, left = begin // row_units, row_units - begin % row_units
     step = steps[labels[row]]

@@ -1,4 +1,4 @@
-"""The sparse kernels for the CPU, compiled by numba. `sparse_reference.py` defines them."""
+"""The sparse kernels for the CPU, compiled by numba."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 from numba import uint8
+from numpy.typing import NDArray
 
+from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes
 from ckptz.kernels.numba_base import kernel
-from ckptz.kernels.sparse_reference import MAX_GAP_BYTE, Bytes, Positions
+
+Positions = NDArray[np.int64]
 
 
 @kernel

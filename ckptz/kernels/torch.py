@@ -1,4 +1,4 @@
-"""The kernels as torch operations, for tensors where they live. `reference.py` defines them.
+"""The kernels as torch operations, for tensors where they live.
 
 Bit patterns are torch's integers of the same size (uint8, int16, int32, int64); inside, they widen to
 int64, masked to the width of the unit, because torch has no arithmetic on unsigned types.
@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ckptz.kernels.reference import (
+from ckptz.kernels.floats import (
     BF16,
     DIFFERENCE,
     F16,
@@ -182,7 +182,7 @@ def _tiny_integer(wide: Tensor) -> Tensor:
 
 
 def _add_tiny(a: Tensor, b: Tensor) -> Tensor:
-    """See `reference._add_tiny`; wide patterns in and out."""
+    """See `floats._add_tiny`; wide patterns in and out."""
     total = _tiny_integer(a) + _tiny_integer(b)
     magnitude = total.abs()
     shift = (torch.frexp(magnitude.to(torch.float64))[1].to(torch.int64) - 24).clamp(0, 40)

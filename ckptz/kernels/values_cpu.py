@@ -1,4 +1,4 @@
-"""Quantized values and packed codes on the CPU; `reference.py` defines them."""
+"""Quantized values and packed codes on the CPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import numpy as np
 from numba import uint8, uint32, uint64
 from numpy.typing import NDArray
 
-from ckptz.kernels import reference
-from ckptz.kernels.numba_base import BLOCK, ONE, inlined, kernel, sign_fill
-from ckptz.kernels.reference import (
+from ckptz.kernels import floats
+from ckptz.kernels.floats import (
     BF16,
     F32,
     N_BUCKETS,
@@ -19,6 +18,7 @@ from ckptz.kernels.reference import (
     Counts,
     Units,
 )
+from ckptz.kernels.numba_base import BLOCK, ONE, inlined, kernel, sign_fill
 
 MIN_TABLED = 1 << 14  # fewer units are searched: a table of all buckets would take longer
 
@@ -85,7 +85,7 @@ def _region_codes(units: Any, boundaries: Any, codes: Any, width: int, out: Any)
 
 def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
     if len(units) < MIN_TABLED:
-        return reference.region_codes(units, boundaries, codes)
+        return floats.region_codes(units, boundaries, codes)
     out = np.empty(len(units), np.uint8)
     _region_codes(units, boundaries, codes, 8 * units.itemsize, out)
     return out

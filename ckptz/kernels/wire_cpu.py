@@ -1,4 +1,4 @@
-"""The kernels of the wire for the CPU, compiled by numba. `wire_reference.py` defines them."""
+"""The kernels of the wire for the CPU, compiled by numba."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import numpy as np
 from numba import int32, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
-from ckptz.kernels import wire_reference
-from ckptz.kernels.codec_cpu import from_f32 as from_f32
-from ckptz.kernels.codec_cpu import pack_codes, unpack_codes
-from ckptz.kernels.codec_cpu import to_f32 as to_f32
 from ckptz.kernels.numba_base import inlined, kernel
-from ckptz.kernels.wire_reference import (
+from ckptz.kernels.values_cpu import from_f32, pack_codes, to_f32, unpack_codes  # noqa: F401
+from ckptz.kernels.wire_arrays import (  # noqa: F401 - some are kernels as they are
     BF16_MAX,
     DOWN,
     INFINITY,
@@ -27,25 +24,25 @@ from ckptz.kernels.wire_reference import (
     STEP_64,
     Bytes,
     Patterns,
+    add,
+    all_finite,
+    as_bytes,
     as_units,
+    concat,
+    exclude,
+    from_bytes,
+    gaps_of,
+    host_bytes,
+    low_bytes,
+    mask_at,
+    popcounts,
+    positions,
+    saturate,
+    squared_norm,
+    subtract,
+    wide,
+    zeros,
 )
-from ckptz.kernels.wire_reference import add as add
-from ckptz.kernels.wire_reference import all_finite as all_finite
-from ckptz.kernels.wire_reference import as_bytes as as_bytes
-from ckptz.kernels.wire_reference import concat as concat
-from ckptz.kernels.wire_reference import exclude as exclude
-from ckptz.kernels.wire_reference import from_bytes as from_bytes
-from ckptz.kernels.wire_reference import gaps_of as gaps_of
-from ckptz.kernels.wire_reference import host_bytes as host_bytes
-from ckptz.kernels.wire_reference import low_bytes as low_bytes
-from ckptz.kernels.wire_reference import mask_at as mask_at
-from ckptz.kernels.wire_reference import popcounts as popcounts
-from ckptz.kernels.wire_reference import positions as positions
-from ckptz.kernels.wire_reference import saturate as saturate
-from ckptz.kernels.wire_reference import squared_norm as squared_norm
-from ckptz.kernels.wire_reference import subtract as subtract
-from ckptz.kernels.wire_reference import wide as wide
-from ckptz.kernels.wire_reference import zeros as zeros
 
 ONE_LESS_31 = np.int32(0x7FFFFFFF)
 N_COARSE, N_MIDDLE, N_FINE = 1 << 11, 1 << 10, 1 << 10  # 31 magnitude bits in three steps
@@ -116,7 +113,7 @@ def _bf16_below(pattern: Any) -> Any:
 
 @kernel
 def _scale_of(low: Any, high: Any, n_levels: int, one: Any, one_f32: Any) -> Any:
-    """See `wire_reference.scales_of`; `one` and `one_f32` are views of one word."""
+    """See `wire_arrays.scales_of`; `one` and `one_f32` are views of one word."""
     if high >= int32(INFINITY) or low < int32(-INFINITY):
         return uint16(0), uint16(NAN_SCALE)
     one[0] = uint32(_sortable(high))
@@ -330,6 +327,3 @@ def put(values: Patterns, mask: Bytes) -> Patterns:
     out = np.empty(len(mask), np.uint32)
     _put(values, mask, out)
     return out
-
-
-random_24 = wire_reference.random_24

@@ -1,4 +1,4 @@
-"""The kernels of the wire as torch operations, for tensors where they live. `wire_reference.py` defines them.
+"""The kernels of the wire as torch operations, for tensors where they live.
 
 Bit patterns are torch's signed integers of the same size; arithmetic on them widens to int64.
 """
@@ -16,7 +16,7 @@ from ckptz.kernels import torch as disk
 from ckptz.kernels.torch import UNIT_TYPES
 from ckptz.kernels.torch import from_f32 as from_f32
 from ckptz.kernels.torch import to_f32 as to_f32
-from ckptz.kernels.wire_reference import (
+from ckptz.kernels.wire_arrays import (
     ALIGN,
     BF16_MAX,
     DOWN,
@@ -113,7 +113,7 @@ def _blocks(flat: Tensor, block: int) -> Tensor:
 
 
 def _bf16_below(patterns: Tensor) -> Tensor:
-    """See `wire_reference.bf16_below`; wide patterns in and out."""
+    """See `wire_arrays.bf16_below`; wide patterns in and out."""
     top, rest = patterns >> 16, patterns & 0xFFFF
     negative = patterns >> 31 != 0
     down = top + (negative & (rest != 0))
@@ -124,7 +124,7 @@ def _bf16_below(patterns: Tensor) -> Tensor:
 
 
 def _bf16_above(values: Tensor) -> Tensor:
-    """See `wire_reference.bf16_above`; wide patterns out."""
+    """See `wire_arrays.bf16_above`; wide patterns out."""
     narrow = values.to(torch.float32)
     patterns = _wide(narrow.view(torch.int32)) + (narrow.to(torch.float64) < values)
     up = (patterns >> 16) + ((patterns & 0xFFFF) != 0)
@@ -144,7 +144,7 @@ def _random_24(seed: int, n: int, device: torch.device) -> Tensor:
 
 
 def _scales_of(low: Tensor, high: Tensor, n_levels: int) -> tuple[Tensor, Tensor]:
-    """See `wire_reference.scales_of`; wide patterns out."""
+    """See `wire_arrays.scales_of`; wide patterns out."""
     bad = (high >= INFINITY) | (low < -INFINITY)
     low, high = torch.where(bad, 0, low), torch.where(bad, 0, high)
     last = _sortable(high).view(torch.float32).to(torch.float64)

@@ -25,7 +25,7 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.kernels import cpu, reference
+from ckptz.kernels import cpu, floats
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of
@@ -93,7 +93,7 @@ class StepQuantizer(Quantizer):
 
 
 def _values(units: Units, kind: int) -> Floats:
-    return reference.widen_f64(cpu().to_f32(units, kind))
+    return floats.widen_f64(cpu().to_f32(units, kind))
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from ckptz.encoding.guide import Guide
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning, rounding
-from ckptz.kernels.rounding_reference import NEAREST
+from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
 from ckptz.methods.lossless import EXACT, plan_lossless
 from ckptz.methods.method import (
     CALIBRATION,
@@ -55,7 +55,6 @@ from ckptz.methods.method import (
 )
 from ckptz.methods.state import MOMENTS, Moments, StateChooser
 from ckptz.quant.grid import (
-    MAX_MAGNITUDE,
     Levels,
     RowSteps,
     bare_levels,

@@ -24,8 +24,7 @@ from ckptz.encoding.sensitivity import GuidedSensitivities, sensitivities_of
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.errors import ConfigError
 from ckptz.kernels import rounding
-from ckptz.kernels.reference import F32
-from ckptz.kernels.rounding_reference import NEAREST
+from ckptz.kernels.floats import F32, NEAREST
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import (
     DRAWN,

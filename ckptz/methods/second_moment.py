@@ -22,7 +22,7 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, Subject
-from ckptz.kernels import cpu, reference, rounding
+from ckptz.kernels import cpu, floats, rounding
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of
@@ -70,8 +70,8 @@ class Prediction:
             products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
             units = cpu().from_f32(products, self.kind)
         else:
-            units = np.zeros(end - begin, np.uint32 if self.kind == reference.F32 else np.uint16)
-        ordered: Integers = reference.order(units).astype(np.int64)
+            units = np.zeros(end - begin, np.uint32 if self.kind == floats.F32 else np.uint16)
+        ordered: Integers = floats.order(units).astype(np.int64)
         return ordered
 
 
@@ -92,7 +92,7 @@ class LadderQuantizer(Quantizer):
         zero = 1 << (8 * units.itemsize - 1)
         largest = zero + largest_unit(self.prediction.kind)
         for at in _blocks(len(units)):
-            orders = reference.order(units[at]).astype(np.int64)
+            orders = floats.order(units[at]).astype(np.int64)
             indices[at] = self._drawn(orders, predicted[at], drawn[at])
             distances = self.ladder.distances(indices[at])
             if self.prediction.predictor is Predictor.ZERO:
@@ -115,7 +115,7 @@ class LadderQuantizer(Quantizer):
     def _inverse_roots(self, orders: Integers) -> NDArray[np.float32]:
         """Turn bit patterns in the order of the values into 1 / sqrt, as of the nearest number above zero."""
         kind = self.prediction.kind
-        unit, n_bits = (np.uint32, 32) if kind == reference.F32 else (np.uint16, 16)
+        unit, n_bits = (np.uint32, 32) if kind == floats.F32 else (np.uint16, 16)
         patterns = np.clip(orders - (1 << (n_bits - 1)), 1, largest_unit(kind)).astype(unit)
         values: NDArray[np.float32] = cpu().to_f32(patterns, kind).view(np.float32)
         roots: NDArray[np.float32] = np.reciprocal(np.sqrt(values))
@@ -194,7 +194,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _log_sums(source: TensorSource, bounds: Bounds, shape: tuple[int, int]) -> LogSums:
     patterns = cpu().to_f32(source.units(*bounds), KINDS[source.dtype.name])
-    return LogSums.of(reference.widen_f64(patterns), bounds[0], shape)
+    return LogSums.of(floats.widen_f64(patterns), bounds[0], shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class _Sample:
         """A prediction with the ladder that fits it best, alone or with classes by the base's codes."""
         is_live = self.units != 0
         predicted = prediction.orders(*self.bounds)[:: self.stride][is_live]
-        distances = reference.order(self.units[is_live]).astype(np.int64) - predicted
+        distances = floats.order(self.units[is_live]).astype(np.int64) - predicted
         drawn = rounding().thresholds(self.key, 0, len(distances))
         ladder = best_ladder(distances, step, drawn) if len(distances) else Ladder(step)
         indices = ladder.drawn(distances, drawn)

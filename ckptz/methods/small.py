@@ -18,7 +18,7 @@ from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.kernels import rounding
-from ckptz.kernels.rounding_reference import NEAREST
+from ckptz.kernels.floats import NEAREST
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask

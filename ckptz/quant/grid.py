@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import LinearTable
+from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE
 
 Reals = NDArray[np.float64]
 Floats = NDArray[np.float32]
@@ -24,13 +25,11 @@ Labels = NDArray[np.uint8]
 Codes = NDArray[np.uint8]
 Counts = NDArray[np.int64]
 
-MAX_MAGNITUDE: Final = 127  # codes of both signs, zero and the escape fill an alphabet of 256
 MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
 REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/studies/grid.py
 # Largest step over spread, for rows that hardly got gradients. 1.5 takes a fifth more bits at an equal loss,
 # and 4 loses more at equal bits: so far from the minimum the loss is no parabola.
 SPREAD_CAP: Final = 2.5
-ESCAPE: Final = 255  # stands for the escape code until the alphabet is known
 ESCAPED_BITS: Final = 40.0  # what a value beside its code takes, with the code
 LEVEL_BITS: Final = 64.0  # of a level in the header
 N_FITS: Final = 8  # rounds of the alternating fit; it has converged to 1e-3 long before

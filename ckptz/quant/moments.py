@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
-from ckptz.kernels import reference
+from ckptz.kernels import floats
 
 Units = NDArray[Any]
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-MANTISSA_BITS: Final = {reference.F32: 23, reference.BF16: 7, reference.F16: 10}
+MANTISSA_BITS: Final = {floats.F32: 23, floats.BF16: 7, floats.F16: 10}
 MAX_LEVELS: Final = 254  # beside a zero code and an escape code
 N_PHASES: Final = 8  # places of the levels within a step that are tried
 FACTOR_BITS: Final = 2  # of the mantissa of an outer vector: 2^-3, small beside steps of octaves
@@ -169,7 +169,7 @@ def second_map(
         levels = np.maximum(levels, 1)
     entries = np.zeros((1, rungs.n_codes), np.int64)
     entries[0, : rungs.n_levels] = levels
-    unit = np.uint32 if kind == reference.F32 else np.uint16
+    unit = np.uint32 if kind == floats.F32 else np.uint16
     return QuantizationMap(
         ExplicitTable(entries.astype(unit)),
         np.zeros(n_classes, np.int64),
@@ -219,8 +219,8 @@ def _means(sums: Floats) -> Floats:
 
 
 def _rounded_powers(exponents: Floats) -> NDArray[np.uint32]:
-    patterns = reference.round_f64(np.exp2(np.clip(exponents, -125, 125)))
-    n_dropped = MANTISSA_BITS[reference.F32] - FACTOR_BITS
+    patterns = floats.round_f64(np.exp2(np.clip(exponents, -125, 125)))
+    n_dropped = MANTISSA_BITS[floats.F32] - FACTOR_BITS
     return (patterns + np.uint32(1 << (n_dropped - 1))) & ~np.uint32((1 << n_dropped) - 1)
 
 
@@ -229,11 +229,11 @@ def _rounded_powers(exponents: Floats) -> NDArray[np.uint32]:
 
 def class_roots(kind: int) -> Floats:
     """Give the root of what a second moment of each magnitude class is about [256]; 0 if it is not finite."""
-    width = 32 if kind == reference.F32 else 16
+    width = 32 if kind == floats.F32 else 16
     labels = np.arange(N_LABELS, dtype=np.int64)
     middles = (labels << (width - 9)) | (1 << (width - 10))
-    unit = np.uint32 if kind == reference.F32 else np.uint16
-    values = reference.widen_f64(reference.to_f32(middles.astype(unit), kind))
+    unit = np.uint32 if kind == floats.F32 else np.uint16
+    values = floats.widen_f64(floats.to_f32(middles.astype(unit), kind))
     return np.sqrt(np.where(np.isfinite(values), values, 0.0))
 
 
@@ -309,14 +309,14 @@ def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> Quant
     expanded = LinearTable(scale, shared, np.zeros(len(used)))
     n_rows, n_codes = expanded.shape
     if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes:
-        units = reference.from_f32(expanded.expand().reshape(-1), kind)
-        if reference.all_finite(units, kind):
+        units = floats.from_f32(expanded.expand().reshape(-1), kind)
+        if floats.all_finite(units, kind):
             return QuantizationMap(expanded, row_of_class, escape_code=rungs.escape_code)
     own = np.zeros(expanded.shape)
     own[:, : rungs.n_levels] = _centroids(counts, sums, levels) * scale[:, None]
     # Levels that no element takes may lie beyond all numbers.
     own[:, : rungs.n_levels][counts == 0] = 0.0
-    table = ExplicitTable(reference.round_f64(own.reshape(-1)).reshape(own.shape))
+    table = ExplicitTable(floats.round_f64(own.reshape(-1)).reshape(own.shape))
     return QuantizationMap(table, row_of_class, escape_code=rungs.escape_code)
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels.rounding_reference import NEAREST
+from ckptz.kernels.floats import NEAREST
 
 Floats = NDArray[np.float64]
 

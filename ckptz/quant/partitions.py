@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
-from ckptz.kernels import cpu, reference
+from ckptz.kernels import cpu, floats
 from ckptz.quant.kmeans import SIGMA, fit_centroids, sample_weights
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivitySketch, floats_of
@@ -70,9 +70,9 @@ class RegionQuantizer(Quantizer):
 
     def kept(self, begin: int, units: Units) -> Units:
         del begin
-        if not self.keep_as_bf16 or self.kind != reference.F32:
+        if not self.keep_as_bf16 or self.kind != floats.F32:
             return units
-        rounded = cpu().from_f32(units, reference.BF16).astype(np.uint32) << np.uint32(16)
+        rounded = cpu().from_f32(units, floats.BF16).astype(np.uint32) << np.uint32(16)
         # The largest F32 values would round to infinity: those stay exact.
         is_infinite = (rounded & np.uint32(0x7FFFFFFF)) == np.uint32(0x7F800000)
         return np.where(is_infinite, units, rounded)
@@ -80,10 +80,10 @@ class RegionQuantizer(Quantizer):
 
 def _ordered(value: float, kind: int) -> int:
     """The least ordered unit whose value is at or above `value`."""
-    pattern = reference.round_f64(np.array([value]))
-    unit = reference.from_f32(pattern, kind)
-    ordered = int(reference.order(unit)[0])
-    exact = reference.widen_f64(reference.to_f32(unit, kind))[0]
+    pattern = floats.round_f64(np.array([value]))
+    unit = floats.from_f32(pattern, kind)
+    ordered = int(floats.order(unit)[0])
+    exact = floats.widen_f64(floats.to_f32(unit, kind))[0]
     return ordered + (exact < value)
 
 
@@ -182,11 +182,11 @@ def fit_partitions(
     levels = fit_levels(*sketch.occupied(), wanted, cut)
     kind, escape = sketch.kind, len(levels) if cut.protects else None
     entries = np.append(levels, 0.0) if cut.protects else levels
-    table = ExplicitTable(reference.round_f64(entries).reshape(1, -1))
+    table = ExplicitTable(floats.round_f64(entries).reshape(1, -1))
     quant_map = QuantizationMap(table, np.zeros(1, np.int64), escape_code=escape)
     cuts, codes = region_cuts(levels, cut)
     boundaries = np.maximum.accumulate(np.array([_ordered(c, kind) for c in cuts], np.int64))
-    boundaries = boundaries.astype(np.uint32 if kind == reference.F32 else np.uint16)
+    boundaries = boundaries.astype(np.uint32 if kind == floats.F32 else np.uint16)
     regions = RegionQuantizer(boundaries, np.array(codes, np.uint8), kind, wanted.protect_as_bf16)
     if sensitivities is None:
         return quant_map, regions

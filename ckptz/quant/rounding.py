@@ -23,7 +23,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.quant.grid import ESCAPE, Codes, Floats, grid_codes
+from ckptz.kernels.floats import ESCAPE
+from ckptz.quant.grid import Codes, Floats, grid_codes
 
 Matrix = NDArray[Any]
 Reals = NDArray[np.float64]

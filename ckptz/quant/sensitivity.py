@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels import cpu, reference
+from ckptz.kernels import cpu, floats
 from ckptz.quant.sketch import Sketch
 
 Units = NDArray[Any]
@@ -22,7 +22,7 @@ Sensitivities = Callable[[int, int, Units], Floats]  # of units begin..end
 
 
 def floats_of(units: Units, kind: int) -> Floats:
-    """Read values, float32 [n], of units [n] of kind F32, BF16 or F16 of `ckptz.kernels.reference`."""
+    """Read values, float32 [n], of units [n] of kind F32, BF16 or F16 of `ckptz.kernels.floats`."""
     return cpu().to_f32(units, kind).view(np.float32)
 
 
@@ -64,7 +64,7 @@ class SensitivitySketch:
     def of(cls, sensitivities: Floats, units: Units, kind: int) -> Self:
         """Sketch the sensitivities [n] of units [n] of kind F32, BF16 or F16."""
         patterns = np.ascontiguousarray(sensitivities).view(np.uint32)
-        return cls(Sketch.of(patterns, reference.F32), Sketch.of(units[sensitivities == 0], kind))
+        return cls(Sketch.of(patterns, floats.F32), Sketch.of(units[sensitivities == 0], kind))
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.sensitivities + other.sensitivities, self.at_zero + other.at_zero)

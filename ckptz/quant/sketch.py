@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels import cpu, reference
+from ckptz.kernels import cpu, floats
 
 RELATIVE_ERROR: Final = 2.0**-8  # largest |value - middle of its bucket| / |value|
 _SIGN, _INFINITY = 0x8000, 0x7F80
@@ -22,20 +22,20 @@ _SIGN, _INFINITY = 0x8000, 0x7F80
 @functools.cache
 def _bucket_values(kind: int) -> NDArray[np.float64]:
     """The value that stands for each of the 65536 buckets; NaN for those that are not finite."""
-    patterns = np.arange(reference.N_BUCKETS, dtype=np.uint32)
-    if kind == reference.F16:
-        return reference.widen_f64(reference.to_f32(patterns.astype(np.uint16), reference.F16))
-    low = reference.widen_f64(patterns << np.uint32(16))
-    if kind == reference.BF16:
+    patterns = np.arange(floats.N_BUCKETS, dtype=np.uint32)
+    if kind == floats.F16:
+        return floats.widen_f64(floats.to_f32(patterns.astype(np.uint16), floats.F16))
+    low = floats.widen_f64(patterns << np.uint32(16))
+    if kind == floats.BF16:
         return low
-    high = reference.widen_f64((patterns << np.uint32(16)) | np.uint32(0xFFFF))
+    high = floats.widen_f64((patterns << np.uint32(16)) | np.uint32(0xFFFF))
     with np.errstate(invalid="ignore"):
         return (low + high) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """Occurrences by bucket; `kind` as in `ckptz.kernels.reference` (F32, BF16 or F16).
+    """Occurrences by bucket; `kind` as in `ckptz.kernels.floats` (F32, BF16 or F16).
 
     BF16 and F16 values have buckets of their own each, so that their sketches are exact.
     """
@@ -54,8 +54,8 @@ class Sketch:
     @property
     def is_finite(self) -> bool:
         """Whether no value is an infinity or NaN."""
-        exponent = np.uint32(0x7C00 if self.kind == reference.F16 else _INFINITY)
-        special = (np.arange(reference.N_BUCKETS, dtype=np.uint32) & exponent) == exponent
+        exponent = np.uint32(0x7C00 if self.kind == floats.F16 else _INFINITY)
+        special = (np.arange(floats.N_BUCKETS, dtype=np.uint32) & exponent) == exponent
         return not self.counts[special].any()
 
     @property

@@ -26,7 +26,7 @@ from ckptz.encoding.draft import MapFunction
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.kernels import planning
-from ckptz.kernels.reference import F32
+from ckptz.kernels.floats import F32
 from ckptz.methods.kmeans import Clusters, Ranked, rank
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Method

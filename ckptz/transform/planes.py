@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ckptz.dtypes import DType
-from ckptz.kernels import reference
+from ckptz.kernels import floats
 
 
 class PlaneMode(IntEnum):
@@ -23,5 +23,5 @@ BASE_MODES = frozenset((PlaneMode.XOR, PlaneMode.DIFFERENCE))
 def kernel_mode(mode: PlaneMode, dtype: DType) -> int:
     """Give the kernels' number for a mode: the difference of floats goes through `order`."""
     if mode is PlaneMode.DIFFERENCE:
-        return reference.ORDERED_DIFFERENCE if dtype.is_float else reference.DIFFERENCE
-    return (reference.RAW, reference.ROTATED, reference.XOR)[mode]
+        return floats.ORDERED_DIFFERENCE if dtype.is_float else floats.DIFFERENCE
+    return (floats.RAW, floats.ROTATED, floats.XOR)[mode]

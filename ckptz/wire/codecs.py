@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from ckptz.bits.checksum import xxh64
 from ckptz.dtypes import DType, n_elements
 from ckptz.errors import ConfigError
-from ckptz.kernels import reference, wire_reference
+from ckptz.kernels import floats, wire_arrays
 from ckptz.wire.header import HEADER_BYTES
 
 BLOCK: Final = 256  # elements of a block; 4 bytes of offset and scale are 0.016 byte an element
@@ -24,7 +24,7 @@ RAW_SHARE: Final = 0.75  # of the raw bytes; a codec that saves less than a quar
 RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a bitmap costs little more
 MAX_BYTES: Final = (1 << 32) - 1
 
-KINDS: Final = {"F32": reference.F32, "BF16": reference.BF16, "F16": reference.F16}
+KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
 
 class CodecId(IntEnum):
@@ -165,7 +165,7 @@ class TensorPlan:
     @property
     def largest(self) -> float:
         """Greatest finite value of the type."""
-        return wire_reference.LARGEST_F32[self.kind]
+        return wire_arrays.LARGEST_F32[self.kind]
 
     @property
     def raw_bytes(self) -> int:
@@ -230,7 +230,7 @@ class TensorPlan:
 
 
 def _padded(n_bytes: int) -> int:
-    return -(-n_bytes // wire_reference.ALIGN) * wire_reference.ALIGN
+    return -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
 
 
 def plan_of(codec: Codec, dtype: DType, shape: tuple[int, ...], *, reuse: bool = False) -> TensorPlan:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ckptz.bits.checksum import xxh64
 from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, WireError
-from ckptz.kernels import reference
-from ckptz.kernels.wire_reference import STEP_64, mix_64
+from ckptz.kernels import floats
+from ckptz.kernels.wire_arrays import STEP_64, mix_64
 from ckptz.wire.adaptive import Adaptive
 from ckptz.wire.codecs import KINDS, RAW, CodecId, TensorPlan
 from ckptz.wire.feedback import Memory, MixedFeedback
@@ -181,7 +181,7 @@ class Link:
         """The receiver's tensor, as units of its dtype."""
         k = self.state.kernels
         patterns = memory.received(k, decoded)
-        if plan.kind != reference.F32 and memory is not NOTHING:
+        if plan.kind != floats.F32 and memory is not NOTHING:
             patterns = k.saturate(patterns, plan.largest)
         return k.from_f32(patterns, plan.kind)
 

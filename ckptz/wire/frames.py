@@ -18,7 +18,7 @@ import numpy as np
 from ckptz.bits.cursor import ByteReader
 from ckptz.entropy.streams import decode_stream, encode_stream
 from ckptz.errors import CorruptionError
-from ckptz.kernels import reference, wire_reference
+from ckptz.kernels import floats, wire_arrays
 from ckptz.wire.codecs import BLOCK, TensorPlan, TopK, Uniform
 
 Array = Any  # of numpy, or of torch
@@ -55,7 +55,7 @@ class Parts:
     def take(self, n_bytes: int, what: str) -> Array:
         """Take the next part of `n_bytes` bytes, and its padding."""
         end = self._offset + n_bytes
-        padded = self._offset + -(-n_bytes // wire_reference.ALIGN) * wire_reference.ALIGN
+        padded = self._offset + -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
         if n_bytes < 0 or padded > len(self._payload):
             raise CorruptionError(
                 f"{what}: needs {n_bytes} bytes, {len(self._payload) - self._offset} are left"
@@ -123,7 +123,7 @@ def _encode_uniform(k: Any, plan: TensorPlan, values: Array, seed: int | None) -
     packed, mode = k.pack(codes, codec.bits), PACKED
     if codec.rans:
         coder, stream = encode_stream(k.host_bytes(codes))
-        if len(stream) + 1 + wire_reference.ALIGN < len(packed):
+        if len(stream) + 1 + wire_arrays.ALIGN < len(packed):
             coded = b"".join((coder.to_bytes(1, "little"), len(stream).to_bytes(4, "little"), stream))
             packed, mode = k.from_bytes(coded, values), RANS
     return Frame((ranges, packed), mode, decoded, None, not_finite)
@@ -154,7 +154,7 @@ def _decode_codes(k: Any, coded: Array, n: int, bits: int) -> Array:
     source = ByteReader(k.host_bytes(coded).tobytes())
     coder = source.u8("coder")
     stream = source.take(source.u32("stream length"), "stream")
-    if source.left >= wire_reference.ALIGN or any(source.peek()):
+    if source.left >= wire_arrays.ALIGN or any(source.peek()):
         raise CorruptionError("stream: its padding is not zero, or too long")
     codes = np.empty(n, np.uint8)
     decode_stream(coder, stream, codes)
@@ -165,7 +165,7 @@ def _decode_codes(k: Any, coded: Array, n: int, bits: int) -> Array:
 
 def _value_kind(plan: TensorPlan) -> int:
     """16-bit values: F16 where the tensor is, else BF16, which reaches as far as F32."""
-    return reference.F16 if plan.kind == reference.F16 else reference.BF16
+    return floats.F16 if plan.kind == floats.F16 else floats.BF16
 
 
 def _encode_topk(
@@ -183,7 +183,7 @@ def _encode_topk(
     else:
         kind = _value_kind(plan)
         not_finite = not k.all_finite(chosen)
-        narrow = k.from_f32(k.saturate(chosen, wire_reference.LARGEST_F32[kind]), kind)
+        narrow = k.from_f32(k.saturate(chosen, wire_arrays.LARGEST_F32[kind]), kind)
         decoded = functools.partial(k.to_f32, narrow, kind)
         parts.append(k.as_bytes(narrow))
     return Frame(parts, mode, lambda: k.put(decoded(), mask), mask, not_finite)

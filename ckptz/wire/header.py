@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.errors import ChecksumError, CorruptionError, TruncatedError, UnsupportedError
-from ckptz.kernels.wire_reference import mix_64
+from ckptz.kernels.wire_arrays import mix_64
 
 MAGIC: Final = 0x5A57  # "WZ"
 VERSION: Final = 1

@@ -21,9 +21,9 @@ from ckptz.encoding.chunk import EncodedChunk, encode_chunk
 from ckptz.encoding.counts import ClassCounts, share_tables
 from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import normalise
-from ckptz.kernels import reference
 from ckptz.quant.quantizer import Quantizer
 from ckptz.transform.classes import BaseCode, Block, ClassRule, Magnitude, Row, TableMap, n_classes_of
+from tests.support import reference
 
 Array = np.ndarray[Any, Any]
 

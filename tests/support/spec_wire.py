@@ -16,11 +16,11 @@ import numpy as np
 
 from ckptz.bits.cursor import ByteWriter
 from ckptz.dtypes import dtype_of
-from ckptz.kernels import reference, wire_reference
 from ckptz.wire import LinkPolicy, TopK, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader, header_checksum
 from ckptz.wire.state import Place
+from tests.support import reference, wire_reference
 
 Array = Any
 Change = Callable[[bytes], bytes]

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from ckptz.dtypes import dtype_of
-from ckptz.kernels import wire_cpu, wire_reference, wire_torch
+from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire.codecs import KINDS
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import LinkPolicy
 from ckptz.wire.state import Place
+from tests.support import wire_reference
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 SHAPE = (5, 1111)

@@ -6,94 +6,59 @@ As in `reference.py`, every function stands under the same name and signature in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels import reference
-from ckptz.kernels.reference import from_f32 as from_f32
-from ckptz.kernels.reference import to_f32 as to_f32
-
-Bytes = NDArray[np.uint8]
-Patterns = NDArray[np.uint32]
-
-MASK_32 = 0xFFFFFFFF
-ALIGN = 16  # bytes; every part of a payload is padded to it
-INFINITY = 0x7F800000
-NAN_SCALE = 0x7FC0  # bf16 scale of a block that holds something not finite
-SMALLEST = 0x0880  # bf16 2^-110: smaller scales and offsets would decode to subnormal numbers
-BF16_MAX = 0x7F7F
-DOWN = 0.0625  # values are taken smaller by this, exactly: ranges of F32 overflow, their inverses vanish
-LARGEST_F32 = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)  # by kind: F32, BF16, F16
-
-# The finaliser of MurmurHash3, 64 and 32 bits wide, and the golden ratio's fraction as step.
-STEP_64, MIX_64_A, MIX_64_B = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
-STEP_32, MIX_32_A, MIX_32_B = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
-
-
-# --- arrays -------------------------------------------------------------------------------------
-
-
-def zeros(n: int, n_bytes: int, like: Any) -> Any:
-    """Make n unsigned integers of `n_bytes` bytes, all zero, where `like` lives."""
-    del like
-    return np.zeros(n, f"<u{n_bytes}")
-
-
-def from_bytes(buffer: Any, like: Any) -> Bytes:
-    """Give the bytes of a buffer as an array, where `like` lives."""
-    del like
-    return np.frombuffer(buffer, np.uint8)
-
-
-def host_bytes(data: Bytes) -> Bytes:
-    """Give the bytes as a numpy array."""
-    return data
-
-
-def as_bytes(units: Any) -> Bytes:
-    """Give the bytes of an array of unsigned integers."""
-    return units.view(np.uint8)
-
-
-def as_units(data: Bytes, n_bytes: int) -> Any:
-    """Undo `as_bytes`; copied where the bytes are not aligned."""
-    if data.ctypes.data % n_bytes:
-        data = data.copy()
-    return data.view(f"<u{n_bytes}")
-
-
-def concat(parts: Sequence[Bytes]) -> Bytes:
-    """Join parts, each padded with zeros to a multiple of 16 bytes."""
-    sizes = [-(-len(part) // ALIGN) * ALIGN for part in parts]
-    out = np.zeros(sum(sizes), np.uint8)
-    offset = 0
-    for part, size in zip(parts, sizes, strict=True):
-        out[offset : offset + len(part)] = part
-        offset += size
-    return out
+from ckptz.kernels.floats import from_f32, round_f64, to_f32  # noqa: F401
+from ckptz.kernels.wire_arrays import (  # noqa: F401 - a whole set of kernels
+    BF16_MAX,
+    DOWN,
+    INFINITY,
+    LARGEST_F32,
+    MASK_32,
+    MIX_32_A,
+    MIX_32_B,
+    MIX_64_A,
+    MIX_64_B,
+    NAN_SCALE,
+    SMALLEST,
+    STEP_32,
+    STEP_64,
+    Bytes,
+    Patterns,
+    add,
+    all_finite,
+    as_bytes,
+    as_units,
+    concat,
+    exclude,
+    from_bytes,
+    gaps_of,
+    host_bytes,
+    low_bytes,
+    mask_at,
+    popcounts,
+    positions,
+    saturate,
+    squared_norm,
+    subtract,
+    wide,
+    zeros,
+)
+from tests.support.reference import pack_codes, unpack_codes
 
 
 def unpack(packed: Bytes, n_bits: int, n: int) -> Bytes:
     out = np.empty(n, np.uint8)
-    reference.unpack_codes(packed, n_bits, out)
+    unpack_codes(packed, n_bits, out)
     return out
 
 
 def pack(codes: Bytes, n_bits: int) -> Bytes:
-    return reference.pack_codes(codes, n_bits)
+    return pack_codes(codes, n_bits)
 
 
 # --- checksum -----------------------------------------------------------------------------------
-
-
-def mix_64(word: int) -> int:
-    """Hash one word with the finaliser of MurmurHash3."""
-    word = (word ^ word >> 33) * MIX_64_A & 0xFFFFFFFFFFFFFFFF
-    word = (word ^ word >> 33) * MIX_64_B & 0xFFFFFFFFFFFFFFFF
-    return word ^ word >> 33
 
 
 def checksum(data: Bytes) -> int:
@@ -196,7 +161,7 @@ def dequantize(
     with np.errstate(all="ignore"):
         values = _widen(scales).astype(np.float64)[of] * codes + _widen(offsets).astype(np.float64)[of]
         held = np.clip(values, -largest, largest)
-        patterns = reference.round_f64(np.where(np.isnan(values), 0.0, held))
+        patterns = round_f64(np.where(np.isnan(values), 0.0, held))
     bad = (scales[of] & 0x7F80) == 0x7F80
     return np.where(bad, np.uint32(0x7FC00000), patterns)
 
@@ -213,12 +178,6 @@ def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
     return mask.reshape(-1)
 
 
-def exclude(patterns: Patterns, mask: Bytes) -> Patterns:
-    """Give magnitudes plus one, and zero under the mask [n]: what is chosen next is not chosen twice."""
-    up = np.minimum((patterns & np.uint32(0x7FFFFFFF)) + np.uint32(1), np.uint32(0x7FFFFFFF))
-    return np.where(mask != 0, np.uint32(0), up).astype(np.uint32)
-
-
 def take(patterns: Patterns, mask: Bytes, k: int) -> Patterns:
     """Take the k values under the mask [n], in order: [k]."""
     del k
@@ -230,69 +189,3 @@ def put(values: Patterns, mask: Bytes) -> Patterns:
     out = np.zeros(len(mask), np.uint32)
     out[mask != 0] = values
     return out
-
-
-def popcounts(mask: Bytes, n_samples: int) -> list[int]:
-    """Count the ones of each sample of a mask [n]."""
-    return mask.reshape(n_samples, -1).sum(axis=1, dtype=np.int64).tolist()
-
-
-def positions(mask: Bytes) -> NDArray[np.int64]:
-    """List the positions of the ones in a mask [n]."""
-    return np.flatnonzero(mask).astype(np.int64)
-
-
-def mask_at(where: NDArray[np.int64], n: int) -> Bytes:
-    """Undo `positions`: a mask [n]."""
-    mask = np.zeros(n, np.uint8)
-    mask[where] = 1
-    return mask
-
-
-def gaps_of(where: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the zeros before each one, from the positions [k] of the ones."""
-    return np.diff(where, prepend=-1) - 1
-
-
-def low_bytes(numbers: NDArray[np.int64]) -> Bytes:
-    """Give the low byte of each number [n]."""
-    return (numbers & 0xFF).astype(np.uint8)
-
-
-def wide(codes: Bytes) -> NDArray[np.int64]:
-    """Convert bytes [n] to 64-bit integers."""
-    return codes.astype(np.int64)
-
-
-# --- arithmetic of the per-link state -----------------------------------------------------------
-
-
-def add(a: Patterns, b: Patterns) -> Patterns:
-    """Sum of F32 patterns."""
-    with np.errstate(all="ignore"):
-        return (a.view(np.float32) + b.view(np.float32)).view(np.uint32)
-
-
-def subtract(a: Patterns, b: Patterns) -> Patterns:
-    """Subtract F32 patterns [n]."""
-    with np.errstate(all="ignore"):
-        return (a.view(np.float32) - b.view(np.float32)).view(np.uint32)
-
-
-def saturate(patterns: Patterns, largest: float) -> Patterns:
-    """Hold finite values within +-largest; what is not finite stays."""
-    values = patterns.view(np.float32)
-    limit = np.float32(largest)
-    finite = (patterns & np.uint32(INFINITY)) != INFINITY
-    return np.where(finite, np.clip(values, -limit, limit), values).astype(np.float32).view(np.uint32)
-
-
-def all_finite(patterns: Patterns) -> bool:
-    """Tell whether nothing is an infinity or NaN."""
-    return not bool(((patterns & np.uint32(INFINITY)) == INFINITY).any())
-
-
-def squared_norm(patterns: Patterns) -> float:
-    """Sum of squares, in double."""
-    values = patterns.view(np.float32).astype(np.float64)
-    return float(values @ values)

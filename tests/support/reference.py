@@ -1,38 +1,54 @@
 """The kernels in plain numpy: slow, and the definition of what the fast ones must return.
 
-Every function here stands under the same name and signature in `codec_cpu.py`; parity tests hold the two
-equal. Arrays in, arrays out; nothing here knows a format.
+Every function here stands under the same name and signature in a module of `ckptz.kernels`; parity tests hold
+the two equal. Those that the package itself needs in numpy are imported from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Units = NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
-Counts = NDArray[np.int64]
+from ckptz.kernels.floats import (  # noqa: F401 - some are kernels as they are
+    BF16,
+    DIFFERENCE,
+    ESCAPE,
+    F16,
+    F32,
+    MAX_GAP_BYTE,
+    MAX_GOLOMB_BITS,
+    MAX_MAGNITUDE,
+    MAX_TABLE_ORDER,
+    N_BUCKETS,
+    NEAREST,
+    ORDERED_DIFFERENCE,
+    ROTATED,
+    SCALE,
+    SCALE_BITS,
+    STATE_LOW,
+    TINY_EXPONENT,
+    XOR,
+    Bytes,
+    Counts,
+    Units,
+    all_finite,
+    from_f32,
+    order,
+    outer_product,
+    region_codes,
+    round_f64,
+    to_f32,
+    widen_f64,
+)
+from ckptz.kernels.rounding_cpu import GOLDEN, MIX_1, MIX_2
 
-RAW, ROTATED, XOR, DIFFERENCE, ORDERED_DIFFERENCE = range(5)
-
-SCALE_BITS = 12
-SCALE = 1 << SCALE_BITS
-STATE_LOW = 1 << 16
-MAX_GAP_BYTE = 255
-MAX_TABLE_ORDER = 11  # of the codes of a frequency table
-MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
+Floats = NDArray[np.float32]
+Positions = NDArray[np.int64]
 
 
 # --- bit patterns -------------------------------------------------------------------------------
-
-
-def order(units: Units) -> Units:
-    """Turn float patterns [...] into integers in the order of the values; -0.0 just below 0.0."""
-    top = units.dtype.type(1 << (8 * units.itemsize - 1))
-    return np.where(units & top, ~units, units | top)
 
 
 def unorder(units: Units) -> Units:
@@ -126,47 +142,11 @@ def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
 
 # --- values -------------------------------------------------------------------------------------
 
-F32, BF16, F16 = range(3)  # the float types that have values, not only bit patterns
-N_BUCKETS = 1 << 16
-TINY_EXPONENT = 27  # sums of two floats below 2^-100 are made of integers, see `add_f32`
-
 
 def top_histogram(units: Units) -> Counts:
     """Count the top 16 bits of each unit of two or four bytes: [65536]."""
     top = units if units.itemsize == 2 else units >> np.uint32(16)
     return np.bincount(top, minlength=N_BUCKETS).astype(np.int64)
-
-
-def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
-    """Give codes[r] of each unit, r the number of boundaries at or below it in the order of the values.
-
-    `boundaries` are ascending results of `order`; `codes` has one more entry.
-    """
-    return codes[np.searchsorted(boundaries, order(units), side="right")]
-
-
-def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
-    """Convert units [...] to the bit patterns of F32, exactly."""
-    if kind == BF16:
-        return units.astype(np.uint32) << np.uint32(16)
-    if kind == F16:
-        return units.view(np.float16).astype(np.float32).view(np.uint32)
-    return units.astype(np.uint32)
-
-
-def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
-    """Round F32 patterns [...] to nearest, ties to even; spec/04-quantization.md#cast."""
-    if kind == BF16:
-        half = np.uint32(0x7FFF) + ((patterns >> np.uint32(16)) & np.uint32(1))
-        is_nan = (patterns & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        quiet = (patterns >> np.uint32(16)) | np.uint32(0x40)
-        return np.where(is_nan, quiet, (patterns + half) >> np.uint32(16)).astype(np.uint16)
-    if kind == F16:
-        with np.errstate(all="ignore"):
-            narrow = patterns.view(np.float32).astype(np.float16).view(np.uint16)
-        is_nan = (narrow & np.uint16(0x7FFF)) > np.uint16(0x7C00)
-        return np.where(is_nan, narrow & np.uint16(0x8000) | np.uint16(0x7E00), narrow)
-    return patterns
 
 
 def _add_tiny(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -219,43 +199,6 @@ def add_linear(
 def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:
     """Compute unorder(order(base) + table[row, code]) modulo the width of the unit."""
     out[:] = unorder(order(base) + table[rows, codes])
-
-
-def all_finite(units: Units, kind: int) -> bool:
-    """Tell whether no unit is an infinity or NaN."""
-    exponent = units.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
-    return not bool(((units & exponent) == exponent).any())
-
-
-def outer_product(
-    rows: NDArray[np.uint32], columns: NDArray[np.uint32], begin: int, end: int
-) -> NDArray[np.uint32]:
-    """Compute F32 patterns of rows[i] * columns[j] for elements begin..end of the matrix, subnormals kept."""
-    element = np.arange(begin, end)
-    a, b = rows[element // len(columns)], columns[element % len(columns)]
-    # The double product of two F32 numbers is exact; one rounding follows, by integers.
-    return round_f64(widen_f64(a) * widen_f64(b))
-
-
-def widen_f64(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
-    """Convert F32 patterns [n] to doubles; subnormal ones by integers, which no processor mode flushes."""
-    with np.errstate(invalid="ignore"):
-        values = patterns.view(np.float32).astype(np.float64)
-    is_subnormal = (patterns & np.uint32(0x7F800000)) == 0
-    steps = (patterns & np.uint32(0x7FFFFF)).astype(np.float64) * 2.0**-149
-    signed = np.where(patterns >> np.uint32(31), -steps, steps)
-    return np.where(is_subnormal, signed, values)
-
-
-def round_f64(values: NDArray[np.float64]) -> NDArray[np.uint32]:
-    """Round doubles [n] to F32 patterns, to nearest even, subnormals kept by integer arithmetic."""
-    with np.errstate(all="ignore"):
-        rounded = values.astype(np.float32).view(np.uint32)
-    is_tiny = (np.abs(values) < 2.0**-125) & (values != 0)
-    # Scaled by 2^149 the subnormal numbers are the integers; rint rounds ties to even.
-    steps = np.rint(np.abs(values[is_tiny]) * 2.0**149).astype(np.uint32)
-    rounded[is_tiny] = steps | (np.signbit(values[is_tiny]).astype(np.uint32) << np.uint32(31))
-    return rounded
 
 
 # --- packing ------------------------------------------------------------------------------------
@@ -415,3 +358,125 @@ def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
         return -1
     out[last] = left
     return 3 + used if out[first] else -1
+
+
+# --- rounding by thresholds ---------------------------------------------------------------------
+
+
+def _mixed(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_1)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(MIX_2)
+    return x ^ (x >> np.uint32(16))
+
+
+def thresholds(key: int, begin: int, n: int) -> Floats:
+    """Draw the thresholds of elements begin..begin+n, uniform in [0, 1) [n].
+
+    Args:
+        key: 32 bits, or NEAREST.
+        begin: index of the first element.
+        n: elements.
+    """
+    if key == NEAREST:
+        return np.full(n, 0.5, np.float32)
+    index = np.arange(begin, begin + n, dtype=np.uint64)
+    low, high = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32), (index >> np.uint64(32)).astype(np.uint32)
+    with np.errstate(over="ignore"):
+        seeded = _mixed(high * np.uint32(GOLDEN) + np.uint32(key))
+        drawn = _mixed(low * np.uint32(GOLDEN) ^ seeded)
+    return (drawn >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def grid_codes(scaled: Floats, dead_zone: float, key: int, begin: int) -> Bytes:
+    """Round values given in steps: code 0 for zero, 2 m - 1 for +m, 2 m for -m, ESCAPE beyond 127.
+
+    The magnitude and sign are those of floor(value + threshold). A dead zone widens zero alone.
+
+    Args:
+        scaled: finite [n].
+        dead_zone: additional share of a step on both sides of zero; 0 where thresholds are drawn.
+        key: of the thresholds, or NEAREST.
+        begin: index of the first value in its tensor.
+    """
+    if key == NEAREST:  # halves away from zero, on both sides alike
+        magnitude = np.floor(np.abs(scaled) + np.float32(0.5))
+        magnitude[np.abs(scaled) < np.float32(0.5 + dead_zone)] = 0
+        is_positive = scaled > 0
+    else:
+        whole = np.floor(scaled)
+        whole += thresholds(key, begin, len(scaled)) >= np.float32(1) - (scaled - whole)
+        magnitude, is_positive = np.abs(whole), whole > 0
+    codes = 2 * np.minimum(magnitude, np.float32(MAX_MAGNITUDE)) - is_positive
+    codes[magnitude == 0] = 0
+    codes[~(magnitude <= MAX_MAGNITUDE)] = ESCAPE
+    return codes.astype(np.uint8)
+
+
+def residual_codes(
+    values: Floats,
+    base: Floats | None,
+    steps: Floats,
+    labels: Bytes,
+    row_units: int,
+    dead_zone: float,
+    key: int,
+    begin: int,
+) -> Bytes:
+    """Round values less their base, in steps by row; see `grid_codes`.
+
+    Args:
+        values: finite [n].
+        base: finite [n], or None for zero.
+        steps: of each class of rows, above 0 [n_classes].
+        labels: class of each row [n_rows].
+        row_units: elements of a row.
+        dead_zone: see `grid_codes`.
+        key: see `grid_codes`.
+        begin: index of the first value in its tensor.
+    """
+    return grid_codes(_scaled(values, base, steps, labels, row_units, begin), dead_zone, key, begin)
+
+
+def _scaled(
+    values: Floats, base: Floats | None, steps: Floats, labels: Bytes, row_units: int, begin: int
+) -> Floats:
+    residual = values if base is None else values - base
+    rows = np.arange(begin, begin + len(values)) // row_units
+    scaled: Floats = residual / steps[labels[rows]]
+    return scaled
+
+
+# --- gaps between positions ---------------------------------------------------------------------
+
+
+def pack_gaps(positions: Positions) -> Bytes:
+    """Write the gap bytes of ascending positions."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    parts = [bytes([MAX_GAP_BYTE]) * (gap // MAX_GAP_BYTE) + bytes([gap % MAX_GAP_BYTE]) for gap in gaps]
+    return np.frombuffer(b"".join(parts), np.uint8).copy()
+
+
+def unpack_gaps(gaps: Bytes, n: int, out: Positions) -> bool:
+    """Undo `pack_gaps`, into `out`; False unless the bytes hold len(out) positions below `n`."""
+    position, n_found = 0, 0
+    for gap in gaps.tolist():
+        position += gap
+        if gap == MAX_GAP_BYTE:
+            continue
+        if position >= n or n_found == len(out):
+            return False
+        out[n_found] = position
+        position += 1
+        n_found += 1
+    return n_found == len(out) and (len(gaps) == 0 or bool(gaps[-1] != MAX_GAP_BYTE))
+
+
+def union(a: Positions, b: Positions) -> Positions:
+    """Merge two ascending lists of positions [n] and [m] into one, each position once."""
+    return np.union1d(a, b)
+
+
+def place(positions: Positions, values: Bytes, among: Positions, out: Bytes) -> None:
+    """Put the value of each position at its place among `among`, into `out` [len(among)]; 0 elsewhere."""
+    out[:] = 0
+    out[np.searchsorted(among, positions)] = values

@@ -1,0 +1,110 @@
+"""Bit patterns of floats in plain numpy, and the numbers that all kernels share.
+
+Arrays in, arrays out; nothing here knows a format.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Units = NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
+Counts = NDArray[np.int64]
+
+RAW, ROTATED, XOR, DIFFERENCE, ORDERED_DIFFERENCE = range(5)
+
+SCALE_BITS = 12
+SCALE = 1 << SCALE_BITS
+STATE_LOW = 1 << 16
+MAX_GAP_BYTE = 255
+MAX_TABLE_ORDER = 11  # of the codes of a frequency table
+MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
+
+NEAREST: Final = -1  # instead of a key of thresholds: every one of them is one half
+MAX_MAGNITUDE: Final = 127  # codes of a grid: both signs, zero and the escape fill an alphabet of 256
+ESCAPE: Final = 255  # stands for the escape code until the alphabet is known
+
+
+def order(units: Units) -> Units:
+    """Turn float patterns [...] into integers in the order of the values; -0.0 just below 0.0."""
+    top = units.dtype.type(1 << (8 * units.itemsize - 1))
+    return np.where(units & top, ~units, units | top)
+
+
+# --- values -------------------------------------------------------------------------------------
+
+F32, BF16, F16 = range(3)  # the float types that have values, not only bit patterns
+N_BUCKETS = 1 << 16
+TINY_EXPONENT = 27  # sums of two floats below 2^-100 are made of integers, see `add_f32`
+
+
+def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
+    """Give codes[r] of each unit, r the number of boundaries at or below it in the order of the values.
+
+    `boundaries` are ascending results of `order`; `codes` has one more entry.
+    """
+    return codes[np.searchsorted(boundaries, order(units), side="right")]
+
+
+def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
+    """Convert units [...] to the bit patterns of F32, exactly."""
+    if kind == BF16:
+        return units.astype(np.uint32) << np.uint32(16)
+    if kind == F16:
+        return units.view(np.float16).astype(np.float32).view(np.uint32)
+    return units.astype(np.uint32)
+
+
+def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
+    """Round F32 patterns [...] to nearest, ties to even; spec/04-quantization.md#cast."""
+    if kind == BF16:
+        half = np.uint32(0x7FFF) + ((patterns >> np.uint32(16)) & np.uint32(1))
+        is_nan = (patterns & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        quiet = (patterns >> np.uint32(16)) | np.uint32(0x40)
+        return np.where(is_nan, quiet, (patterns + half) >> np.uint32(16)).astype(np.uint16)
+    if kind == F16:
+        with np.errstate(all="ignore"):
+            narrow = patterns.view(np.float32).astype(np.float16).view(np.uint16)
+        is_nan = (narrow & np.uint16(0x7FFF)) > np.uint16(0x7C00)
+        return np.where(is_nan, narrow & np.uint16(0x8000) | np.uint16(0x7E00), narrow)
+    return patterns
+
+
+def all_finite(units: Units, kind: int) -> bool:
+    """Tell whether no unit is an infinity or NaN."""
+    exponent = units.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
+    return not bool(((units & exponent) == exponent).any())
+
+
+def outer_product(
+    rows: NDArray[np.uint32], columns: NDArray[np.uint32], begin: int, end: int
+) -> NDArray[np.uint32]:
+    """Compute F32 patterns of rows[i] * columns[j] for elements begin..end of the matrix, subnormals kept."""
+    element = np.arange(begin, end)
+    a, b = rows[element // len(columns)], columns[element % len(columns)]
+    # The double product of two F32 numbers is exact; one rounding follows, by integers.
+    return round_f64(widen_f64(a) * widen_f64(b))
+
+
+def widen_f64(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """Convert F32 patterns [n] to doubles; subnormal ones by integers, which no processor mode flushes."""
+    with np.errstate(invalid="ignore"):
+        values = patterns.view(np.float32).astype(np.float64)
+    is_subnormal = (patterns & np.uint32(0x7F800000)) == 0
+    steps = (patterns & np.uint32(0x7FFFFF)).astype(np.float64) * 2.0**-149
+    signed = np.where(patterns >> np.uint32(31), -steps, steps)
+    return np.where(is_subnormal, signed, values)
+
+
+def round_f64(values: NDArray[np.float64]) -> NDArray[np.uint32]:
+    """Round doubles [n] to F32 patterns, to nearest even, subnormals kept by integer arithmetic."""
+    with np.errstate(all="ignore"):
+        rounded = values.astype(np.float32).view(np.uint32)
+    is_tiny = (np.abs(values) < 2.0**-125) & (values != 0)
+    # Scaled by 2^149 the subnormal numbers are the integers; rint rounds ties to even.
+    steps = np.rint(np.abs(values[is_tiny]) * 2.0**149).astype(np.uint32)
+    rounded[is_tiny] = steps | (np.signbit(values[is_tiny]).astype(np.uint32) << np.uint32(31))
+    return rounded

@@ -1,0 +1,153 @@
+"""What the kernels of the wire share, and those that numpy alone is quick enough for; spec/08-wire.md.
+
+Values are F32 bit patterns. `wire_cpu.py` and `wire_torch.py` have every function here under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Patterns = NDArray[np.uint32]
+
+MASK_32 = 0xFFFFFFFF
+ALIGN = 16  # bytes; every part of a payload is padded to it
+INFINITY = 0x7F800000
+NAN_SCALE = 0x7FC0  # bf16 scale of a block that holds something not finite
+SMALLEST = 0x0880  # bf16 2^-110: smaller scales and offsets would decode to subnormal numbers
+BF16_MAX = 0x7F7F
+DOWN = 0.0625  # values are taken smaller by this, exactly: ranges of F32 overflow, their inverses vanish
+LARGEST_F32 = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)  # by kind: F32, BF16, F16
+
+# The finaliser of MurmurHash3, 64 and 32 bits wide, and the golden ratio's fraction as step.
+STEP_64, MIX_64_A, MIX_64_B = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+STEP_32, MIX_32_A, MIX_32_B = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+def zeros(n: int, n_bytes: int, like: Any) -> Any:
+    """Make n unsigned integers of `n_bytes` bytes, all zero, where `like` lives."""
+    del like
+    return np.zeros(n, f"<u{n_bytes}")
+
+
+def from_bytes(buffer: Any, like: Any) -> Bytes:
+    """Give the bytes of a buffer as an array, where `like` lives."""
+    del like
+    return np.frombuffer(buffer, np.uint8)
+
+
+def host_bytes(data: Bytes) -> Bytes:
+    """Give the bytes as a numpy array."""
+    return data
+
+
+def as_bytes(units: Any) -> Bytes:
+    """Give the bytes of an array of unsigned integers."""
+    return units.view(np.uint8)
+
+
+def as_units(data: Bytes, n_bytes: int) -> Any:
+    """Undo `as_bytes`; copied where the bytes are not aligned."""
+    if data.ctypes.data % n_bytes:
+        data = data.copy()
+    return data.view(f"<u{n_bytes}")
+
+
+def concat(parts: Sequence[Bytes]) -> Bytes:
+    """Join parts, each padded with zeros to a multiple of 16 bytes."""
+    sizes = [-(-len(part) // ALIGN) * ALIGN for part in parts]
+    out = np.zeros(sum(sizes), np.uint8)
+    offset = 0
+    for part, size in zip(parts, sizes, strict=True):
+        out[offset : offset + len(part)] = part
+        offset += size
+    return out
+
+
+def mix_64(word: int) -> int:
+    """Hash one word with the finaliser of MurmurHash3."""
+    word = (word ^ word >> 33) * MIX_64_A & 0xFFFFFFFFFFFFFFFF
+    word = (word ^ word >> 33) * MIX_64_B & 0xFFFFFFFFFFFFFFFF
+    return word ^ word >> 33
+
+
+# --- the largest of each sample -----------------------------------------------------------------
+
+
+def exclude(patterns: Patterns, mask: Bytes) -> Patterns:
+    """Give magnitudes plus one, and zero under the mask [n]: what is chosen next is not chosen twice."""
+    up = np.minimum((patterns & np.uint32(0x7FFFFFFF)) + np.uint32(1), np.uint32(0x7FFFFFFF))
+    return np.where(mask != 0, np.uint32(0), up).astype(np.uint32)
+
+
+def popcounts(mask: Bytes, n_samples: int) -> list[int]:
+    """Count the ones of each sample of a mask [n]."""
+    return mask.reshape(n_samples, -1).sum(axis=1, dtype=np.int64).tolist()
+
+
+def positions(mask: Bytes) -> NDArray[np.int64]:
+    """List the positions of the ones in a mask [n]."""
+    return np.flatnonzero(mask).astype(np.int64)
+
+
+def mask_at(where: NDArray[np.int64], n: int) -> Bytes:
+    """Undo `positions`: a mask [n]."""
+    mask = np.zeros(n, np.uint8)
+    mask[where] = 1
+    return mask
+
+
+def gaps_of(where: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count the zeros before each one, from the positions [k] of the ones."""
+    return np.diff(where, prepend=-1) - 1
+
+
+def low_bytes(numbers: NDArray[np.int64]) -> Bytes:
+    """Give the low byte of each number [n]."""
+    return (numbers & 0xFF).astype(np.uint8)
+
+
+def wide(codes: Bytes) -> NDArray[np.int64]:
+    """Convert bytes [n] to 64-bit integers."""
+    return codes.astype(np.int64)
+
+
+# --- arithmetic of the per-link state -----------------------------------------------------------
+
+
+def add(a: Patterns, b: Patterns) -> Patterns:
+    """Sum of F32 patterns."""
+    with np.errstate(all="ignore"):
+        return (a.view(np.float32) + b.view(np.float32)).view(np.uint32)
+
+
+def subtract(a: Patterns, b: Patterns) -> Patterns:
+    """Subtract F32 patterns [n]."""
+    with np.errstate(all="ignore"):
+        return (a.view(np.float32) - b.view(np.float32)).view(np.uint32)
+
+
+def saturate(patterns: Patterns, largest: float) -> Patterns:
+    """Hold finite values within +-largest; what is not finite stays."""
+    values = patterns.view(np.float32)
+    limit = np.float32(largest)
+    finite = (patterns & np.uint32(INFINITY)) != INFINITY
+    return np.where(finite, np.clip(values, -limit, limit), values).astype(np.float32).view(np.uint32)
+
+
+def all_finite(patterns: Patterns) -> bool:
+    """Tell whether nothing is an infinity or NaN."""
+    return not bool(((patterns & np.uint32(INFINITY)) == INFINITY).any())
+
+
+def squared_norm(patterns: Patterns) -> float:
+    """Sum of squares, in double."""
+    values = patterns.view(np.float32).astype(np.float64)
+    return float(values @ values)
