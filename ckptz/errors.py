@@ -22,7 +22,8 @@ built-in OSError (exit 7), as in safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from safetensors import SafetensorError
@@ -122,3 +123,12 @@ class WireError(CkptzError):
 def named(error: CkptzError, where: str) -> CkptzError:
     """Make the same kind of error with `where` (a file, a tensor) put before its message."""
     return type(error)(f"{where}: {error}")
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put `where` (a file, a tensor) before the message of an error of ours that is raised within."""
+    try:
+        yield
+    except CkptzError as error:
+        raise named(error, where) from None

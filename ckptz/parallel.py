@@ -1,16 +1,18 @@
-"""Ordered work on threads with a bounded number of results in flight."""
+"""What threads share: ordered work with a bounded number of results in flight, and a bounded memory."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+V = TypeVar("V")
 
 
 MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads only when asked for
@@ -60,3 +62,53 @@ class Workers:
         finally:
             for future in pending:
                 future.cancel()
+
+
+class Recent(Generic[V]):
+    """The values used last, up to a weight in all; threads that want the same one wait for one to make it.
+
+    Args:
+        most: the weight that is held.
+        weigh: gives the weight of a value, such as its bytes.
+        keeps_any: hold the one used last whatever it weighs; else one beyond `most` is made each time.
+    """
+
+    def __init__(self, most: int, weigh: Callable[[V], int], *, keeps_any: bool = False) -> None:
+        self._most, self._weigh, self._keeps_any = most, weigh, keeps_any
+        self.weight = 0  # of all that is held
+        self._held: OrderedDict[Hashable, V] = OrderedDict()
+        self._lock = threading.Lock()
+        self._making: dict[Hashable, threading.RLock] = {}
+
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+        """Give the value that is held, or else what `make` gives."""
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+            turn = self._making.setdefault(key, threading.RLock())
+        with turn:
+            value = self._held.get(key)
+            if value is None:
+                try:
+                    value = make()
+                    self._keep(key, value)
+                finally:
+                    self._making.pop(key, None)
+        return value
+
+    def _keep(self, key: Hashable, value: V) -> None:
+        weight = self._weigh(value)
+        with self._lock:
+            if key in self._held or (weight > self._most and not self._keeps_any):
+                return
+            self._held[key] = value
+            self.weight += weight
+            while self.weight > self._most and len(self._held) > 1:
+                self.weight -= self._weigh(self._held.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            self._held.clear()
+            self.weight = 0

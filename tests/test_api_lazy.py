@@ -121,12 +121,12 @@ def test_the_cache_keeps_what_was_used_last_within_its_bound() -> None:
 
     for n in (0, 1, 2, 0, 3, 0, 1):
         assert get(n)[0] == n
-        assert cache.n_bytes <= 3000
+        assert cache.weight <= 3000
     assert made == [0, 1, 2, 3, 1]
     assert len(cache.get(("x", 9), lambda: np.zeros(4000, np.uint8))) == 4000
-    assert cache.n_bytes == 3000
+    assert cache.weight == 3000
     cache.clear()
-    assert cache.n_bytes == 0
+    assert cache.weight == 0
 
 
 def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:

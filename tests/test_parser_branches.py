@@ -114,14 +114,14 @@ def test_the_chunk_cache_holds_what_was_used_last_and_no_more_than_it_may() -> N
         cache.get(("w", i), lambda: UNITS.copy())
     cache.get(("w", 0), lambda: pytest.fail("it is held"))
     cache.get(("w", 3), lambda: UNITS.copy())
-    assert cache.n_bytes == 3 * UNITS.nbytes
+    assert cache.weight == 3 * UNITS.nbytes
     again: list[int] = []
     cache.get(("w", 1), lambda: again.append(1) or UNITS.copy())
     assert again == [1]
     cache.get(("big", 0), lambda: np.zeros(1000, np.uint8))
-    assert cache.n_bytes == 3 * UNITS.nbytes
+    assert cache.weight == 3 * UNITS.nbytes
     cache.clear()
-    assert cache.n_bytes == 0
+    assert cache.weight == 0
 
 
 def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
@@ -152,7 +152,7 @@ def test_a_chunk_that_another_thread_kept_meanwhile_is_not_kept_twice() -> None:
         return UNITS
 
     cache.get(("w", 0), decode)
-    assert cache.n_bytes == UNITS.nbytes
+    assert cache.weight == UNITS.nbytes
 
 
 def test_the_header_cache_keeps_one_header_whatever_it_weighs() -> None:
