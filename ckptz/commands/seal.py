@@ -131,7 +131,7 @@ def seal(
         files = [reading.file(name, file) for name, file in here]
         for i, (_, file) in enumerate(here):
             if _is_dcp_metadata(file):
-                sources = open_dcp(file.parent).tensors.items()
+                sources = open_dcp(file.parent)[0].items()
                 tensors = tuple(Reading(workers, SILENT).tensor(*source) for source in sources)
                 files[i] = msgspec.structs.replace(files[i], tensors=tensors)
     text = _pack(path, tuple(files))
@@ -351,7 +351,7 @@ def _problems_of_dcp(sealed: Sequence[SealedTensor], folder: Path, reading: Read
     """Which tensors differ in a folder of torch of which some file does."""
     unread, found = {}, []
     try:
-        sources = open_dcp(folder).tensors
+        sources, _ = open_dcp(folder)
     except CkptzError as error:
         return [f"cannot be read: {error}"]
     for name, source in sources.items():

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +30,14 @@ from ckptz.errors import (
     TruncatedError,
     UnsupportedError,
     named,
+    naming,
 )
 from ckptz.formats.boxes import problem_of_parts
 from ckptz.formats.pickled import Made, Symbol, read_pickled
 from ckptz.formats.sharding import is_file_name
 from ckptz.formats.torch_files import require_torch
 from ckptz.formats.torch_records import MAX_DIMS, is_number, load_torch
+from ckptz.parallel import Recent
 from ckptz.tree.flatten import CODES
 from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, pack_node, refuse_leaf
 from ckptz.tree.unflatten import Chunks, unflatten
@@ -83,16 +83,8 @@ class _Whole:
     parts: tuple[_Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DcpFolder:
-    """An open folder: tensors by name, and the nested state as a tree."""
-
-    tensors: Mapping[str, TensorSource]
-    tree: dict[str, Any]
-
-
-def open_dcp(folder: Path) -> DcpFolder:
-    """Open a folder that torch wrote; tensors are read when they are asked for, one or two at a time.
+def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
+    """Open a folder that torch wrote: its tensors, read when they are asked for, and the tree of its state.
 
     Raises:
         ConfigError: torch is not installed.
@@ -100,17 +92,15 @@ def open_dcp(folder: Path) -> DcpFolder:
         UnsupportedError: an object that needs code, or an element type that ckptz does not have.
     """
     require_torch(folder)
-    try:
+    with naming(str(folder)):
         wholes, objects, paths = _parse(read_pickled((folder / METADATA_FILE).read_bytes()))
         reader = _Reader(folder)
-        tensors = {name: _tensor(name, whole, reader) for name, whole in wholes.items()}
+        tensors: dict[str, TensorSource] = {n: _tensor(n, whole, reader) for n, whole in wholes.items()}
         leaves: dict[str, Any] = {name: _Leaf(name) for name in wholes}
         leaves |= {name: _Object(reader.object(part)) for name, part in objects.items()}
         state = _nested(leaves, paths)
         tree = {"root": pack_node(state, _pack_leaf), "storages": []}
-    except CkptzError as error:
-        raise named(error, str(folder)) from None
-    return DcpFolder(tensors, tree)
+    return tensors, tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +170,8 @@ def _tensor(name: str, whole: _Whole, reader: _Reader) -> _Tensor:
             f"tensor {name!r} has the element type {whole.dtype!r}, which ckptz does not have"
         )
     dtype = dtype_of(CODES[whole.dtype])
-    try:
+    with naming(f"tensor {name!r}"):
         reader.check_room(whole, dtype.n_bytes(whole.shape))
-    except CkptzError as error:
-        raise named(error, f"tensor {name!r}") from None
     return _Tensor(name, whole, dtype, reader)
 
 
@@ -206,19 +194,12 @@ class _Reader:
     """The shards, and the tensors that were read last."""
 
     folder: Path
-    _kept: OrderedDict[str, Units] = field(default_factory=OrderedDict)
+    _kept: Recent[Units] = field(default_factory=lambda: Recent(KEPT_TENSORS, lambda _: 1))
     _mapped: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tensor(self, name: str, whole: _Whole, dtype: DType) -> Units:
-        """All units of a tensor."""
-        with self._lock:
-            if name not in self._kept:
-                self._kept[name] = self._read(whole, dtype)
-            self._kept.move_to_end(name)
-            while len(self._kept) > KEPT_TENSORS:
-                self._kept.popitem(last=False)
-            return self._kept[name]
+        """Read all units of a tensor."""
+        return self._kept.get(name, lambda: self._read(whole, dtype))
 
     def _read(self, whole: _Whole, dtype: DType) -> Units:
         import torch

@@ -9,47 +9,56 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import MAX_HEADER_BYTES, strict_json
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import TEMPORARY_SUFFIX
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, named
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, named, naming
 from ckptz.formats.portable import Spellings, clashes, is_portable
 from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
 from ckptz.formats.torch_files import can_share, load_state
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 from ckptz.tree.flatten import flatten
 
+Kind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 INDEX_SUFFIX: Final = ".index.json"
 TORCH_SUFFIX: Final = ".bin"
 _NUMBERED: Final = re.compile(r"(.+)-\d+-of-\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
-    """An open folder.
+class Input:
+    """An open input; `tensors` can be read until it is closed.
 
     Attributes:
-        stem: what its checkpoint is called: "model".
-        tensors: of all shards, by name.
-        metadata: what all shards have in common as theirs.
-        sharding: how the tensors lie in files, and which other files there are.
-        tree: of shards that are torch files, else None.
-        carried: the other files.
-        left_out: files and folders that are not carried over.
-        close: releases the files.
+        name: for messages.
+        kind: what was opened.
+        stem: what the checkpoint is called, without suffix.
+        tensors: sources by name, in stored order.
+        metadata: the user's own.
+        sharding: how a folder was split.
+        tree: skeleton of a nested checkpoint, as in `Index.tree`.
+        carried: files that go with the tensors, as (path relative to the folder, where it is).
+        left_out: files that would go with them, but are not here or lead out of the folder.
+        checkpoint: the opened file with its chain, if it is one of safetensors or ckptz.
+        close: releases all files.
+        optimizer_names: tensors that come from a file of optimizer state, joined to this one.
     """
 
+    name: str
+    kind: Kind
     stem: str
     tensors: Mapping[str, TensorSource]
-    metadata: Mapping[str, str] | None
-    sharding: Sharding
-    tree: Any
-    carried: tuple[Carried, ...]
-    left_out: tuple[str, ...]
-    close: Callable[[], None]
+    metadata: Mapping[str, str] | None = None
+    sharding: Sharding | None = None
+    tree: Any = None
+    carried: tuple[Carried, ...] = ()
+    left_out: tuple[str, ...] = ()
+    checkpoint: Checkpoint | None = None
+    close: Callable[[], None] = lambda: None
+    optimizer_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class _Layout:
         return stems.pop() if len(stems) == 1 else "model"
 
 
-def open_folder(folder: Path) -> Folder:
+def open_folder(folder: Path) -> Input:
     """Open a folder of shards.
 
     Raises:
@@ -95,8 +104,17 @@ def open_folder(folder: Path) -> Folder:
         close = opened.pop_all().close
     first = found.shards[0].metadata
     metadata = first if all(shard.metadata == first for shard in found.shards) else None
-    return Folder(
-        layout.stem, found.tensors, metadata, sharding, found.tree, tuple(carried), tuple(left_out), close
+    return Input(
+        name=str(folder),
+        kind="folder",
+        stem=layout.stem,
+        tensors=found.tensors,
+        metadata=metadata,
+        sharding=sharding,
+        tree=found.tree,
+        carried=tuple(carried),
+        left_out=tuple(left_out),
+        close=close,
     )
 
 
@@ -198,10 +216,8 @@ class _Shards:
             if not isinstance(states[file], dict):
                 raise FormatError(f"{folder / file}: not a dict of tensors by name")
             _claim(folder, layout, file, states[file], homes)
-        try:
+        with naming(str(folder)):
             flat = flatten(states, n_outer=1, can_share=can_share)
-        except CkptzError as error:
-            raise named(error, str(folder)) from None
         shards = tuple(Shard(file, flat.names_under(file)) for file in layout.files)
         return cls(shards, flat.tensors, homes, flat.tree)
 

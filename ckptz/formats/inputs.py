@@ -3,63 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from errno import ENOENT
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
-from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import MAX_HEADER_BYTES
 from ckptz.container.index import Sharding
 from ckptz.errors import CkptzError, ConfigError, named
 from ckptz.formats.dcp import is_dcp, open_dcp
+from ckptz.formats.folders import Input as Input
 from ckptz.formats.folders import is_within, open_folder
 from ckptz.formats.sharding import Carried, check_sharding
 from ckptz.formats.targets import stem_of
 from ckptz.formats.torch_files import TORCH_SUFFIXES, read
 from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint
 
-Kind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 ACCEPTED: Final = (
     "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "
     "of torch.distributed.checkpoint"
 )
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """An open input; `tensors` can be read until it is closed.
-
-    Attributes:
-        name: for messages.
-        kind: what was opened.
-        stem: what the checkpoint is called, without suffix.
-        tensors: sources by name, in stored order.
-        metadata: the user's own.
-        sharding: how a folder was split.
-        tree: skeleton of a nested checkpoint, as in `Index.tree`.
-        carried: files that go with the tensors, as (path relative to the folder, where it is).
-        left_out: files that would go with them, but are not here or lead out of the folder.
-        checkpoint: the opened file with its chain, if it is one of safetensors or ckptz.
-        close: releases all files.
-        optimizer_names: tensors that come from a file of optimizer state, joined to this one.
-    """
-
-    name: str
-    kind: Kind
-    stem: str
-    tensors: Mapping[str, TensorSource]
-    metadata: Mapping[str, str] | None
-    sharding: Sharding | None
-    tree: Any
-    carried: tuple[Carried, ...]
-    left_out: tuple[str, ...]
-    checkpoint: Checkpoint | None
-    close: Callable[[], None]
-    optimizer_names: frozenset[str] = frozenset()
 
 
 def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
@@ -78,9 +43,9 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     path = Path(path)
     if path.is_dir():
         if not is_dcp(path):
-            return _of_folder(path)
-        folder = open_dcp(path)
-        return _nested(path, "dcp", folder.tensors, folder.tree)
+            return open_folder(path)
+        tensors, tree = open_dcp(path)
+        return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
     if not path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
     if not path.is_file():
@@ -88,7 +53,8 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     if not _is_torch_file(path):
         return _of_checkpoint(path, search_path)
     flat = read(path)
-    return _nested(path, "torch", flat.tensors, flat.tree)
+    # What it is read from goes with its last tensor, so nothing stays open.
+    return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
 
 
 def _is_torch_file(path: Path) -> bool:
@@ -102,42 +68,6 @@ def _is_torch_file(path: Path) -> bool:
     if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)) or path.suffix in TORCH_SUFFIXES:
         return True
     raise ConfigError(f"{path}: not a checkpoint that ckptz knows; give {ACCEPTED}")
-
-
-def _of_folder(path: Path) -> Input:
-    folder = open_folder(path)
-    return Input(
-        name=str(path),
-        kind="folder",
-        stem=folder.stem,
-        tensors=folder.tensors,
-        metadata=folder.metadata,
-        sharding=folder.sharding,
-        tree=folder.tree,
-        carried=folder.carried,
-        left_out=folder.left_out,
-        checkpoint=None,
-        close=folder.close,
-    )
-
-
-def _nested(
-    path: Path, kind: Literal["dcp", "torch"], tensors: Mapping[str, TensorSource], tree: object
-) -> Input:
-    """A tree of state; what it is read from goes with its last tensor, so nothing stays open."""
-    return Input(
-        name=str(path),
-        kind=kind,
-        stem=stem_of(path),
-        tensors=tensors,
-        metadata=None,
-        sharding=None,
-        tree=tree,
-        carried=(),
-        left_out=(),
-        checkpoint=None,
-        close=lambda: None,
-    )
 
 
 def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:

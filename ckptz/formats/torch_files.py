@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.publish import publish
-from ckptz.errors import CkptzError, ConfigError, FormatError, named
+from ckptz.errors import ConfigError, FormatError, naming
 from ckptz.formats.torch_records import load_torch
 from ckptz.tree.flatten import Flat, flatten
 from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
@@ -48,10 +48,8 @@ def read(path: Path) -> Flat:
         UnsupportedError: it needs code, or holds what the tree has no place for.
     """
     state = load_state(path)
-    try:
+    with naming(str(path)):
         return flatten(state, can_share=can_share)
-    except CkptzError as error:
-        raise named(error, str(path)) from None
 
 
 def load_state(path: Path) -> Any:
@@ -59,10 +57,8 @@ def load_state(path: Path) -> Any:
     require_torch(path)
     if not path.stat().st_size:
         raise FormatError(f"{path}: the file is empty; try an intact copy")
-    try:
+    with naming(str(path)):
         return load_torch(np.asarray(np.memmap(path, np.uint8, "c")))
-    except CkptzError as error:
-        raise named(error, str(path)) from None
 
 
 @cache
