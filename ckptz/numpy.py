@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from ckptz.api.safe_open import PathLike, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.codec.units import UNIT_TYPES, ArraySource
-from ckptz.dtypes import dtype_of
+from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import DTypeError
-from ckptz.frameworks import DTYPE_CODES
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 

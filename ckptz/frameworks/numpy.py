@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ckptz.codec.units import UNIT_TYPES, Units
-from ckptz.dtypes import DType
+from ckptz.dtypes import DTYPE_NAMES, DType
 from ckptz.errors import DTypeError
-from ckptz.frameworks import DTYPE_NAMES, Selection, Shape, units_per_element
+from ckptz.frameworks import Selection, Shape, units_per_element
 from ckptz.frameworks.strict import select as strict_select
 
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from ckptz.codec.units import UNIT_TYPES, Units
-from ckptz.dtypes import DType, dtype_of
+from ckptz.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError
-from ckptz.frameworks import DTYPE_CODES, DTYPE_NAMES, Selection, Shape, units_per_element
+from ckptz.frameworks import Selection, Shape, units_per_element
 from ckptz.frameworks.strict import select as strict_select
 from ckptz.frameworks.window import Window, row_major_strides
 

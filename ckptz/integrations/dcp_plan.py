@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptz.codec.units import TensorSource
+from ckptz.dtypes import DTYPE_CODES
 from ckptz.encoding.guide import Guide
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
-from ckptz.frameworks import DTYPE_CODES
 from ckptz.integrations.linked import on_host
 from ckptz.pipeline import Job
 from ckptz.roles import Rule

@@ -17,9 +17,8 @@ from ckptz.codec.plan import Domain, Plan
 from ckptz.codec.quant_map import QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
 from ckptz.codec.values import KINDS, ValueTable
-from ckptz.dtypes import DType, dtype_of
+from ckptz.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.encoding.coded import CodedSource, bits_for
-from ckptz.frameworks import DTYPE_CODES
 from ckptz.kernels import torch as kernels
 from ckptz.methods.kmeans import Clusters
 from ckptz.methods.method import Method

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from ckptz.dtypes import dtype_of
+from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import ConfigError
-from ckptz.frameworks import DTYPE_CODES
 from ckptz.frameworks.torch import TorchTensors
 
 Key = tuple[str, ...]

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
 from ckptz.container.index import RESERVED_PREFIX
-from ckptz.dtypes import DTYPES, DType
+from ckptz.dtypes import DTYPE_NAMES, DTYPES, DType
 from ckptz.errors import UnsupportedError
-from ckptz.frameworks import DTYPE_NAMES
 from ckptz.tree.leaves import TensorRef, View
 from ckptz.tree.skeleton import Path, pack_node, refuse_leaf, type_name, where
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptz.codec.units import TensorSource
-from ckptz.frameworks import DTYPE_NAMES
+from ckptz.dtypes import DTYPE_NAMES
 from ckptz.tree.flatten import c_strides
 from ckptz.tree.leaves import TensorRef, View
 from ckptz.tree.skeleton import parse_tree

@@ -6,8 +6,6 @@ Tensors on the CPU go through the compiled kernels without a copy, tensors elsew
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ckptz.dtypes import DType, dtype_of
+from ckptz.dtypes import DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError, WireError
 from ckptz.kernels import wire_torch
 from ckptz.kernels.torch import UNIT_TYPES
@@ -24,23 +22,12 @@ from ckptz.wire.header import Direction
 from ckptz.wire.policy import LinkPolicy
 from ckptz.wire.state import Place
 
-NAMES: Final = MappingProxyType(
-    {
-        torch.bool: "BOOL",
-        torch.uint8: "U8",
-        torch.int8: "I8",
-        torch.int16: "I16",
-        torch.int32: "I32",
-        torch.int64: "I64",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.float32: "F32",
-        torch.float64: "F64",
-        torch.complex64: "C64",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e5m2: "F8_E5M2",
-    }
+# Those that messages can carry.
+CODES: Final = (
+    *("BOOL", "U8", "I8", "I16", "I32", "I64"),
+    *("F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F8_E5M2"),
 )
+NAMES: Final = {getattr(torch, DTYPE_NAMES[code]): code for code in CODES}
 
 
 def dtype_named(dtype: torch.dtype) -> DType:
@@ -63,9 +50,7 @@ class TensorLink:
         policy: what both ends agreed on, or the name of a preset.
         device: where the tensors live.
         use_torch: take torch's kernels on the CPU too.
-        fixed: every message takes exactly its cap, as NCCL needs it.
-        same_shape: refuse a tensor whose shape differs from the first one's.
-        samples: file and number of samples of AQ-SGD's buffers; in memory by default.
+        options: as for `Link`; NCCL needs `fixed`.
     """
 
     def __init__(
@@ -76,15 +61,12 @@ class TensorLink:
         *,
         device: torch.device | str = "cpu",
         use_torch: bool = False,
-        fixed: bool = False,
-        same_shape: bool = True,
-        samples: tuple[Path, int] | None = None,
+        **options: Any,
     ) -> None:
         self.device = torch.device(device)
         self._use_torch = use_torch or self.device.type != "cpu"
         kernels = wire_torch if self._use_torch else None
         like = torch.zeros(0, dtype=torch.uint8, device=self.device) if self._use_torch else None
-        options: dict[str, Any] = {"fixed": fixed, "same_shape": same_shape, "samples": samples}
         self.link = Link(src, dst, policy, kernels=kernels, like=like, **options)
 
     def _units(self, tensor: Tensor) -> Any:
