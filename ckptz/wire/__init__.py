@@ -53,26 +53,15 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES: Final = {
-    "adaptive": ("Adaptive",),
-    "codecs": ("RAW", "Raw", "TopK", "Uniform"),
-    "endpoint": ("Link",),
-    "feedback": ("describe_memory",),
-    "link": ("TensorLink",),
-    "policy": (
-        *("PRESETS", "LinkPolicy", "PolicyWarning"),
-        *("cap", "check_policy", "policy_metadata", "policy_of"),
-    ),
-    "loopback": ("CompressLink", "simulate"),
-    "sockets": ("SocketLink",),
-    "stage": ("CompressedPipelineStage",),
-}
+_HOMES: Final = ("policy", "codecs", "adaptive", "endpoint", "feedback", "sockets")
+_TORCH_HOMES: Final = ("link", "loopback", "stage")
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"ckptz.wire.{home}"), name)
+    for home in (*_HOMES, *_TORCH_HOMES) if name in __all__ else ():
+        module = importlib.import_module(f"ckptz.wire.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module 'ckptz.wire' has no attribute {name!r}")
 
 
