@@ -8,44 +8,23 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 
-@functools.cache
-def cpu() -> Any:
-    """Load the compiled kernels."""
-    _listen()
-    return importlib.import_module("ckptz.kernels.codec_cpu")
+def _door(module: str) -> Callable[[], Any]:
+    """Make what loads compiled kernels when they are first needed."""
+
+    @functools.cache
+    def load() -> Any:
+        importlib.import_module("ckptz.kernels.notice").listen()
+        return importlib.import_module(f"ckptz.kernels.{module}")
+
+    return load
 
 
-@functools.cache
-def planning() -> Any:
-    """Load the compiled arithmetic of the encoder's choices."""
-    _listen()
-    return importlib.import_module("ckptz.kernels.planning_cpu")
-
-
-@functools.cache
-def wire() -> Any:
-    """Load the compiled kernels of the wire."""
-    _listen()
-    return importlib.import_module("ckptz.kernels.wire_cpu")
-
-
-@functools.cache
-def sparse() -> Any:
-    """Load the compiled kernels for what changes in few places."""
-    _listen()
-    return importlib.import_module("ckptz.kernels.sparse_cpu")
-
-
-@functools.cache
-def rounding() -> Any:
-    """Load the compiled kernels that round to grids."""
-    _listen()
-    return importlib.import_module("ckptz.kernels.rounding_cpu")
-
-
-@functools.cache
-def _listen() -> None:
-    importlib.import_module("ckptz.kernels.notice").listen()
+cpu = _door("codec_cpu")
+planning = _door("planning_cpu")  # arithmetic of the encoder's choices
+wire = _door("wire_cpu")
+sparse = _door("sparse_cpu")  # for what changes in few places
+rounding = _door("rounding_cpu")  # to grids
