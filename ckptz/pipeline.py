@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ckptz.codec.units import TensorSource
-from ckptz.container.contents import Contents, Earlier, Progress
-from ckptz.container.index import BaseRef, QualityRecord, Sharding
+from ckptz.container.frame_writer import Contents, Earlier, FileRecord, Progress
 from ckptz.container.writer import Written, write_container
-from ckptz.encoding.fold import Update
-from ckptz.encoding.guide import Guide
-from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
+from ckptz.encoding.guide import Guide, Update
+from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of, with_folds
 from ckptz.guidance.owners import known_roles
-from ckptz.guidance.updates import with_folds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, TensorSet
 from ckptz.methods.table import checked
@@ -28,19 +25,11 @@ from ckptz.roles import Role, Rule, role_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(FileRecord):
     """One file to write."""
 
     tensors: Mapping[str, TensorSource]  # by name; their order is kept
     config: Method = LOSSLESS  # lossless, or how tensors become lossy
-    metadata: Mapping[str, str] | None = None  # the user's own, kept unchanged
-    step: int | None = None  # training step, if known
-    sharding: Sharding | None = None  # how the source folder was split
-    tree: dict[str, Any] | None = None  # JSON skeleton of a nested checkpoint
-    base: BaseRef | None = None  # the checkpoint that the tensors are stored against
-    # its tensors by name; a tensor without a base of its dtype and shape stands alone
-    bases: Mapping[str, TensorSource] = field(default_factory=dict)
-    base_metadata: int | None = None  # checksum of the metadata of a base that is a plain file
     role_rules: Sequence[Rule] = ()  # the user's rows of the table of roles
     # what tensors are, where the caller knows better than their names; None to find the owners of numbered
     # optimizer state
@@ -57,7 +46,6 @@ class Job:
     restored: Mapping[str, TensorSource] = field(default_factory=dict)
     # how the optimizer moves weights by their first moments, by parameter
     updates: Mapping[str, Update] = field(default_factory=dict)
-    quality: Sequence[QualityRecord] = ()  # budgets that were measured on the very tensors of this file
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +64,8 @@ class Prepared:
 
     def contents(self, config: Method, earlier: Earlier | None = None) -> Contents:
         """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`."""
-        job = self.job
-        return Contents(
-            metadata=job.metadata,
-            base=job.base,
-            bases=job.bases,
-            base_metadata=job.base_metadata,
-            step=job.step,
-            sharding=job.sharding,
-            tree=job.tree,
-            choices=config.choose(TensorSet(job.tensors, self.roles, job.trained)),
-            guides=self.guides,
-            quality=job.quality,
-            earlier=earlier,
-        )
+        choices = config.choose(TensorSet(self.job.tensors, self.roles, self.job.trained))
+        return Contents(self.job, choices, self.guides, earlier)
 
 
 @contextlib.contextmanager
@@ -114,10 +90,10 @@ def prepared(job: Job) -> Iterator[Prepared]:
     with contextlib.ExitStack() as held:
         guides = job.guides
         if guides is None:
-            found = guides_of(
+            guides, more = guides_of(
                 everything, roles, method, job.guide_files, held, tree=job.tree, rules=job.role_rules
             )
-            guides, notes = found.guides, [*notes, *found.notes]
+            notes = [*notes, *more]
         guides = with_folds(guides, everything, roles, job.restored, job.updates)
         yield Prepared(job, roles, guides, tuple(notes))
 

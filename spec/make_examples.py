@@ -20,10 +20,9 @@ from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.frame_plan import TableKind
-from ckptz.codec.plan import Domain, Plan, Predictor, StreamTables, exact_plan
+from ckptz.codec.plan import Domain, Plan, PlaneMode, Predictor, StreamTables, exact_plan
 from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import ArraySource
+from ckptz.codec.units import ArraySource, ChunkSources
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import Region, build_header
 from ckptz.container.index import INDEX_NAME, Index, TensorEntry, content_id, envelope_metadata
@@ -33,8 +32,7 @@ from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans
 from ckptz.store.resolve import open_source
-from ckptz.transform.classes import Row, RuleId, TableMap
-from ckptz.transform.planes import PlaneMode
+from ckptz.transform.classes import Row, RuleId
 from tests.support import reference
 
 PAGE = Path(__file__).with_name("examples.md")
@@ -99,14 +97,14 @@ def lossless_tensor() -> Framed:
 def quantized_tensor() -> Framed:
     """Two classes of rows with their own levels and frequencies, and one escaped value."""
     dtype, shape, codes = dtype_of("F32"), CODES.shape, CODES.reshape(-1)
-    table_map = TableMap(np.arange(2))
+    table_of = np.arange(2)
     frequencies = np.zeros((2, 256), np.uint16)
     frequencies[:, :4] = FREQUENCIES
-    tables = StreamTables(frequencies, table_map)
+    tables = StreamTables(frequencies, table_of)
     quant_map = QuantizationMap(ExplicitTable(LEVELS.view(np.uint32)), np.arange(2), escape_code=3)
     plan = Plan(quant_map=quant_map, domain=Domain.LINEAR, rules=(Row(2, ROW_LABELS),), tables=(tables,))
     labels = np.repeat(ROW_LABELS, shape[1])
-    segments = Segments(np.cumsum(np.bincount(labels)), table_map.table_of, frequencies)
+    segments = Segments(np.cumsum(np.bincount(labels)), table_of, frequencies)
     classed = encode_rans(reference.group(codes, labels, 2), segments, 0)
     streams = [(CoderId.RANS_SHARED, classed), *encode_values(ESCAPED.view(np.uint32))]
     decoded = LEVELS[labels, codes]

@@ -24,8 +24,8 @@ from ckptz.container.plain import PlainFile, content_id_of, plain_regions, write
 from ckptz.container.reader import Container, FrameSource, _Held
 from ckptz.container.writer import Written
 from ckptz.dtypes import DType, dtype_of
+from ckptz.encoding.chunk import MAX_SPARSE_SHARE
 from ckptz.encoding.companions import MAX_DRAFTS
-from ckptz.encoding.sparse import MAX_SPARSE_SHARE
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans

@@ -15,7 +15,7 @@ from ckptz import LOSSLESS, Grid, KMeans, compress
 from ckptz.codec.units import TensorSource
 from ckptz.container import frame_writer
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.contents import Earlier
+from ckptz.container.frame_writer import Earlier
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written, write_container

@@ -16,10 +16,9 @@ from ckptz.codec import decode as decode_module
 from ckptz.codec import frame as frame_module
 from ckptz.codec import values as values_module
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.plan import Domain, Plan, Predictor, exact_plan, planes_plan
+from ckptz.codec.plan import Domain, Plan, PlaneMode, Predictor, exact_plan, planes_plan
 from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, SourceOf, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, ChunkSources, SourceOf, chunk_bounds
 from ckptz.dtypes import DTYPES, DType, dtype_of
 from ckptz.encoding.chunk import encode_chunk
 from ckptz.encoding.draft import Draft
@@ -36,7 +35,6 @@ from ckptz.errors import (
 )
 from ckptz.methods.lossless import plan_lossless
 from ckptz.transform import classes as classes_module
-from ckptz.transform.planes import PlaneMode
 from tests.support import reference
 from tests.support.frame_support import (
     RULE_SETS,

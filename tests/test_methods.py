@@ -59,9 +59,7 @@ class Sign(Method):
     gain: float = 1.0
     name: ClassVar[str] = "sign"
     is_scalable: ClassVar[bool] = True
-    options: ClassVar[tuple[Option, ...]] = (
-        Option(flag="--gain", field="gain", type=float, metavar="G", help="multiple of the mean magnitude."),
-    )
+    options: ClassVar[tuple[Option, ...]] = (Option("--gain", float, "multiple of the mean magnitude.", "G"),)
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
         is_coded = dtype.name == "F32" and is_large_weight(role, dtype, shape)

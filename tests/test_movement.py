@@ -18,8 +18,8 @@ from ckptz.codec.quant_map import LinearTable
 from ckptz.codec.units import CHUNK_UNITS, ArraySource
 from ckptz.container.index import LossyRecord
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.fold import Fold, Folded, Update
-from ckptz.guidance.updates import update_of
+from ckptz.encoding.guide import Fold, Folded, Update
+from ckptz.guidance.guides import update_of
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
 from ckptz.methods.method import Method

@@ -17,8 +17,7 @@ from ckptz.errors import ConfigError
 from ckptz.kernels import floats
 from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.methods.lossless import EXACT, LOSSLESS
-from ckptz.quant.kmeans import fit_centroids, sample_weights
-from ckptz.quant.partitions import Partitions, fit_partitions
+from ckptz.quant.partitions import Partitions, fit_centroids, fit_partitions, sample_weights
 from ckptz.quant.sketch import RELATIVE_ERROR, Sketch
 from ckptz.roles import Role, role_of
 

@@ -15,11 +15,10 @@ from torch import nn
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.draft import Subject
-from ckptz.encoding.guide import Guide
+from ckptz.encoding.guide import Guide, InputMoments
 from ckptz.hooks import Calibration
 from ckptz.methods.grid import UniformGrid
 from ckptz.quant.grid import ESCAPE
-from ckptz.quant.guides import InputMoments
 from ckptz.quant.rounding import BLOCK_COLUMNS, ColumnGrid, Feedback, Targets, factors
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch

@@ -9,7 +9,7 @@ import pytest
 
 from ckptz.bits import cursor
 from ckptz.codec import frame_plan, quant_map, units
-from ckptz.codec.plan import Domain, Predictor
+from ckptz.codec.plan import Domain, PlaneMode, Predictor
 from ckptz.container import envelope, index, reader
 from ckptz.dtypes import DTYPES
 from ckptz.entropy import frequency, streams
@@ -19,7 +19,6 @@ from ckptz.kernels import floats
 from ckptz.store import resolve
 from ckptz.transform import classes
 from ckptz.transform.classes import RuleId
-from ckptz.transform.planes import PlaneMode
 from tests.support.spec_support import ROOT, SPEC, page, pages, refusals, slug, table
 
 KINDS_OF_REFUSAL = {row["kind"] for row in table("00-conventions.md", "kinds-of-refusal", "kind", "meaning")}

@@ -10,10 +10,9 @@ import pytest
 
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.codec.plan import Domain, Plan, Predictor
+from ckptz.codec.plan import Domain, Plan, PlaneMode, Predictor, kernel_mode
 from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import UNIT_TYPES, ArraySource
+from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.container.plain import content_id_of
 from ckptz.dtypes import dtype_of
@@ -21,7 +20,6 @@ from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.kernels import cpu
 from ckptz.transform.classes import Block, labels_of
-from ckptz.transform.planes import PlaneMode, kernel_mode
 from tests.support import reference
 from tests.support.spec_files import embedded
 from tests.support.spec_support import SPEC, hex_bytes, numbers, table

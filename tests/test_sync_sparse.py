@@ -15,20 +15,18 @@ from hypothesis.extra import numpy as hnp
 from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import ChunkSources
+from ckptz.codec.plan import kernel_mode
 from ckptz.codec.sparse import read_changes
-from ckptz.codec.units import UNIT_TYPES, ArraySource
+from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
 from ckptz.container.index import BaseRef
 from ckptz.dtypes import DTYPES, dtype_of
-from ckptz.encoding.chunk import EncodedChunk, encode_chunk
-from ckptz.encoding.sparse import MAX_SPARSE_SHARE
+from ckptz.encoding.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import FormatError, MissingBaseError
 from ckptz.kernels import sparse
 from ckptz.methods.lossless import Lossless, plan_sparse
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
-from ckptz.transform.planes import kernel_mode
 from tests.support import reference
 
 Array = np.ndarray[Any, Any]

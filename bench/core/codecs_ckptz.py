@@ -19,8 +19,7 @@ from bench.core.sources import Tensors, concatenated
 from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import chunk_bounds
+from ckptz.codec.units import ChunkSources, chunk_bounds
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container

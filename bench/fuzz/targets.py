@@ -18,8 +18,7 @@ from bench.fuzz.seeds import sessions
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, ChunkSources
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import strict_json
 from ckptz.container.index import parse_index

@@ -27,8 +27,7 @@ from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Plan
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import ArraySource, TensorSource, chunk_bounds
+from ckptz.codec.units import ArraySource, ChunkSources, TensorSource, chunk_bounds
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.plain import PlainFile
@@ -40,8 +39,7 @@ from ckptz.kernels import floats, planning
 from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
-from ckptz.quant.kmeans import fit_centroids, sample_weights
-from ckptz.quant.partitions import Partitions
+from ckptz.quant.partitions import Partitions, fit_centroids, sample_weights
 from ckptz.quant.sketch import Sketch
 
 Values = NDArray[np.float32]

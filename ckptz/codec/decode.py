@@ -9,15 +9,14 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader
-from ckptz.codec.plan import Predictor
-from ckptz.codec.sources import ChunkSources
+from ckptz.codec.plan import Predictor, kernel_mode
 from ckptz.codec.sparse import read_changes
+from ckptz.codec.units import ChunkSources
 from ckptz.codec.values import predicted
 from ckptz.entropy.streams import CoderId, Segments, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
 from ckptz.transform.classes import Labels, labels_of
-from ckptz.transform.planes import kernel_mode
 
 Bytes = NDArray[np.uint8]
 Units = NDArray[Any]

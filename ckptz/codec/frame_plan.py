@@ -5,9 +5,7 @@ version | dtype | domain | predictor | flags | shape | mode | class rules | map 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Final, TypeVar
 
@@ -15,7 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.codec.plan import Domain, OuterVectors, Plan, Predictor, StreamTables
+from ckptz.codec.plan import (
+    BASE_MODES,
+    OUTER_BYTES,
+    Domain,
+    Outer,
+    Plan,
+    PlaneMode,
+    Predictor,
+    StoredOuter,
+    StreamTables,
+)
 from ckptz.codec.quant_map import (
     MAX_CODES,
     MAX_ROWS,
@@ -28,9 +36,8 @@ from ckptz.codec.quant_map import (
 from ckptz.codec.units import UNIT_TYPES, n_rows_of
 from ckptz.dtypes import DType, dtype_of_id
 from ckptz.entropy.frequency import parse_tables, write_tables
-from ckptz.entropy.streams import Embedded, read_embedded, take_embedded, write_embedded
+from ckptz.entropy.streams import read_embedded, take_embedded, write_embedded
 from ckptz.errors import CorruptionError, UnsupportedError
-from ckptz.kernels import cpu, floats
 from ckptz.transform.classes import (
     MAX_CLASSES,
     MAX_INDICES,
@@ -42,16 +49,15 @@ from ckptz.transform.classes import (
     Magnitude,
     Row,
     RuleId,
-    TableMap,
     n_classes_of,
+    parse_runs,
+    write_runs,
 )
-from ckptz.transform.planes import BASE_MODES, PlaneMode
 
 FRAME_VERSION: Final = 1  # spec/versions.md
 MAX_DIMS: Final = 64
 MAX_ELEMENTS: Final = 1 << 48
 MAX_OUTER: Final = 1 << 24  # elements of both outer vectors together
-OUTER_BYTES: Final = 4  # planes of an outer vector
 VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # the linear and bits domains exist for these
 
 FLAG_ZERO, FLAG_ESCAPE, FLAG_PROTECTED = 1, 2, 4
@@ -95,13 +101,13 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
         _write_map(out, quant_map, dtype)
     for stream in plan.tables:
         write_tables(out, stream.frequencies)
-        stream.table_map.write(out)
+        write_runs(out, stream.table_of)
     if plan.outer is not None:
         _write_outer(out, plan.outer)
     return out.getvalue()
 
 
-def outer_bytes(outer: OuterVectors) -> int:
+def outer_bytes(outer: Outer | StoredOuter) -> int:
     """Count the bytes that the vectors of the outer predictor take in a plan."""
     out = ByteWriter()
     _write_outer(out, outer)
@@ -241,7 +247,7 @@ def _write_map(out: ByteWriter, quant_map: QuantizationMap, dtype: DType) -> Non
     out.varint(n_codes)
     _write_entries(out, quant_map.table, dtype)
     if n_rows > 1:
-        TableMap(quant_map.row_of_class).write(out)
+        write_runs(out, quant_map.row_of_class)
     if quant_map.zero_code is not None:
         out.u8(quant_map.zero_code)
 
@@ -263,10 +269,7 @@ def _parse_map(
     if not (1 <= n_rows <= MAX_ROWS and 1 <= n_codes <= MAX_CODES):
         raise CorruptionError(f"quantization map of {n_rows} rows and {n_codes} codes")
     table = _parse_entries(source, dtype, domain, kind, (n_rows, n_codes))
-    if n_rows > 1:
-        row_of_class = TableMap.parse(source, n_classes, n_rows).table_of
-    else:
-        row_of_class = np.zeros(n_classes, np.int64)
+    row_of_class = parse_runs(source, n_classes, n_rows) if n_rows > 1 else np.zeros(n_classes, np.int64)
     return QuantizationMap(
         table,
         row_of_class,
@@ -309,49 +312,18 @@ def _parse_tables(source: ByteReader, n_classes: int, n_streams: int) -> tuple[S
     tables = []
     for _ in range(n_streams):
         frequencies = parse_tables(source, MAX_TABLES)
-        table_map = TableMap.parse(source, n_classes, len(frequencies))
-        tables.append(StreamTables(frequencies, table_map))
+        tables.append(StreamTables(frequencies, parse_runs(source, n_classes, len(frequencies))))
     return tuple(tables)
 
 
 # --- outer vectors ------------------------------------------------------------------------------
 
 
-def _write_outer(out: ByteWriter, outer: OuterVectors) -> None:
+def _write_outer(out: ByteWriter, outer: Outer | StoredOuter) -> None:
     for vector in (outer.rows, outer.columns):
         planes = vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES)
         for plane in planes.T:
             write_embedded(out, np.ascontiguousarray(plane))
-
-
-class StoredOuter:
-    """See `OuterVectors`: those of a header, decoded when they are asked for.
-
-    A few bytes may stand for 64 MiB of them, which nobody needs who only looks at the header.
-    """
-
-    def __init__(self, planes: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
-        self._planes, self._n_rows, self._n_columns = planes, n_rows, n_columns
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rows={self.rows!r}, columns={self.columns!r})"
-
-    @property
-    def n_elements(self) -> int:
-        return self._n_rows + self._n_columns
-
-    @functools.cached_property
-    def rows(self) -> NDArray[np.uint32]:
-        return _vector(self._planes[:OUTER_BYTES], self._n_rows)
-
-    @functools.cached_property
-    def columns(self) -> NDArray[np.uint32]:
-        return _vector(self._planes[OUTER_BYTES:], self._n_columns)
-
-    def check(self) -> None:
-        """Check nothing: no vectors are kept."""
-        _vector(self._planes[:OUTER_BYTES], self._n_rows)
-        _vector(self._planes[OUTER_BYTES:], self._n_columns)
 
 
 def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> StoredOuter:
@@ -361,13 +333,3 @@ def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> StoredOuter:
         raise CorruptionError(f"outer vectors of {n} elements, at most {MAX_OUTER} are allowed")
     planes = [take_embedded(source, "outer vector") for _ in range(2 * OUTER_BYTES)]
     return StoredOuter(planes, n_rows, n_columns)
-
-
-def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
-    found = np.empty((n, OUTER_BYTES), np.uint8)
-    for j, plane in enumerate(planes):
-        found[:, j] = plane.codes(n)
-    vector = found.reshape(-1).view("<u4").astype(np.uint32, copy=False)
-    if not cpu().all_finite(vector, floats.F32):
-        raise CorruptionError("an outer vector holds an infinity or NaN")
-    return vector

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import QuantizationMap
 from ckptz.dtypes import DType
-from ckptz.entropy.streams import Segments
-from ckptz.transform.classes import BaseCode, ClassRule, Magnitude, TableMap, n_classes_of
-from ckptz.transform.planes import BASE_MODES, PlaneMode
+from ckptz.entropy.streams import Embedded, Segments
+from ckptz.errors import CorruptionError
+from ckptz.kernels import cpu, floats
+from ckptz.transform.classes import BaseCode, ClassRule, Magnitude, n_classes_of
+
+
+class PlaneMode(IntEnum):
+    """spec/registry.md#plane-modes: what happens to a unit before it is split into bytes."""
+
+    RAW = 0  # the bit pattern
+    ROTATED = 1  # rotated left by one, so that the exponent of F32 and BF16 fills the top byte
+    XOR = 2  # exclusive or with the base
+    DIFFERENCE = 3  # difference to the base, of the order-preserving integers for floats; zigzag
+
+
+BASE_MODES = frozenset((PlaneMode.XOR, PlaneMode.DIFFERENCE))
+
+
+def kernel_mode(mode: PlaneMode, dtype: DType) -> int:
+    """Give the kernels' number for a mode: the difference of floats goes through `order`."""
+    if mode is PlaneMode.DIFFERENCE:
+        return floats.ORDERED_DIFFERENCE if dtype.is_float else floats.DIFFERENCE
+    return (floats.RAW, floats.ROTATED, floats.XOR)[mode]
 
 
 class Domain(IntEnum):
@@ -37,7 +59,7 @@ class StreamTables:
     """Frequency tables that one code stream shares over all chunks, and the classes that use them."""
 
     frequencies: NDArray[np.uint16]
-    table_map: TableMap
+    table_of: NDArray[np.int64]  # [n_classes]
 
     def segments(self, classes: NDArray[np.int64], per_class: NDArray[np.int64]) -> Segments:
         """Say how a stream, sorted by class, runs through the tables.
@@ -46,41 +68,66 @@ class StreamTables:
             classes: that occur in the chunk, ascending [n_used].
             per_class: units of each [n_used].
         """
-        return Segments(np.cumsum(per_class), self.table_map.table_of[classes], self.frequencies)
+        return Segments(np.cumsum(per_class), self.table_of[classes], self.frequencies)
 
 
-class OuterVectors(Protocol):
-    """Two vectors of finite F32 patterns, whose products predict a matrix."""
-
-    @property
-    def rows(self) -> NDArray[np.uint32]: ...
-
-    @property
-    def columns(self) -> NDArray[np.uint32]: ...
-
-    @property
-    def n_elements(self) -> int:
-        """Of both together."""
-        ...
-
-    def check(self) -> None:
-        """Require that they can be read."""
-        ...
+OUTER_BYTES: Final = 4  # planes of an outer vector
 
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """See `OuterVectors`: those that an encoder made."""
+    """Two vectors of finite F32 patterns, whose products predict a matrix."""
 
     rows: NDArray[np.uint32]
     columns: NDArray[np.uint32]
 
     @property
     def n_elements(self) -> int:
+        """Elements of both together."""
         return len(self.rows) + len(self.columns)
 
     def check(self) -> None:
         """Check nothing: the vectors are there."""
+
+
+class StoredOuter:
+    """The same of a header, decoded when they are asked for.
+
+    A few bytes may stand for 64 MiB of them, which nobody needs who only looks at the header.
+    """
+
+    def __init__(self, planes: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
+        self._planes, self._n_rows, self._n_columns = planes, n_rows, n_columns
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rows={self.rows!r}, columns={self.columns!r})"
+
+    @property
+    def n_elements(self) -> int:
+        return self._n_rows + self._n_columns
+
+    @functools.cached_property
+    def rows(self) -> NDArray[np.uint32]:
+        return _vector(self._planes[:OUTER_BYTES], self._n_rows)
+
+    @functools.cached_property
+    def columns(self) -> NDArray[np.uint32]:
+        return _vector(self._planes[OUTER_BYTES:], self._n_columns)
+
+    def check(self) -> None:
+        """Require that they can be read; none is kept."""
+        _vector(self._planes[:OUTER_BYTES], self._n_rows)
+        _vector(self._planes[OUTER_BYTES:], self._n_columns)
+
+
+def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
+    found = np.empty((n, OUTER_BYTES), np.uint8)
+    for j, plane in enumerate(planes):
+        found[:, j] = plane.codes(n)
+    vector = found.reshape(-1).view("<u4").astype(np.uint32, copy=False)
+    if not cpu().all_finite(vector, floats.F32):
+        raise CorruptionError("an outer vector holds an infinity or NaN")
+    return vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +148,7 @@ class Plan:
     quant_map: QuantizationMap | None = None
     domain: Domain = Domain.PLANES
     predictor: Predictor = Predictor.ZERO
-    outer: OuterVectors | None = None
+    outer: Outer | StoredOuter | None = None
     rules: tuple[ClassRule, ...] = ()
     tables: tuple[StreamTables, ...] = ()
 

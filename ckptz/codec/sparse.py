@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader
 from ckptz.codec.frame import ChunkRecord, FrameHeader
+from ckptz.codec.plan import BASE_MODES, kernel_mode
 from ckptz.entropy.streams import CoderId, read_sparse
 from ckptz.errors import CorruptionError
 from ckptz.kernels import cpu, sparse
-from ckptz.transform.planes import BASE_MODES, kernel_mode
 
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]

@@ -1,10 +1,10 @@
-"""Where a tensor's bit patterns come from: an array, a file, another frame."""
+"""Where a tensor's bit patterns come from, and what coding one chunk of it may look at beside them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.plan import Plan
 from ckptz.dtypes import DType
+from ckptz.errors import CorruptionError, MissingBaseError
 
 Units = NDArray[Any]
 
@@ -98,6 +99,22 @@ class SourceOf(TensorSource):
 
 
 @dataclass(frozen=True, slots=True)
+class ViewOf(SourceOf):
+    """The same values as those of another tensor, whose frame is its own."""
+
+    @property
+    def stored(self) -> Stored | None:
+        return self.source.stored
+
+    @property
+    def n_codes(self) -> int | None:
+        return self.source.n_codes
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        return self.source.codes(begin, end)
+
+
+@dataclass(frozen=True, slots=True)
 class ArraySource(TensorSource):
     """Units that are in memory already."""
 
@@ -133,3 +150,76 @@ def chunk_bounds(n_units: int) -> Iterator[tuple[int, int]]:
     """List (begin, end) in units of every chunk."""
     for begin in range(0, n_units, CHUNK_UNITS):
         yield begin, min(begin + CHUNK_UNITS, n_units)
+
+
+Companions = Callable[[str], TensorSource]  # tensors of the same file by name
+
+
+@dataclass(slots=True)
+class ChunkSources:
+    """Base and companion tensors for units begin..end; what was read once is kept while the chunk lasts.
+
+    Attributes:
+        begin: first unit of the chunk.
+        end: unit after its last.
+        base: the base tensor, or None.
+        companions: tensors of the same file by name, for classes by another tensor's magnitude.
+        reads_both: the base's units and its codes are both needed. They come from one decoding then:
+            two would double with every member of a chain.
+        base_title: for messages, what is known of the base, with a comma before it.
+    """
+
+    begin: int
+    end: int
+    base: TensorSource | None = None
+    companions: Companions | None = None
+    reads_both: bool = False
+    base_title: str = ""
+    _units: NDArray[Any] | None = field(default=None, repr=False)
+    _codes: NDArray[np.uint8] | None = field(default=None, repr=False)
+    _has_codes: bool = field(default=False, repr=False)
+
+    def base_units(self) -> NDArray[Any]:
+        """Read units begin..end of the base."""
+        if self.base is None:
+            raise MissingBaseError("the tensor is stored against a base, and none is open")
+        if self._units is None and self.reads_both:
+            self._read_both(self.base)
+        if self._units is None:
+            self._units = self.base.units(self.begin, self.end)
+        return self._units
+
+    def base_codes(self) -> NDArray[np.uint8] | None:
+        """Read the codes of units begin..end in the base's own frame; None if it has none."""
+        if self.base is None:
+            raise MissingBaseError("the tensor is grouped by the codes of a base, and none is open")
+        if not self._has_codes and self.reads_both:
+            self._read_both(self.base)
+        if not self._has_codes:
+            self._codes, self._has_codes = self.base.codes(self.begin, self.end), True
+        return self._codes
+
+    def _read_both(self, base: TensorSource) -> None:
+        self._units, self._codes = base.units_and_codes(self.begin, self.end)
+        self._has_codes = True
+
+    def units_of(self, name: str) -> NDArray[Any]:
+        """Read units begin..end of another tensor of the same file."""
+        if self.companions is None:
+            raise CorruptionError(f"it is decoded with tensor {name!r}, which is not open")
+        return self.companions(name).units(self.begin, self.end)
+
+
+def companions_of(tensors: Mapping[str, TensorSource]) -> Companions:
+    """Make what looks companions up by name.
+
+    Raises:
+        CorruptionError: when called with a name that is not there.
+    """
+
+    def find(name: str) -> TensorSource:
+        if name not in tensors:
+            raise CorruptionError(f"it is decoded with tensor {name!r}, which the file does not have")
+        return tensors[name]
+
+    return find

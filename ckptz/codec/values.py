@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import Domain, OuterVectors, Plan, Predictor
+from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StoredOuter
 from ckptz.codec.quant_map import MAX_CODES, QuantizationMap
 from ckptz.codec.units import UNIT_TYPES
 from ckptz.dtypes import DType
@@ -114,7 +114,7 @@ class ValueTable:
 
 
 def predicted(
-    plan: Plan, outer: OuterVectors | None, base: Units | None, begin: int, end: int
+    plan: Plan, outer: Outer | StoredOuter | None, base: Units | None, begin: int, end: int
 ) -> Units | None:
     """Compute what the map's entries are added to: base units, outer products in F32, or None for zero."""
     if plan.predictor is Predictor.OUTER:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -15,37 +15,79 @@ from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
 from ckptz.codec.frame_plan import pack_plan
 from ckptz.codec.plan import Plan, exact_plan
-from ckptz.codec.sources import ChunkSources, Companions, companions_of
-from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
-from ckptz.container.contents import Contents, Progress
-from ckptz.container.index import LossyRecord, TensorEntry
+from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSource, chunk_bounds, companions_of
+from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
 from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.encoding.companions import DraftBook, Held, Restored
 from ckptz.encoding.draft import Draft, MapFunction, Subject
-from ckptz.encoding.guide import NO_GUIDE
+from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import Choice
 from ckptz.parallel import Workers
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A file of the same tensors, bases and guides that was written before, by another configuration.
+
+    Attributes:
+        tensors: its frames by name, open while the next file is written.
+        choices: what its configuration meant for each tensor.
+        notes: what its writer noted on them.
+    """
+
+    tensors: Mapping[str, FrameSource]
+    choices: Mapping[str, Choice]
+    notes: Mapping[str, str]
+
+    def settled(self, choices: Mapping[str, Choice]) -> dict[str, FrameSource]:
+        """Find the frames that come out the same under other choices.
+
+        A frame follows from what is chosen for its tensor, and for the tensor that its classes depend on.
+        """
+        same = {name for name, choice in choices.items() if self.choices[name] == choice}
+        return {
+            name: self.tensors[name]
+            for name in same
+            if (companion := choices[name].recipe.companion) is None or companion in same
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """What a file says beside its tensors."""
+
+    metadata: Mapping[str, str] | None = None  # the user's own, kept unchanged
+    step: int | None = None  # training step, if known
+    sharding: Sharding | None = None  # how the source folder was split
+    tree: dict[str, Any] | None = None  # JSON skeleton of a nested checkpoint
+    base: BaseRef | None = None  # the checkpoint that the tensors are stored against
+    # its tensors by name; a tensor without a base of its dtype and shape stands alone
+    bases: Mapping[str, TensorSource] = field(default_factory=dict)
+    base_metadata: int | None = None  # checksum of the metadata of a base that is a plain file
+    quality: Sequence[QualityRecord] = ()  # budgets that were measured on the very tensors of this file
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What goes into a file beside the tensors, with every question of how decided."""
+
+    record: FileRecord
+    choices: Mapping[str, Choice]  # what becomes of each tensor, by name
+    guides: Mapping[str, Guide] = field(default_factory=dict)  # what planners may know of tensors, by name
+    earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
+
+
+Encoding = Callable[[], tuple[Draft, EncodedChunk]]
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
     """Give the base if its dtype and shape fit, else None: the tensor then stands alone."""
     fits = base is not None and (base.dtype, tuple(base.shape)) == (source.dtype, tuple(source.shape))
     return base if fits else None
-
-
-@dataclass(slots=True)
-class _Job:
-    """One chunk to encode; a tensor of one chunk is planned where it is encoded."""
-
-    name: str
-    planning: _Planning
-    base: TensorSource | None
-    draft: Draft | None
-    companions: Companions
-    begin: int
-    end: int
 
 
 class _Planning:
@@ -60,7 +102,7 @@ class _Planning:
     def base(self, name: str) -> TensorSource | None:
         """What a tensor may be stored against."""
         source = self.tensors[name]
-        base = matching_base(source, self._contents.bases.get(name))
+        base = matching_base(source, self._contents.record.bases.get(name))
         is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
         return Held(base) if base is not None and is_short else base
 
@@ -86,7 +128,7 @@ class _Planning:
 
     def _seeds(self, name: str) -> tuple[int, int]:
         """Give 32 bits that follow from what the tensor is stored against and its name, and from its name."""
-        base = self._contents.base
+        base = self._contents.record.base
         against = "" if base is None else base.content_id
         return _seed(f"{against}\n{name}"), _seed(name)
 
@@ -105,7 +147,8 @@ def _seed(text: str) -> int:
     return xxh64(text.encode()) & 0xFFFFFFFF
 
 
-def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Job]:
+def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[Encoding]:
+    """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
     for name in names:
         source = planning.tensors[name]
         n_units = source.dtype.n_units(source.shape)
@@ -114,25 +157,17 @@ def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterat
             companions = planning.companions(name, workers.map)
             draft = planning.draft(name, base, companions, workers.map)
         for begin, end in chunk_bounds(n_units):
-            yield _Job(name, planning, base, draft, companions, begin, end)
+            sources = ChunkSources(begin, end, base, companions)
+            yield functools.partial(_encode, planning, name, draft, sources)
 
 
-def _encode(job: _Job) -> tuple[Draft, EncodedChunk]:
-    draft, companions = job.draft, job.companions
+def _encode(
+    planning: _Planning, name: str, draft: Draft | None, sources: ChunkSources
+) -> tuple[Draft, EncodedChunk]:
     if draft is None:
-        companions = job.planning.companions(job.name)
-        draft = job.planning.draft(job.name, job.base, companions)
-    sources = ChunkSources(job.begin, job.end, job.base, companions)
-    return draft, encode_chunk(job.planning.tensors[job.name], draft, sources)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenFrame:
-    """A frame that was written: its row of the index, whether it needs the base, and a note on its plan."""
-
-    entry: TensorEntry
-    is_delta: bool
-    note: str
+        sources.companions = planning.companions(name)
+        draft = planning.draft(name, sources.base, sources.companions)
+    return draft, encode_chunk(planning.tensors[name], draft, sources)
 
 
 def _lossy_record(choice: Choice, draft: Draft, header: FrameHeader, deviation: Deviation) -> LossyRecord:
@@ -179,52 +214,49 @@ def write_frames(
     contents: Contents,
     workers: Workers,
     progress: Progress | None,
-) -> Iterator[WrittenFrame]:
-    """Write all frames; yields each when it is written."""
+) -> Iterator[tuple[TensorEntry, bool, str]]:
+    """Write all frames; yields of each its row of the index, whether it needs the base, and a note."""
     offset = 0
     earlier = contents.earlier
     settled = earlier.settled(contents.choices) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
-    encoded = workers.map(_encode, _jobs(_Planning(tensors, contents), fresh, workers))
+    jobs = _jobs(_Planning(tensors, contents), fresh, workers)
+    encoded = workers.map(lambda encode: encode(), jobs)
     for name, source in tensors.items():
-        if earlier is not None and name in settled:
-            frame = _copy_frame(sink, offset, settled[name], earlier.notes.get(name, ""))
+        if name in settled:
+            entry, needs_base = _copy_frame(sink, offset, settled[name])
+            note = earlier.notes.get(name, "") if earlier is not None else ""
             if progress:
                 progress(source.dtype.n_bytes(source.shape))
         else:
-            at = _Position(name, contents.choices[name], offset)
-            frame = _write_frame(sink, data_offset, at, source, encoded, progress)
-        yield frame
-        offset += frame.entry.n_bytes
+            draft, header, deviation = _write_frame(sink, data_offset + offset, source, encoded, progress)
+            n_bytes = sink.tell() - data_offset - offset
+            lossy = (
+                None if deviation is None else _lossy_record(contents.choices[name], draft, header, deviation)
+            )
+            checksum = f"{header.checksum:016x}"
+            entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
+            needs_base, note = draft.plan.needs_base, draft.note
+        yield entry, needs_base, note
+        offset += entry.n_bytes
 
 
-def _copy_frame(sink: BinaryIO, offset: int, source: FrameSource, note: str) -> WrittenFrame:
+def _copy_frame(sink: BinaryIO, offset: int, source: FrameSource) -> tuple[TensorEntry, bool]:
     """Write a frame that stands in an earlier file already; the sink is where it goes."""
     for piece in source.stored_pieces():
         sink.write(piece.data)
-    entry = msgspec.structs.replace(source.entry, offset=offset)
-    return WrittenFrame(entry, source.header.plan.needs_base, note)
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """Which frame comes next, and where it begins."""
-
-    name: str
-    choice: Choice
-    offset: int
+    return msgspec.structs.replace(source.entry, offset=offset), source.header.plan.needs_base
 
 
 def _write_frame(
     sink: BinaryIO,
-    data_offset: int,
-    at: _Position,
+    start: int,
     source: TensorSource,
     encoded: Iterator[tuple[Draft, EncodedChunk]],
     progress: Progress | None,
-) -> WrittenFrame:
+) -> tuple[Draft, FrameHeader, Deviation | None]:
     """Stream the chunks of one frame behind its header, which is written when they are."""
-    shape, start = tuple(source.shape), data_offset + at.offset
+    shape = tuple(source.shape)
     draft, packed_plan = Draft(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
@@ -242,13 +274,7 @@ def _write_frame(
             progress((end - begin) * source.dtype.unit_bytes)
     header = FrameHeader(source.dtype, shape, draft.plan, tuple(records))
     packed = header.pack(packed_plan)
-    n_bytes = len(packed) + header.payload_bytes
     sink.seek(start)
     sink.write(packed)
-    sink.seek(start + n_bytes)
-    deviation = functools.reduce(operator.add, deviations) if deviations else None
-    lossy = None if deviation is None else _lossy_record(at.choice, draft, header, deviation)
-    entry = TensorEntry(
-        at.name, source.dtype.name, shape, at.offset, n_bytes, f"{header.checksum:016x}", lossy
-    )
-    return WrittenFrame(entry, draft.plan.needs_base, draft.note)
+    sink.seek(start + len(packed) + header.payload_bytes)
+    return draft, header, functools.reduce(operator.add, deviations) if deviations else None

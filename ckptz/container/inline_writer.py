@@ -13,9 +13,8 @@ from typing import BinaryIO
 import msgspec
 
 from ckptz.codec.units import TensorSource
-from ckptz.container.contents import Contents, Progress
 from ckptz.container.envelope import build_header
-from ckptz.container.frame_writer import write_frames
+from ckptz.container.frame_writer import Contents, FileRecord, Progress, write_frames
 from ckptz.container.index import (
     DELTA_FEATURE,
     INDEX_NAME,
@@ -150,13 +149,13 @@ class _Writing:
             self._sink,
             self._reserved + start,
             tensors,
-            Contents(choices=choices),
+            Contents(FileRecord(), choices),
             self._workers,
             self._progress,
         )
-        for frame in frames:
-            self._offset += frame.entry.n_bytes
-            yield msgspec.structs.replace(frame.entry, offset=start + frame.entry.offset)
+        for entry, _, _ in frames:
+            self._offset += entry.n_bytes
+            yield msgspec.structs.replace(entry, offset=start + entry.offset)
 
     def finish(self, index: Index, features: Sequence[str]) -> int:
         """Write the index and the header; the size of the file."""

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.decode import check_stored, decode_chunk, decode_codes
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
-from ckptz.codec.sources import ChunkSources, companions_of
 from ckptz.codec.sparse import Changes, read_changes
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, Stored, TensorSource, chunk_bounds
+from ckptz.codec.units import (
+    CHUNK_UNITS,
+    UNIT_TYPES,
+    ChunkSources,
+    Stored,
+    TensorSource,
+    ViewOf,
+    chunk_bounds,
+    companions_of,
+)
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, HeaderCache
 from ckptz.container.checked_index import read_index
@@ -35,38 +44,16 @@ from ckptz.container.needed import Decoded, Held, Node, gather
 from ckptz.container.plain import BASE_METADATA_BYTES, parse_base_metadata
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import (
-    ChecksumError,
-    CkptzError,
     CorruptionError,
     FormatError,
     MissingBaseError,
     UnsupportedError,
-    named,
+    naming,
 )
 from ckptz.transform.classes import Magnitude
 
 Units = NDArray[Any]
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
-
-
-class _Home(Protocol):
-    """Where a frame stands, and what it depends on is found: a file, or an inline base of one.
-
-    `outer_base` is the base that stands in another file, or None.
-    """
-
-    cache: ChunkCache
-    headers: HeaderCache
-    features: set[str]
-    bases: Mapping[str, TensorSource]
-    tensors: Mapping[str, FrameSource]
-
-    @property
-    def outer_base(self) -> BaseRef | None: ...
-
-    def naming(self, tensor: str) -> _Naming: ...
-
-    def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]: ...
 
 
 class FrameSource(TensorSource):
@@ -75,7 +62,7 @@ class FrameSource(TensorSource):
     dtype: DType
     shape: tuple[int, ...]
 
-    def __init__(self, container: _Home, entry: TensorEntry) -> None:
+    def __init__(self, container: Container | InlineFrames, entry: TensorEntry) -> None:
         self._container = container
         self.entry = entry
         self.dtype: DType = dtype_of(entry.dtype)
@@ -300,86 +287,35 @@ class FrameSource(TensorSource):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held(TensorSource):
+class _Held(ViewOf):
     """One chunk of a frame that was decoded already, as a source."""
 
-    frame: FrameSource
     chunk: Decoded
 
-    @property
-    def dtype(self) -> DType:
-        """Type of the elements."""
-        return self.frame.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Dimensions, in elements."""
-        return self.frame.shape
-
     def units(self, begin: int, end: int) -> Units:
-        """Units of the chunk, which is begin..end."""
         assert self.chunk.units is not None
         return self.chunk.units
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Codes of the chunk."""
         return self.chunk.codes
 
     def units_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
-        """Both, the units only if they were decoded: who wants the codes alone does not look at them."""
+        """Give both, the units only if they were decoded: who wants the codes alone does not look at them."""
         return self.chunk.units, self.chunk.codes
 
 
 @dataclass(frozen=True, slots=True)
-class CachedFrame(TensorSource):
+class CachedFrame(ViewOf):
     """A frame read through its file's cache of chunks.
 
     Where classes depend on other tensors, two ways through a chain may lead to the same chunk; without
     the cache their number would grow with every member. Planning and encoding both look at a base.
     """
 
-    frame: FrameSource
-
-    @property
-    def dtype(self) -> DType:
-        """Type of the elements."""
-        return self.frame.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Dimensions, in elements."""
-        return self.frame.shape
-
-    @property
-    def stored(self) -> Stored:
-        """See `TensorSource.stored`."""
-        return self.frame.stored
-
-    @property
-    def n_codes(self) -> int | None:
-        return self.frame.n_codes
+    source: FrameSource
 
     def units(self, begin: int, end: int) -> Units:
-        """Read units of one chunk, or of its beginning."""
-        return self.frame.chunk(begin // CHUNK_UNITS)[: end - begin]
-
-    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Read the codes of units begin..end, one chunk, uint8 [end - begin]."""
-        return self.frame.codes(begin, end)
-
-
-class _Naming:
-    """Puts the file's and the tensor's name before errors that come from below."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, CkptzError):
-            raise named(error, self._where) from None
+        return self.source.chunk(begin // CHUNK_UNITS)[: end - begin]
 
 
 class InlineFrames:
@@ -405,9 +341,9 @@ class InlineFrames:
         self.read = container.read
         self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}
 
-    def naming(self, tensor: str) -> _Naming:
+    def naming(self, tensor: str) -> AbstractContextManager[None]:
         """Make a context that names this base and `tensor` in errors."""
-        return _Naming(f"{self.name}: tensor {tensor!r}")
+        return naming(f"{self.name}: tensor {tensor!r}")
 
 
 def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple[InlineFrames, ...]:
@@ -441,10 +377,8 @@ class Container:
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         self._sections = {r.name: r for r in envelope.regions if r.name.startswith(OPTIONAL_PREFIX)}
-        try:
+        with naming(self.name):
             self.index, self.features = read_index(envelope, self.read)
-        except CkptzError as error:
-            raise named(error, self.name) from None
         self.version = (envelope.metadata or {})[KEY_VERSION]
         self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
         self.inline = _inline_frames(self, self.index.inline or ())
@@ -461,9 +395,9 @@ class Container:
         """The base that stands in another file."""
         return self.index.base
 
-    def naming(self, tensor: str) -> _Naming:
+    def naming(self, tensor: str) -> AbstractContextManager[None]:
         """Make a context that names this file and `tensor` in errors."""
-        return _Naming(f"{self.name}: tensor {tensor!r}")
+        return naming(f"{self.name}: tensor {tensor!r}")
 
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
         """Read bytes behind the header, uint8 [n_bytes]."""
@@ -479,10 +413,9 @@ class Container:
         if region is None:
             return None
         n_bytes = min(region.end - region.begin, BASE_METADATA_BYTES + 1)
-        try:
-            return parse_base_metadata(self.read(region.begin, n_bytes).tobytes())
-        except ChecksumError as error:
-            raise named(error, self.name) from None
+        section = self.read(region.begin, n_bytes).tobytes()
+        with naming(self.name):
+            return parse_base_metadata(section)
 
     @property
     def stored_bytes(self) -> int:

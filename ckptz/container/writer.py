@@ -15,9 +15,8 @@ import msgspec
 
 from ckptz.codec.frame_plan import MAX_DIMS, MAX_ELEMENTS
 from ckptz.codec.units import TensorSource
-from ckptz.container.contents import Contents, Progress
 from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
-from ckptz.container.frame_writer import write_frames
+from ckptz.container.frame_writer import Contents, FileRecord, Progress, write_frames
 from ckptz.container.index import (
     BASE_METADATA,
     INDEX_NAME,
@@ -112,18 +111,19 @@ def write_container(
     _check_shapes(tensors)
     features = _features(contents)
     raw = sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
-    section = b"" if contents.base_metadata is None else pack_base_metadata(contents.base_metadata)
+    record = contents.record
+    section = b"" if record.base_metadata is None else pack_base_metadata(record.base_metadata)
     reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
     sink.seek(reserved)
     frames = list(write_frames(sink, reserved, tensors, contents, workers, progress))
-    entries = [frame.entry for frame in frames]
-    n_deltas = sum(frame.is_delta for frame in frames)
-    notes = tuple((frame.entry.name, frame.note) for frame in frames if frame.note)
-    if contents.base is not None and not n_deltas:
+    entries = [entry for entry, _, _ in frames]
+    n_deltas = sum(is_delta for _, is_delta, _ in frames)
+    notes = tuple((entry.name, note) for entry, _, note in frames if note)
+    if record.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
-        contents, section = replace(contents, base=None), b""
+        record, section = replace(record, base=None), b""
         features.remove("delta")
-    index = _index(entries, contents)
+    index = _index(entries, record)
     packed = pack_index(index)
     sink.write(section + packed)
     end = entries[-1].offset + entries[-1].n_bytes if entries else 0
@@ -172,17 +172,17 @@ def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Sequ
     return n_bytes
 
 
-def _index(entries: Sequence[TensorEntry], contents: Contents) -> Index:
+def _index(entries: Sequence[TensorEntry], record: FileRecord) -> Index:
     return Index(
         writer=writer_name(),
         content_id=content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in entries),
-        tensors=promising(entries, contents.quality),
-        metadata=None if contents.metadata is None else dict(contents.metadata),
-        base=contents.base,
-        step=contents.step,
-        sharding=contents.sharding,
-        tree=contents.tree,
-        quality=tuple(contents.quality),
+        tensors=promising(entries, record.quality),
+        metadata=None if record.metadata is None else dict(record.metadata),
+        base=record.base,
+        step=record.step,
+        sharding=record.sharding,
+        tree=record.tree,
+        quality=tuple(record.quality),
     )
 
 
@@ -199,5 +199,5 @@ def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) 
 
 
 def _features(contents: Contents) -> list[str]:
-    features = ["lossless"] + (["delta"] if contents.base else [])
+    features = ["lossless"] + (["delta"] if contents.record.base else [])
     return features + (["maps"] if any(choice.is_lossy for choice in contents.choices.values()) else [])

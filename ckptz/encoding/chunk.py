@@ -10,27 +10,29 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64, xxh64_of_parts
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
-from ckptz.codec.plan import Predictor, StreamTables
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import TensorSource, Units
+from ckptz.codec.plan import Plan, Predictor, StreamTables, kernel_mode
+from ckptz.codec.units import ChunkSources, TensorSource, Units
 from ckptz.codec.values import KINDS, predicted
+from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.draft import Draft
-from ckptz.encoding.sparse import encode_changes
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.entropy.streams import LANE_CHOICES, CoderId, encode_rans, encode_stream
+from ckptz.entropy.streams import LANE_CHOICES, CoderId, encode_rans, encode_sparse, encode_stream
 from ckptz.errors import ConfigError
-from ckptz.kernels import cpu, planning
+from ckptz.kernels import cpu, planning, sparse
 from ckptz.kernels.floats import widen_f64
 from ckptz.quant.quantizer import Quantizer
 from ckptz.transform.classes import Labels, labels_of
-from ckptz.transform.planes import kernel_mode
 
 Bytes = NDArray[np.uint8]
 Stream = tuple[CoderId, bytes | memoryview]
 FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
+# From bench/product/weight_sync.py: where more units change, a sparse chunk decodes no faster
+# than the dense one, which is smaller.
+MAX_SPARSE_SHARE = 0.25
+_UNCHANGED = (CoderId.CONSTANT, b"\x00")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def _encode_classed(
     plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables, found: ClassCounts
 ) -> Stream:
     total = found.total
-    table_of = tables.table_map.table_of[found.classes]
+    table_of = tables.table_of[found.classes]
     bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
     shared = bits / 8 + MAX_LANE_BYTES
     coder: CoderId = CoderId.STORED
@@ -99,14 +101,8 @@ def encode_values(units: Units) -> list[Stream]:
     return [encode_stream(plane) for plane in cpu().split_planes(units, units, 0)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Quantized:
-    """Codes of a lossy chunk, the units they decode to, and which of these stand exactly."""
-
-    codes: Bytes
-    decoded: Units
-    escaped: NDArray[np.bool_] | None = None
-    protected: NDArray[np.bool_] | None = None
+# Codes of a lossy chunk, the units they decode to, and which of these escaped and are protected.
+Quantized = tuple[Bytes, Units, NDArray[np.bool_] | None, NDArray[np.bool_] | None]
 
 
 def _quantize(
@@ -115,7 +111,7 @@ def _quantize(
     units: Units,
     sources: ChunkSources,
     labels: Labels | None,
-) -> _Quantized:
+) -> Quantized:
     plan = header.plan
     if plan.quant_map is None or quantizer is None:
         raise ConfigError("a plan in the linear or bits domain needs a map and a quantizer to encode")
@@ -132,28 +128,29 @@ def _quantize(
         mask = quantizer.protected(begin, end, units)
         protected = np.zeros(len(units), np.bool_) if mask is None else mask
         decoded[protected] = kept[protected]
-    return _Quantized(codes, decoded, escaped, protected)
+    return codes, decoded, escaped, protected
 
 
-def _encode_quantized(draft: Draft, quantized: _Quantized, labels: Labels | None) -> list[Stream]:
-    streams = _encode_codes([quantized.codes], draft, labels)
-    if quantized.escaped is not None:
-        streams += encode_values(quantized.decoded[quantized.escaped])
-    if quantized.protected is not None:
-        streams.append(encode_stream(quantized.protected.view(np.uint8)))
-        streams += encode_values(quantized.decoded[quantized.protected])
+def _encode_quantized(draft: Draft, quantized: Quantized, labels: Labels | None) -> list[Stream]:
+    codes, decoded, escaped, protected = quantized
+    streams = _encode_codes([codes], draft, labels)
+    if escaped is not None:
+        streams += encode_values(decoded[escaped])
+    if protected is not None:
+        streams.append(encode_stream(protected.view(np.uint8)))
+        streams += encode_values(decoded[protected])
     return streams
 
 
-def _deviation(kind: int, units: Units, quantized: _Quantized) -> Deviation:
-    exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (units, quantized.decoded))
+def _deviation(kind: int, units: Units, decoded: Units, codes: Bytes) -> Deviation:
+    exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (units, decoded))
     largest, error, power = planning().deviation(exact, restored)
     if largest < FLUSHED_BELOW:
         # Differences this small may have been flushed to zero by the processor.
         wide, wide_restored = (widen_f64(f.view(np.uint32)) for f in (exact, restored))
         difference = wide_restored - wide
         largest, error, power = np.abs(difference).max(initial=0.0), difference @ difference, wide @ wide
-    return Deviation(float(largest), float(error), float(power), cpu().histogram(quantized.codes))
+    return Deviation(float(largest), float(error), float(power), cpu().histogram(codes))
 
 
 def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) -> Units:
@@ -165,7 +162,26 @@ def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) ->
         return draft.rounding.rounded(units, KINDS[source.dtype.name], sources.begin)
     header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, ())
     labels = labels_of(draft.plan.rules, sources, header.row_units) if draft.plan.rules else None
-    return _quantize(header, draft.quantizer, units, sources, labels).decoded
+    return _quantize(header, draft.quantizer, units, sources, labels)[1]
+
+
+def encode_changes(units: Units, base: Units, plan: Plan, dtype: DType) -> list[Stream] | None:
+    """Code a chunk, units [n], of which few differ from the base [n]; None if too many do."""
+    positions = np.flatnonzero(units != base)
+    if len(positions) > MAX_SPARSE_SHARE * len(units):
+        return None
+    mode = kernel_mode(plan.mode, dtype)
+    planes = cpu().split_planes(units[positions], base[positions], mode)
+    return [_encode_plane(positions, plane) for plane in planes]
+
+
+def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
+    used = np.flatnonzero(plane)
+    if not len(used):
+        return _UNCHANGED
+    if len(used) < len(plane):
+        positions, plane = positions[used], plane[used]
+    return CoderId.SPARSE, encode_sparse(sparse().pack_gaps(positions), plane, 0)
 
 
 def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
@@ -180,7 +196,7 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         if draft.rounding is not None:
             kind = KINDS[source.dtype.name]
             decoded = draft.rounding.rounded(units, kind, sources.begin)
-            deviation = _deviation(kind, exact, _Quantized(np.zeros(0, np.uint8), decoded))
+            deviation = _deviation(kind, exact, decoded, np.zeros(0, np.uint8))
         base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
         changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
         if changed is None:
@@ -189,16 +205,16 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         streams = changed
     else:
         quantized = _quantize(header, draft.quantizer, units, sources, labels)
-        streams, decoded = _encode_quantized(draft, quantized, labels), quantized.decoded
+        streams, (codes, decoded, *_) = _encode_quantized(draft, quantized, labels), quantized
         if isinstance(draft.quantizer, CodedQuantizer):  # its errors were measured where its values are
-            deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(quantized.codes))
+            deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(codes))
         else:
-            deviation = _deviation(header.value_table.kind, exact, quantized)
+            deviation = _deviation(header.value_table.kind, exact, decoded, codes)
     parts = tuple(data for _, data in streams)
     records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
     base_codes = None
     if plan.reads_base_codes:
-        codes = sources.base_codes()
-        base_codes = 0 if codes is None else xxh64(codes)
+        found = sources.base_codes()
+        base_codes = 0 if found is None else xxh64(found)
     record = ChunkRecord(xxh64_of_parts(parts), xxh64(decoded), records, base_codes)
     return EncodedChunk(record, parts, deviation)

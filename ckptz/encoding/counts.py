@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ckptz.codec.plan import StreamTables
 from ckptz.entropy.frequency import normalise
 from ckptz.kernels import planning
-from ckptz.transform.classes import MAX_TABLES, Labels, TableMap
+from ckptz.transform.classes import MAX_TABLES, Labels
 
 # Bits that one more frequency table must save to stand for itself: the measured size of a packed table.
 TABLE_COST_BITS_PER_SYMBOL: Final = 6.0
@@ -50,7 +50,7 @@ class ClassCounts:
 
 def share_tables(
     found: ClassCounts, n_classes: int, most: int = MAX_TABLES
-) -> tuple[NDArray[np.int64], TableMap]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Merge neighbouring classes while one table for both costs less than two.
 
     Args:
@@ -59,17 +59,17 @@ def share_tables(
         most: tables allowed.
 
     Returns:
-        Counts of each table [n_tables, 256] and the map from classes to tables.
+        Counts of each table [n_tables, 256] and the table of each class [n_classes].
     """
     group_of, sums = planning().merge_neighbours(
         found.counts, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
     )
     # Classes that do not occur use the table of the one before them, which keeps the runs long.
     before = np.searchsorted(found.classes, np.arange(n_classes), side="right") - 1
-    return sums, TableMap(group_of[np.maximum(before, 0)])
+    return sums, group_of[np.maximum(before, 0)]
 
 
 def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
     """Make frequency tables that classes share, from how often each code occurs in each."""
-    table_counts, table_map = share_tables(found, n_classes)
-    return StreamTables(np.stack([normalise(row) for row in table_counts]), table_map)
+    table_counts, table_of = share_tables(found, n_classes)
+    return StreamTables(np.stack([normalise(row) for row in table_counts]), table_of)

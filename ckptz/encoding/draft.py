@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
 from ckptz.codec.plan import Plan
-from ckptz.codec.sources import Companions
-from ckptz.codec.units import TensorSource
+from ckptz.codec.units import Companions, TensorSource, chunk_bounds
 from ckptz.encoding.counts import ClassCounts
-from ckptz.encoding.fold import Folded
-from ckptz.encoding.guide import NO_GUIDE, Guide
+from ckptz.encoding.guide import NO_GUIDE, Folded, Guide
 from ckptz.quant.quantizer import Quantizer
 
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 Units = NDArray[Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Subject:
     def moved(self) -> TensorSource | None:
         """The tensor moved by what its restored moments will not do any more; None if they are not known."""
         return None if self.guide.fold is None else Folded(self.source, self.guide.fold)
+
+
+def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:
+    """Add up what `measure` finds in each chunk (begin, end) of a tensor that is not empty."""
+    return functools.reduce(operator.add, run(measure, chunk_bounds(source.dtype.n_units(source.shape))))
 
 
 class Rounding(Protocol):

@@ -1,17 +1,108 @@
 """What the planner may know of a tensor beside its values and its base. Encoder only.
 
 Nothing of it is stored: whatever steps, partitions or codes follow from it are in the frame.
+
+A first moment moves its weight for many steps to come. What a lossy file does not keep of it would be lost
+movement; so the weight is coded as if it had been moved by that already. For an optimizer whose update is
+linear in the first moment, the moves that a difference d of it would still cause add up to
+
+    rate * d / (sqrt(v) * root_scale + eps)      with a second moment v, as Adam has it
+    rate * d                                     without
+
+where `rate` holds the learning rate, the sum of the decaying weights of d, and the bias corrections.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from ckptz.codec.units import TensorSource
-from ckptz.encoding.fold import Fold
-from ckptz.quant.guides import InputMoments
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.units import SourceOf, TensorSource, Units
+from ckptz.codec.values import KINDS
+from ckptz.kernels import cpu
+from ckptz.quant.sensitivity import Floats, floats_of
 from ckptz.quant.sketch import Sketch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputMoments:
+    """Second moments of a layer's inputs, sum(x x^T): how errors of a weight's columns add up."""
+
+    # of the weight, that the matrix belongs to: 1 for [out, in, ...] (convolutions: all dimensions behind the
+    # first, flattened), 0 for weights stored as [in, out] or for embeddings
+    axis: int
+    n_samples: int  # input vectors summed up
+    # the float32 or float64 matrix [n, n]; [n_groups, n, n] for grouped convolutions; for embeddings, whose
+    # inputs are one-hot, its diagonal [n]: how often each row was looked up
+    read: Callable[[], NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """How an optimizer turns first moments into moves; see the module.
+
+    Attributes:
+        rate: move for each unit of first moment, or of its ratio to the root.
+        root_scale: of the root of the second moment; None if the update has none.
+        eps: added to the root.
+    """
+
+    rate: float
+    root_scale: float | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What of a weight's moments is known, exactly and as it will be restored.
+
+    Attributes:
+        update: of its optimizer.
+        first: the exact first moment.
+        first_restored: what a reader gets of it.
+        second_restored: what a reader gets of the second moment, or None.
+    """
+
+    update: Update
+    first: TensorSource
+    first_restored: TensorSource
+    second_restored: TensorSource | None
+
+
+@dataclass(frozen=True, slots=True)
+class Folded(SourceOf):
+    """A weight, moved by what its restored first moment will not do any more."""
+
+    fold: Fold
+
+    def units(self, begin: int, end: int) -> Units:
+        kind = KINDS[self.dtype.name]
+        values, moves = _floats(self.source, begin, end), self._moves(begin, end)
+        with np.errstate(all="ignore"):
+            moved = values - moves
+            units: Units = cpu().from_f32(moved.view(np.uint32), kind)
+        is_usable = np.isfinite(cpu().to_f32(units, kind).view(np.float32))
+        return np.where(is_usable, units, self.source.units(begin, end))
+
+    def _moves(self, begin: int, end: int) -> Floats:
+        """Give the moves of units begin..end, float32 [end - begin]."""
+        fold, update = self.fold, self.fold.update
+        with np.errstate(all="ignore"):
+            lost = _floats(fold.first, begin, end) - _floats(fold.first_restored, begin, end)
+            moves = lost * np.float32(update.rate)
+            if update.root_scale is not None and fold.second_restored is not None:
+                roots = np.sqrt(_floats(fold.second_restored, begin, end)) * np.float32(update.root_scale)
+                moves /= roots + np.float32(update.eps)
+        moves[lost == 0] = 0
+        return moves
+
+
+def _floats(source: TensorSource, begin: int, end: int) -> Floats:
+    return floats_of(source.units(begin, end), KINDS[source.dtype.name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +122,31 @@ class Guide:
 
 
 NO_GUIDE: Final = Guide()
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedSensitivities:
+    """Sensitivities of units begin..end."""
+
+    kind: int  # of the tensor's units
+    gradients: TensorSource  # averages of gradients, or of their squares; of the tensor's shape
+    is_squared: bool  # which of them
+
+    def gradients_of(self, begin: int, end: int) -> Floats:
+        """Read magnitudes of gradients, float32 [end - begin]; NaN where a square is negative."""
+        found = _floats(self.gradients, begin, end)
+        with np.errstate(all="ignore"):
+            return np.sqrt(found) if self.is_squared else np.abs(found)
+
+    def __call__(self, begin: int, end: int, units: Units) -> Floats:
+        """Rank units begin..end by |g*w|, float32 [end - begin]."""
+        with np.errstate(all="ignore"):
+            return self.gradients_of(begin, end) * np.abs(floats_of(units, self.kind))
+
+
+def sensitivities_of(source: TensorSource, guide: Guide) -> GuidedSensitivities | None:
+    """Find the sensitivities of a tensor's units; None if no gradient is known in a type that has values."""
+    for gradients, is_squared in ((guide.gradient, False), (guide.second_moment, True)):
+        if gradients is not None and gradients.dtype.name in KINDS:
+            return GuidedSensitivities(KINDS[source.dtype.name], gradients, is_squared)
+    return None

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.encoding.guide import InputMoments
 from ckptz.errors import CalibrationError
 from ckptz.guidance.layout import (
     CalibrationContent,
@@ -27,7 +28,6 @@ from ckptz.guidance.layout import (
     SensitivityContent,
     Shapes,
 )
-from ckptz.quant.guides import InputMoments
 
 WEIGHT_AXIS: Final[Mapping[Kind, int]] = {"linear": 1, "conv": 1, "conv1d_t": 0, "embedding": 0}
 # What PyTorch's wrappers, and states saved as {"model": ...}, put before the names of a model.

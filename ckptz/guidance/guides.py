@@ -6,8 +6,9 @@ Nothing of it is stored, so it may come from files that are gone when the checkp
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +16,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.extent import moments_energy
-from ckptz.encoding.guide import Guide
+from ckptz.encoding.guide import NO_GUIDE, Fold, Guide, InputMoments, Update
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.formats.inputs import open_input
 from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile
@@ -23,7 +24,6 @@ from ckptz.guidance.layout import Shapes
 from ckptz.guidance.owners import roles_beside
 from ckptz.methods.method import CALIBRATION, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.methods.table import METHODS
-from ckptz.quant.guides import InputMoments
 from ckptz.roles import Role, Rule, role_of
 
 UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
@@ -63,14 +63,6 @@ class GuideFiles:
 NO_FILES: Final = GuideFiles()
 
 
-@dataclass(slots=True)
-class Guided:
-    """Guides by the names of weights, and what the user should know of where they come from."""
-
-    guides: dict[str, Guide] = field(default_factory=dict)  # by name of the tensor
-    notes: list[str] = field(default_factory=list)  # for the user
-
-
 def guides_of(
     tensors: Mapping[str, TensorSource],
     roles: Mapping[str, Role],
@@ -80,8 +72,8 @@ def guides_of(
     *,
     tree: dict[str, Any] | None = None,
     rules: Sequence[Rule] = (),
-) -> Guided:
-    """Find all that is known of the weights of a checkpoint.
+) -> tuple[dict[str, Guide], list[str]]:
+    """Find all that is known of the weights of a checkpoint, by name, and notes for the user on it.
 
     Args:
         tensors: of the checkpoint, and those that stand beside it.
@@ -99,30 +91,30 @@ def guides_of(
     """
     files.check(config)
     if not config.reads:
-        return Guided()
+        return {}, []
     weights = {
         name: source
         for name, source in tensors.items()
         if roles[name].role == "weight" and source.dtype.name in KINDS and not isinstance(source, CodedSource)
     }
-    found = Guided()
-    moments = _own_moments(tensors, weights, roles, found.notes)
+    notes: list[str] = []
+    moments = _own_moments(tensors, weights, roles, notes)
     if files.read_optimizer is not None:
-        moments = _read_moments(files.read_optimizer, weights, roles, tree, rules, held, found.notes)
+        moments = _read_moments(files.read_optimizer, weights, roles, tree, rules, held, notes)
     gradients = {}
     if files.sensitivity is not None:
-        gradients = _read_gradients(files.sensitivity, weights, held, found.notes)
+        gradients = _read_gradients(files.sensitivity, weights, held, notes)
     inputs: dict[str, InputMoments] = {}
     if files.calibration is not None:
-        inputs = read_inputs(files.calibration, _shapes(weights), held, found.notes)
+        inputs = read_inputs(files.calibration, _shapes(weights), held, notes)
     elif CALIBRATION in config.reads:
-        found.notes.append(UNCALIBRATED)
+        notes.append(UNCALIBRATED)
     energy = moments_energy([(source, moments[name]) for name, source in weights.items() if name in moments])
+    guides = {}
     for name in weights:
         gradient, moment = gradients.get(name), moments.get(name)
-        guide = Guide(gradient=gradient, second_moment=moment, inputs=inputs.get(name), energy=energy)
-        found.guides[name] = guide
-    return found
+        guides[name] = Guide(gradient=gradient, second_moment=moment, inputs=inputs.get(name), energy=energy)
+    return guides, notes
 
 
 def _own_moments(
@@ -240,3 +232,85 @@ def read_inputs(
 
 def _shapes(weights: Mapping[str, TensorSource]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(source.shape) for name, source in weights.items()}
+
+
+# --- how optimizers move weights ------------------------------------------------------------------
+
+# Read from the settings of torch's Adam, AdamW and NAdam; of SGD and RMSprop with momentum. Lion and Muon are
+# not linear in their momentum. What is not known gives no update; nothing is guessed.
+
+
+def update_of(group: Mapping[str, Any], step: float | None) -> Update | None:
+    """Describe the update of a parameter; None if it is not linear in a first moment, or not known.
+
+    Args:
+        group: settings of its parameter group, as torch's optimizers name them.
+        step: updates that the parameter has had; Adam's bias corrections follow from it.
+    """
+    rate = _number(group.get("lr"))
+    if rate is None or group.get("amsgrad"):
+        return None
+    if "amsgrad" in group or "momentum_decay" in group:
+        return _adam(group, rate, step)
+    is_sgd, is_rmsprop = "dampening" in group, "centered" in group
+    momentum = _number(group.get("momentum"))
+    if not (is_sgd or is_rmsprop) or momentum is None or not 0 < momentum < 1:
+        return None
+    lead = momentum if group.get("nesterov") else 1.0
+    return Update(rate * lead * momentum / (1 - momentum))
+
+
+def _adam(group: Mapping[str, Any], rate: float, step: float | None) -> Update | None:
+    betas, eps = group.get("betas"), _number(group.get("eps"))
+    if not isinstance(betas, list | tuple) or len(betas) != 2 or eps is None or not step or step < 1:
+        return None
+    first, second = (_number(beta) for beta in betas)
+    if first is None or second is None or not (0 < first < 1 and 0 < second < 1):
+        return None
+    rate *= first / (1 - first)
+    decay = _number(group.get("momentum_decay"))
+    # NAdam weighs its first moment by a momentum that grows, whose bias is gone after a few steps.
+    rate *= 1 / (1 - first**step) if decay is None else first * (1 - 0.5 * 0.96 ** (step * decay))
+    return Update(rate, 1 / math.sqrt(1 - second**step), eps)
+
+
+def _number(value: Any) -> float | None:
+    """Give a finite number as a float; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def with_folds(
+    guides: Mapping[str, Guide],
+    tensors: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+    restored: Mapping[str, TensorSource],
+    updates: Mapping[str, Update],
+) -> Mapping[str, Guide]:
+    """Add to the guides of weights what a file loses of their moments.
+
+    Args:
+        guides: by name of the weight.
+        tensors: the exact ones, moments included.
+        roles: of each of them.
+        restored: what readers get of moments, by name.
+        updates: by parameter; weights without one are left as they are.
+    """
+    if not restored or not updates:
+        return guides
+    moments = {(roles[name].parameter, roles[name].role): name for name in restored if name in roles}
+    found = dict(guides)
+    for name, source in tensors.items():
+        role = roles[name]
+        update = updates.get(role.parameter) if role.role == "weight" else None
+        if update is None:
+            continue
+        first = moments.get((role.parameter, "momentum" if update.root_scale is None else "exp_avg"))
+        second = moments.get((role.parameter, "exp_avg_sq"))
+        if first is None or tuple(tensors[first].shape) != tuple(source.shape):
+            continue
+        if update.root_scale is not None and second is None:
+            continue
+        fold = Fold(update, tensors[first], restored[first], None if second is None else restored[second])
+        found[name] = replace(found.get(name, NO_GUIDE), fold=fold)
+    return found

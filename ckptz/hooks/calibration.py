@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ckptz.encoding.guide import InputMoments
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.guidance.files import WEIGHT_AXIS, CalibrationFile, RecordedCalibration, RecordedInputs
 from ckptz.guidance.layout import CalibrationContent, InputRow, Kind, ModuleRow, guide_metadata
 from ckptz.hooks.inputs import Gather, gather_of
 from ckptz.hooks.parameters import Named, fingerprint_of, named_parameters, save_tensors, unwrapped
 from ckptz.hooks.sums import Recorder, Sum, Sums, Users
-from ckptz.quant.guides import InputMoments
 
 MEMORY_CAP: Final = 2 << 30
 

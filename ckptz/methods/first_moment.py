@@ -9,8 +9,6 @@ of Adam's direction (29 %) in 0.09 bits as codes do in 0.45, but resumed no bett
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
@@ -20,10 +18,10 @@ from numpy.typing import NDArray
 
 from ckptz.codec.frame_plan import pack_plan
 from ckptz.codec.plan import Domain, Plan
-from ckptz.codec.units import TensorSource, chunk_bounds, n_rows_of
+from ckptz.codec.units import TensorSource, n_rows_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import Draft, MapFunction, Subject
+from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
@@ -156,8 +154,7 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
         ratios = _values(source.units(*bounds), kind)[is_live] / own[is_live]
         return np.array([np.abs(ratios).sum(), is_live.sum()])
 
-    bounds = chunk_bounds(source.dtype.n_units(source.shape))
-    total, n_live = functools.reduce(operator.add, run(sums, bounds))
+    total, n_live = summed(run, sums, source)
     return float(total / max(n_live, 1))
 
 
@@ -177,10 +174,7 @@ def _one_label(begin: int, end: int) -> Labels:
 def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Classes:
     """One step for all: the geometric mean of the roots."""
     roots = class_roots(KINDS[second.dtype.name])
-    bounds = chunk_bounds(second.dtype.n_units(second.shape))
-    counts = functools.reduce(
-        operator.add, run(lambda b: cpu().histogram(cpu().magnitude_classes(second.units(*b))), bounds)
-    )
+    counts = summed(run, lambda b: cpu().histogram(cpu().magnitude_classes(second.units(*b))), second)
     used = (counts > 0) & (roots > 0)
     logarithms = np.log2(roots[used]) @ counts[used] / max(counts[used].sum(), 1)
     return Classes((), np.array([wanted.step * 2.0**logarithms]), _one_label)
@@ -198,7 +192,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Clas
         squares = np.bincount(np.arange(*bounds) // row_units, values * values, n_rows)
         return np.asarray(squares, np.float64)
 
-    powers = functools.reduce(operator.add, run(power, chunk_bounds(n_units)))
+    powers = summed(run, power, source)
     indices, spreads = row_labels(np.sqrt(powers / row_units))
     if len(spreads) == 1:
         return Classes((), wanted.step * spreads, _one_label)
@@ -219,7 +213,7 @@ def _first_plan(
     def levels(bounds: Bounds) -> LevelSums:
         return quantizer.found(*bounds, source.units(*bounds))
 
-    found = functools.reduce(operator.add, run(levels, chunk_bounds(source.dtype.n_units(source.shape))))
+    found = summed(run, levels, source)
     rungs = found.rungs()
     joint = _codes_by_class(found, rungs)
     if not rungs.has_exceptions and (rungs.lowest, rungs.n_levels) == (0, 1):

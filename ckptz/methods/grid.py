@@ -11,9 +11,7 @@ explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -27,7 +25,7 @@ from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bo
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import Draft, Subject
+from ckptz.encoding.draft import Draft, Subject, summed
 from ckptz.encoding.extent import Bounds, Extent, reals, values_of
 from ckptz.encoding.guide import Guide
 from ckptz.entropy.frequency import entropy_bits, write_tables
@@ -53,9 +51,8 @@ from ckptz.methods.method import (
     settings_of,
     usual_setting,
 )
-from ckptz.methods.state import MOMENTS, Moments, StateChooser
+from ckptz.methods.state import MOMENTS, Moments, state_choices
 from ckptz.quant.grid import (
-    Levels,
     RowSteps,
     bare_levels,
     fit_levels,
@@ -73,6 +70,7 @@ from ckptz.transform.classes import (
     ClassRule,
     Row,
     n_classes_of,
+    write_runs,
 )
 
 # Of anchors and deltas, from the run of bench/studies/grid.py: 4 to 9 % fewer bits at no loss that could be
@@ -89,32 +87,24 @@ Outputs = NDArray[np.intp]
 
 OPTIONS: Final = (
     Option(
-        flag="--grid-step",
-        field="step",
-        type=float,
-        metavar="S",
-        help="size of the grid step: a multiple of the reference step (default 1).",
+        "--grid-step",
+        float,
+        "size of the grid step: a multiple of the reference step (default 1).",
+        "S",
         is_searched=True,
+        name="step",
+    ),
+    Option("--anchor-step", float, "the same of files without a base (default as --grid-step).", "S"),
+    Option(
+        "--dead-zone",
+        float,
+        "share of a grid step by which the range that becomes zero is wider (default 0.1 to ship).",
+        "D",
     ),
     Option(
-        flag="--anchor-step",
-        field="anchor_step",
-        type=float,
-        metavar="S",
-        help="the same of files without a base (default as --grid-step).",
-    ),
-    Option(
-        flag="--dead-zone",
-        field="dead_zone",
-        type=float,
-        metavar="D",
-        help="share of a grid step by which the range that becomes zero is wider (default 0.1 to ship).",
-    ),
-    Option(
-        flag="--purpose",
-        field="purpose",
-        type=("auto", "resume", "ship"),
-        help="resume keeps what training has moved, ship is smallest (default by what the file holds).",
+        "--purpose",
+        ("auto", "resume", "ship"),
+        "resume keeps what training has moved, ship is smallest (default by what the file holds).",
     ),
 )
 MAX_SECOND_STEP: Final = 8.0  # octaves: Adam then steps up to 4 times too far, no small error any more
@@ -150,27 +140,22 @@ class UniformGrid(Recipe):
     def plan(self, subject: Subject) -> Draft:
         """Plan a weight, whose steps and rounding follow its base and its guide."""
         source, base, guide, run = subject.source, subject.base, subject.guide, subject.run
-        bounds = list(chunk_bounds(source.dtype.n_units(source.shape)))
-        found = functools.reduce(operator.add, run(lambda b: Extent.of(source, base, guide, b), bounds))
+        found = summed(run, lambda b: Extent.of(source, base, guide, b), source)
         fault = found.fault(source.dtype)
         if fault or not found.power:
             return replace(plan_lossless(source, base, run), note=fault)
         if found.residual_power >= found.power:
             base = None
         step = self.anchor_step if base is None and self.anchor_step is not None else self.step
-        draft = self._draft(subject, base, _row_steps(source, step, guide, found), bounds)
+        draft = self._draft(subject, base, _row_steps(source, step, guide, found))
         return draft if step == self.step else replace(draft, found={**draft.found, "step": step})
 
-    def _draft(
-        self, subject: Subject, base: TensorSource | None, rows: RowSteps, bounds: list[Bounds]
-    ) -> Draft:
+    def _draft(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         if self.purpose == "resume" or (self.purpose == "auto" and base is not None):
-            return self._moving(subject, base, rows, bounds)
-        return self._standing(subject, base, rows, bounds)
+            return self._moving(subject, base, rows)
+        return self._standing(subject, base, rows)
 
-    def _moving(
-        self, subject: Subject, base: TensorSource | None, rows: RowSteps, bounds: list[Bounds]
-    ) -> Draft:
+    def _moving(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         """Plan a weight that training goes on from: on a grid that stays, and that loses no movement.
 
         After a restore the residual is what training has moved since, all of it near zero; rounding to
@@ -184,28 +169,26 @@ class UniformGrid(Recipe):
         key = drawn if isinstance(drawn, int) else NEAREST
         grid = _Grid(moved or subject.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
-            grid = replace(grid, key=grid.key_after(bounds[len(bounds) // 2], subject.seed))
-        counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
+            grid = replace(grid, key=grid.key_after(subject.seed))
+        counted = summed(subject.run, grid.count, subject.source)
         most = largest_magnitude(counted.found.total)
         if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
             grid = replace(grid, rounded=layer.rounded(most, bare_levels(rows.steps)))
-            counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
+            counted = summed(subject.run, grid.count, subject.source)
             most = largest_magnitude(counted.found.total)
         draft = _draft_of(grid, counted, most, bare_levels(rows.steps, most))
         return replace(draft, source=moved, found={} if grid.key == NEAREST else {DRAWN: grid.key})
 
-    def _standing(
-        self, subject: Subject, base: TensorSource | None, rows: RowSteps, bounds: list[Bounds]
-    ) -> Draft:
+    def _standing(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         """Plan a weight that is only evaluated: smallest at an equal error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
         grid = _Grid(subject.source, base, rows, dead_zone)
-        counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
+        counted = summed(subject.run, grid.count, subject.source)
         most, levels = grid.fit(counted)
         if (layer := _Layer.of(grid, subject.guide)) is not None:
             most, levels = layer.fit()
             grid = replace(grid, rounded=layer.rounded(most, levels))
-            counted = functools.reduce(operator.add, subject.run(grid.count, bounds))
+            counted = summed(subject.run, grid.count, subject.source)
         return _draft_of(grid, counted, most, levels)
 
 
@@ -296,8 +279,7 @@ class Grid(Method):
             weights = replace(self, purpose="resume")
         if self.moments is None:
             return Method.choose(weights, file)
-        chooser = StateChooser.of(file, self.moments, weights)
-        return {name: chooser.choose(name) for name in file.tensors}
+        return state_choices(file, self.moments, weights)
 
     def searched(self, *, trains: bool) -> Self:
         """Keep moments exact where no budget would notice what becomes of them."""
@@ -362,8 +344,8 @@ class _Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
-    """A tensor on its grid, before the alphabet is known.
+class _Grid(Quantizer):
+    """A tensor on its grid, and what gives its codes.
 
     Attributes:
         source: the tensor.
@@ -372,6 +354,7 @@ class _Grid:
         dead_zone: additional share of a step that becomes zero.
         key: of the thresholds that are drawn, or NEAREST.
         rounded: codes of the whole tensor, if they depend on one another.
+        most: largest magnitude that has codes; the escape code stands for all above.
     """
 
     source: TensorSource
@@ -380,6 +363,7 @@ class _Grid:
     dead_zone: float
     key: int = NEAREST
     rounded: NDArray[np.uint8] | None = None
+    most: int = MAX_MAGNITUDE
 
     @property
     def n_base_codes(self) -> int:
@@ -390,11 +374,6 @@ class _Grid:
         """
         n = 1 if self.base is None else self.base.n_codes or 1
         return n if n * self.rows.n_classes <= MAX_CLASSES else 1
-
-    def row_labels(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Class of the row of each unit."""
-        n_units = self.source.dtype.n_units(self.source.shape)
-        return self.rows.labels[np.arange(begin, end) // (n_units // len(self.rows.labels))]
 
     def residual(self, begin: int, end: int, units: Units) -> NDArray[np.float64]:
         """Units less the base."""
@@ -410,12 +389,12 @@ class _Grid:
         return whole.reshape(n_rows_of(tuple(self.source.shape)), -1)
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Codes of some units, ESCAPE beyond the largest alphabet."""
-        if self.rounded is not None:
-            return self.rounded[begin:end]
-        codes = np.empty(end - begin, np.uint8)
-        rounding().residual_codes(*self._inputs(begin, end, units), self.dead_zone, self.key, begin, codes)
-        return codes
+        """Give the codes of units begin..end, uint8 [end - begin], the last one beyond the alphabet."""
+        codes = np.empty(end - begin, np.uint8) if self.rounded is None else self.rounded[begin:end]
+        if self.rounded is None:
+            inputs = self._inputs(begin, end, units)
+            rounding().residual_codes(*inputs, self.dead_zone, self.key, begin, codes)
+        return np.minimum(codes, np.uint8(2 * self.most + 1))
 
     def _inputs(self, begin: int, end: int, units: Units) -> tuple[Any, ...]:
         """Give what the kernels round: values, base, whether there is one, steps, labels, units of a row."""
@@ -428,24 +407,30 @@ class _Grid:
         steps = self.rows.steps.astype(np.float32)
         return values, base, self.base is not None, steps, self.rows.labels, row_units
 
-    def key_after(self, bounds: Bounds, new: int) -> int:
-        """Choose the thresholds by one chunk; `self.key` is that of the base's file."""
+    def key_after(self, new: int) -> int:
+        """Choose the thresholds by the chunk in the middle; `self.key` is that of the base's file."""
+        all_bounds = list(chunk_bounds(self.source.dtype.n_units(self.source.shape)))
+        bounds = all_bounds[len(all_bounds) // 2]
         values, base, _, steps, labels, row_units = self._inputs(*bounds, self.source.units(*bounds))
         at = sampled(*bounds)
         residual = values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]
         drawn = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
         return key_of(residual / steps[labels[at // row_units]], drawn, self.key, new)
 
-    def fit(self, counted: _Counted) -> tuple[int, Levels]:
+    def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """The largest magnitude that has codes, and what codes stand for."""
-        by_row = _dense(_merged(counted.found, self.n_base_codes), self.rows.n_classes)
+        merged = _merged(counted.found, self.n_base_codes)
+        by_row = np.zeros((self.rows.n_classes, 256), np.int64)
+        by_row[merged.classes] = merged.counts
         most = largest_magnitude(counted.found.total)
         return most, fit_levels(self.rows.steps, by_row, counted.sums, most)
 
     def count(self, bounds: Bounds) -> _Counted:
         """Codes of one chunk by row class and code of the base."""
         units = self.source.units(*bounds)
-        codes, labels = self.codes(*bounds, units), self.row_labels(*bounds)
+        codes = self.codes(*bounds, units)
+        row_units = self.source.dtype.n_units(self.source.shape) // len(self.rows.labels)
+        labels = self.rows.labels[np.arange(*bounds) // row_units]
         cells = labels.astype(np.intp) * 256 + codes
         sums = np.bincount(cells, np.abs(self.residual(*bounds, units)), 256 * self.rows.n_classes)
         classes, n_base_codes = labels.astype(np.uint16), self.n_base_codes
@@ -456,23 +441,6 @@ class _Grid:
             classes += base_codes
         found = ClassCounts.of(classes, codes, self.rows.n_classes * n_base_codes)
         return _Counted(found, sums.astype(np.float64).reshape(self.rows.n_classes, 256))
-
-
-@dataclass(frozen=True, slots=True)
-class GridQuantizer(Quantizer):
-    """Gives codes of a grid.
-
-    Attributes:
-        grid: where codes come from.
-        most: largest magnitude that has codes; the escape code stands for all above.
-    """
-
-    grid: _Grid
-    most: int
-
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end, uint8 [end - begin]."""
-        return np.minimum(self.grid.codes(begin, end, units), np.uint8(2 * self.most + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,7 +469,7 @@ class _Layer:
         feedbacks = tuple(map(Feedback.of, groups))
         return cls(grid, grid.whole_residual(), guide.inputs.axis == 0, feedbacks)
 
-    def fit(self) -> tuple[int, Levels]:
+    def fit(self) -> tuple[int, LinearTable]:
         """The largest magnitude that has codes, and what codes stand for, from a sample of the outputs.
 
         What takes a code is a value with the errors of columns before it. Centroids of these lie further
@@ -519,7 +487,7 @@ class _Layer:
             levels = fit_levels(rows.steps, found.weights, found.sums, most)
         return most, levels
 
-    def rounded(self, most: int, levels: Levels) -> NDArray[np.uint8]:
+    def rounded(self, most: int, levels: LinearTable) -> NDArray[np.uint8]:
         """Codes of the whole tensor."""
         codes = np.empty(self.residual.shape, np.uint8)
         by_output = codes.T if self.is_transposed else codes
@@ -536,25 +504,25 @@ class _Layer:
             part = i * size + np.arange(n) * size // n
             yield feedback, np.ascontiguousarray(by_output[part].T), part
 
-    def _columns(self, part: Outputs, most: int, levels: Levels) -> ColumnGrid:
+    def _columns(self, part: Outputs, most: int, levels: LinearTable) -> ColumnGrid:
         rows = self.grid.rows
         labels = np.broadcast_to(rows.labels, len(self.residual))
         labels = labels[:, None] if self.is_transposed else labels[None, part]
         steps = rows.steps.astype(np.float32)[labels]
-        return ColumnGrid(steps, labels, levels.expand(), self.grid.dead_zone, most)
+        return ColumnGrid(steps, labels, levels.expand().view(np.float32), self.grid.dead_zone, most)
 
 
-def _draft_of(grid: _Grid, counted: _Counted, most: int, levels: Levels) -> Draft:
+def _draft_of(grid: _Grid, counted: _Counted, most: int, levels: LinearTable) -> Draft:
     """Make the plan, once all codes are counted."""
     by_row = _merged(counted.found, grid.n_base_codes)
     has_escape = bool(counted.found.total[2 * most + 1 :].any())
     by_row, by_both = (_clipped(found, 2 * most + 1) for found in (by_row, counted.found))
-    rules, found = _smallest(_candidates(grid, by_row, by_both))
+    rules, found = min(_candidates(grid, by_row, by_both), key=_coded_bytes)
     n_classes = n_classes_of(rules)
     row_of_class = np.arange(n_classes) // (n_classes // grid.rows.n_classes)
-    quant_map = QuantizationMap(
-        levels.table(has_escape), row_of_class, escape_code=2 * most + 1 if has_escape else None
-    )
+    if has_escape:
+        levels = replace(levels, level=np.append(levels.level, 0.0))
+    quant_map = QuantizationMap(levels, row_of_class, escape_code=2 * most + 1 if has_escape else None)
     is_counted = grid.source.dtype.n_units(grid.source.shape) <= CHUNK_UNITS and rules
     plan = Plan(
         quant_map=quant_map,
@@ -563,7 +531,7 @@ def _draft_of(grid: _Grid, counted: _Counted, most: int, levels: Levels) -> Draf
         rules=rules,
         tables=(stream_tables(found, n_classes),) if rules else (),
     )
-    return Draft(plan, GridQuantizer(grid, most), counted=(found,) if is_counted else ())
+    return Draft(plan, replace(grid, most=most), counted=(found,) if is_counted else ())
 
 
 Candidate = tuple[tuple[ClassRule, ...], ClassCounts]
@@ -577,10 +545,6 @@ def _candidates(grid: _Grid, by_row: ClassCounts, by_both: ClassCounts) -> Itera
         yield (*rows, BaseCode(grid.n_base_codes)), by_both
 
 
-def _smallest(candidates: Iterable[Candidate]) -> Candidate:
-    return min(candidates, key=_coded_bytes)
-
-
 def _coded_bytes(candidate: Candidate) -> float:
     """Bytes of the codes and of their tables."""
     rules, found = candidate
@@ -589,8 +553,8 @@ def _coded_bytes(candidate: Candidate) -> float:
     tables = stream_tables(found, n_classes_of(rules))
     out = ByteWriter()
     write_tables(out, tables.frequencies)
-    tables.table_map.write(out)
-    used = tables.table_map.table_of[found.classes]
+    write_runs(out, tables.table_of)
+    used = tables.table_of[found.classes]
     n_bytes = len(out.getvalue())
     return n_bytes + float(planning().shared_cost_bits(found.counts, used, tables.frequencies)) / 8
 
@@ -599,12 +563,6 @@ def _merged(found: ClassCounts, n: int) -> ClassCounts:
     """Counts of runs of `n` classes taken together."""
     classes, first = np.unique(found.classes // n, return_index=True)
     return ClassCounts(classes, np.add.reduceat(found.counts, first, axis=0))
-
-
-def _dense(found: ClassCounts, n_classes: int) -> NDArray[np.int64]:
-    counts = np.zeros((n_classes, 256), np.int64)
-    counts[found.classes] = found.counts
-    return counts
 
 
 def _clipped(found: ClassCounts, last: int) -> ClassCounts:

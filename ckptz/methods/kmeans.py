@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Self
@@ -17,10 +15,9 @@ from ckptz.codec.units import TensorSource, Units, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import Draft, MapFunction, Subject
-from ckptz.encoding.guide import Guide
-from ckptz.encoding.sensitivity import GuidedSensitivities, sensitivities_of
+from ckptz.encoding.counts import stream_tables
+from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
+from ckptz.encoding.guide import Guide, GuidedSensitivities, sensitivities_of
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.errors import ConfigError
 from ckptz.kernels import rounding
@@ -40,7 +37,7 @@ from ckptz.methods.method import (
     settings_of,
     usual_setting,
 )
-from ckptz.methods.small import exact_with_note, sketch_of
+from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
 from ckptz.quant.movement import key_of, sampled
 from ckptz.quant.partitions import Cut, Partitions, fit_partitions
 from ckptz.quant.quantizer import Quantizer
@@ -77,61 +74,37 @@ def _layer_shares(values: Sequence[str]) -> tuple[tuple[str, float], ...]:
 
 OPTIONS: Final = (
     Option(
-        flag="--levels",
-        field="levels",
-        type=int,
-        metavar="N",
-        help="how many values the elements may take, 2 to 255 (default 16).",
+        "--levels",
+        int,
+        "how many values the elements may take, 2 to 255 (default 16).",
+        "N",
         is_searched=True,
     ),
     Option(
-        flag="--embedding-levels",
-        field="embedding_levels",
-        type=int,
-        metavar="N",
-        help="the same for embeddings (default: as --levels).",
+        "--embedding-levels", int, "the same for embeddings (default: as --levels).", "N", is_searched=True
+    ),
+    Option(
+        "--prune",
+        float,
+        "share of elements, the smallest, that become zero (default 0).",
+        "F",
         is_searched=True,
     ),
     Option(
-        flag="--prune",
-        field="prune",
-        type=float,
-        metavar="F",
-        help="share of elements, the smallest, that become zero (default 0).",
+        "--protect",
+        float,
+        "share of elements, the largest, that are kept (default 0.005).",
+        "F",
         is_searched=True,
     ),
+    Option("--protect-as", WORDS["protect_as"], "how protected elements are kept (default exact)."),
+    Option("--prune-by", WORDS["prune_by"], "what makes an element small (default magnitude)."),
+    Option("--protect-by", WORDS["protect_by"], "what makes an element large (default magnitude)."),
     Option(
-        flag="--protect",
-        field="protect",
-        type=float,
-        metavar="F",
-        help="share of elements, the largest, that are kept (default 0.005).",
-        is_searched=True,
-    ),
-    Option(
-        flag="--protect-as",
-        field="protect_as",
-        type=WORDS["protect_as"],
-        help="how protected elements are kept (default exact).",
-    ),
-    Option(
-        flag="--prune-by",
-        field="prune_by",
-        type=WORDS["prune_by"],
-        help="what makes an element small (default magnitude).",
-    ),
-    Option(
-        flag="--protect-by",
-        field="protect_by",
-        type=WORDS["protect_by"],
-        help="what makes an element large (default magnitude).",
-    ),
-    Option(
-        flag="--layer-prune",
-        field="layer_prune",
-        type=str,
-        metavar="TYPE=F",
-        help="share to prune in layers of one type, such as head=0; repeatable.",
+        "--layer-prune",
+        str,
+        "share to prune in layers of one type, such as head=0; repeatable.",
+        "TYPE=F",
         parse=_layer_shares,
     ),
 )
@@ -399,14 +372,14 @@ def _regrouped(subject: Subject, draft: Draft) -> Draft:
     source, base, quantizer = draft.source or subject.source, subject.base, draft.quantizer
     if base is None or base.n_codes is None or quantizer is None:
         return draft
-    n_base_codes = base.n_codes
-    bounds = chunk_bounds(source.dtype.n_units(source.shape))
-    found = functools.reduce(
-        operator.add, subject.run(lambda b: _joint_counts(source, base, quantizer, n_base_codes, b), bounds)
-    )
+    found = counts_by_base(source, base, quantizer, subject.run)
     if entropy_bits(found.counts) >= entropy_bits(found.total[None]):
         return draft
-    return replace(draft, plan=_grouped(draft.plan, found, n_base_codes))
+    old, n = draft.plan.quant_map, base.n_codes
+    assert old is not None
+    quant_map = QuantizationMap(old.table, np.zeros(n, np.int64), escape_code=old.escape_code)
+    tables = (stream_tables(found, n),)
+    return replace(draft, plan=replace(draft.plan, quant_map=quant_map, rules=(BaseCode(n),), tables=tables))
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,8 +404,7 @@ def rank(
         units = source.units(*bounds)
         return SensitivitySketch.of(found(*bounds, units), units, found.kind)
 
-    bounds = chunk_bounds(source.dtype.n_units(source.shape))
-    ranks = functools.reduce(operator.add, run(sketch, bounds))
+    ranks = summed(run, sketch, source)
     return (Ranked(found, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
 
 
@@ -450,30 +422,5 @@ def _fit(
         stays = cut.by_sensitivity.leaves(ranked.sensitivities(*bounds, units), magnitudes)
         return Sketch.of(units[stays], sketch.kind)
 
-    bounds = chunk_bounds(source.dtype.n_units(source.shape))
-    left = functools.reduce(operator.add, run(left_in, bounds))
+    left = summed(run, left_in, source)
     return fit_partitions(left, wanted, cut, ranked.sensitivities)
-
-
-def _joint_counts(
-    source: TensorSource, base: TensorSource, quantizer: Quantizer, n_codes: int, bounds: tuple[int, int]
-) -> ClassCounts:
-    """Codes by the code of the base."""
-    labels = base.codes(*bounds)
-    codes = quantizer.codes(*bounds, source.units(*bounds))
-    labels = np.zeros(len(codes), np.uint8) if labels is None else labels
-    return ClassCounts.of(labels, codes, n_codes)
-
-
-def _grouped(plan: Plan, found: ClassCounts, n_base_codes: int) -> Plan:
-    """Make the plan with codes grouped by the base's bucket."""
-    assert plan.quant_map is not None
-    quant_map = QuantizationMap(
-        plan.quant_map.table, np.zeros(n_base_codes, np.int64), escape_code=plan.quant_map.escape_code
-    )
-    return replace(
-        plan,
-        quant_map=quant_map,
-        rules=(BaseCode(n_base_codes),),
-        tables=(stream_tables(found, n_base_codes),),
-    )

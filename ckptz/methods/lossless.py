@@ -12,20 +12,20 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import exact_plan, planes_plan
+from ckptz.codec.plan import PlaneMode, exact_plan, kernel_mode, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.dtypes import DType
+from ckptz.encoding.chunk import MAX_SPARSE_SHARE
 from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import Draft, MapFunction, Subject
-from ckptz.encoding.sparse import MAX_SPARSE_SHARE, n_changed
+from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu
 from ckptz.methods.method import Method, Recipe, Setting
 from ckptz.roles import Role
 from ckptz.transform.classes import N_MAGNITUDE_CLASSES, Magnitude
-from ckptz.transform.planes import PlaneMode, kernel_mode
 
 SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
@@ -113,8 +113,8 @@ def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunctio
     n_units = source.dtype.n_units(source.shape)
     if base is None or not n_units:
         return Draft(exact_plan(source.dtype))
-    found = run(lambda b: n_changed(source.units(*b), base.units(*b)), chunk_bounds(n_units))
-    if sum(found) > MAX_SPARSE_SHARE * n_units:
+    n_changed = summed(run, lambda b: np.count_nonzero(source.units(*b) != base.units(*b)), source)
+    if n_changed > MAX_SPARSE_SHARE * n_units:
         return plan_lossless(source, base, run)
     # A step down and a step up are both small as ordered differences, whatever they carry into.
     return Draft(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)

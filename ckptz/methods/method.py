@@ -89,32 +89,37 @@ class TensorSet:
         return bool(self.trained) or any(self.roles[name].role in MOMENT_ROLES for name in self.tensors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """One option of `ckptz compress` that sets a field of a method.
 
     Attributes:
         flag: as it is written, such as "--levels".
-        field: of the method.
         type: int, float, or the words that there are.
-        metavar: what the help calls the value; unused for words.
         help: one sentence, with the default.
+        metavar: what the help calls the value; unused for words.
         is_searched: whether a search looks for it, so that it cannot be given with one.
+        name: of the field of the method, where it is not that of the flag.
         parse: what makes the field of all values, where the option may be repeated.
     """
 
     flag: str
-    field: str
     type: Any
-    metavar: str | None = None
     help: str
+    metavar: str | None = None
     is_searched: bool = False
+    name: str | None = None
     parse: Callable[[Sequence[str]], Any] | None = None
 
     @property
     def keyword(self) -> str:
         """The flag as a name of Python."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def field(self) -> str:
+        """The field of the method."""
+        return self.name or self.keyword
 
 
 class Record(Protocol):

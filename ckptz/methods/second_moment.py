@@ -6,9 +6,7 @@ is no second moment (infinities, NaN, negative values) leaves its tensor lossles
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
@@ -18,14 +16,14 @@ from numpy.typing import NDArray
 
 from ckptz.codec.frame_plan import MAX_OUTER, outer_bytes
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor
-from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import Draft, Subject
+from ckptz.encoding.counts import stream_tables
+from ckptz.encoding.draft import Draft, Subject, summed
 from ckptz.kernels import cpu, floats, rounding
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
-from ckptz.methods.small import exact_with_note, sketch_of
+from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
 from ckptz.quant.moments import (
     Ladder,
     LogSums,
@@ -181,9 +179,7 @@ def _predictions(subject: Subject) -> Iterator[Prediction]:
         yield Prediction(kind, Predictor.BASE, base=base)
     shape = _matrix(tuple(source.shape))
     if min(shape) > 1 and sum(shape) <= MAX_OUTER:
-        sums = functools.reduce(
-            operator.add, run(lambda b: _log_sums(source, b, shape), chunk_bounds(shape[0] * shape[1]))
-        )
+        sums = summed(run, lambda b: _log_sums(source, b, shape), source)
         yield Prediction(kind, Predictor.OUTER, outer=Outer(*sums.factors()))
 
 
@@ -290,9 +286,7 @@ def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
     source, base, run = subject.source, subject.base, subject.run
     n_units = source.dtype.n_units(source.shape)
     quantizer = LadderQuantizer(chosen.prediction, chosen.ladder, subject.name_seed)
-    found = functools.reduce(
-        operator.add, run(lambda b: _Found.of(quantizer, source, b), chunk_bounds(n_units))
-    )
+    found = summed(run, lambda b: _Found.of(quantizer, source, b), source)
     if found.n_exceptions > MAX_EXCEPTIONS * n_units:
         return plan_lossless(source, base, run)
     rungs = rungs_of(found.indices, found.counts, found.n_zeros, found.n_exceptions)
@@ -307,19 +301,6 @@ def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
     )
     if base is None or chosen.n_base_codes is None:
         return Draft(plan, quantizer)
-    joint = functools.reduce(
-        operator.add,
-        run(lambda b: _joint_counts(source, base, quantizer, n_classes, b), chunk_bounds(n_units)),
-    )
+    joint = counts_by_base(source, base, quantizer, run)
     plan = replace(plan, rules=(BaseCode(n_classes),), tables=(stream_tables(joint, n_classes),))
     return Draft(plan, quantizer)
-
-
-def _joint_counts(
-    source: TensorSource, base: TensorSource, quantizer: LadderQuantizer, n_classes: int, bounds: Bounds
-) -> ClassCounts:
-    """Codes by the code of the base."""
-    codes = quantizer.codes(*bounds, source.units(*bounds))
-    labels = base.codes(*bounds)
-    labels = np.zeros(len(codes), np.uint8) if labels is None else labels
-    return ClassCounts.of(labels, codes, n_classes)

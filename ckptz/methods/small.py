@@ -6,23 +6,23 @@ optimizer state share: the histogram of a tensor, and the way back to no loss.
 
 from __future__ import annotations
 
-import functools
-import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.encoding.draft import Draft, MapFunction, Subject
+from ckptz.encoding.counts import ClassCounts
+from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
 from ckptz.quant.movement import key_of
+from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sketch import Sketch
 
 Units = NDArray[Any]
@@ -31,8 +31,21 @@ Units = NDArray[Any]
 def sketch_of(source: TensorSource, run: MapFunction) -> Sketch:
     """Make the histogram of a whole tensor, of a dtype in `KINDS`."""
     kind = KINDS[source.dtype.name]
-    bounds = chunk_bounds(source.dtype.n_units(source.shape))
-    return functools.reduce(operator.add, run(lambda b: Sketch.of(source.units(*b), kind), bounds))
+    return summed(run, lambda b: Sketch.of(source.units(*b), kind), source)
+
+
+def counts_by_base(
+    source: TensorSource, base: TensorSource, quantizer: Quantizer, run: MapFunction
+) -> ClassCounts:
+    """Count the codes of a tensor by those of its base, of whose alphabet the classes are."""
+    n_classes = base.n_codes or 1
+
+    def found(bounds: tuple[int, int]) -> ClassCounts:
+        codes, labels = quantizer.codes(*bounds, source.units(*bounds)), base.codes(*bounds)
+        labels = np.zeros(len(codes), np.uint8) if labels is None else labels
+        return ClassCounts.of(labels, codes, n_classes)
+
+    return summed(run, found, source)
 
 
 def exact_with_note(subject: Subject, note: str) -> Draft:

@@ -9,9 +9,10 @@ from typing import Final
 from ckptz.codec.values import KINDS
 from ckptz.errors import ConfigError
 from ckptz.methods.first_moment import FirstMoment
-from ckptz.methods.method import Choice, Method, TensorSet
+from ckptz.methods.method import Choice, Method, Recipe, TensorSet
 from ckptz.methods.second_moment import SecondMoment
 from ckptz.methods.small import Rounding
+from ckptz.roles import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,51 +41,42 @@ class Moments:
 MOMENTS: Final = Moments()
 
 
-@dataclass(frozen=True, slots=True)
-class StateChooser:
-    """Chooses recipes for a training state, whose tensors belong to parameters.
+def state_choices(file: TensorSet, moments: Moments, weights: Method) -> dict[str, Choice]:
+    """Choose recipes for a training state, whose tensors belong to parameters.
 
-    Attributes:
+    Args:
         file: its tensors.
         moments: how optimizer state becomes lossy.
         weights: the method of weights.
-        trained: parameters that have a moment, in the file or beside it.
-        second: name of the second moments by parameter and shape.
     """
+    trained, second = set(file.trained), {}  # parameters that have a moment; second moments of each
+    for name, source in file.tensors.items():
+        role = file.roles[name]
+        if role.role not in ("weight", "other"):
+            trained.add(role.parameter)
+        if role.role == "exp_avg_sq" and source.dtype.name in KINDS:
+            second[role.parameter, tuple(source.shape)] = name
+    chosen = {}
+    for name, source in file.tensors.items():
+        role, shape = file.roles[name], tuple(source.shape)
+        recipe = weights.recipe(role, source.dtype, shape)
+        if source.dtype.name in KINDS:
+            # What is not trained stays exact: buffers may be the frequencies of a positional code.
+            if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
+                recipe = Rounding()
+            recipe = _of_state(role, shape, moments, second) or recipe
+        chosen[name] = Choice(role, recipe)
+    return chosen
 
-    file: TensorSet
-    moments: Moments
-    weights: Method
-    trained: frozenset[str]
-    second: Mapping[tuple[str, tuple[int, ...]], str]
 
-    @classmethod
-    def of(cls, file: TensorSet, moments: Moments, weights: Method) -> StateChooser:
-        """Look through a file for what belongs together."""
-        trained, second = set(file.trained), {}
-        for name, source in file.tensors.items():
-            role = file.roles[name]
-            if role.role not in ("weight", "other"):
-                trained.add(role.parameter)
-            if role.role == "exp_avg_sq" and source.dtype.name in KINDS:
-                second[role.parameter, tuple(source.shape)] = name
-        return cls(file, moments, weights, frozenset(trained), second)
-
-    def choose(self, name: str) -> Choice:
-        """Say what becomes of a tensor."""
-        role, source, moments = self.file.roles[name], self.file.tensors[name], self.moments
-        shape = tuple(source.shape)
-        by_itself = Choice(role, self.weights.recipe(role, source.dtype, shape))
-        if source.dtype.name not in KINDS:
-            return by_itself
-        if role.role == "exp_avg_sq":
-            return Choice(role, SecondMoment(moments.second_step))
-        if role.role in ("exp_avg", "momentum"):
-            # RMSprop's momentum is divided by the root already.
-            second = self.second.get((role.parameter, shape)) if role.role == "exp_avg" else None
-            return Choice(role, FirstMoment(moments.first_step, moments.first_dead_zone, second))
-        if role.role == "factor":
-            return Choice(role, Rounding())
-        # What is not trained stays exact: buffers may be the frequencies of a positional code.
-        is_rounded = role.role == "weight" and not by_itself.is_lossy and role.parameter in self.trained
-        return Choice(role, Rounding()) if is_rounded else by_itself
+def _of_state(
+    role: Role, shape: tuple[int, ...], moments: Moments, second: Mapping[tuple[str, tuple[int, ...]], str]
+) -> Recipe | None:
+    """The recipe of optimizer state; None for other tensors."""
+    if role.role == "exp_avg_sq":
+        return SecondMoment(moments.second_step)
+    if role.role in ("exp_avg", "momentum"):
+        # RMSprop's momentum is divided by the root already.
+        source = second.get((role.parameter, shape)) if role.role == "exp_avg" else None
+        return FirstMoment(moments.first_step, moments.first_dead_zone, source)
+    return Rounding() if role.role == "factor" else None

@@ -78,20 +78,6 @@ def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: flo
     return RowSteps(np.minimum(plain * 2.0 ** (used / 2), largest), labels.astype(np.uint8))
 
 
-def grid_codes(scaled: Floats, dead_zone: float, most: int = MAX_MAGNITUDE) -> Codes:
-    """Give the codes uint8 [...] of values in steps [...]: 2 m - 1 for +m, 2 m for -m; ESCAPE beyond `most`.
-
-    The dead zone, in steps, widens zero alone: other values go to the nearest grid point.
-    """
-    size = np.abs(scaled)
-    magnitude = np.floor(size + np.float32(0.5))
-    magnitude[size < np.float32(0.5 + dead_zone)] = 0
-    codes = 2 * np.minimum(magnitude, MAX_MAGNITUDE) - (scaled > 0)
-    codes[magnitude == 0] = 0
-    codes[magnitude > most] = ESCAPE
-    return codes.astype(np.uint8)
-
-
 def largest_magnitude(counts: Counts | Reals) -> int:
     """Find the magnitude above which values are cheaper to store beside their codes than to have levels.
 
@@ -103,30 +89,12 @@ def largest_magnitude(counts: Counts | Reals) -> int:
     return int(np.argmin(costs))
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """What codes stand for: `scales[k] * levels[c]` in row class k."""
-
-    scales: Reals  # [n_classes]
-    levels: Reals  # by code [n_codes], without the escape code
-
-    def table(self, has_escape: bool) -> LinearTable:
-        """Give the levels as a map has them; the escape code's entry is 0."""
-        levels = np.append(self.levels, 0.0) if has_escape else self.levels
-        return LinearTable(self.scales, levels, np.zeros(len(self.scales)))
-
-    def expand(self) -> Floats:
-        """Give what a reader adds to the predictor, float32 [n_classes, n_codes]."""
-        values: Floats = self.table(has_escape=False).expand().view(np.float32)
-        return values
-
-
-def bare_levels(steps: Reals, most: int = MAX_MAGNITUDE) -> Levels:
+def bare_levels(steps: Reals, most: int = MAX_MAGNITUDE) -> LinearTable:
     """Give the multiples of the steps [n_classes], up to a magnitude."""
-    return Levels(steps, _signed(np.arange(1.0, most + 1)))
+    return _table(steps, np.arange(1.0, most + 1))
 
 
-def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> Levels:
+def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> LinearTable:
     """Fit centroids of the values of each code, products of a scale for each class and a level for each code.
 
     Args:
@@ -141,12 +109,13 @@ def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> 
     for _ in range(N_FITS):
         levels = _ratio(scales @ total, scales**2 @ n, levels)
         scales = _ratio(total @ levels, n @ levels**2, scales)
-    return Levels(steps * scales, _signed(levels))
+    return _table(steps * scales, levels)
 
 
-def _signed(levels: Reals) -> Reals:
-    """Levels by code, from those by magnitude."""
-    return np.concatenate([[0.0], np.stack([levels, -levels], axis=1).reshape(-1)])
+def _table(scales: Reals, levels: Reals) -> LinearTable:
+    """Make the table of levels by code from those by magnitude: 0, +1, -1, +2 and so on."""
+    signed = np.concatenate([[0.0], np.stack([levels, -levels], axis=1).reshape(-1)])
+    return LinearTable(scales, signed, np.zeros(len(scales)))
 
 
 def _ratio(numerator: Reals, denominator: Reals, otherwise: Reals) -> Reals:

@@ -1,25 +1,56 @@
 """Protect, quantize, prune: the three partitions of Inshrinkerator (arXiv 2306.11800, section 4).
 
 Values are cut into regions by ascending boundaries; each region has a code. From below: protected,
-quantized, pruned around zero, quantized, protected.
+quantized, pruned around zero, quantized, protected. Levels are weighted k-means in one dimension, exact by
+dynamic programming over buckets of a sketch. A bucket weighs sigma * frequency + (1 - sigma) * |magnitude|,
+both normalised to sum to 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
-from ckptz.kernels import cpu, floats
-from ckptz.quant.kmeans import SIGMA, fit_centroids, sample_weights
+from ckptz.kernels import cpu, floats, planning
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivitySketch, floats_of
 from ckptz.quant.sketch import Sketch
 
 Units = NDArray[Any]
+SIGMA: Final = 0.2  # the paper's; 0.1 to 0.4 works as well
+
+Values = NDArray[np.float64]
+
+
+def sample_weights(values: Values, counts: NDArray[np.int64], sigma: float = SIGMA) -> Values:
+    """Weigh buckets by representatives and occurrences, all [n]; a `sigma` of 1 gives least square errors."""
+    frequency = counts / max(counts.sum(), 1)
+    magnitude = np.abs(values)
+    total = float(magnitude.sum())
+    normalised = magnitude / total if total else frequency
+    return sigma * frequency + (1 - sigma) * normalised
+
+
+def fit_centroids(values: Values, weights: Values, n_levels: int) -> Values:
+    """Find the centroids, ascending [at most n_levels], with the least weighted square error.
+
+    Args:
+        values: ascending [n], n at least 1.
+        weights: not negative [n].
+        n_levels: most centroids; fewer where there are fewer values.
+    """
+    used = weights > 0
+    values, weights = (values[used], weights[used]) if used.any() else (values, np.ones(len(values)))
+    if len(values) <= n_levels:
+        return values
+    ends = planning().partition(values, weights, n_levels)
+    starts = np.concatenate([[0], ends[:-1]])
+    sums = np.add.reduceat(values * weights, starts)
+    return sums / np.add.reduceat(weights, starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +61,7 @@ class Partitions:
     prune: float = 0.0  # share of the elements, smallest magnitudes first, that become zero
     protect: float = 0.0  # share of the elements, largest magnitudes first, that stay
     protect_as_bf16: bool = False  # protected elements are rounded to BF16 instead of kept exactly
-    sigma: float = SIGMA  # see `kmeans.sample_weights`
+    sigma: float = SIGMA  # see `sample_weights`
     prune_by: str = "magnitude"  # what is smallest, "magnitude" or "sensitivity"
     protect_by: str = "magnitude"  # what is largest, likewise, or "either": the share by each of them
 

@@ -23,8 +23,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels.floats import ESCAPE
-from ckptz.quant.grid import Codes, Floats, grid_codes
+from ckptz.kernels import rounding
+from ckptz.kernels.floats import ESCAPE, NEAREST
+from ckptz.quant.grid import Codes, Floats
 
 Matrix = NDArray[Any]
 Reals = NDArray[np.float64]
@@ -49,25 +50,13 @@ class ColumnGrid:
     def round(self, column: int, target: Floats, exact: Floats) -> tuple[Codes, Floats]:
         """Round a column's targets [n_rows]: codes, and what they restore to, `exact` where they escape."""
         at = min(column, len(self.steps) - 1)
-        codes = grid_codes(target / self.steps[at], self.dead_zone, self.most)
+        codes, scaled = np.empty(len(target), np.uint8), target / self.steps[at]
+        one = np.ones(1, np.float32), np.zeros(1, np.uint8), len(target)
+        rounding().residual_codes(scaled, scaled, False, *one, self.dead_zone, NEAREST, 0, codes)
+        codes[codes > 2 * self.most] = ESCAPE
         is_escaped = codes == ESCAPE
         restored = self.values[self.labels[at], np.where(is_escaped, 0, codes)]
         return codes, np.where(is_escaped, exact, restored)
-
-    def recording(self, targets: Floats) -> RecordingGrid:
-        """Make the same grid, which writes what it rounds to `targets` [n, n_rows]."""
-        return RecordingGrid(self.steps, self.labels, self.values, self.dead_zone, self.most, targets=targets)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordingGrid(ColumnGrid):
-    """A grid that keeps what it is asked to round."""
-
-    targets: Floats  # what is written to, float32 [n, n_rows]
-
-    def round(self, column: int, target: Floats, exact: Floats) -> tuple[Codes, Floats]:
-        self.targets[column] = target
-        return ColumnGrid.round(self, column, target, exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +75,7 @@ class Targets:
     def add(self, feedback: Feedback, columns: Floats, grid: ColumnGrid) -> None:
         """Add what rounding columns [n, n_rows] comes across."""
         targets = np.empty_like(columns)
-        codes = feedback.round(columns, grid.recording(targets))
+        codes = feedback.round(columns, grid, targets)
         cells = (grid.labels.astype(np.intp) * 256 + codes).reshape(-1)
         costs = np.broadcast_to(feedback.costs[:, None], columns.shape).reshape(-1)
         parts = (None, costs, costs * np.abs(targets).reshape(-1))
@@ -113,8 +102,11 @@ class Feedback:
         costs[order] = in_order
         return cls(order, upper, costs)
 
-    def round(self, columns: Floats, grid: ColumnGrid) -> Codes:
-        """Give the codes uint8 [n, n_rows] of the columns of a weight, float32 [n, n_rows]."""
+    def round(self, columns: Floats, grid: ColumnGrid, targets: Floats | None = None) -> Codes:
+        """Give the codes uint8 [n, n_rows] of the columns of a weight, float32 [n, n_rows].
+
+        What they are rounded from, values with the errors of others, goes into `targets` [n, n_rows].
+        """
         order, upper = self.order, self.upper
         codes = np.empty(columns.shape, np.uint8)
         errors = columns[order]
@@ -125,6 +117,8 @@ class Feedback:
                 exact = errors[j].copy()
                 target = exact + pushed[j - begin] + upper[begin:j, j] @ errors[begin:j]
                 codes[order[j]], restored = grid.round(int(order[j]), target, exact)
+                if targets is not None:
+                    targets[order[j]] = target
                 errors[j] = exact - restored
         return codes
 

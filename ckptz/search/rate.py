@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds, n_chunks_of
+from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.chunk import encode_chunk
 from ckptz.encoding.counts import ClassCounts, stream_tables
@@ -152,7 +151,7 @@ def _code_bytes(counts: Counts) -> float:
     found = ClassCounts(used, counts[used])
     if len(counts) > 1 and entropy_bits(found.counts) < entropy_bits(found.total[None]):
         tables = stream_tables(found, len(counts))
-        table_of = tables.table_map.table_of[found.classes]
+        table_of = tables.table_of[found.classes]
         bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
         return bits / 8 + sum(len(pack_table(row)) for row in tables.frequencies)
     table = normalise(found.total)

@@ -18,7 +18,7 @@ from typing import Self
 
 from ckptz.container.amend import amend_quality
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.contents import Contents, Earlier, Progress
+from ckptz.container.frame_writer import Contents, Earlier, Progress
 from ckptz.container.index import QualityRecord
 from ckptz.container.publish import Publication
 from ckptz.container.reader import Container

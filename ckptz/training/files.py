@@ -15,11 +15,10 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
-from ckptz.encoding.fold import Update
+from ckptz.encoding.guide import Update
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.frameworks.torch import TorchTensors, torch_dtype
-from ckptz.guidance.guides import Calibrated, GuideFiles
-from ckptz.guidance.updates import update_of
+from ckptz.guidance.guides import Calibrated, GuideFiles, update_of
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,29 +125,23 @@ def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int)
     return labels
 
 
-@dataclass(frozen=True, slots=True)
-class TableMap:
-    """Which table each class uses, [n_classes]; stored as runs."""
+def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
+    """Write which table each class uses, [n_classes], as runs: length varint, table varint."""
+    changes = np.flatnonzero(np.diff(table_of)) + 1
+    begins = [0, *changes.tolist()]
+    for begin, end in zip(begins, [*begins[1:], len(table_of)], strict=True):
+        out.varint(end - begin)
+        out.varint(int(table_of[begin]))
 
-    table_of: NDArray[np.int64]
 
-    def write(self, out: ByteWriter) -> None:
-        """Write runs: length varint, table varint."""
-        changes = np.flatnonzero(np.diff(self.table_of)) + 1
-        begins = [0, *changes.tolist()]
-        for begin, end in zip(begins, [*begins[1:], len(self.table_of)], strict=True):
-            out.varint(end - begin)
-            out.varint(int(self.table_of[begin]))
-
-    @classmethod
-    def parse(cls, source: ByteReader, n_classes: int, n_tables: int) -> Self:
-        """Read what `write` wrote; refuse tables that do not exist."""
-        table_of = np.empty(n_classes, np.int64)
-        position = 0
-        while position < n_classes:
-            n, table = source.varint("class run"), source.varint("class run table")
-            if not 1 <= n <= n_classes - position or table >= n_tables:
-                raise CorruptionError(f"class run of {n} from {position} names table {table} of {n_tables}")
-            table_of[position : position + n] = table
-            position += n
-        return cls(table_of)
+def parse_runs(source: ByteReader, n_classes: int, n_tables: int) -> NDArray[np.int64]:
+    """Read what `write_runs` wrote, [n_classes]; refuse tables that do not exist."""
+    table_of = np.empty(n_classes, np.int64)
+    position = 0
+    while position < n_classes:
+        n, table = source.varint("class run"), source.varint("class run table")
+        if not 1 <= n <= n_classes - position or table >= n_tables:
+            raise CorruptionError(f"class run of {n} from {position} names table {table} of {n_tables}")
+        table_of[position : position + n] = table
+        position += n
+    return table_of

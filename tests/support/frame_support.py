@@ -13,8 +13,7 @@ from ckptz.codec.frame import FrameHeader, header_bytes
 from ckptz.codec.frame_plan import pack_plan
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
 from ckptz.codec.quant_map import AnyTable, ExplicitTable, IntegerTable, LinearTable, QuantizationMap
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import ArraySource, TensorSource, chunk_bounds
+from ckptz.codec.units import ArraySource, ChunkSources, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
@@ -22,7 +21,7 @@ from ckptz.encoding.counts import ClassCounts, share_tables
 from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import normalise
 from ckptz.quant.quantizer import Quantizer
-from ckptz.transform.classes import BaseCode, Block, ClassRule, Magnitude, Row, TableMap, n_classes_of
+from ckptz.transform.classes import BaseCode, Block, ClassRule, Magnitude, Row, n_classes_of
 from tests.support import reference
 
 Array = np.ndarray[Any, Any]
@@ -308,6 +307,5 @@ def _tables(
     np.add.at(counts, (rng.integers(0, n_classes, 4 * len(codes)), np.resize(codes, 4 * len(codes))), 50)
     counts[:, np.unique(codes)] += 1  # every class has a frequency for every code
     found = ClassCounts(np.arange(n_classes), counts)
-    table_counts, table_map = share_tables(found, n_classes, most=3)
-    assert isinstance(table_map, TableMap)
-    return (StreamTables(np.stack([normalise(row) for row in table_counts]), table_map),)
+    table_counts, table_of = share_tables(found, n_classes, most=3)
+    return (StreamTables(np.stack([normalise(row) for row in table_counts]), table_of),)

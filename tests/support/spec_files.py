@@ -16,8 +16,7 @@ from ckptz.bits.checksum import combine, xxh64
 from ckptz.bits.cursor import ByteWriter
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import ChunkSources
-from ckptz.codec.units import UNIT_TYPES, TensorSource
+from ckptz.codec.units import UNIT_TYPES, ChunkSources, TensorSource
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import content_id
 from ckptz.container.reader import check_empty
