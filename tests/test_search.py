@@ -23,8 +23,7 @@ from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
 from ckptz.search.budget import Limit, Reading, share_used
-from ckptz.search.guided import Exhaustive, Guided
-from ckptz.search.neighbourhood import MAX_TRIALS, Neighbourhood
+from ckptz.search.guided import MAX_TRIALS, Exhaustive, Guided, Neighbourhood
 from ckptz.search.rate import SizeModel, Sources
 from ckptz.search.space import TEMPLATE, Cube, dominates
 from ckptz.search.trials import Outcome, best_of, run_stages

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -57,27 +57,13 @@ class TrialFile:
             yield file.tensors
 
 
-@dataclass(frozen=True, slots=True)
-class FileReader:
-    """Measures the budgets of a trial; can be sent to another process."""
-
-    budgets: tuple[Budget, ...]
-    scope: Scope
-
-    def __call__(self, file: TrialFile, run: MapFunction = map) -> Readings:
-        """Decode and measure."""
-        with file.opened() as tensors:
-            return measure_trial(self.budgets, self.scope, tensors, run)
+def read_file(budgets: Sequence[Budget], scope: Scope, run: MapFunction, file: TrialFile) -> Readings:
+    """Measure budgets on the tensors that are decoded from a trial."""
+    with file.opened() as tensors:
+        return measure_trial(budgets, scope, tensors, run)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What was measured on one trial."""
-
-    readings: Readings
-    seconds: float
-
-
+Measured = tuple[Readings, float]  # what was measured on one trial, and the seconds that it took
 Waiting = Callable[[], Measured]
 
 
@@ -158,7 +144,7 @@ def measured_here(read: Callable[[TrialFile], Readings]) -> Callable[[TrialFile]
 def _timed(read: Callable[[TrialFile], Readings], file: TrialFile) -> Measured:
     start = time.perf_counter()
     readings = read(file)
-    return Measured(readings, time.perf_counter() - start)
+    return readings, time.perf_counter() - start
 
 
 class Processes:
@@ -166,18 +152,19 @@ class Processes:
 
     Args:
         n: processes.
-        read: what each of them does; sent to them, so what it refers to must be importable.
+        budgets: what they measure; sent to them, so what they refer to must be importable.
+        scope: of the tensors.
 
     Raises:
         ConfigError: it cannot be sent.
     """
 
-    def __init__(self, n: int, read: FileReader) -> None:
-        self._read = read
+    def __init__(self, n: int, budgets: Sequence[Budget], scope: Scope) -> None:
+        self._read = functools.partial(read_file, budgets, scope, map)
         try:
-            ForkingPickler.dumps(read)
+            ForkingPickler.dumps(self._read)
         except Exception as error:
-            names = ", ".join(budget.name for budget in read.budgets)
+            names = ", ".join(budget.name for budget in budgets)
             raise ConfigError(
                 f"{names}: cannot be sent to other processes ({error}); with several workers the quality "
                 "must be a function of a module, or use one worker"
@@ -233,11 +220,10 @@ def judging(
         ConfigError: the exact tensors have no quality that a drop can be measured from.
     """
     baseline = measure_exact(budgets, scope, tensors, run)
-    read = FileReader(baseline.budgets, scope)
     with contextlib.ExitStack() as held:
-        begin = measured_here(functools.partial(read, run=run))
+        begin = measured_here(functools.partial(read_file, baseline.budgets, scope, run))
         if n_workers > 1:
-            begin = held.enter_context(Processes(n_workers, read)).begin
+            begin = held.enter_context(Processes(n_workers, baseline.budgets, scope)).begin
         yield Judge(
             limits=tuple(map(Budget.limit, budgets, baseline.per_step)),
             exact=baseline.exact,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckptz.container.index import QualityRecord
 from ckptz.errors import ConfigError
@@ -13,7 +13,32 @@ from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE
 from ckptz.pages.notebook import Shown
 from ckptz.search.budget import Budget
-from ckptz.search.strategies import StrategyName, check_strategy
+
+StrategyName = Literal["auto", "one-knob", "guided", "neighbourhood", "exhaustive"]
+
+
+def strategies_of(method: Method) -> tuple[StrategyName, ...]:
+    """Name the strategies that a method can be searched by; none if it has nothing to turn."""
+    if method.is_scalable:
+        return ("auto", "one-knob")
+    return ("auto", "guided", "neighbourhood", "exhaustive") if method.axes else ()
+
+
+def check_strategy(strategy: str, template: Method, parent: Method | None) -> None:
+    """Refuse what belongs to another method.
+
+    Raises:
+        ConfigError: names it.
+    """
+    known = strategies_of(template)
+    if not known:
+        raise ConfigError(f"the method {template.name} has no settings that a search can look for")
+    if strategy not in known:
+        raise ConfigError(
+            f"the strategy of {template.name} must be one of {', '.join(known)}, got {strategy!r}"
+        )
+    if parent is not None and type(parent) is not type(template):
+        raise ConfigError(f"a search for {template.name} cannot begin at settings of {parent.name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -27,26 +26,20 @@ from ckptz.search_run.quality import Readings
 METRIC: Final = "proxy: sensitivity-weighted relative RMS error"
 
 
-@dataclass(frozen=True, slots=True)
-class _Weighted:
-    """One tensor and the gradients that its errors are weighted with."""
-
-    source: TensorSource
-    gradients: GuidedSensitivities | None
-
-    def sum(self, decoded: TensorSource | None) -> float:
-        """Sum up squares of g * (w - w'), g being 1 where it is not known, w' 0 where nothing is decoded."""
-        total, source = 0.0, self.source
-        kind = KINDS[source.dtype.name]
-        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
-            values = floats_of(source.units(begin, end), kind)
-            if decoded is not None:
-                values = values - floats_of(decoded.units(begin, end), kind)
-            if self.gradients is not None:
-                values = self.gradients.gradients_of(begin, end) * values
-            wide = values.astype(np.float64)
-            total += float(wide @ wide)
-        return total
+def _weighted(
+    source: TensorSource, gradients: GuidedSensitivities | None, decoded: TensorSource | None
+) -> float:
+    """Sum up squares of g * (w - w'), g being 1 where it is not known, w' 0 where nothing is decoded."""
+    total, kind = 0.0, KINDS[source.dtype.name]
+    for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+        values = floats_of(source.units(begin, end), kind)
+        if decoded is not None:
+            values = values - floats_of(decoded.units(begin, end), kind)
+        if gradients is not None:
+            values = gradients.gradients_of(begin, end) * values
+        wide = values.astype(np.float64)
+        total += float(wide @ wide)
+    return total
 
 
 class ProxyMeter:
@@ -68,7 +61,7 @@ class ProxyMeter:
         usable = {name: square for name, square in squares.items() if math.isfinite(square)}
         sizes = {name: tensors[name].dtype.n_units(tensors[name].shape) for name in usable}
         mean = sum(usable[n] * sizes[n] for n in usable) / max(sum(sizes.values()), 1) if usable else 1.0
-        self._tensors = {n: _Weighted(s, known[n] if n in usable else None) for n, s in tensors.items()}
+        self._tensors = {n: (source, known[n] if n in usable else None) for n, source in tensors.items()}
         self._scale = {name: 1.0 if name in usable else mean for name in tensors}
         self._power = self._sum({})
 
@@ -82,7 +75,7 @@ class ProxyMeter:
         """Weighted sum of squares of the errors, or of the originals where nothing is decoded."""
 
         def one(name: str) -> float:
-            return self._scale[name] * self._tensors[name].sum(decoded.get(name))
+            return self._scale[name] * _weighted(*self._tensors[name], decoded.get(name))
 
         return sum(self._run(one, self._tensors))
 

@@ -60,12 +60,12 @@ def _searched(
     with contextlib.ExitStack() as held:
         judge = held.enter_context(_judge(ready, lossy, options, run))
         exact_seconds = time.perf_counter() - start
-        route = route_of(options, ready, run.workers.map)
-        searcher = held.enter_context(Searcher(target, ready, options, run, judge, route.predict))
-        is_interrupted = _search(searcher, route.stages if lossy and not judge.unmeasurable else [])
+        stages, predict, n_predicted = route_of(options, ready, run.workers.map)
+        searcher = held.enter_context(Searcher(target, ready, options, run, judge, predict))
+        is_interrupted = _search(searcher, stages if lossy and not judge.unmeasurable else [])
         written, records = searcher.publish()
     best, trials = searcher.best, searcher.trials
-    tried_by = trials[-1].strategy if trials else route.stages[0].name
+    tried_by = trials[-1].strategy if trials else stages[0].name
     report = SearchReport(
         method=template.name,
         strategy=best.trial.strategy if best else tried_by,
@@ -76,7 +76,7 @@ def _searched(
         metrics=tuple(reading.metric for reading in judge.exact),
         exact=tuple(reading.value for reading in judge.exact),
         trials=tuple(trials),
-        n_predicted=route.n_predicted,
+        n_predicted=n_predicted,
         noise=judge.noise,
         unmeasurable=judge.unmeasurable if lossy else (),
         quality=records,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 from ckptz.container.frame_writer import matching_base
@@ -13,8 +13,7 @@ from ckptz.errors import ConfigError
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.method import Method
 from ckptz.pipeline import Job, Prepared
-from ckptz.search.guided import Exhaustive, Guided
-from ckptz.search.neighbourhood import Neighbourhood
+from ckptz.search.guided import Exhaustive, Guided, Neighbourhood
 from ckptz.search.one_knob import CLOSE_LATER, MAX_LATER, OneKnob
 from ckptz.search.rate import SizeModel, Sources
 from ckptz.search.space import Cube
@@ -38,14 +37,8 @@ def parent_config(options: SearchOptions, job: Job) -> Method | None:
     return template.scaled(parent.multiplier)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """How a search goes."""
-
-    stages: Sequence[Strategy]  # strategies, one after another
-    # sizes of configurations before they are tried, if the strategies need them
-    predict: Predict | None = None
-    n_predicted: int = 0  # configurations that it was prepared for
+# Strategies, one after another; sizes of configurations before they are tried, if these need them; how many.
+Route = tuple[Sequence[Strategy], Predict | None, int]
 
 
 def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
@@ -58,10 +51,10 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
     if template.is_scalable:
         first = OneKnob(template=template)
         if parent is None:
-            return Route(stages=[first])
+            return [first], None, 0
         # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
         first = replace(first, start=parent.multiplier)
-        return Route(stages=[replace(first, most=MAX_LATER, close=CLOSE_LATER), first])
+        return [replace(first, most=MAX_LATER, close=CLOSE_LATER), first], None, 0
     cubes = _cubes(template, options.prune_metrics, ready)
     sources = {}
     for name, tensor in ready.job.tensors.items():
@@ -69,8 +62,7 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
         sources[name] = Sources(tensor, base, ready.roles[name], ready.guides.get(name, NO_GUIDE))
     configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
     predict = SizeModel(sources, configs, run)
-    stages = _cube_stages(options.strategy, parent, cubes, predict)
-    return Route(stages=stages, predict=predict, n_predicted=len(configs))
+    return _cube_stages(options.strategy, parent, cubes, predict), predict, len(configs)
 
 
 def _cubes(template: Method, prune_metrics: Sequence[str], ready: Prepared) -> tuple[Cube, ...]:

@@ -28,8 +28,9 @@ from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Prepared
 from ckptz.search.trials import Outcome, Predict
-from ckptz.search_run.evaluation import Judge, Measured, TrialFile, Waiting
+from ckptz.search_run.evaluation import Judge, TrialFile, Waiting
 from ckptz.search_run.options import SearchOptions, TrialReport
+from ckptz.search_run.quality import Readings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class Best:
     outcome: Outcome
     trial: TrialReport
     staged: Staged
-    measured: Measured
+    readings: Readings
 
 
 @dataclass(slots=True)
@@ -148,8 +149,8 @@ class Searcher:
     def _finish(
         self, strategy: str, config: Method, staged: Staged, wait: Waiting, seconds: float
     ) -> Outcome:
-        measured = wait()
-        outcome = Outcome(config, self.judge.used(measured.readings), staged.written.stored_bytes)
+        readings, evaluation_seconds = wait()
+        outcome = Outcome(config, self.judge.used(readings), staged.written.stored_bytes)
         is_in_process = self.options.workers == 1
         trial = TrialReport(
             config=asdict(config),
@@ -158,12 +159,12 @@ class Searcher:
             n_bytes=outcome.n_bytes,
             drop=_finite(outcome.used),
             is_feasible=outcome.is_feasible,
-            values=tuple(_finite(reading.value) for reading in measured.readings),
-            seconds=seconds if is_in_process else seconds + measured.seconds,
-            evaluation_seconds=measured.seconds,
+            values=tuple(_finite(reading.value) for reading in readings),
+            seconds=seconds if is_in_process else seconds + evaluation_seconds,
+            evaluation_seconds=evaluation_seconds,
         )
         self.trials.append(trial)
-        self._keep_if_better(Best(outcome, trial, staged, measured))
+        self._keep_if_better(Best(outcome, trial, staged, readings))
         self.options.on_trial(trial)
         return outcome
 
@@ -182,7 +183,7 @@ class Searcher:
         staged = self.best.staged if self.best is not None else self.stage(LOSSLESS)
         records: tuple[QualityRecord, ...] = ()
         if self.best is not None:  # which is dropped in the end, whatever happens here
-            records = self.judge.records(self.best.measured.readings)
+            records = self.judge.records(self.best.readings)
             n_bytes = amend_quality(staged.path, records)
             staged.written = replace(staged.written, stored_bytes=n_bytes)
         staged.publish(self.run, self.options)
