@@ -35,11 +35,7 @@ Read = Callable[[int, int], NDArray[Any]]
 
 
 def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
-    """Read the index of a file and the features that the file requires.
-
-    Args:
-        envelope: the header of the file.
-        read: bytes behind the header, by offset and length.
+    """Read the index of a file and the features that it requires; `read` gives bytes behind the header.
 
     Raises:
         FormatError: not a `.ckptz` file, or a damaged one.

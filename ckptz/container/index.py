@@ -178,10 +178,9 @@ def inline_name(level: int, position: int) -> str:
 
 
 def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
-    """Compute the identity of a checkpoint's values: spec/07-chain.md#content-id.
+    """Compute the identity of values from (name, dtype, shape, checksum) of tensors in any order.
 
-    Args:
-        tensors: (name, dtype, shape, checksum of the decoded tensor) in any order.
+    Implements spec/07-chain.md#content-id.
     """
     digest = hashlib.sha256()
     for name, dtype, shape, checksum in sorted(tensors):

@@ -98,15 +98,7 @@ def write_container(
     workers: Workers,
     progress: Progress | None = None,
 ) -> Written:
-    """Write a whole file to `sink`, which must seek.
-
-    Args:
-        sink: an empty file, or io.BytesIO.
-        tensors: by name; their order is kept.
-        contents: everything else.
-        workers: threads.
-        progress: called with the original bytes of each chunk written.
-    """
+    """Write a whole file to `sink`, which is empty and must seek; `progress` gets the bytes of chunks."""
     check_names(list(tensors))
     _check_shapes(tensors)
     features = _features(contents)

@@ -18,10 +18,6 @@ def problem_of_parts(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
     """Say what is wrong with the parts of a tensor, or nothing.
 
     Takes time and memory by the number of parts or cells of their grid, never by the size of the tensor.
-
-    Args:
-        shape: of the tensor.
-        parts: may be empty, and may have empty ones among them.
     """
     if math.prod(shape) > MAX_ELEMENTS:
         return "has more than 2^63 elements"

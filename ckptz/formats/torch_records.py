@@ -63,10 +63,7 @@ _UNKEPT: Final = {
 
 
 def load_torch(memory: Bytes) -> Any:
-    """Load what `torch.save` was given; its tensors share the memory where that is aligned.
-
-    Args:
-        memory: all bytes of a file, never to be written to.
+    """Load what `torch.save` was given from a file's bytes, which its tensors share where they are aligned.
 
     Raises:
         FormatError: damaged, or not what `torch.save` writes.

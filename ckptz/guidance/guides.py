@@ -196,12 +196,6 @@ def read_inputs(
 ) -> dict[str, InputMoments]:
     """Give second moments of the inputs of layers by the names of their weights.
 
-    Args:
-        calibration: of this model.
-        shapes: of the weights.
-        held: keeps the file open that they are read from.
-        notes: are told what is missing.
-
     Raises:
         CalibrationError: it is of another model.
     """

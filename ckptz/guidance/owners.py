@@ -43,10 +43,6 @@ MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
 def join(model: Input, optimizer: Input) -> Input:
     """Make one checkpoint of a model and its optimizer, which restores to both under their own names.
 
-    Args:
-        model: a safetensors or torch file, or a folder of shards.
-        optimizer: a safetensors or torch file.
-
     Raises:
         ConfigError: they cannot stand in one file; the message says why.
     """
@@ -186,12 +182,6 @@ def roles_beside(
     """Find the roles of a checkpoint that is read beside the weights of another one.
 
     A file that holds weights itself says whose moments it has; of optimizer state alone, the model decides.
-
-    Args:
-        read: the checkpoint.
-        weights: of the model that it is read for.
-        model_tree: their tree, as in `Index.tree`, or None.
-        rules: the user's rows of the table of roles.
     """
     alone = known_roles(read.tensors, read.tree, rules)
     for name, source in read.tensors.items():

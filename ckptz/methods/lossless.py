@@ -103,13 +103,7 @@ def _plain_bits(units: NDArray[Any], dtype: DType) -> float:
 
 
 def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
-    """Plan what decodes fastest: by the positions of changed units, unless too many are.
-
-    Args:
-        source: the tensor.
-        base: a tensor of the same dtype and shape, or None.
-        run: maps a function over chunks.
-    """
+    """Plan what decodes fastest: by the positions of changed units, unless too many are."""
     n_units = source.dtype.n_units(source.shape)
     if base is None or not n_units:
         return Draft(exact_plan(source.dtype))
@@ -121,13 +115,7 @@ def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunctio
 
 
 def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
-    """Plan what measures smallest.
-
-    Args:
-        source: the tensor.
-        base: a tensor of the same dtype and shape, or None.
-        run: maps a function over chunks; a thread pool's map counts them in parallel.
-    """
+    """Plan what measures smallest; `base` has the same dtype and shape, and `run` maps over chunks."""
     n_units = source.dtype.n_units(source.shape)
     if base is None or not n_units:
         return Draft(exact_plan(source.dtype))

@@ -200,11 +200,7 @@ class Method:
         return cls()
 
     def searched(self, *, trains: bool) -> Self:
-        """Give the template of a search.
-
-        Args:
-            trains: whether a budget trains on, and so notices what becomes of optimizer state.
-        """
+        """Give the template of a search; `trains`: a budget notices what becomes of optimizer state."""
         del trains
         return self
 

@@ -42,13 +42,7 @@ MOMENTS: Final = Moments()
 
 
 def state_choices(file: TensorSet, moments: Moments, weights: Method) -> dict[str, Choice]:
-    """Choose recipes for a training state, whose tensors belong to parameters.
-
-    Args:
-        file: its tensors.
-        moments: how optimizer state becomes lossy.
-        weights: the method of weights.
-    """
+    """Choose recipes for a training state, whose tensors belong to parameters."""
     trained, second = set(file.trained), {}  # parameters that have a moment; second moments of each
     for name, source in file.tensors.items():
         role = file.roles[name]

@@ -207,14 +207,9 @@ def judging(
     n_workers: int,
     run: MapFunction,
 ) -> Iterator[Judge]:
-    """Make a judge by quality; the exact `tensors` are measured, once.
+    """Make a judge by quality; the exact `tensors` are measured, once, and `n_workers` trials side by side.
 
-    Args:
-        budgets: what must be kept.
-        tensors: the original ones, by name.
-        scope: which of them qualities are called with.
-        n_workers: evaluations side by side; one runs on the caller's thread, more in processes.
-        run: maps a function over chunks.
+    One evaluation at a time runs on the caller's thread, more in processes; `run` maps over chunks.
 
     Raises:
         ConfigError: the exact tensors have no quality that a drop can be measured from.

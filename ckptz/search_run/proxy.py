@@ -43,13 +43,7 @@ def _weighted(
 
 
 class ProxyMeter:
-    """Measures trials against the original tensors.
-
-    Args:
-        tensors: those that become lossy, by name.
-        guides: their gradients.
-        run: maps a function over tensors.
-    """
+    """Measures trials against the original tensors that become lossy; `run` maps a function over tensors."""
 
     def __init__(
         self, tensors: Mapping[str, TensorSource], guides: Mapping[str, Guide], run: MapFunction = map

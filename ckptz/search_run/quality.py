@@ -113,11 +113,7 @@ def measure_exact(
 ) -> Baseline:
     """Show the exact tensors to every quality; one that several budgets share sees them once.
 
-    Args:
-        budgets: at least one.
-        scope: which tensors they are called with.
-        tensors: the exact ones, by name.
-        run: maps a function over chunks.
+    `run` maps a function over chunks.
 
     Raises:
         ConfigError: a quality raises, or the exact tensors have no value that a drop can be measured from;

@@ -35,12 +35,6 @@ def search_and_write(
 
     Where nothing keeps them, the file is lossless and the report says so.
 
-    Args:
-        target: where the file goes.
-        job: the exact tensors and everything else; its configuration is what is searched for.
-        options: budgets and strategy.
-        run: threads, the base's file, and what to tell and to check.
-
     Raises:
         ConfigError: an evaluation fails, or the exact tensors have no quality to measure a drop from.
         KeyboardInterrupt: before any trial kept the budgets; nothing is written.

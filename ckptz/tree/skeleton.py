@@ -175,11 +175,7 @@ def refuse_leaf(value: Any, path: Path) -> NoReturn:
 
 
 def pack_node(value: Any, leaf: Leaf = refuse_leaf) -> Any:
-    """Make the JSON node of a value.
-
-    Args:
-        value: plain Python values, nested.
-        leaf: makes the node of anything else, or refuses it.
+    """Make the JSON node of plain Python values; `leaf` makes the node of anything else, or refuses it.
 
     Raises:
         UnsupportedError: a value the grammar has no place for; the message says where and of what type.

@@ -16,12 +16,7 @@ from ckptz.tree.skeleton import parse_tree
 
 
 def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
-    """Give the stored names by other names of the whole tensor; views of parts of it have none.
-
-    Args:
-        tree: as in `Index.tree`, or None.
-        tensors: by stored name.
-    """
+    """Give the stored names by other names of the whole tensor; views of parts of it have none."""
     if tree is None:
         return {}
     parsed = parse_tree(tree)

@@ -94,14 +94,7 @@ class Link:
     def send(
         self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Sent:
-        """Encode one tensor.
-
-        Args:
-            direction: which way it goes.
-            units: its bit patterns, flat.
-            dtype: its element type.
-            shape: its shape.
-            place: which message this is.
+        """Encode one tensor, given by its flat bit patterns.
 
         Raises:
             ConfigError: the units are not a tensor of this type and shape.

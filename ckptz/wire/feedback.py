@@ -208,13 +208,9 @@ def state_bytes(
 def describe_memory(
     policy: LinkPolicy, shape: tuple[int, ...], n_microbatches: int, n_samples: int = 0
 ) -> str:
-    """Tell what one tensor of a link will hold at each end, with the formula, one line a direction.
+    """Tell what a tensor of this shape in each microbatch will hold at both ends, one line a direction.
 
-    Args:
-        policy: of the link.
-        shape: of the tensor in one microbatch.
-        n_microbatches: of a step.
-        n_samples: of the data set, for AQ-SGD.
+    `n_samples`, of the data set, counts for AQ-SGD alone.
     """
     n, lines = int(np.prod(shape)), []
     for direction in Direction:

@@ -203,13 +203,9 @@ def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
 def cap(
     policy: LinkPolicy | str, shape: tuple[int, ...], dtype: str, direction: Direction = Direction.FORWARD
 ) -> int:
-    """Count the bytes of the greatest message for a tensor, header included; what fixed-size transports send.
+    """Count the bytes of the greatest message for a tensor, which is what fixed-size transports send.
 
-    Args:
-        policy: the link's policy.
-        shape: of the tensor.
-        dtype: its safetensors code, "BF16".
-        direction: which way it goes.
+    `dtype` is the safetensors code, "BF16"; the header is included.
     """
     policy = policy_of(policy)
     levels = (False, True) if isinstance(policy.choice(direction), Adaptive) else (False,)
