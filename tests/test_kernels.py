@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptz.kernels import cpu as cpu_kernels
-from ckptz.kernels import torch as torch_kernels
-from tests.support import reference
+from tests.support import reference, torch_kernels
 
 UNIT_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 KINDS = ((reference.F32, np.uint32), (reference.BF16, np.uint16), (reference.F16, np.uint16))

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.core.measure import machine, save_rows, timed, verdict
 from bench.core.report import finish
-from ckptz.quant.grid import ESCAPE
+from ckptz.kernels.floats import ESCAPE
 from ckptz.quant.rounding import ColumnGrid, Feedback
 
 SIZES = ((512, 512), (1024, 1024), (2048, 2048), (4096, 1024))  # inputs, outputs
