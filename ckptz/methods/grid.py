@@ -113,6 +113,11 @@ MAX_FIRST_STEP: Final = 64.0
 
 PURPOSES: Final = ("auto", "resume", "ship")
 ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that restart
+PEAK, PEAK_TO_SHIP = (
+    0.5,
+    1.5,
+)  # steps around zero: a cell, or where a dead zone and centroids moved them, three
+MIN_DECIDING: Final = 256  # elements
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
@@ -163,13 +168,14 @@ class UniformGrid(Recipe):
         Where nothing was restored the residual is spread, and the thresholds of the file before go on.
         """
         stored = None if base is None else base.stored
-        rows = _steps_of(stored, rows, self.step) or rows
+        kept = _steps_of(stored, rows, self.step)
+        rows = kept or rows
         moved = subject.moved
         drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
         key = drawn if isinstance(drawn, int) else NEAREST
         grid = _Grid(moved or subject.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
-            grid = replace(grid, key=grid.key_after(subject.seed))
+            grid = replace(grid, key=grid.key_after(subject.seed, PEAK if kept else PEAK_TO_SHIP))
         counted = summed(subject.run, grid.count, subject.source)
         most = largest_magnitude(counted.found.total)
         if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
@@ -407,15 +413,23 @@ class _Grid(Quantizer):
         steps = self.rows.steps.astype(np.float32)
         return values, base, self.base is not None, steps, self.rows.labels, row_units
 
-    def key_after(self, new: int) -> int:
-        """Choose the thresholds by the chunk in the middle; `self.key` is that of the base's file."""
+    def key_after(self, new: int, peak: float) -> int:
+        """Choose the thresholds by the chunk in the middle; `self.key` is that of the base's file.
+
+        Weights have a peak at zero. So of residuals whose base is within `peak` steps of it, many are small
+        wherever they come from; the others decide.
+        """
         all_bounds = list(chunk_bounds(self.source.dtype.n_units(self.source.shape)))
         bounds = all_bounds[len(all_bounds) // 2]
         values, base, _, steps, labels, row_units = self._inputs(*bounds, self.source.units(*bounds))
         at = sampled(*bounds)
-        residual = values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]
+        of_rows = steps[labels[at // row_units]]
+        places = (values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]) / of_rows
+        is_far = np.abs(base[at - bounds[0]]) > peak * of_rows
+        if np.count_nonzero(is_far) >= MIN_DECIDING:
+            places[~is_far] = np.nan
         drawn = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
-        return key_of(residual / steps[labels[at // row_units]], drawn, self.key, new)
+        return key_of(places, drawn, self.key, new)
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """The largest magnitude that has codes, and what codes stand for."""
