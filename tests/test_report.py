@@ -22,11 +22,13 @@ from ckptz.commands.report import N_BINS, PageReport
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import ConfigError, FormatError
 from ckptz.pages import words
+from ckptz.pages.facts import budget_tile, quality_text
 from ckptz.pages.grid import Item, heat_map, place_of
 from ckptz.pages.html import PACKED_FROM, el, embedded, table
 from ckptz.pages.notebook import Shown
 from ckptz.pages.page import MARK
 from ckptz.roles import ROLES
+from tests.support.checkpointer_support import Run
 from tests.support.cli_support import ckptz as cli
 from tests.support.report_support import BUDGET, HOSTILE, Page, a_run, state
 
@@ -351,3 +353,33 @@ def test_json_is_strict() -> None:
     with pytest.raises(ValueError, match="JSON"):
         embedded({"x": float("nan")}, "numbers")
     assert json.loads(Page.of(embedded({"x": "<!--"}, "numbers")).scripts[0][1]) == {"x": "<!--"}
+
+
+# --- stores of a Checkpointer -------------------------------------------------------------------
+
+
+def test_a_store_shows_weights_state_and_what_makes_its_head_exact(tmp_path: Path) -> None:
+    run = Run()
+    config = ckptz.KMeans(min_elements=1)
+    with run.checkpointer(tmp_path, config=config, background=False) as checkpointer:
+        for step in (1, 2):
+            run.step()
+            checkpointer.save(step)
+    kinds = [entry.kind for entry in ckptz.log(tmp_path).entries]
+    assert "exact" in kinds
+    made = ckptz.report(tmp_path)
+    drawn = charts(made.html)
+    assert len(marks(drawn[next(title for title in drawn if title.startswith("Size"))])) == len(kinds)
+    assert len(marks(drawn["Times smaller"])) == len(kinds) - kinds.count("exact")
+    assert "Exact files make the newest step" in made.html
+    assert [Path(file.file).name for file in made.files] == [
+        "step-00000002.ckptz",
+        "step-00000002.state.ckptz",
+    ]
+
+
+def test_steps_of_training_lost_are_said_as_steps() -> None:
+    record = {"promise": "resume-gap", "metric": "steps_lost", "max_drop": 5.0, "is_relative": False}
+    record |= {"lower_is_better": True, "exact": 0.0, "measured": 2.5, "is_met": True}
+    assert quality_text(record) == "steps of training lost: 2.5 steps of 5 steps allowed, kept"
+    assert "50%" in str(budget_tile([record]))

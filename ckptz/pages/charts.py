@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 WIDTH, HEIGHT = 440, 240  # of a whole chart; pages scale it
 COLOURS: Final = tuple(f"var(--c{n})" for n in range(1, 7))
-KIND_COLOURS: Final = {"anchor": COLOURS[0], "delta": COLOURS[1], "rebased": COLOURS[2], "plain": COLOURS[3]}
+KIND_COLOURS: Final = dict(zip(("anchor", "delta", "rebased", "plain", "exact"), COLOURS, strict=False))
 OTHER: Final = "var(--soft)"
 MOST_MARKS: Final = 400  # of one chart: more cannot be told apart
 

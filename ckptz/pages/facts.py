@@ -12,6 +12,7 @@ from ckptz.pages.html import Html, el, name_of, table
 from ckptz.pages.words import (
     CODERS,
     KINDS,
+    METRICS,
     MODES,
     PREDICTORS,
     PROMISES,
@@ -70,13 +71,15 @@ def sizes_text(tensor_bytes: int, stored_bytes: int) -> str:
 def quality_text(record: Report) -> str:
     """Say what was measured of a budget."""
     verdict = "kept" if record["is_met"] else "NOT kept"
-    values = f"{record['exact']:.5g} → {record['measured']:.5g}"
+    values = "" if record["metric"] in METRICS else f" {record['exact']:.5g} → {record['measured']:.5g}"
     limit = amount(record, record["max_drop"]).lstrip("+")
-    return f"{metric_name(record)} {values}: {amount(record, worse(record))} of {limit} allowed, {verdict}"
+    return f"{metric_name(record)}{values}: {amount(record, worse(record))} of {limit} allowed, {verdict}"
 
 
 def metric_name(record: Report) -> str:
     """Name what was measured, and when: a promise may be one of resumed training."""
+    if record["metric"] in METRICS:
+        return METRICS[record["metric"]]
     when = PROMISES.get(record["promise"])
     return cut(record["metric"], 40) + (f" ({when})" if when else "")
 

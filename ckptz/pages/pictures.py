@@ -21,20 +21,21 @@ from ckptz.pages.facts import (
     times,
 )
 from ckptz.pages.html import Html
-from ckptz.pages.words import CODERS, ROLES, cut, percent, size, worse
+from ckptz.pages.words import CODERS, METRICS, ROLES, cut, percent, size, worse
 
 Report = Mapping[str, Any]
 MOST_BARS: Final = 12
 MOST_METRICS: Final = 4
 LEAST_SHARE: Final = 0.005  # of a coder, that can be seen
 SUFFIX: Final = ".ckptz"
-STATE: Final = ".state.ckptz"  # ends the names of files that hold what resuming needs beside the weights
+STATE: Final = ".state."  # in the names of files that hold what resuming needs beside the weights
+EXACT: Final = " Exact files make the newest step come back bit for bit."
 MOST_USED: Final = 300.0  # percent of a budget up to which trials are drawn at their place
 
 
 def series_of(entry: Report) -> str:
     """Say which of the files of a step one is."""
-    return "optimizer and the rest" if entry["file"].endswith(STATE) else "weights"
+    return "optimizer and the rest" if STATE in entry["file"] else "weights"
 
 
 def label_of(entry: Report) -> str:
@@ -81,12 +82,13 @@ def _sizes(entries: Sequence[Report]) -> Html:
         }
         for e in kept
     ]
-    about = f"Anchors stand alone, deltas hold only what changed.{said}"
+    exact = any(e["kind"] == "exact" for e in entries)
+    about = f"Anchors stand alone, deltas hold only what changed.{EXACT * exact}{said}"
     return figure(f"Size of each checkpoint, {unit}", about, charts.stacked_bars(values, unit))
 
 
 def _ratios(entries: Sequence[Report]) -> Html:
-    kept, said = thinned(entries)
+    kept, said = thinned([e for e in entries if e["kind"] != "exact"])
     values = [
         {"step": label_of(e), "amount": e["ratio"], "series": series_of(e), "words": _about(e)} for e in kept
     ]
@@ -164,7 +166,7 @@ def qualities(entries: Sequence[Report]) -> list[Html]:
 def _quality(name: str, measured: Sequence[tuple[Report, Report]]) -> Html:
     kept, said = thinned(measured)
     relative = measured[0][1]["is_relative"]
-    scale, unit = (100, "%") if relative else (1, "difference")
+    scale, unit = (100, "%") if relative else (1, "steps" if name in METRICS.values() else "difference")
     values = [
         {
             "step": label_of(entry),

@@ -39,11 +39,13 @@ MODES: Final = {
 KINDS: Final = {
     "anchor": "stands alone (anchor)",
     "delta": "changes since another file (delta)",
+    "exact": "what a lossy file loses (residual)",
     "rebased": "delta that carries its bases",
     "plain": "plain safetensors file",
     "missing": "missing base",
     "broken": "cannot be read",
 }
+METRICS: Final = {"steps_lost": "steps of training lost"}
 PROMISES: Final = {"resume-gap": "resumed"}
 
 
@@ -88,11 +90,15 @@ def shape_text(shape: object) -> str:
 
 def worse(quality: Mapping[str, Any]) -> float:
     """Give by how much a measured quality is worse than the exact one, in the unit of its budget."""
+    if quality["metric"] in METRICS:
+        return float(quality["measured"])
     sign = 1.0 if quality["lower_is_better"] else -1.0
     change = sign * (quality["measured"] - quality["exact"])
     return change / abs(quality["exact"]) if quality["is_relative"] and quality["exact"] else change
 
 
 def amount(quality: Mapping[str, Any], value: float) -> str:
-    """Write a change of a quality, as a percentage where its budget is one."""
+    """Write a change of a quality, as a percentage where its budget is one, or as steps of training."""
+    if quality["metric"] in METRICS:
+        return f"{value:.3g} steps"
     return f"{100 * value:+.3g} %" if quality["is_relative"] else f"{value:+.4g}"
