@@ -4,12 +4,14 @@ Nothing of it is stored: whatever steps, partitions or codes follow from it are 
 
 A first moment moves its weight for many steps to come. What a lossy file does not keep of it would be lost
 movement; so the weight is coded as if it had been moved by that already. For an optimizer whose update is
-linear in the first moment, the moves that a difference d of it would still cause add up to
+linear in the first moment, the moves that a first moment m will still cause add up to
 
-    rate * d / (sqrt(v) * root_scale + eps)      with a second moment v, as Adam has it
-    rate * d                                     without
+    rate * m / (sqrt(v) * root_scale + eps)      with a second moment v, as Adam has it
+    rate * m                                     without
 
-where `rate` holds the learning rate, the sum of the decaying weights of d, and the bias corrections.
+where `rate` holds the learning rate, the sum of the decaying weights of m, and the bias corrections. What is
+made up for is the difference between the moves of the exact moments and those of the restored ones. With the
+restored v for both, the noise of v would go into the weights.
 """
 
 from __future__ import annotations
@@ -62,15 +64,13 @@ class Fold:
 
     Attributes:
         update: of its optimizer.
-        first: the exact first moment.
-        first_restored: what a reader gets of it.
-        second_restored: what a reader gets of the second moment, or None.
+        exact: the first moment, and the second or None.
+        restored: what a reader gets of them.
     """
 
     update: Update
-    first: TensorSource
-    first_restored: TensorSource
-    second_restored: TensorSource | None
+    exact: tuple[TensorSource, TensorSource | None]
+    restored: tuple[TensorSource, TensorSource | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +81,25 @@ class Folded(SourceOf):
 
     def units(self, begin: int, end: int) -> Units:
         kind = KINDS[self.dtype.name]
-        values, moves = _floats(self.source, begin, end), self._moves(begin, end)
+        values = _floats(self.source, begin, end)
         with np.errstate(all="ignore"):
+            moves = self._moves(self.fold.exact, begin, end) - self._moves(self.fold.restored, begin, end)
             moved = values - moves
             units: Units = cpu().from_f32(moved.view(np.uint32), kind)
         is_usable = np.isfinite(cpu().to_f32(units, kind).view(np.float32))
         return np.where(is_usable, units, self.source.units(begin, end))
 
-    def _moves(self, begin: int, end: int) -> Floats:
-        """Give the moves of units begin..end, float32 [end - begin]."""
-        fold, update = self.fold, self.fold.update
-        with np.errstate(all="ignore"):
-            lost = _floats(fold.first, begin, end) - _floats(fold.first_restored, begin, end)
-            moves = lost * np.float32(update.rate)
-            if update.root_scale is not None and fold.second_restored is not None:
-                roots = np.sqrt(_floats(fold.second_restored, begin, end)) * np.float32(update.root_scale)
-                moves /= roots + np.float32(update.eps)
-        moves[lost == 0] = 0
+    def _moves(
+        self, moments: tuple[TensorSource, TensorSource | None], begin: int, end: int
+    ) -> NDArray[np.float32]:
+        """Give the moves that moments cause to units begin..end, float32 [end - begin]."""
+        update, (first, second) = self.fold.update, moments
+        values = _floats(first, begin, end)
+        moves = values * np.float32(update.rate)
+        if update.root_scale is not None and second is not None:
+            roots = np.sqrt(_floats(second, begin, end)) * np.float32(update.root_scale)
+            moves /= roots + np.float32(update.eps)
+        moves[values == 0] = 0
         return moves
 
 

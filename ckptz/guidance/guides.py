@@ -305,6 +305,7 @@ def with_folds(
             continue
         if update.root_scale is not None and second is None:
             continue
-        fold = Fold(update, tensors[first], restored[first], None if second is None else restored[second])
+        exact, lossy = ((of[first], None if second is None else of[second]) for of in (tensors, restored))
+        fold = Fold(update, exact, lossy)
         found[name] = replace(found.get(name, NO_GUIDE), fold=fold)
     return found
