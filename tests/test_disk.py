@@ -27,14 +27,14 @@ def test_no_run_takes_more_than_a_file_over_plain_at_any_moment() -> None:
         means.append(sum(one.taken for one in found) / sum(one.plain for one in found))
         anchors = moments(case, lambda *_: ChainRule(1, is_forked=False))
         alone.append(sum(one.taken for one in anchors) / sum(one.plain for one in anchors))
-        assert means[-1] <= 1.02, f"{case}: dearer than plain on average"
-    assert sum(means) < 0.9 * sum(alone), "deltas pay where they can"
+    assert max(means) < 1.1, "what a try costs"
+    assert sum(means) < 0.85 * sum(alone), "deltas pay where they can"
+    print(f"of plain: {sum(means) / N_CASES:.3f}, most {max(means):.3f}; anchors {sum(alone) / N_CASES:.3f}")
 
 
 def state(last: int | None, delta: int, n: int, position: int = 0) -> list[Held]:
     """An anchor, hidden if `n` files after it fill the rule, and deltas against it."""
-    kept = Kept(last=last)
-    stays = kept.stays(range(n + 1))
+    stays = Kept(last=last).stays(range(n + 1))
     files = [Held(8000, position, None, stays[0])]
     return files + [Held(delta, position + i + 1, 0, stays[i + 1]) for i in range(n)]
 
@@ -66,7 +66,7 @@ def test_sizes_of_longer_deltas_are_drawn_from_shorter_ones() -> None:
 
 def test_multiples_stay_for_ever_and_the_rest_in_turn() -> None:
     kept = Kept(last=2, every=(40,))
-    assert kept.stays((30, 40, 50, 60)) == [ENDLESS, ENDLESS, 0, 1]
+    assert kept.stays((30, 40, 50, 60)) == [0, ENDLESS, 0, 1]
     assert kept.stays_of((50, 60), 4, 16) == [2, ENDLESS, 4, 5]
 
 

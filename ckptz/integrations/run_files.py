@@ -12,7 +12,8 @@ from pathlib import Path
 from ckptz.container.writer import Written
 from ckptz.store.resolve import Checkpoint
 from ckptz.store.step_files import ChainRule, Kept
-from ckptz.store.weigh import N_REMEMBERED, Estimate, Held, weighed
+from ckptz.store import weigh
+from ckptz.store.weigh import N_REMEMBERED, Estimate, Held
 
 Inode = tuple[int, int]
 
@@ -59,7 +60,7 @@ class RunFiles:
         plain = sum(source.dtype.n_bytes(source.shape) for source in newest.tensors.values())
         known = [(self._reach(file), file.n_bytes) for file in self._files.values()]
         estimate = Estimate((*known, *self._written), plain)
-        rule = weighed(ChainRule(anchor_every, is_forked=False), held, kept, (), estimate)
+        rule = weigh.weighed(ChainRule(anchor_every, is_forked=False), held, kept, (), estimate)
         wanted = rule.base_of(self._files[chain[0]].position + 1)
         if wanted is None:
             return None

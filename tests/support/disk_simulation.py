@@ -1,4 +1,4 @@
-"""A folder of steps without files: sizes by a formula, and everything else as `StepStore` and `prune` decide it."""
+"""A folder of steps without files: sizes by a formula, all else as `StepStore` and `prune` decide it."""
 
 from __future__ import annotations
 
