@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptz.container.writer import Written
+from ckptz.store import weigh
 from ckptz.store.resolve import Checkpoint
 from ckptz.store.step_files import ChainRule, Kept
-from ckptz.store import weigh
 from ckptz.store.weigh import N_REMEMBERED, Estimate, Held
 
 Inode = tuple[int, int]
