@@ -12,7 +12,7 @@ from tests.support.cli_support import Chain, a_state, ckptz, write_plain
 
 @pytest.fixture(scope="module")
 def deltas_at_any_cost() -> Iterator[None]:
-    """Files are stored as `anchor_every` says: for tests of chains that would not pay, as so little is kept."""
+    """Files are stored as `anchor_every` says: for tests of chains that would not pay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptz.store.steps.weighed_in_folder", lambda _kind, rule, *_: rule)
         patch.setattr("ckptz.store.weigh.weighed", lambda rule, *_: rule)

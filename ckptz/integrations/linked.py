@@ -191,7 +191,7 @@ class Chain:
             else:
                 return None
             found = self._files.base_of_next(path, base, self.options.anchor_every)
-            if found is None or base.files[found].index.depth + 1 >= self.options.anchor_every:
+            if found is None or base.depth - found + 1 >= self.options.anchor_every:
                 return None
             if found:
                 base = held.enter_context(contextlib.closing(open_checkpoint(base.files[found].name)))

@@ -207,7 +207,9 @@ def _outlook(
     """
     largest = 0.0
     taken, plain = list(past.taken), list(past.plain)
-    chain = [[size, position, 0, gone] for size, position, gone in past.chain]  # of the newest file
+    chain: list[list[Any]] = [
+        [size, position, 0, gone] for size, position, gone in past.chain
+    ]  # of the newest file
     for i, until in enumerate(stays):
         position = chain[-1][1] + 1 if chain else 0
         wanted = rule.base_of(position)
