@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cli_support import Chain, a_state, ckptz, write_plain
+
+
+@pytest.fixture(scope="module")
+def deltas_at_any_cost() -> Iterator[None]:
+    """Files are stored as `anchor_every` says: for tests of chains that would not pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptz.store.steps.weighed_in_folder", lambda _kind, rule, *_: rule)
+        patch.setattr("ckptz.store.weigh.weighed", lambda rule, *_: rule)
+        yield
 
 
 @pytest.fixture

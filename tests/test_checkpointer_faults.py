@@ -34,7 +34,10 @@ from tests.support.checkpointer_support import (
 )
 from tests.support.kills import let_run
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory"),
+    pytest.mark.usefixtures("deltas_at_any_cost"),
+]
 
 ABORTED = 9
 N_SAVED = 8
@@ -124,7 +127,7 @@ class Prepared:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory, deltas_at_any_cost: None) -> Prepared:
     folder = tmp_path_factory.mktemp("faults") / "run"
     ahead = Run()
     with ahead.checkpointer(folder, background=False, **OPTIONS) as checkpointer:

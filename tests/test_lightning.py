@@ -45,7 +45,7 @@ from ckptz.integrations import linked, plain_types, versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
 from ckptz.store.resolve import open_checkpoint
 
-pytestmark = pytest.mark.apps
+pytestmark = [pytest.mark.apps, pytest.mark.usefixtures("deltas_at_any_cost")]
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lightning_loop.py"
 N_STEPS = 10

@@ -180,6 +180,7 @@ def test_weights_outlive_their_state(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_a_hidden_base_goes_with_the_last_that_needs_it(tmp_path: Path) -> None:
     saved_run(tmp_path, 4, keep=KEEP_TWO, anchor_every=4)
     assert names_in(tmp_path) & {f".step-0000000{step}.ckptz.hidden" for step in range(1, 5)} == {

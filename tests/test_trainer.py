@@ -22,7 +22,7 @@ from ckptz.integrations.transformers import from_pretrained
 from tests.support.trainer_support import N_SAVES, Trainer, check_equal, checkpoints, final, tokens, trainer
 from tests.support.transformers_support import make, transformers
 
-pytestmark = pytest.mark.apps
+pytestmark = [pytest.mark.apps, pytest.mark.usefixtures("deltas_at_any_cost")]
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "trainer.py"
 

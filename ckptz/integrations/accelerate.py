@@ -23,8 +23,10 @@ from accelerate.utils import DistributedType
 
 from ckptz.errors import UnsupportedError
 from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, on_host, read_newest
+from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
 from ckptz.store.resolve import SUFFIX
+from ckptz.store.step_files import Kept
 
 TESTED: Final = ((1, 15), (1, 15))  # first and last accelerate that tests/test_accelerate.py ran with
 warn_untested("accelerate", accelerate.__version__, TESTED)
@@ -50,7 +52,12 @@ class Registration:
 
     def chain(self, i: int) -> Chain:
         """Give the files of the i-th model."""
-        return self._chains.setdefault(i, Chain(self.options))
+        if i not in self._chains:
+            settings = self._accelerator.project_configuration
+            limit = settings.total_limit if settings.automatic_checkpoint_naming else None
+            kept = None if limit is None else Kept(last=max(1, limit))
+            self._chains[i] = Chain(self.options, RunFiles(kept))
+        return self._chains[i]
 
     def save(self, models: Sequence[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Write the models and take them from what accelerate writes."""

@@ -37,6 +37,7 @@ from ckptz.integrations.dcp_index import (
 from ckptz.integrations.dcp_plan import Gathered, Held, Orders, code_of, layout_of, whole_tensors
 from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, drop_unneeded, residuals_of
 from ckptz.integrations.merging import TIMEOUT, merged_guides, own_group
+from ckptz.integrations.run_files import RunFiles
 from ckptz.store.resolve import SUFFIX
 
 SHARD_PREFIX: Final = "shard-"
@@ -57,6 +58,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         group: gloo group for the sketches; used by nothing else at the same time.
         timeout: of the group that the constructor makes.
         exact: write what lossy files lose too, as residuals beside them, by which the folder is read.
+        files: what this rank knows of the run's files, for those who save often.
 
     Raises:
         ConfigError: `KMeans` by sensitivity, which is not known of whole tensors.
@@ -71,12 +73,13 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         group: dist.ProcessGroup | None = None,
         timeout: timedelta = TIMEOUT,
         exact: bool = False,
+        files: RunFiles | None = None,
     ) -> None:
         super().__init__()
         options = replace(options, exact=int(exact))
         self._options, self._folder = options, None if path is None else Path(path)
         self._base = None if base is None else Path(base)
-        self._rank, self._group = 0, group
+        self._rank, self._group, self._files = 0, group, files
         if options.config.fits_whole_tensors:
             options.config.of_parts()
             self._group = group or own_group(timeout)
@@ -162,7 +165,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         if options.config.fits_whole_tensors:
             # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
             options = replace(options, config=options.config.of_parts())
-        chain = Chain(options)
+        chain = Chain(options, self._files)
         if self._base is not None and not orders.is_anchor:
             name = read_index(self._base).file_of(self._rank)
             if name is not None:

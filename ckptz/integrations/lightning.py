@@ -45,7 +45,8 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
 
     Args:
         config: what files may lose; nothing by default.
-        anchor_every: every so many saves a file needs no other; 1 to 64.
+        anchor_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
+            where old files go so soon that less disk is taken without.
         exact: so many newest checkpoints come back bit for bit though `config` is lossy.
         jobs: threads, all cores by default.
 

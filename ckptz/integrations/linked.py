@@ -41,6 +41,7 @@ from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, named
 from ckptz.integrations.plain_types import from_plain, to_plain
+from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import checked
@@ -70,7 +71,8 @@ class ChainOptions:
 
     Attributes:
         config: what files may lose; nothing by default.
-        anchor_every: every so many saves a file needs no other; 1 to 64. 1 stores no deltas.
+        anchor_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
+            where old files go so soon that less disk is taken without. 1 stores no deltas.
         exact: so many newest files come back bit for bit where they are lossy; 0 saves the writes for that.
         jobs: threads, all cores by default.
     """
@@ -100,20 +102,22 @@ def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ())
 
 
 class Chain:
-    """Writes the files of one run, each against the newest of those before it that is still there.
+    """Writes the files of one run, each as an anchor or against an earlier one that is still there.
 
     Threads may share it; files are written one at a time. Nothing is deleted while one is written, and where
     another thread than the one that writes asks for it, the newest file stays until the next is whole.
 
     Args:
         options: how.
+        files: what is known of the run's files, above all how long they stay.
 
     Attributes:
         notes: what the user should know of the file that was written last, and of what was removed since.
     """
 
-    def __init__(self, options: ChainOptions = DEFAULTS) -> None:
+    def __init__(self, options: ChainOptions = DEFAULTS, files: RunFiles | None = None) -> None:
         self.options = options
+        self._files = RunFiles() if files is None else files
         self.notes: tuple[str, ...] = ()
         self._saved: list[Path] = []  # oldest first
         self._unwanted: list[Path] = []  # to be deleted
@@ -166,13 +170,17 @@ class Chain:
             with contextlib.ExitStack() as held:
                 if (found := self._linked_base(path, held)) is not None:
                     base, ref = found
-                    return self._publish(path, replace(job, base=ref, bases=base.tensors))
+                    written = self._publish(path, replace(job, base=ref, bases=base.tensors))
+                    self._files.add(path, written, base)
+                    return written
         except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
             self.notes = (f"stored as an anchor, because the base cannot be read: {error}",)
-        return self._publish(path, job)
+        written = self._publish(path, job)
+        self._files.add(path, written, None)
+        return written
 
     def _linked_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, BaseRef] | None:
-        """Open the newest file that is still there, and give it a name in the new one's folder."""
+        """Open what takes the least disk in the end, and give it a name in the new one's folder."""
         try:
             for candidate in reversed(self._saved):
                 if candidate == path.absolute():
@@ -182,8 +190,11 @@ class Chain:
                     break
             else:
                 return None
-            if base.depth + 1 >= self.options.anchor_every:
+            found = self._files.base_of_next(path, base, self.options.anchor_every)
+            if found is None or base.depth - found + 1 >= self.options.anchor_every:
                 return None
+            if found:
+                base = held.enter_context(contextlib.closing(open_checkpoint(base.files[found].name)))
             if names := link_chain(base, path.parent):
                 return base, BaseRef(base.content_id(), names[0], base.depth + 1)
         except OSError as error:  # the framework deletes it, or a disk fails, while it is looked at

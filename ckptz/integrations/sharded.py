@@ -40,8 +40,10 @@ from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.integrations.linked import DEFAULTS, EXACT, ChainOptions
 from ckptz.integrations.merging import TIMEOUT, own_group
+from ckptz.integrations.run_files import RunFiles
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import SUFFIX
+from ckptz.store.step_files import Kept
 from ckptz.training.rng import random_state, set_random_state
 
 __all__ = ["ShardedCheckpointer"]
@@ -88,6 +90,7 @@ class ShardedCheckpointer:
         self._folder, self._model, self._extra = Path(directory), model, dict(extra or {})
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._options, self._keep_last, self._is_background = options, keep_last, background
+        self._files = RunFiles(Kept(last=keep_last))
         self._group = own_group(timeout)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._n_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -114,7 +117,9 @@ class ShardedCheckpointer:
         if self._rank == 0 and path.exists():  # of a save that was cut off
             shutil.rmtree(path)
         exact = self._options.exact != 0
-        writer = CkptzStorageWriter(path, options=self._options, base=base, group=self._group, exact=exact)
+        writer = CkptzStorageWriter(
+            path, options=self._options, base=base, group=self._group, exact=exact, files=self._files
+        )
         if self._is_background:
             saving = async_save(
                 self._state(), storage_writer=writer, process_group=self._group, no_dist=self._n_ranks == 1

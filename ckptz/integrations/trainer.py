@@ -36,10 +36,12 @@ from ckptz.integrations.linked import (
     read_newest,
     read_state,
 )
+from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
 from ckptz.pipeline import Job
 from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX
+from ckptz.store.step_files import Kept
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.state import check_optimizers_fit, check_training, load_optimizers, optimizer_state
 
@@ -90,7 +92,8 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         super().__init__(*args, **kwargs)
         _check_plain(self)
         self._ckptz = ckptz
-        self._ckptz_chains = {name: Chain(ckptz) for name in (MODEL_NAME, STATE_NAME)}
+        kept = _kept(self.args)
+        self._ckptz_chains = {name: Chain(ckptz, RunFiles(kept)) for name in (MODEL_NAME, STATE_NAME)}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a model as Trainer does; a checkpoint's weights become model.ckptz."""
@@ -163,6 +166,14 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             super()._load_rng_state(checkpoint)
             return
         set_random_state(read_state(path, 1).get("rng"))
+
+
+def _kept(args: Any) -> Kept:
+    """How long checkpoints stay."""
+    limit, is_best_kept = args.save_total_limit, args.load_best_model_at_end
+    if limit is None or limit < 1:
+        return Kept()
+    return Kept(last=max(1, limit - is_best_kept), best=int(is_best_kept))
 
 
 def _check_plain(trainer: Any) -> None:

@@ -24,7 +24,7 @@ from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.pages.notebook import Shown
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import Path_
-from ckptz.store.step_files import FileFacts, Listing, StepFile
+from ckptz.store.step_files import FileFacts, Kept, Kind, Listing, StepFile
 from ckptz.store.steps import StepStore
 
 
@@ -95,10 +95,26 @@ class KeepPolicy(KeepRules):
         if self.exact is not None and self.exact < 0:
             raise ConfigError(f"exact must be 0 or more, or None to keep all, got {self.exact}")
 
+    @property
+    def by_kind(self) -> dict[Kind, Kept]:
+        """How long files of each kind stay, for those who weigh what a new one is stored against."""
+        both = (self,) if self.weights is None else (self, self.weights)
+        return {"weights": _kept(*both), "state": _kept(self)}
+
     def heads(self, steps: Iterable[int]) -> set[int]:
         """Choose those of the steps that stay which also stay exact."""
         ascending = sorted(steps)
         return set(ascending if self.exact is None else ascending[max(0, len(ascending) - self.exact) :])
+
+
+def _kept(*rules: KeepRules) -> Kept:
+    """How long the files stay that any of the rules keeps."""
+    lasts = [rule.last for rule in rules]
+    return Kept(
+        last=None if None in lasts else max(last for last in lasts if last is not None),
+        every=tuple(rule.every for rule in rules if rule.every is not None),
+        best=sum(rule.best for rule in rules),
+    )
 
 
 KEEP_ALL: Final = KeepPolicy(last=None, exact=None)

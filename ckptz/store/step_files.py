@@ -3,21 +3,73 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal
 
 from ckptz.container.publish import TEMPORARY_SUFFIX
 
 Kind = Literal["weights", "state"]
+KINDS: Final[tuple[Kind, ...]] = ("weights", "state")
 OWNER: Final = "step-"  # begins the names of temporary files
 METRIC_KEY: Final = "metric"  # in the metadata of weights
 POSITION_KEY: Final = "since_anchor"  # in the metadata of both
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
 EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file
 MAX_STEP: Final = (1 << 63) - 1
+ENDLESS: Final = 1 << 30  # saves: for ever
 _NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact)?\.ckptz")
 _HIDDEN: Final = ".hidden"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How long the files of a kind stay, as far as this is known before.
+
+    Attributes:
+        last: so many newest; None for all.
+        every: steps that are multiples of one of these stay for ever.
+        best: so many others stay, whichever.
+    """
+
+    last: int | None = None
+    every: tuple[int, ...] = ()
+    best: int = 0
+
+    def stays(self, steps: Sequence[int]) -> list[int]:
+        """Count for each of the steps that stay, ascending, the coming saves that leave it."""
+        if self.last is None:
+            return [ENDLESS] * len(steps)
+        ages = range(len(steps), 0, -1)
+        beyond = (
+            ENDLESS if self.best else 0
+        )  # what is neither among the last nor a multiple is one of the best
+        return [
+            ENDLESS if self._is_multiple(step) else beyond if age > self.last else self.last - age
+            for step, age in zip(steps, ages, strict=True)
+        ]
+
+    def stays_of(self, steps: Sequence[int], n_saves: int, anchor_every: int) -> list[int]:
+        """Tell for each coming save which later one removes its file, counted like these from 0.
+
+        Steps go on as they came last. The best are taken to be those that cost most: far from one another,
+        each the last before an anchor.
+        """
+        if self.last is None:
+            return [ENDLESS] * n_saves
+        newest, before = (0, 0, *steps)[-1:-3:-1]
+        stays = [i + self.last for i in range(n_saves)]
+        for i in range(n_saves):
+            if self._is_multiple(newest + (i + 1) * max(1, newest - before)):
+                stays[i] = ENDLESS
+        interval = anchor_every * -(-self.last // anchor_every)
+        for i in range(interval - 1, n_saves if self.best else 0, interval):
+            stays[i] = max(stays[i], i + self.last + self.best * interval)
+        return stays
+
+    def _is_multiple(self, step: int) -> bool:
+        return any(step % n == 0 for n in self.every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +85,21 @@ class ChainRule:
     Attributes:
         anchor_every: the file after position anchor_every - 1 is an anchor.
         is_forked: see above.
+        is_flat: each is stored against the anchor.
+        kept: how long files stay; with it, each is weighed before the rule holds, see weigh.py.
     """
 
     anchor_every: int
     is_forked: bool
+    is_flat: bool = False
+    kept: Mapping[Kind, Kept] | None = field(default=None, hash=False)
 
     def base_of(self, position: int) -> int | None:
         """Give the position of the base; None for an anchor."""
         if not 0 < position < self.anchor_every:
             return None
+        if self.is_flat:
+            return 0
         return position & (position - 1) if self.is_forked else position - 1
 
     @property
@@ -102,6 +160,7 @@ class FileFacts:
         metric: of weights, as given to `save`.
         weights: of state: content id of the weights that it goes with.
         exact_of: of a residual: content id of the lossy file that it makes exact.
+        tensor_bytes: of its tensors, uncompressed.
     """
 
     content_id: str
@@ -111,6 +170,7 @@ class FileFacts:
     metric: float | None
     weights: str | None
     exact_of: str | None
+    tensor_bytes: int
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +26,11 @@ from typing import BinaryIO, Final, Protocol
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.amend import amend_metadata
+from ckptz.container.index import Index
 from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, make_folder, publish_together
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
+from ckptz.dtypes import dtype_of
 from ckptz.errors import (
     CkptzError,
     ConfigError,
@@ -43,6 +46,7 @@ from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, o
 from ckptz.store.spool import Spool
 from ckptz.store.step_files import (
     EXACT_OF_KEY,
+    KINDS,
     MAX_STEP,
     METRIC_KEY,
     OWNER,
@@ -54,6 +58,7 @@ from ckptz.store.step_files import (
     Listing,
     StepFile,
 )
+from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
 
 ABANDONED_SECONDS: Final = 3600.0
 
@@ -120,6 +125,9 @@ class StepStore:
         self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
         self._facts: dict[StepFile, tuple[int, FileFacts]] = {}
+        self._written: dict[Kind, deque[tuple[int, int]]] = {
+            kind: deque(maxlen=N_REMEMBERED) for kind in KINDS
+        }
         self._lock: Lock | None = None
         self._spool: Spool | None = None
 
@@ -177,10 +185,11 @@ class StepStore:
                 content_id=index.content_id,
                 base=None if base is None else base.file,
                 base_id=None if base is None else base.content_id,
-                position=0 if base is None else _whole(metadata.get(POSITION_KEY), index.depth),
+                position=_position(index),
                 metric=_number(metadata.get(METRIC_KEY)),
                 weights=metadata.get(WEIGHTS_KEY),
                 exact_of=metadata.get(EXACT_OF_KEY),
+                tensor_bytes=sum(dtype_of(one.dtype).n_bytes(one.shape) for one in index.tensors),
             )
 
     # --- reading --------------------------------------------------------------------------------
@@ -333,11 +342,14 @@ class StepStore:
         self, kind: Kind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
     ) -> Written:
         with self.base(kind, rule, notes) as (base, position):
-            if base is None:
-                return encode(sink, None, 0)
             try:
-                return encode(sink, base, position)
+                written = encode(sink, base, position)
+                reach = 0 if base is None else position - _position_of(base)
+                self._written[kind].append((reach, written.stored_bytes))
+                return written
             except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
+                if base is None:
+                    raise
                 notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
         sink.seek(0)
         sink.truncate()
@@ -376,6 +388,7 @@ class StepStore:
             return None, 0
         newest = StepFile(steps[-1], kind)
         position = self.facts(newest, listing.sizes[newest]).position + 1
+        rule = weighed_in_folder(kind, rule, listing, self._known(listing), self._written[kind])
         wanted = rule.base_of(position)
         if wanted is None:
             return None, 0
@@ -383,6 +396,14 @@ class StepStore:
             if file in listing.sizes and self.facts(file, listing.sizes[file]).position <= wanted:
                 return file, position
         return newest, position
+
+    def _known(self, listing: Listing) -> dict[StepFile, FileFacts]:
+        """What those files say of themselves that can be read."""
+        known = {}
+        for file, n_bytes in listing.sizes.items():
+            with contextlib.suppress(Exception):  # stores behind URLs have errors of their own
+                known[file] = self.facts(file, n_bytes)
+        return known
 
     def _upload(self, *files: StepFile) -> None:
         """Bring finished files to a remote store, and keep here only what the next step is stored against."""
@@ -440,6 +461,14 @@ def _write_exact(
             with files.file(folder / file.exact.name) as sink, base as opened:
                 exact[file.exact] = encode(file.kind, sink, opened, metadata)
     return exact
+
+
+def _position_of(file: Checkpoint) -> int:
+    return 0 if file.container is None else _position(file.container.index)
+
+
+def _position(index: Index) -> int:
+    return 0 if index.base is None else _whole((index.metadata or {}).get(POSITION_KEY), index.depth)
 
 
 def _whole(text: str | None, default: int) -> int:

@@ -125,8 +125,9 @@ class Checkpointer:
             (scheduler, scaler, data loader), a dict of plain values and tensors, a `torch.Generator`.
         every: `maybe_save` saves steps that are multiples of this.
         keep: which steps stay, and which stay exact; see `KeepPolicy`.
-        anchor_every: every so many saves a file needs no other; 1 to 64. Between them, files hold what
-            changed since an earlier save: the one before, or without loss one of the anchor's branches.
+        anchor_every: at least every so many saves a file needs no other; 1 to 64. Between them, files hold
+            what changed since an earlier save: the one before, or one of the anchor's branches. More of them
+            need no other where old steps go so soon that less disk is taken without; 1 stores no deltas.
         restores: how often the run will restart from steps that lost something; steps of grids follow, and
             are made finer again each time that as many restarts are used up. By default 10 if no step is kept
             exact, else none. With a budget it says nothing: that is kept by every file.
@@ -198,7 +199,7 @@ class Checkpointer:
         self._on_save = on_save
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
         is_lossless = not config.is_lossy and budget is None
-        self._rule = ChainRule(anchor_every, is_forked=is_lossless)
+        self._rule = ChainRule(anchor_every, is_forked=is_lossless, kept=keep.by_kind)
         self._restore_jobs = jobs or default_jobs()
         self._jobs = jobs or (max(1, default_jobs() // BACKGROUND_SHARE) if background else default_jobs())
         self._store = StepStore(directory)

@@ -1,0 +1,137 @@
+"""What is there of a run's linked files, which frameworks delete as they like, to weigh what the next needs.
+
+A file is known by its inode, whatever names it has and had. Knows no framework.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptz.container.writer import Written
+from ckptz.store import weigh
+from ckptz.store.resolve import Checkpoint
+from ckptz.store.step_files import ChainRule, Kept
+from ckptz.store.weigh import N_REMEMBERED, Estimate, Held
+
+Inode = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    n_bytes: int
+    position: int  # files written between its anchor and it
+    base: Inode | None
+
+
+class RunFiles:
+    """The files of a run.
+
+    Args:
+        kept: how long files stay; None if that is not known. Then all are taken to stay until one is gone,
+            and from then on as many as there are.
+    """
+
+    def __init__(self, kept: Kept | None = None) -> None:
+        self._kept = kept
+        self._files: dict[Inode, _File] = {}  # bases before what is stored against them
+        self._saved: dict[Path, Inode] = {}  # oldest first
+        self._written: deque[tuple[int, int]] = deque(maxlen=N_REMEMBERED)
+        self._is_any_gone = False
+
+    def base_of_next(self, path: Path, newest: Checkpoint, anchor_every: int) -> int | None:
+        """Choose what the next file is stored against.
+
+        Args:
+            path: where it will be.
+            newest: the newest file that is still there, open.
+            anchor_every: anchors get no further apart.
+
+        Returns:
+            The index in the newest file's chain; None for an anchor.
+
+        Raises:
+            OSError: a file of the chain is not there any more.
+        """
+        chain = self._learn(newest)
+        self._saved.setdefault(Path(newest.files[0].name), chain[0])  # of a process before this one
+        held, kept = self._held(path.absolute(), chain[0])
+        plain = sum(source.dtype.n_bytes(source.shape) for source in newest.tensors.values())
+        known = [(self._reach(file), file.n_bytes) for file in self._files.values()]
+        estimate = Estimate((*known, *self._written), plain)
+        rule = weigh.weighed(ChainRule(anchor_every, is_forked=False), held, kept, (), estimate)
+        wanted = rule.base_of(self._files[chain[0]].position + 1)
+        if wanted is None:
+            return None
+        return next((i for i, file in enumerate(chain) if self._files[file].position <= wanted), 0)
+
+    def _reach(self, file: _File) -> int:
+        return 0 if file.base is None else file.position - self._files[file.base].position
+
+    def add(self, path: Path, written: Written, base: Checkpoint | None) -> None:
+        """Take note of a file that was written.
+
+        Args:
+            path: where it is.
+            written: its size.
+            base: what it is stored against; None for an anchor.
+        """
+        path = path.absolute()
+        newest = next(reversed(self._saved.values()), None)
+        self._is_any_gone |= self._saved.pop(path, None) is not None
+        against = None if base is None else self._learn(base)[0]
+        position = 0
+        if against is not None:
+            before = self._files.get(newest) if newest is not None else None
+            position = 1 + max(self._files[against].position, 0 if before is None else before.position)
+        file = _File(written.stored_bytes, position, against)
+        inode = _inode(path)
+        self._files.pop(inode, None)  # of a file that is gone
+        self._files[inode] = file
+        self._saved[path] = inode
+        self._written.append((self._reach(file), file.n_bytes))
+
+    def _learn(self, opened: Checkpoint) -> list[Inode]:
+        """Take note of the files of a chain, nearest first."""
+        paths = [Path(file.name) for file in opened.files]
+        chain = [_inode(path) for path in paths]
+        for i in reversed(range(len(chain))):
+            if chain[i] not in self._files:
+                base = chain[i + 1] if i + 1 < len(chain) else None
+                position = 0 if base is None else self._files[base].position + 1
+                self._files[chain[i]] = _File(paths[i].stat().st_size, position, base)
+        return chain
+
+    def _held(self, path: Path, newest: Inode) -> tuple[list[Held], Kept]:
+        """What is there less what is about to be replaced, the newest last; how long it stays."""
+        there = {place: file for place, file in self._saved.items() if _is_there(place, file)}
+        self._is_any_gone |= len(there) < len(self._saved)
+        self._saved = there
+        seen = [file for place, file in there.items() if place != path and file != newest] + [newest]
+        kept = self._kept or Kept(last=len(seen) if self._is_any_gone else None)
+        needed = set(seen)
+        for inode in reversed(self._files):
+            if inode in needed and (base := self._files[inode].base) is not None:
+                needed.add(base)
+        self._files = {inode: file for inode, file in self._files.items() if inode in needed}
+        order = sorted(self._files, key=lambda inode: inode == newest)
+        stays = dict(zip(seen, kept.stays(range(1, len(seen) + 1)), strict=True))
+        held = []
+        for inode in order:
+            file = self._files[inode]
+            base = None if file.base is None else order.index(file.base)
+            held.append(Held(file.n_bytes, file.position, base, stays.get(inode, 0)))
+        return held, kept
+
+
+def _inode(path: Path) -> Inode:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _is_there(path: Path, inode: Inode) -> bool:
+    try:
+        return _inode(path) == inode
+    except OSError:
+        return False

@@ -1,0 +1,234 @@
+"""Weighs what the next file of a run is stored against: what takes least disk, and no more than plain files.
+
+A delta is smaller than an anchor, but what it is stored against must stay for as long as it does. Which of
+the two is less depends on how long the keep rules leave files, on how large deltas are, and on how far back
+they reach. So some ways to go on are played through for the next saves, each a `ChainRule`: anchors alone,
+anchors in shorter intervals than asked for, deltas against the anchor instead of a later file. Those that
+would at some moment take more room than whole uncompressed files are left out, and where nobody knows which
+files stay, those in which one file with all that it needs would. Of the rest, the smallest mean is taken.
+
+How large a file will be is not known before it is encoded. It is taken from those that are there and those
+that were written before: so a first delta is written where it may pay, and where it then does not, the next
+file is an anchor. Numbers go in and a rule comes out: nothing here reads or writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Final
+
+from ckptz.store.step_files import ChainRule, FileFacts, Kept, Kind, Listing, StepFile
+
+N_REMEMBERED: Final = 64  # written files whose sizes count
+N_AHEAD: Final = 32  # saves that are played through; more where anchors are further apart
+N_ALIKE: Final = 4  # newest files of a distance, of which the largest tells the size of the next
+HOPED: Final = 1 / 4  # of an anchor, for a delta before there was one
+INTERVALS: Final = (2, 4, 8, 16, 32)
+
+Sizes = Iterable[
+    tuple[int, int]
+]  # (saves that a file reaches back, 0 for an anchor; its bytes), oldest first
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A file that is there.
+
+    Attributes:
+        n_bytes: its size.
+        position: files written between its anchor and it; 0 for an anchor.
+        base: index of what it is stored against among the files that are there; None for an anchor.
+        stays: so many coming saves leave it by the rules; 0 if it is there only because others need it.
+    """
+
+    n_bytes: int
+    position: int
+    base: int | None
+    stays: int
+
+
+class Estimate:
+    """How large files will be.
+
+    Args:
+        sizes: of files that are there or were.
+        plain: bytes of a whole uncompressed file, which an anchor is taken for before there was one.
+    """
+
+    def __init__(self, sizes: Sizes, plain: int) -> None:
+        self.plain = plain
+        alike: dict[int, list[int]] = {}
+        for distance, n_bytes in sizes:
+            alike.setdefault(distance, []).append(n_bytes)
+        largest = {distance: max(found[-N_ALIKE:]) for distance, found in sorted(alike.items())}
+        self.anchor = largest.pop(0, plain)
+        self._deltas = largest
+        self._growth = 0.0  # bytes for every doubling of the distance
+        if len(largest) > 1:
+            (near, least), *_, (far, most) = largest.items()
+            self._growth = max(0.0, (most - least) / math.log2(far / near))
+
+    def delta(self, distance: int) -> float:
+        """Give the bytes of a delta that reaches so many saves back."""
+        if not self._deltas:
+            return HOPED * self.anchor
+        near = max((known for known in self._deltas if known <= distance), default=min(self._deltas))
+        growth = self._growth * math.log2(max(1.0, distance / near))
+        return min(self._deltas[near] + growth, max(self.anchor, self._deltas[near]))
+
+
+def weighed(
+    rule: ChainRule, held: Sequence[Held], kept: Kept, steps: Sequence[int], estimate: Estimate, rest: int = 0
+) -> ChainRule:
+    """Choose what the next file is stored against.
+
+    Args:
+        rule: what was asked for; anchors get no further apart than it says.
+        held: the files that are there, bases before what is stored against them; the last is the newest.
+        kept: how long files stay.
+        steps: those that are there, ascending, which tell what steps will come.
+        estimate: how large files will be.
+        rest: bytes that are there whatever is chosen.
+
+    Returns:
+        The same rule, one with anchors closer to one another, or one whose deltas reach further back.
+    """
+    if kept.last is None and estimate.delta(1) < estimate.anchor:
+        return rule  # nothing goes, so nothing stays for others
+    n_ahead = max(N_AHEAD, rule.anchor_every)
+    past = _Past.of(held, n_ahead, rest)
+    alone = ChainRule(1, rule.is_forked)
+    shapes = (rule, replace(rule, is_flat=True))
+    intervals = [rule.anchor_every, *(n for n in INTERVALS if n < rule.anchor_every)]
+    ways = [alone, *(replace(shape, anchor_every=n, kept=None) for n in intervals for shape in shapes)]
+    best, limit = (alone, math.inf), 0.0
+    for way in ways:
+        stays = kept.stays_of(steps, n_ahead, way.anchor_every)
+        mean, excess, largest = _outlook(way, past, stays, estimate)
+        if way is alone:
+            limit = max(0.0, excess)
+        elif kept.best and largest > estimate.plain:
+            continue
+        if excess <= limit and mean < best[1]:
+            best = way, mean
+    return best[0]
+
+
+def weighed_in_folder(
+    kind: Kind, rule: ChainRule, listing: Listing, facts: Mapping[StepFile, FileFacts], written: Sizes
+) -> ChainRule:
+    """Choose what the next file of a kind in a folder of steps is stored against.
+
+    Args:
+        kind: which; there is a newest file of it.
+        rule: what was asked for.
+        listing: what is there.
+        facts: of those files that can be read.
+        written: of those that this process wrote.
+    """
+    if rule.kept is None:
+        return rule
+    kept, steps = rule.kept[kind], listing.steps_of(kind)
+    files = sorted(file for file in listing.sizes if file.kind == kind and not file.is_exact)
+    files = [file for file in files if file.step <= steps[-1]]
+    stays = dict(zip(steps, kept.stays(steps), strict=True))
+    held: list[Held] = []
+    found: list[tuple[int, int]] = []
+    for file in files:
+        fact, n_bytes = facts.get(file), listing.sizes[file]
+        named = None if fact is None or fact.base is None else StepFile.parse(fact.base)
+        base = files.index(named) if named in files[: len(held)] else None
+        held.append(Held(n_bytes, 0 if fact is None else fact.position, base, stays.get(file.step, 0)))
+        if fact is not None and (base is not None or fact.base is None):
+            found.append((0 if base is None else fact.position - held[base].position, n_bytes))
+    plain = facts[files[-1]].tensor_bytes
+    rest = sum(n_bytes for file, n_bytes in listing.sizes.items() if file.kind == kind and file.is_exact)
+    return weighed(rule, held, kept, steps, Estimate((*found, *written), plain), rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What is there, as far as the coming saves change it.
+
+    Attributes:
+        chain: of the newest file, anchor first: (bytes, position, the save that removes it).
+        taken: by save, by how many bytes all others change what is taken.
+        plain: by save, by how many files what is kept changes.
+    """
+
+    chain: tuple[tuple[int, int, int], ...]
+    taken: tuple[float, ...]
+    plain: tuple[int, ...]
+
+    @classmethod
+    def of(cls, held: Sequence[Held], n_saves: int, rest: int) -> _Past:
+        taken, plain = [0.0] * (n_saves + 1), [0] * (n_saves + 1)
+        taken[0] = rest
+        gone = [file.stays for file in held]
+        for i in reversed(range(len(held))):
+            base = held[i].base
+            if base is not None:
+                gone[base] = max(gone[base], gone[i])
+        chain, newest = [], len(held) - 1 if held else None
+        while newest is not None:
+            chain.append(newest)
+            newest = held[newest].base
+        for i, file in enumerate(held):
+            _add(plain, 0, file.stays, 1)
+            if i not in chain:
+                _add(taken, 0, gone[i], file.n_bytes)
+        of_chain = tuple((held[i].n_bytes, held[i].position, gone[i]) for i in reversed(chain))
+        return cls(of_chain, tuple(taken), tuple(plain))
+
+
+def _add(changes: list[Any], born: int, gone: int, size: float) -> None:
+    if gone > born:
+        changes[born] += size
+        changes[min(gone, len(changes) - 1)] -= size
+
+
+def _outlook(
+    rule: ChainRule, past: _Past, stays: Sequence[int], estimate: Estimate
+) -> tuple[float, float, float]:
+    """Play a rule through.
+
+    Args:
+        rule: which.
+        past: what is there.
+        stays: of each coming file, the number of the save that removes it; the next is 0.
+        estimate: how large they will be.
+
+    Returns:
+        The bytes that it takes on average over the coming saves, the most over plain files, and the most that
+        a new delta takes with all that it needs.
+    """
+    largest = 0.0
+    taken, plain = list(past.taken), list(past.plain)
+    chain: list[list[Any]] = [
+        [size, position, 0, gone] for size, position, gone in past.chain
+    ]  # of the newest file
+    for i, until in enumerate(stays):
+        position = chain[-1][1] + 1 if chain else 0
+        wanted = rule.base_of(position)
+        n_left = (
+            0 if wanted is None else next(n for n in range(len(chain), 0, -1) if chain[n - 1][1] <= wanted)
+        )
+        for size, _, born, gone in chain[n_left:]:  # nothing new is stored against these
+            _add(taken, born, gone, size)
+        del chain[n_left:]
+        for file in chain:
+            file[3] = max(file[3], until)
+        size = estimate.delta(position - chain[-1][1]) if chain else estimate.anchor
+        chain.append([size, position if n_left else 0, i, until])
+        if n_left:
+            largest = max(largest, sum(file[0] for file in chain))
+        _add(plain, i, until, 1)
+    for size, _, born, gone in chain:
+        _add(taken, born, gone, size)
+    bytes_taken = list(accumulate(taken[:-1]))
+    whole = accumulate(plain[:-1])
+    excess = max(a - estimate.plain * n for a, n in zip(bytes_taken, whole, strict=True))
+    return sum(bytes_taken) / len(bytes_taken), excess, largest

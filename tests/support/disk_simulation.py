@@ -1,0 +1,130 @@
+"""A folder of steps without files: sizes by a formula, all else as `StepStore` and `prune` decide it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ckptz import KeepPolicy
+from ckptz.store.retention import _decide
+from ckptz.store.step_files import ChainRule, FileFacts, Kind, Listing, StepFile
+from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
+
+PLAIN: Final = 10_000  # bytes of a whole file, uncompressed
+KIND: Final[Kind] = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run: how files are kept, how large they are, and how often they are saved.
+
+    Attributes:
+        keep: arguments of `KeepPolicy`.
+        anchor: size of an anchor, as a share of a plain file.
+        delta: of a delta against the save before, as a share of an anchor.
+        growth: of a delta for every doubling of its distance, the same.
+        jump: from this save on deltas are three times as large; None for never.
+        n_saves: saves.
+        rule: what is asked for.
+        seed: of the metrics and of what varies.
+    """
+
+    keep: dict[str, Any]
+    anchor: float
+    delta: float
+    growth: float
+    jump: int | None
+    n_saves: int
+    rule: ChainRule
+    seed: int
+
+    def n_bytes(self, save: int, distance: int, rng: random.Random) -> int:
+        """Give the size of a file that reaches so many saves back, 0 for an anchor."""
+        if distance == 0:
+            return round(PLAIN * self.anchor)
+        delta = self.delta if self.jump is None or save < self.jump else 3 * self.delta
+        share = min(1.0, delta + self.growth * math.log2(distance)) * rng.uniform(0.97, 1.0)
+        return round(PLAIN * self.anchor * share)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a run, before or after old files were removed: bytes on disk, and those of plain files."""
+
+    taken: int
+    plain: int
+
+
+KEEPS: Final[tuple[dict[str, Any], ...]] = (
+    *({"last": n} for n in (1, 2, 3, 5, 10, 20, None)),
+    *({"last": 1, "every": 50}, {"last": 3, "every": 30}, {"last": 3, "every": 70}),
+    *({"last": 1, "best": 1}, {"last": 2, "best": 2}, {"last": 5, "best": 3}),
+    {"last": 3, "best": 1, "every": 100},
+)
+
+
+def cases(n: int) -> Iterator[Case]:
+    """Draw cases, the same at every call; every keep rule comes as often."""
+    rng = random.Random(1)
+    for seed in range(n):
+        yield Case(
+            keep=KEEPS[seed % len(KEEPS)],
+            anchor=rng.choice([1.0, 0.95, 0.82, 0.5, 0.2, 0.1]),
+            delta=rng.choice([0.02, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.99]),
+            growth=rng.choice([0.0, 0.01, 0.03, 0.1]),
+            jump=rng.choice([None, 5, 10]),
+            n_saves=rng.choice([6, 10, 24]),
+            rule=ChainRule(rng.choice([4, 16, 16, 32]), rng.random() < 0.5),
+            seed=seed,
+        )
+
+
+Weigh = Callable[..., ChainRule]
+
+
+def moments(case: Case, weigh: Weigh = weighed_in_folder) -> list[Moment]:
+    """Play a case through, a step every ten."""
+    policy, rng = KeepPolicy(**case.keep), random.Random(case.seed)
+    rule = replace(case.rule, kept=policy.by_kind)
+    sizes: dict[StepFile, int] = {}
+    facts: dict[StepFile, FileFacts] = {}
+    hidden: frozenset[StepFile] = frozenset()
+    written: list[tuple[int, int]] = []
+    found = []
+    for save in range(1, case.n_saves + 1):
+        step, base, position = 10 * save, None, 0
+        listing = Listing(dict(sizes), hidden, ())
+        if steps := listing.steps_of(KIND):
+            chosen = weigh(KIND, rule, listing, facts, written)
+            newest = StepFile(steps[-1], KIND)
+            wanted = chosen.base_of(facts[newest].position + 1)
+            if wanted is not None:
+                base, position = newest, facts[newest].position + 1
+                while facts[base].position > wanted:
+                    base = StepFile.parse(facts[base].base or "")
+        distance = 0 if base is None else position - facts[base].position
+        n_bytes = case.n_bytes(save, distance, rng)
+        written = [*written, (distance, n_bytes)][-N_REMEMBERED:]
+        for file, size, against in (
+            (StepFile(step, KIND), n_bytes, base),
+            (StepFile(step, "state"), 0, None),
+        ):
+            name, of = (None, None) if against is None else (against.name, against.name)
+            metric = rng.random() if "best" in case.keep else None
+            sizes[file] = size
+            facts[file] = FileFacts(file.name, name, of, position, metric, None, None, PLAIN)
+        found.append(_moment(sizes, hidden))
+        kept, hidden_now, _ = _decide(Listing(dict(sizes), hidden, ()), facts, {}, policy)
+        hidden = frozenset(hidden_now)
+        sizes = {file: size for file, size in sizes.items() if file in kept | hidden}
+        facts = {file: facts[file] for file in sizes}
+        found.append(_moment(sizes, hidden))
+    return found
+
+
+def _moment(sizes: dict[StepFile, int], hidden: frozenset[StepFile]) -> Moment:
+    seen = [file for file in sizes if file.kind == KIND and file not in hidden]
+    return Moment(sum(sizes.values()), PLAIN * len(seen))
