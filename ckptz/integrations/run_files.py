@@ -120,8 +120,8 @@ class RunFiles:
         held = []
         for inode in order:
             file = self._files[inode]
-            base = None if file.base is None else order.index(file.base)
-            held.append(Held(file.n_bytes, file.position, base, stays.get(inode, 0)))
+            at = None if file.base is None else order.index(file.base)
+            held.append(Held(file.n_bytes, file.position, at, stays.get(inode, 0)))
         return held, kept
 
 
