@@ -42,8 +42,8 @@ CHECKED = {
     "used_class_histogram": "ckptz/transform/classes.py:_labels_of",
     # codes below those of the map, rows below those of its table
     "lookup": "ckptz/codec/decode.py:map_codes",
-    "_add_linear": "ckptz/transform/classes.py:parse",
-    "_add_bits": "ckptz/transform/classes.py:parse",
+    "_add_linear": "ckptz/transform/classes.py:parse_runs",
+    "_add_bits": "ckptz/transform/classes.py:parse_runs",
     # positions below the units of a chunk
     "place": "ckptz/codec/sparse.py:_read_plane",
     "union": "ckptz/codec/sparse.py:_read_plane",
@@ -119,7 +119,7 @@ CALLERS = {
     "unpack_codes": {"encoding/coded.py"},
     "unpack": {"wire/frames.py", "wire/state.py"},
     "take": {"wire/frames.py"},
-    "residual_codes": {"methods/grid.py"},
+    "residual_codes": {"methods/grid.py", "quant/rounding.py"},
     "put": {"wire/frames.py"},
     "mask_at": {"wire/frames.py"},
     "top_mask": {"wire/frames.py", "wire/feedback.py"},

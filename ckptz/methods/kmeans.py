@@ -38,7 +38,7 @@ from ckptz.methods.method import (
     usual_setting,
 )
 from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
-from ckptz.quant.movement import key_of, sampled
+from ckptz.quant.movement import LEAST_OF_CLUSTERS, key_of, sampled
 from ckptz.quant.partitions import Cut, Partitions, fit_partitions
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sensitivity import SensitivitySketch, floats_of
@@ -249,7 +249,7 @@ class LevelQuantizer(Quantizer):
         gaps = (self.levels[1:] - self.levels[:-1]).astype(np.float64)[below]
         places = np.where((share > 0) & (share < 1), (values.astype(np.float64) - decoded) / gaps, np.nan)
         drawn = rounding().thresholds(old, begin, end - begin)[at]
-        return key_of(places, drawn, old, new)
+        return key_of(places, drawn, old, new, LEAST_OF_CLUSTERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from ckptz.kernels.floats import NEAREST
 
 Floats = NDArray[np.float64]
 
-LEAST: Final = 0.02  # c below which nearest levels do; of Lloyd's levels c is at most 0.016 without a restore
+LEAST: Final = 0.02  # c below which nearest levels of a grid do
+LEAST_OF_CLUSTERS: Final = 0.15  # of k-means levels, where c is 0.02 to 0.12 without a restore
 N_SAMPLED: Final = 1 << 16  # of one chunk
 SURE: Final = 4.0  # standard errors
 FARTHEST: Final = 2.0  # steps; what lies beyond counts as this
@@ -29,7 +30,9 @@ def sampled(begin: int, end: int) -> NDArray[np.int64]:
     return np.arange(begin, end, max((end - begin) // N_SAMPLED, 1))[:N_SAMPLED]
 
 
-def key_of(places: Floats, drawn: NDArray[np.float32] | None, old: int, new: int) -> int:
+def key_of(
+    places: Floats, drawn: NDArray[np.float32] | None, old: int, new: int, least: float = LEAST
+) -> int:
     """Choose the key of a delta's thresholds.
 
     Args:
@@ -38,6 +41,7 @@ def key_of(places: Floats, drawn: NDArray[np.float32] | None, old: int, new: int
         drawn: thresholds by which the base's file rounded these elements [n], or None if it does not tell.
         old: their key, or NEAREST.
         new: a key that no file has used.
+        least: coefficient below which nearest levels do.
 
     Returns:
         `old`, `new`, or NEAREST.
@@ -49,7 +53,7 @@ def key_of(places: Floats, drawn: NDArray[np.float32] | None, old: int, new: int
     if drawn is not None and _explained(known, drawn[is_known].astype(np.float64)):
         return old
     coefficient = np.cos(2 * np.pi * known).mean()
-    return new if coefficient > max(LEAST, 3 / np.sqrt(2 * len(known))) else NEAREST
+    return new if coefficient > max(least, 3 / np.sqrt(2 * len(known))) else NEAREST
 
 
 def _explained(places: Floats, drawn: Floats) -> bool:

@@ -191,7 +191,9 @@ def dcp_states(draw: st.DrawFn) -> Drawn:
     """A state as `torch.distributed.checkpoint` saves it: dicts with names, lists, values, tensors."""
     pool = draw(pools())
     slots = st.integers(0, len(pool) - 1).map(Slot)
-    values = slots | slots | SINGLES.filter(lambda value: type(value) is not torch.dtype) | FLOATS | TEXT
+    values = (
+        slots | slots | SINGLES.filter(lambda value: type(value) not in (torch.dtype, bytes)) | FLOATS | TEXT
+    )
     names = TEXT.filter(bool)
     nested = st.recursive(values, lambda inner: st.dictionaries(names, inner) | st.lists(inner), max_leaves=8)
     return Drawn(draw(st.dictionaries(names, nested, min_size=1, max_size=4)), pool)
