@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
-from ckptz import Checkpointer, Grid, KMeans, compress
+from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress
 from ckptz.codec.quant_map import LinearTable
 from ckptz.codec.units import CHUNK_UNITS, ArraySource
 from ckptz.container.index import LossyRecord
