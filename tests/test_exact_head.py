@@ -93,6 +93,7 @@ def test_a_residual_is_an_ordinary_file_and_its_lossy_file_stays_lossy(folder: P
         verify(folder / name)
 
 
+@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_nothing_is_stored_against_a_residual_even_after_a_restore_of_one(folder: Path) -> None:
     run = Run(seed=99)
     with run.checkpointer(folder, config=GRID, background=False) as checkpointer:
@@ -296,6 +297,7 @@ def test_residuals_go_before_all_lossy_files_whatever_their_step(tmp_path: Path)
     assert report.exact == (4,)
 
 
+@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_a_residual_is_never_hidden(tmp_path: Path) -> None:
     saved_run(tmp_path, 4, config=GRID, keep=KeepPolicy(last=1))
     listing = Listing.of(dict.fromkeys(names_in(tmp_path), 1))

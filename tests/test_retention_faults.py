@@ -86,6 +86,7 @@ def test_the_command_line_says_so(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", ".state"])
+@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_a_base_that_is_not_found_keeps_every_older_step(prepared: Path, kind: str) -> None:
     with copied(prepared) as folder:
         for step in (5, 3):

@@ -122,6 +122,7 @@ def sizes(url: str) -> dict[StepFile, int]:
     return StepStore(url).listing().sizes
 
 
+@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_runs_resume_from_there(url: str) -> None:
     expected = Run().losses(8)
     assert save_steps(url, 1, 3) == expected[:3]
