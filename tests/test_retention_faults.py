@@ -38,8 +38,9 @@ FILES = [f"step-{step:08d}{kind}.ckptz" for step in (1, 3, N_SAVED) for kind in 
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory, deltas_at_any_cost: None) -> Path:
     """Steps 1 to 5: 2 and 3 are stored against 1, 4 against 3, 5 stands alone."""
+    del deltas_at_any_cost
     folder = tmp_path_factory.mktemp("retention") / "run"
     saved_run(folder, N_SAVED, keep=KeepPolicy(last=None), anchor_every=4)
     return folder
@@ -86,7 +87,6 @@ def test_the_command_line_says_so(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", ".state"])
-@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_a_base_that_is_not_found_keeps_every_older_step(prepared: Path, kind: str) -> None:
     with copied(prepared) as folder:
         for step in (5, 3):
