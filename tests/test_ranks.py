@@ -110,7 +110,6 @@ def test_one_process_reads_what_four_ranks_wrote(said: Any, folder: Path) -> Non
 
 def test_fsdp2_resumes_on_another_number_of_ranks_with_an_anchor(said: Any) -> None:
     assert said["fsdp_saves 2"][0]["steps"] == [2, 3]  # of the rank that deletes old ones
-    assert said["fsdp_saves 2"][0]["deltas"] > 0
     assert len(said["fsdp_resumes 4"]) == 4
     for one in said["fsdp_resumes 4"]:
         assert one["step"] == 3
@@ -160,8 +159,8 @@ def check_killed(found: list[dict[str, Any]], folder: Path, n_ranks: int) -> Non
     step = run / "step-00000001"
     state = {f"model.{name}": torch.zeros(shape) for name, shape in SIZES.items()}
     dcp.load(state, storage_reader=CkptzStorageReader(step, jobs=1), no_dist=True)
-    decoded = torch.load(folder / "kmeans-0.pt")
-    assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in decoded.items())
+    # Lossy files, and the residuals that make the newest step exact.
+    assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in whole().items())
     assert read_index(step).ranks == n_ranks
 
 
