@@ -100,7 +100,7 @@ def test_lightning_files_take_no_more_than_plain_ones(tmp_path: Path, n_kept: in
         if len(paths) > n_kept:
             io.remove_checkpoint(paths.pop(0))
         taken.append(sum({e.inode(): e.stat().st_size for e in os.scandir(tmp_path)}.values()))
-        # How many stay is known when the first one goes; until what was pinned by then is gone, one file more.
+        # How many stay is known when the first one goes; what was pinned by then is one file more.
         assert taken[-1] <= (len(paths) + 2) * plain
     assert max(taken[-n_kept:]) <= n_kept * plain, "what was tried and does not pay is gone"
     assert torch.equal(io.load_checkpoint(paths[-1])["state_dict"]["weight"], weights)
