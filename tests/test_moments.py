@@ -462,22 +462,19 @@ def test_a_held_base_is_read_once() -> None:
 # --- ladders ------------------------------------------------------------------------------------
 
 
-def test_a_ladder_takes_a_level_beside_a_distance_and_the_distance_on_average() -> None:
+def test_a_ladder_takes_the_nearest_level() -> None:
     ladder = Ladder(step=10, phase=3)
-    distances = np.arange(-40, 40).repeat(1000)
-    drawn = np.tile(np.arange(1000, dtype=np.float32) / 1000, 80)
-    levels = ladder.distances(ladder.drawn(distances, drawn))
-    assert np.abs(levels - distances).max() < 10
+    distances = np.arange(-40, 40)
+    levels = ladder.distances(ladder.indices(distances))
+    assert np.abs(levels - distances).max() == 5
     assert set(((levels - 3) % 10).tolist()) == {0}
-    np.testing.assert_allclose(levels.reshape(80, -1).mean(axis=1), np.arange(-40, 40), atol=0.02)
 
 
 def test_the_best_phase_holds_what_has_all_grown_alike_in_one_level() -> None:
-    distances = np.full(500, 1237)
-    drawn = np.random.default_rng(0).random(500, np.float32)
-    ladder = best_ladder(distances, 1000, drawn)
-    assert entropy_of(ladder.drawn(distances, drawn)) == 0
-    assert entropy_of(Ladder(1000, 0).drawn(distances, drawn)) > 300
+    distances = np.random.default_rng(0).integers(1450, 1550, 500)
+    ladder = best_ladder(distances, 1000)
+    assert entropy_of(ladder.indices(distances)) == 0
+    assert entropy_of(Ladder(1000, 0).indices(distances)) > 300
 
 
 def test_too_many_levels_keep_the_most_frequent() -> None:

@@ -121,16 +121,16 @@ class _Planning:
         self, name: str, base: TensorSource | None, companions: Companions | None, run: MapFunction
     ) -> Draft:
         guide = self._contents.guides.get(name, NO_GUIDE)
-        subject = Subject(self.tensors[name], base, guide, companions, run, *self._seeds(name))
+        subject = Subject(self.tensors[name], base, guide, companions, run, self._seed(name))
         recipe = self._contents.choices[name].recipe
         is_empty = not subject.source.dtype.n_units(subject.source.shape)
         return (EXACT if is_empty else recipe).plan(subject)
 
-    def _seeds(self, name: str) -> tuple[int, int]:
-        """Give 32 bits that follow from what the tensor is stored against and its name, and from its name."""
+    def _seed(self, name: str) -> int:
+        """Give 32 bits that follow from what the tensor is stored against and its name."""
         base = self._contents.record.base
         against = "" if base is None else base.content_id
-        return _seed(f"{against}\n{name}"), _seed(name)
+        return _seed(f"{against}\n{name}")
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
         """Give the tensors that a tensor's classes depend on, as the file restores them."""

@@ -33,12 +33,14 @@ class Subject:
     companions: Companions | None = None
     run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
     seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
-    name_seed: int = 0  # the same of the name alone, and so for all files of a chain
 
-    @property
-    def moved(self) -> TensorSource | None:
-        """The tensor moved by what its restored moments will not do any more; None if they are not known."""
-        return None if self.guide.fold is None else Folded(self.source, self.guide.fold)
+    def moved(self, step: float) -> TensorSource | None:
+        """Give the tensor moved by what its restored moments will not do any more.
+
+        None if they are not known, or where rounding to multiples of `step` would lose more by it.
+        """
+        moved = None if self.guide.fold is None else Folded(self.source, self.guide.fold)
+        return moved if moved is not None and moved.is_worth(step) else None
 
 
 def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:

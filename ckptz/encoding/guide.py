@@ -12,6 +12,11 @@ linear in the first moment, the moves that a first moment m will still cause add
 where `rate` holds the learning rate, the sum of the decaying weights of m, and the bias corrections. What is
 made up for is the difference between the moves of the exact moments and those of the restored ones. With the
 restored v for both, the noise of v would go into the weights.
+
+What is made up for is coded, too. Drawn thresholds keep a move of n on average, but with an error whose
+square is about |n| steps, where n^2 was to be saved: so this pays only where steps are smaller than moves.
+On the fine-tune of bench/studies/restarts.py, with steps ten times the moves, nine restarts ended 1.99 %
+above the uninterrupted run with it, 1.03 % with half of it and 0.69 % without.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from ckptz.codec.values import KINDS
 from ckptz.kernels import cpu
 from ckptz.quant.sensitivity import Floats, floats_of
 from ckptz.quant.sketch import Sketch
+
+N_SAMPLED: Final = 1 << 16  # units that decide whether moves are made up for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +86,27 @@ class Folded(SourceOf):
 
     fold: Fold
 
+    def is_worth(self, step: float) -> bool:
+        """Tell from units in the middle whether moves are larger than the steps they would be rounded to."""
+        n_units = self.dtype.n_units(self.shape)
+        begin = max(n_units - N_SAMPLED, 0) // 2
+        with np.errstate(all="ignore"):
+            moves = self._lost(begin, min(begin + N_SAMPLED, n_units)).astype(np.float64)
+        moves = np.abs(moves[np.isfinite(moves)])
+        return bool(np.square(moves).sum() > step * moves.sum())
+
     def units(self, begin: int, end: int) -> Units:
         kind = KINDS[self.dtype.name]
         values = _floats(self.source, begin, end)
         with np.errstate(all="ignore"):
-            moves = self._moves(self.fold.exact, begin, end) - self._moves(self.fold.restored, begin, end)
-            moved = values - moves
+            moved = values - self._lost(begin, end)
             units: Units = cpu().from_f32(moved.view(np.uint32), kind)
         is_usable = np.isfinite(cpu().to_f32(units, kind).view(np.float32))
         return np.where(is_usable, units, self.source.units(begin, end))
+
+    def _lost(self, begin: int, end: int) -> NDArray[np.float32]:
+        """Give the moves of units begin..end that restored moments will not make, float32 [end - begin]."""
+        return self._moves(self.fold.exact, begin, end) - self._moves(self.fold.restored, begin, end)
 
     def _moves(
         self, moments: tuple[TensorSource, TensorSource | None], begin: int, end: int

@@ -170,7 +170,7 @@ class UniformGrid(Recipe):
         stored = None if base is None else base.stored
         kept = _steps_of(stored, rows, self.step)
         rows = kept or rows
-        moved = subject.moved
+        moved = subject.moved(float(rows.steps[rows.labels].mean()))
         drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
         key = drawn if isinstance(drawn, int) else NEAREST
         grid = _Grid(moved or subject.source, base, rows, self.dead_zone or 0.0, key)

@@ -193,7 +193,8 @@ class Clusters(Recipe):
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        return Draft(plan, replace(quantizer, key=key), source=subject.moved, found={DRAWN: key})
+        moved = subject.moved(float(np.ptp(levels)) / (len(levels) - 1))
+        return Draft(plan, replace(quantizer, key=key), source=moved, found={DRAWN: key})
 
 
 @dataclass(frozen=True, slots=True)

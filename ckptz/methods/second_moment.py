@@ -20,11 +20,12 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import stream_tables
 from ckptz.encoding.draft import Draft, Subject, summed
-from ckptz.kernels import cpu, floats, rounding
+from ckptz.kernels import cpu, floats
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
 from ckptz.quant.moments import (
+    MANTISSA_BITS,
     Ladder,
     LogSums,
     Rungs,
@@ -79,50 +80,34 @@ class LadderQuantizer(Quantizer):
 
     prediction: Prediction
     ladder: Ladder
-    key: int
     rungs: Rungs | None = None
 
-    def indices(self, begin: int, end: int, units: Units) -> tuple[Integers, NDArray[np.bool_]]:
-        """Find the level of each unit, and whether that level restores a finite number above zero."""
-        predicted = self.prediction.orders(begin, end)
-        indices, is_restored = np.empty(len(units), np.int64), np.empty(len(units), np.bool_)
-        drawn = rounding().thresholds(self.key, begin, end - begin)
-        zero = 1 << (8 * units.itemsize - 1)
-        largest = zero + largest_unit(self.prediction.kind)
-        for at in _blocks(len(units)):
-            orders = floats.order(units[at]).astype(np.int64)
-            indices[at] = self._drawn(orders, predicted[at], drawn[at])
-            distances = self.ladder.distances(indices[at])
-            if self.prediction.predictor is Predictor.ZERO:
-                distances = np.maximum(distances, 1)
-            restored = predicted[at] + distances
-            is_restored[at] = (restored > zero) & (restored <= largest)
-        return indices, is_restored
+    def indices(self, begin: int, end: int, units: Units) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        """Find the level of each unit [n].
 
-    def _drawn(self, orders: Integers, predicted: Integers, drawn: NDArray[np.float32]) -> Integers:
-        """Choose between the levels beside each unit so that 1 / sqrt(v) stays on average.
-
-        Updates are proportional to it; the nearest level would make them larger or smaller for good.
+        Returns:
+            Indices of levels; bit patterns of these in the order of the values; and whether all that this
+            code may come to stand for is a finite number above zero.
         """
-        below = self.ladder.below(orders - predicted)
-        low = predicted + self.ladder.distances(below)
-        ends = low, orders, low + self.ladder.step
-        at_low, exact, at_high = (self._inverse_roots(found) for found in ends)
-        return below + (drawn * (at_low - at_high) < at_low - exact)
-
-    def _inverse_roots(self, orders: Integers) -> NDArray[np.float32]:
-        """Turn bit patterns in the order of the values into 1 / sqrt, as of the nearest number above zero."""
-        kind = self.prediction.kind
-        unit, n_bits = (np.uint32, 32) if kind == floats.F32 else (np.uint16, 16)
-        patterns = np.clip(orders - (1 << (n_bits - 1)), 1, largest_unit(kind)).astype(unit)
-        values: NDArray[np.float32] = cpu().to_f32(patterns, kind).view(np.float32)
-        roots: NDArray[np.float32] = np.reciprocal(np.sqrt(values))
-        return roots
+        predicted = self.prediction.orders(begin, end)
+        indices, restored = np.empty(len(units), np.int64), np.empty(len(units), np.int64)
+        is_restored = np.empty(len(units), np.bool_)
+        zero, margin = 1 << (8 * units.itemsize - 1), self.ladder.step // 2
+        largest = zero + largest_unit(self.prediction.kind)
+        is_absolute = self.prediction.predictor is Predictor.ZERO
+        for at in _blocks(len(units)):
+            distances = floats.order(units[at]).astype(np.int64) - predicted[at]
+            indices[at] = self.ladder.indices(distances)
+            restored[at] = predicted[at] + self.ladder.distances(indices[at])
+            is_restored[at] = (restored[at] + margin <= largest) & (
+                is_absolute | (restored[at] - margin > zero)
+            )
+        return indices, restored, is_restored
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Give the codes of units begin..end, uint8 [end - begin]: levels, exact zeros, exceptions."""
         assert self.rungs is not None
-        indices, is_restored = self.indices(begin, end, units)
+        indices, _, is_restored = self.indices(begin, end, units)
         codes = indices - self.rungs.lowest
         is_level = is_restored & (codes >= 0) & (codes < self.rungs.n_levels)
         codes[~is_level] = self.rungs.escape_code or 0
@@ -144,8 +129,8 @@ class SecondMoment(Recipe):
     """How a second moment becomes lossy.
 
     Attributes:
-        step: in octaves; a restored element is within one of it, and on average has the exact one's inverse
-            root, which is what an optimizer divides by.
+        step: in octaves; a restored element is within one of it, and those of each code have the exact ones'
+            mean share of the root that an optimizer divides by.
     """
 
     step: float
@@ -162,7 +147,7 @@ class SecondMoment(Recipe):
             return plan_lossless(source, subject.base, subject.run)
         if fault := _fault_of_second(sketch_of(source, subject.run)):
             return exact_with_note(subject, fault)
-        sample = _Sample.of(source, subject.base, subject.name_seed)
+        sample = _Sample.of(source, subject.base)
         step = ladder_step(self.step, kind)
         best = min(
             (sample.candidate(prediction, step) for prediction in _predictions(subject)),
@@ -213,10 +198,9 @@ class _Sample:
     units: Units
     base_codes: NDArray[np.uint8] | None
     n_base_codes: int | None
-    key: int
 
     @classmethod
-    def of(cls, source: TensorSource, base: TensorSource | None, key: int) -> _Sample:
+    def of(cls, source: TensorSource, base: TensorSource | None) -> _Sample:
         n_units = source.dtype.n_units(source.shape)
         begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS
         end = min(begin + CHUNK_UNITS, n_units)
@@ -224,16 +208,15 @@ class _Sample:
         n_codes = None if base is None else base.n_codes
         codes = base.codes(begin, end) if base is not None and n_codes else None
         codes = None if codes is None else codes[::stride]
-        return cls(source, (begin, end), stride, source.units(begin, end)[::stride], codes, n_codes, key)
+        return cls(source, (begin, end), stride, source.units(begin, end)[::stride], codes, n_codes)
 
     def candidate(self, prediction: Prediction, step: int) -> _Candidate:
         """A prediction with the ladder that fits it best, alone or with classes by the base's codes."""
         is_live = self.units != 0
         predicted = prediction.orders(*self.bounds)[:: self.stride][is_live]
         distances = floats.order(self.units[is_live]).astype(np.int64) - predicted
-        drawn = rounding().thresholds(self.key, 0, len(distances))
-        ladder = best_ladder(distances, step, drawn) if len(distances) else Ladder(step)
-        indices = ladder.drawn(distances, drawn)
+        ladder = best_ladder(distances, step) if len(distances) else Ladder(step)
+        indices = ladder.indices(distances)
         scale = self.source.dtype.n_units(self.source.shape) / len(self.units)
         bits = entropy_of(indices) * scale
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
@@ -257,44 +240,71 @@ def _blocks(n_units: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """How often each level occurs, exact zeros, and elements that their level does not restore."""
+    """How often each level occurs, what it stands for, exact zeros, and elements that no level restores."""
 
     indices: Integers
     counts: Integers
+    roots: NDArray[np.float64]  # sum of what roots of the elements are to the root of their level
     n_zeros: int
     n_exceptions: int
 
     @classmethod
     def of(cls, quantizer: LadderQuantizer, source: TensorSource, bounds: Bounds) -> _Found:
         units = source.units(*bounds)
-        indices, is_restored = quantizer.indices(*bounds, units)
+        kind = quantizer.prediction.kind
+        indices, restored, is_restored = quantizer.indices(*bounds, units)
         is_live = units != 0
-        levels, counts = counted(indices[is_live & is_restored])
+        is_level = is_live & is_restored
+        levels, counts = counted(indices[is_level])
+        # Of the smallest number above zero, where the lowest level from zero lies below it.
+        patterns = np.maximum(restored[is_level] - (1 << (8 * units.itemsize - 1)), 1).astype(units.dtype)
+        exact, nominal = (cpu().to_f32(u, kind).view(np.float32) for u in (units[is_level], patterns))
+        roots = np.sqrt(exact / nominal)
+        at = np.searchsorted(levels, indices[is_level])
+        sums = np.bincount(at, roots, len(levels)).astype(np.float64)
         n_live = int(is_live.sum())
-        return cls(levels, counts, len(units) - n_live, n_live - int(counts.sum()))
+        return cls(levels, counts, sums, len(units) - n_live, n_live - int(counts.sum()))
 
     def __add__(self, other: _Found) -> _Found:
         indices = np.union1d(self.indices, other.indices)
-        counts = np.zeros(len(indices), np.int64)
+        counts, roots = np.zeros(len(indices), np.int64), np.zeros(len(indices))
         for part in (self, other):
-            counts[np.searchsorted(indices, part.indices)] += part.counts
+            at = np.searchsorted(indices, part.indices)
+            counts[at] += part.counts
+            roots[at] += part.roots
         n_exceptions = self.n_exceptions + other.n_exceptions
-        return _Found(indices, counts, self.n_zeros + other.n_zeros, n_exceptions)
+        return _Found(indices, counts, roots, self.n_zeros + other.n_zeros, n_exceptions)
+
+    def levels(self, ladder: Ladder, rungs: Rungs, prediction: Prediction) -> Integers:
+        """Give what each code stands for, from the predictor in units of the last place [n_levels].
+
+        Adam's steps are proportional to 1 / sqrt(v). At the ladder's own levels, the steps of all elements
+        of a code together would be larger or smaller than before; so levels are moved to where they are not.
+        Drawn thresholds do the same for each element by itself, at six times the bits and more error.
+        """
+        levels = ladder.distances(rungs.lowest + np.arange(rungs.n_levels))
+        at = self.indices - rungs.lowest
+        is_used = (at >= 0) & (at < rungs.n_levels)
+        shares = self.roots[is_used] / self.counts[is_used]
+        octave = 1 << MANTISSA_BITS[prediction.kind]
+        shifts = np.rint(2 * octave * np.log2(shares)).astype(np.int64)
+        levels[at[is_used]] += np.clip(shifts, -(ladder.step // 2), ladder.step // 2)
+        return np.maximum(levels, 1) if prediction.predictor is Predictor.ZERO else levels
 
 
 def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
     source, base, run = subject.source, subject.base, subject.run
     n_units = source.dtype.n_units(source.shape)
-    quantizer = LadderQuantizer(chosen.prediction, chosen.ladder, subject.name_seed)
+    prediction, n_classes = chosen.prediction, chosen.n_base_codes or 1
+    quantizer = LadderQuantizer(prediction, chosen.ladder)
     found = summed(run, lambda b: _Found.of(quantizer, source, b), source)
     if found.n_exceptions > MAX_EXCEPTIONS * n_units:
         return plan_lossless(source, base, run)
     rungs = rungs_of(found.indices, found.counts, found.n_zeros, found.n_exceptions)
     quantizer = replace(quantizer, rungs=rungs)
-    prediction, n_classes = chosen.prediction, chosen.n_base_codes or 1
-    is_absolute = prediction.predictor is Predictor.ZERO
+    levels = found.levels(chosen.ladder, rungs, prediction)
     plan = Plan(
-        quant_map=second_map(chosen.ladder, rungs, prediction.kind, n_classes, is_absolute=is_absolute),
+        quant_map=second_map(levels, rungs, prediction.kind, n_classes),
         domain=Domain.BITS,
         predictor=prediction.predictor,
         outer=prediction.outer,

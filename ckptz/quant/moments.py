@@ -52,14 +52,9 @@ class Ladder:
     step: int  # from one level to the next, in units of the last place
     phase: int = 0  # of level 0, from the predictor
 
-    def drawn(self, distances: Integers, thresholds: NDArray[np.float32]) -> Integers:
-        """Choose between the levels beside each distance [n] from the predictor, by thresholds in [0, 1)."""
-        below = self.below(distances)
-        return below + (thresholds * np.float32(self.step) < distances - self.distances(below))
-
-    def below(self, distances: Integers) -> Integers:
-        """Find the last level [n] that is not above each distance [n] from the predictor."""
-        return (distances - self.phase) // self.step
+    def indices(self, distances: Integers) -> Integers:
+        """Find the nearest level [n] to each distance [n] from the predictor."""
+        return (distances - self.phase + self.step // 2) // self.step
 
     def distances(self, indices: Integers) -> Integers:
         """Give the distances [n] at which levels [n] stand."""
@@ -71,7 +66,7 @@ def ladder_step(octaves: float, kind: int) -> int:
     return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
 
 
-def best_ladder(distances: Integers, step: int, thresholds: NDArray[np.float32]) -> Ladder:
+def best_ladder(distances: Integers, step: int) -> Ladder:
     """Find the phase whose levels take the fewest bits.
 
     Moments that all grow, as young ones do, are a phase away from their base.
@@ -79,13 +74,12 @@ def best_ladder(distances: Integers, step: int, thresholds: NDArray[np.float32])
     Args:
         distances: from the predictor [n], n not 0.
         step: of the ladder.
-        thresholds: in [0, 1) [n].
     """
     middle = int(np.median(distances)) % step
     ladders = [
         Ladder(step, phase) for phase in (0, middle, *(step * i // N_PHASES for i in range(1, N_PHASES)))
     ]
-    return min(ladders, key=lambda ladder: entropy_of(ladder.drawn(distances, thresholds)))
+    return min(ladders, key=lambda ladder: entropy_of(ladder.indices(distances)))
 
 
 def counted(numbers: Integers) -> tuple[Integers, Integers]:
@@ -152,21 +146,15 @@ def rungs_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: in
     return Rungs(lowest, highest - lowest + 1, n_zeros > 0, n_exceptions + n_outside > 0)
 
 
-def second_map(
-    ladder: Ladder, rungs: Rungs, kind: int, n_classes: int, *, is_absolute: bool
-) -> QuantizationMap:
+def second_map(levels: Integers, rungs: Rungs, kind: int, n_classes: int) -> QuantizationMap:
     """Make the map of a second moment, of one row.
 
     Args:
-        ladder: where levels stand.
+        levels: of the codes that stand for one, from the predictor in units of the last place [n_levels].
         rungs: which have codes.
         kind: of the units.
         n_classes: that share the row.
-        is_absolute: distances are from zero, where the lowest level is the smallest number above it.
     """
-    levels = ladder.distances(rungs.lowest + np.arange(rungs.n_levels))
-    if is_absolute:
-        levels = np.maximum(levels, 1)
     entries = np.zeros((1, rungs.n_codes), np.int64)
     entries[0, : rungs.n_levels] = levels
     unit = np.uint32 if kind == floats.F32 else np.uint16
