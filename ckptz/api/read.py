@@ -12,12 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from ckptz.codec.units import CHUNK_UNITS, Units, chunk_bounds, n_chunks_of
+from ckptz.codec.units import CHUNK_UNITS, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError
 from ckptz.frameworks import Framework, Selection
 from ckptz.frameworks.window import Piece
+from ckptz.kernels.floats import Units
 from ckptz.parallel import Workers, default_jobs
 
 CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory

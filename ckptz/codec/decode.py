@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,10 +14,8 @@ from ckptz.codec.values import predicted
 from ckptz.entropy.streams import CoderId, Segments, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
+from ckptz.kernels.floats import Bytes, Units
 from ckptz.transform.classes import Labels, labels_of
-
-Bytes = NDArray[np.uint8]
-Units = NDArray[Any]
 
 
 def decode_chunk(

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from ckptz.codec.plan import Plan
 from ckptz.dtypes import DType
 from ckptz.errors import CorruptionError, MissingBaseError
-
-Units = NDArray[Any]
+from ckptz.kernels.floats import Units as Units
 
 CHUNK_UNITS: Final = 1 << 20  # normative, spec/05-frame.md#chunks
 UNIT_TYPES: Final[Mapping[int, np.dtype[Any]]] = {

@@ -15,9 +15,7 @@ from ckptz.codec.quant_map import MAX_CODES, QuantizationMap
 from ckptz.codec.units import UNIT_TYPES
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, floats
-
-Bytes = NDArray[np.uint8]
-Units = NDArray[Any]
+from ckptz.kernels.floats import Bytes, Units
 
 KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 

@@ -19,13 +19,13 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.formats.inputs import open_input
 from ckptz.formats.targets import PathLike, paths
+from ckptz.kernels.floats import Units
 from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 
 Kind = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Sort = Literal["change", "max", "share", "name"]
-Units = NDArray[Any]
 Codes = NDArray[np.uint8]
 Tensors = Mapping[str, TensorSource]
 

@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from ckptz.codec.units import TensorSource, chunk_bounds
-from ckptz.commands.diff import NUMBERS, Kind, Pair, Units, kind_of, sums_of
+from ckptz.codec.units import TensorSource, Units, chunk_bounds
+from ckptz.commands.diff import NUMBERS, Kind, Pair, kind_of, sums_of
 from ckptz.container.byte_source import FileBytes
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import open_input

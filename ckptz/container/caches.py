@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
-
-from numpy.typing import NDArray
+from typing import Final
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.errors import LimitError
+from ckptz.kernels.floats import Units
 from ckptz.parallel import Recent
 from ckptz.transform.classes import Block, Row
 
-Units = NDArray[Any]
 CACHE_BYTES: Final = 64 << 20  # decoded chunks that slices of one open file may share
 MAX_HEADER_CACHE_BYTES: Final = 16 << 20  # headers with their class labels and decoding tables
 MAX_IDLE_ELEMENTS: Final = 1 << 24

@@ -50,9 +50,9 @@ from ckptz.errors import (
     UnsupportedError,
     naming,
 )
+from ckptz.kernels.floats import Units
 from ckptz.transform.classes import Magnitude
 
-Units = NDArray[Any]
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
 
 

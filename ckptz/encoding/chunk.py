@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ckptz.bits.checksum import xxh64, xxh64_of_parts
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, Predictor, StreamTables, kernel_mode
-from ckptz.codec.units import ChunkSources, TensorSource, Units
+from ckptz.codec.units import ChunkSources, TensorSource
 from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
@@ -21,11 +21,10 @@ from ckptz.entropy.frequency import entropy_bits
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, encode_rans, encode_sparse, encode_stream
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning, sparse
-from ckptz.kernels.floats import widen_f64
+from ckptz.kernels.floats import Bytes, Units, widen_f64
 from ckptz.quant.quantizer import Quantizer
 from ckptz.transform.classes import Labels, labels_of
 
-Bytes = NDArray[np.uint8]
 Stream = tuple[CoderId, bytes | memoryview]
 FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.codec.plan import Domain, Plan
 from ckptz.codec.quant_map import QuantizationMap
@@ -19,10 +17,9 @@ from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu
+from ckptz.kernels.floats import Bytes, Units
 from ckptz.quant.quantizer import Quantizer
 
-Bytes = NDArray[np.uint8]
-Units = NDArray[Any]
 Errors = tuple[float, float, float]
 
 

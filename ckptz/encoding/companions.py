@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from ckptz.codec.units import ChunkSources, SourceOf, TensorSource, ViewOf
 from ckptz.encoding.chunk import restored_units
 from ckptz.encoding.draft import Draft, MapFunction
+from ckptz.kernels.floats import Units
 from ckptz.parallel import Recent
 
-Units = NDArray[Any]
 MakeDraft = Callable[[str, MapFunction], Draft]
 
 MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors

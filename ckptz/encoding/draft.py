@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from numpy.typing import NDArray
-
 from ckptz.codec.plan import Plan
 from ckptz.codec.units import Companions, TensorSource, chunk_bounds
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.guide import NO_GUIDE, Folded, Guide
+from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer
 
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-Units = NDArray[Any]
 T = TypeVar("T")
 
 

@@ -17,19 +17,10 @@ import zstandard
 from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.entropy.frequency import (
-    Counts,
-    Frequencies,
-    cost_bits,
-    entropy_bits,
-    normalise,
-    pack_table,
-    parse_table,
-)
+from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table, parse_table
 from ckptz.errors import CorruptionError, UnsupportedError
 from ckptz.kernels import cpu
-
-Bytes = NDArray[np.uint8]
+from ckptz.kernels.floats import Bytes, Counts, Frequencies
 
 
 class CoderId(IntEnum):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats
+from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of
@@ -39,7 +40,6 @@ from ckptz.quant.moments import (
 from ckptz.quant.quantizer import Quantizer
 from ckptz.transform.classes import MAX_INDICES, ClassRule, Magnitude, Row
 
-Units = NDArray[Any]
 Floats = NDArray[np.float64]
 Labels = NDArray[np.uint8]
 Bounds = tuple[int, int]

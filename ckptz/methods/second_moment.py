@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import stream_tables
 from ckptz.encoding.draft import Draft, Subject, summed
 from ckptz.kernels import cpu, floats, rounding
+from ckptz.kernels.floats import Integers, Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
@@ -40,8 +41,6 @@ from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sketch import Sketch
 from ckptz.transform.classes import BaseCode
 
-Units = NDArray[Any]
-Integers = NDArray[np.int64]
 Bounds = tuple[int, int]
 
 MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements

@@ -10,22 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.kernels import rounding
-from ckptz.kernels.floats import NEAREST
+from ckptz.kernels.floats import NEAREST, Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
 from ckptz.quant.movement import key_of
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sketch import Sketch
-
-Units = NDArray[Any]
 
 
 def sketch_of(source: TensorSource, run: MapFunction) -> Sketch:

@@ -17,13 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import LinearTable
-from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE
+from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, Counts, Reals
 
-Reals = NDArray[np.float64]
-Floats = NDArray[np.float32]
 Labels = NDArray[np.uint8]
 Codes = NDArray[np.uint8]
-Counts = NDArray[np.int64]
 
 MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
 REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/studies/grid.py

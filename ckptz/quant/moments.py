@@ -9,16 +9,15 @@ it, class by class. Knows arrays and maps; which tensors belong together is the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
 from ckptz.kernels import floats
+from ckptz.kernels.floats import Integers, Units
 
-Units = NDArray[Any]
-Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 MANTISSA_BITS: Final = {floats.F32: 23, floats.BF16: 7, floats.F16: 10}

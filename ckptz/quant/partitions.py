@@ -9,18 +9,18 @@ both normalised to sum to 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, floats, planning
+from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivitySketch, floats_of
 from ckptz.quant.sketch import Sketch
 
-Units = NDArray[Any]
 SIGMA: Final = 0.2  # the paper's; 0.1 to 0.4 works as well
 
 Values = NDArray[np.float64]

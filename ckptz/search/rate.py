@@ -25,7 +25,7 @@ from ckptz.encoding.draft import MapFunction
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.kernels import planning
-from ckptz.kernels.floats import F32
+from ckptz.kernels.floats import F32, Counts
 from ckptz.methods.kmeans import Clusters, Ranked, rank
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Method
@@ -35,8 +35,6 @@ from ckptz.roles import Role
 
 FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables
 CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
-
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import UNIT_TYPES, TensorSource, chunk_bounds
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
+from ckptz.kernels.floats import Units
 from ckptz.tree.flatten import CODES, Geometry, c_strides, part_offsets
 from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
 from ckptz.tree.skeleton import Tree, parse_tree
@@ -25,7 +26,6 @@ from ckptz.tree.skeleton import Tree, parse_tree
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
-Units = NDArray[Any]
 Chunks = Callable[[Mapping[str, TensorSource]], Iterator[Units]]
 
 ALIGNMENT: Final = 64  # of each storage in the file, as torch aligns them in its own
