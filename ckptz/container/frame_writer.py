@@ -23,8 +23,9 @@ from ckptz.encoding.companions import DraftBook, Held, Restored
 from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.methods.lossless import EXACT
-from ckptz.methods.method import Choice
+from ckptz.methods.method import Recipe
 from ckptz.parallel import Workers
+from ckptz.roles import Role
 
 Progress = Callable[[int], None]
 
@@ -35,24 +36,24 @@ class Earlier:
 
     Attributes:
         tensors: its frames by name, open while the next file is written.
-        choices: what its configuration meant for each tensor.
+        recipes: what became of each tensor.
         notes: what its writer noted on them.
     """
 
     tensors: Mapping[str, FrameSource]
-    choices: Mapping[str, Choice]
+    recipes: Mapping[str, Recipe]
     notes: Mapping[str, str]
 
-    def settled(self, choices: Mapping[str, Choice]) -> dict[str, FrameSource]:
-        """Find the frames that come out the same under other choices.
+    def settled(self, recipes: Mapping[str, Recipe]) -> dict[str, FrameSource]:
+        """Find the frames that come out the same under other recipes, by name.
 
-        A frame follows from what is chosen for its tensor, and for the tensor that its classes depend on.
+        A frame follows from the recipe of its tensor, and of the tensor that its classes depend on.
         """
-        same = {name for name, choice in choices.items() if self.choices[name] == choice}
+        same = {name for name, recipe in recipes.items() if self.recipes[name] == recipe}
         return {
             name: self.tensors[name]
             for name in same
-            if (companion := choices[name].recipe.companion) is None or companion in same
+            if (companion := recipes[name].companion) is None or companion in same
         }
 
 
@@ -76,7 +77,8 @@ class Contents:
     """What goes into a file beside the tensors, with every question of how decided."""
 
     record: FileRecord
-    choices: Mapping[str, Choice]  # what becomes of each tensor, by name
+    recipes: Mapping[str, Recipe]  # what becomes of each tensor, by name
+    roles: Mapping[str, Role] = field(default_factory=dict)  # what those are that may become lossy
     guides: Mapping[str, Guide] = field(default_factory=dict)  # what planners may know of tensors, by name
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
 
@@ -96,7 +98,7 @@ class _Planning:
     def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
         self.tensors = tensors
         self._contents = contents
-        sources = (contents.choices[name].recipe.companion for name in tensors)
+        sources = (contents.recipes[name].companion for name in tensors)
         self._shared = DraftBook(self._make, (name for name in sources if name is not None))
 
     def base(self, name: str) -> TensorSource | None:
@@ -122,7 +124,7 @@ class _Planning:
     ) -> Draft:
         guide = self._contents.guides.get(name, NO_GUIDE)
         subject = Subject(self.tensors[name], base, guide, companions, run, *self._seeds(name))
-        recipe = self._contents.choices[name].recipe
+        recipe = self._contents.recipes[name]
         is_empty = not subject.source.dtype.n_units(subject.source.shape)
         return (EXACT if is_empty else recipe).plan(subject)
 
@@ -134,7 +136,7 @@ class _Planning:
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
         """Give the tensors that a tensor's classes depend on, as the file restores them."""
-        wanted = self._contents.choices[name].recipe.companion
+        wanted = self._contents.recipes[name].companion
         if wanted is None:
             return companions_of({})
         source = self.tensors[wanted]
@@ -170,12 +172,13 @@ def _encode(
     return draft, encode_chunk(planning.tensors[name], draft, sources)
 
 
-def _lossy_record(choice: Choice, draft: Draft, header: FrameHeader, deviation: Deviation) -> LossyRecord:
-    recipe = choice.recipe
+def _lossy_record(
+    recipe: Recipe, role: Role, draft: Draft, header: FrameHeader, deviation: Deviation
+) -> LossyRecord:
     return LossyRecord(
         method=recipe.name,
-        role=choice.role.role,
-        layer_type=choice.role.layer_type,
+        role=role.role,
+        layer_type=role.layer_type,
         settings=recipe.settings() | dict(draft.found),
         n_pruned=_n_pruned(header.plan, deviation) if recipe.prunes else 0,
         n_protected=_n_protected(header.plan, deviation),
@@ -218,7 +221,7 @@ def write_frames(
     """Write all frames; yields of each its row of the index, whether it needs the base, and a note."""
     offset = 0
     earlier = contents.earlier
-    settled = earlier.settled(contents.choices) if earlier is not None else {}
+    settled = earlier.settled(contents.recipes) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
     jobs = _jobs(_Planning(tensors, contents), fresh, workers)
     encoded = workers.map(lambda encode: encode(), jobs)
@@ -231,9 +234,9 @@ def write_frames(
         else:
             draft, header, deviation = _write_frame(sink, data_offset + offset, source, encoded, progress)
             n_bytes = sink.tell() - data_offset - offset
-            lossy = (
-                None if deviation is None else _lossy_record(contents.choices[name], draft, header, deviation)
-            )
+            lossy = None
+            if deviation is not None:
+                lossy = _lossy_record(contents.recipes[name], contents.roles[name], draft, header, deviation)
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
             needs_base, note = draft.plan.needs_base, draft.note

@@ -31,9 +31,7 @@ from ckptz.container.index import (
 from ckptz.container.reader import Container, FrameSource
 from ckptz.container.writer import blob, reserved_header_bytes
 from ckptz.methods.lossless import EXACT
-from ckptz.methods.method import Choice
 from ckptz.parallel import Workers
-from ckptz.roles import role_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +138,9 @@ class _Writing:
         return entry
 
     def _encoded(self, tensors: Mapping[str, TensorSource]) -> Iterator[TensorEntry]:
-        choices = {
-            name: Choice(role_of(name, source.shape, source.dtype.is_float), EXACT)
-            for name, source in tensors.items()
-        }
-        start = self._offset
-        frames = write_frames(
-            self._sink,
-            self._reserved + start,
-            tensors,
-            Contents(FileRecord(), choices),
-            self._workers,
-            self._progress,
-        )
+        start, exact = self._offset, Contents(FileRecord(), dict.fromkeys(tensors, EXACT))
+        where = self._sink, self._reserved + start
+        frames = write_frames(*where, tensors, exact, self._workers, self._progress)
         for entry, _, _ in frames:
             self._offset += entry.n_bytes
             yield msgspec.structs.replace(entry, offset=start + entry.offset)

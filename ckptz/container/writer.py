@@ -192,4 +192,4 @@ def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) 
 
 def _features(contents: Contents) -> list[str]:
     features = ["lossless"] + (["delta"] if contents.record.base else [])
-    return features + (["maps"] if any(choice.is_lossy for choice in contents.choices.values()) else [])
+    return features + (["maps"] if any(recipe.is_lossy for recipe in contents.recipes.values()) else [])

@@ -151,10 +151,10 @@ def _read_moments(
 ) -> dict[str, TensorSource]:
     """Second moments from another checkpoint, by the parameters' names."""
     opened = held.enter_context(contextlib.closing(open_input(path)))
-    known = roles_beside(opened, weights, tree, rules)
+    known, reasons = roles_beside(opened, weights, tree, rules)
     squares = {}
     for name, source in opened.tensors.items():
-        role = known.roles.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
+        role = known.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
         if role.role == "exp_avg_sq":
             squares[role.parameter] = source
     found = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
@@ -166,7 +166,7 @@ def _read_moments(
                 "F16"
             )
     if not found:
-        reason = "".join(f" ({note})" for note in known.notes[:1])
+        reason = "".join(f" ({note})" for note in reasons[:1])
         raise ConfigError(
             f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; give "
             "the optimizer of this model, or name its tensors with --roles"

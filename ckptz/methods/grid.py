@@ -11,7 +11,7 @@ explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -37,21 +37,20 @@ from ckptz.methods.method import (
     CALIBRATION,
     DRAWN,
     MIN_ELEMENTS,
+    MOMENT_ROLES,
     READ_OPTIMIZER,
     SENSITIVITY,
     USUAL_RESTORES,
-    Choice,
     Method,
     Option,
     Recipe,
     Record,
     Setting,
-    TensorSet,
     is_large_weight,
     settings_of,
     usual_setting,
 )
-from ckptz.methods.state import MOMENTS, Moments, state_choices
+from ckptz.methods.state import MOMENTS, Moments, state_recipes
 from ckptz.quant.grid import (
     RowSteps,
     bare_levels,
@@ -278,14 +277,17 @@ class Grid(Method):
             return EXACT
         return UniformGrid(self.step, self.dead_zone, self.purpose, self.anchor_step)
 
-    def choose(self, file: TensorSet) -> dict[str, Choice]:
+    def recipes(
+        self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
+    ) -> dict[str, Recipe]:
         """Choose for weights by themselves, and for moments by what they belong to."""
         weights = self
-        if self.purpose == "auto" and file.is_trained:
+        is_trained = bool(trained) or any(roles[name].role in MOMENT_ROLES for name in tensors)
+        if self.purpose == "auto" and is_trained:
             weights = replace(self, purpose="resume")
         if self.moments is None:
-            return Method.choose(weights, file)
-        return state_choices(file, self.moments, weights)
+            return Method.recipes(weights, tensors, roles)
+        return state_recipes(tensors, roles, trained, self.moments, weights)
 
     def searched(self, *, trains: bool) -> Self:
         """Keep moments exact where no budget would notice what becomes of them."""

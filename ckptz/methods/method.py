@@ -57,39 +57,6 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What a method means for one tensor of a file: what the tensor is, and its recipe."""
-
-    role: Role
-    recipe: Recipe
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether the tensor may come back changed."""
-        return self.recipe.is_lossy
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSet:
-    """The tensors of one file, as far as choices depend on them.
-
-    Attributes:
-        tensors: by name.
-        roles: what each of them is.
-        trained: parameters whose moments stand in another file.
-    """
-
-    tensors: Mapping[str, TensorSource]
-    roles: Mapping[str, Role]
-    trained: Collection[str] = ()
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether optimizer state stands in the file, or beside it."""
-        return bool(self.trained) or any(self.roles[name].role in MOMENT_ROLES for name in self.tensors)
-
-
-@dataclass(frozen=True, slots=True)
 class Option:
     """One option of `ckptz compress` that sets a field of a method.
 
@@ -184,13 +151,21 @@ class Method:
         """Say what becomes of a tensor by itself."""
         raise NotImplementedError
 
-    def choose(self, file: TensorSet) -> dict[str, Choice]:
-        """Say what becomes of each tensor of a file, by name."""
-        chosen = {}
-        for name, source in file.tensors.items():
-            role = file.roles[name]
-            chosen[name] = Choice(role, self.recipe(role, source.dtype, tuple(source.shape)))
-        return chosen
+    def recipes(
+        self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
+    ) -> dict[str, Recipe]:
+        """Say what becomes of each tensor of a file, by name.
+
+        Args:
+            tensors: of the file.
+            roles: what each of them is.
+            trained: parameters whose moments stand in another file.
+        """
+        del trained
+        return {
+            name: self.recipe(roles[name], source.dtype, tuple(source.shape))
+            for name, source in tensors.items()
+        }
 
     # --- what a search does with it -------------------------------------------------------------
 

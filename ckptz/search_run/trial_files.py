@@ -128,7 +128,7 @@ class Searcher:
         self.held.callback(file.close)
         self.earlier = Earlier(
             tensors=Container(file).tensors,
-            choices=self.ready.contents(config).choices,
+            recipes=self.ready.contents(config).recipes,
             notes=dict(staged.written.tensor_notes),
         )
 
