@@ -61,6 +61,20 @@ class TensorSource:
             """Read units begin..end, little-endian unsigned integers in memory that may be shared."""
 
     @property
+    def n_units(self) -> int:
+        """Units of the whole tensor."""
+        return self.dtype.n_units(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.dtype.n_bytes(self.shape)
+
+    def chunk_bounds(self) -> Iterator[tuple[int, int]]:
+        """List (begin, end) in units of every chunk."""
+        return chunk_bounds(self.n_units)
+
+    @property
     def stored(self) -> Stored | None:
         """How it stands in a frame of its own; None if it has none."""
         return None
@@ -94,7 +108,7 @@ class SourceOf(TensorSource):
     @property
     def shape(self) -> tuple[int, ...]:
         """Dimensions, in elements."""
-        return tuple(self.source.shape)
+        return self.source.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +146,7 @@ class ArraySource(TensorSource):
 
 def tensor_bytes(tensors: Mapping[str, TensorSource]) -> int:
     """Count the bytes of tensors, decoded."""
-    return sum(source.dtype.n_bytes(tuple(source.shape)) for source in tensors.values())
+    return sum(source.n_bytes for source in tensors.values())
 
 
 def n_rows_of(shape: tuple[int, ...]) -> int:

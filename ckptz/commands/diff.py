@@ -178,17 +178,17 @@ class Pair:
     @property
     def n_units(self) -> int:
         """Units of A."""
-        return self.a.dtype.n_units(self.a.shape)
+        return self.a.n_units
 
     @property
     def n_units_b(self) -> int:
         """Units of B."""
-        return self.b.dtype.n_units(self.b.shape)
+        return self.b.n_units
 
     @property
     def n_bytes(self) -> int:
         """Bytes of A."""
-        return self.a.dtype.n_bytes(self.a.shape)
+        return self.a.n_bytes
 
 
 def _pairs(a: Tensors, b: Tensors) -> list[Pair]:

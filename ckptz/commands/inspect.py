@@ -176,7 +176,7 @@ def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member,
 
 
 def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport:
-    header, n_bytes = source.header, source.dtype.n_bytes(source.shape)
+    header, n_bytes = source.header, source.n_bytes
     plan = header.plan
     n_elements = n_bytes * 8 // source.dtype.bits
     role = role_of(source.entry.name, source.shape, source.dtype.is_float)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource
 from ckptz.commands.compress import CompressReport
 from ckptz.commands.diff import NUMBERS, DiffReport, diff
 from ckptz.commands.inspect import InspectReport, inspect
@@ -265,13 +265,13 @@ def _spread(file: str, name: str, source: TensorSource, before: TensorSource | N
         low=float(low),
         high=float(high),
         counts=tuple(counts.tolist()),
-        n_not_finite=source.dtype.n_units(source.shape) - n_finite,
+        n_not_finite=source.n_units - n_finite,
     )
 
 
 def _finite_values(sources: Sequence[TensorSource]) -> Iterator[NDArray[np.float64]]:
     """Decode chunk by chunk; of two sources the first less the second, in float64, only what is finite."""
-    for begin, end in chunk_bounds(sources[0].dtype.n_units(sources[0].shape)):
+    for begin, end in sources[0].chunk_bounds():
         decoded = [NUMBERS[s.dtype.name](s.units(begin, end)).astype(np.float64) for s in sources]
         with np.errstate(all="ignore"):
             values = decoded[0] - decoded[1] if len(decoded) > 1 else decoded[0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckptz.codec.units import TensorSource, Units, chunk_bounds, tensor_bytes
+from ckptz.codec.units import TensorSource, Units, tensor_bytes
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
@@ -65,7 +65,7 @@ def decoded_chunks(
     def chunks() -> Iterator[Callable[[], Units]]:
         for source in tensors.values():
             check_empty(source)
-            for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+            for begin, end in source.chunk_bounds():
                 yield functools.partial(source.units, begin, end)
 
     for units in workers.map(lambda decode: decode(), chunks()):

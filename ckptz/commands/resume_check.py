@@ -198,7 +198,7 @@ def _compare_states(
     a: _State, b: _State, workers: Workers, progress: Progress
 ) -> tuple[int, FirstDifference | None]:
     """(things that are equal before the first that is not, that one)."""
-    progress.start("A and B", sum(source.dtype.n_bytes(source.shape) for source in a.tensors.values()))
+    progress.start("A and B", sum(source.n_bytes for source in a.tensors.values()))
     tensors = {**a.tensors, **{name: source for name, source in b.tensors.items() if name not in a.tensors}}
     parts = {name: _part_of(name, _is_weight(name, source)) for name, source in tensors.items()}
     of_values = {name: _part_of(name, False) for name in [*a.values, *b.values]}

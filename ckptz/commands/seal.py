@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from ckptz.bits.checksum import combine, xxh64, xxh64_of_parts
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import strict_json
 from ckptz.container.index import Count, Shape, writer_name
@@ -197,7 +197,7 @@ class Reading:
     def tensor(self, name: str, source: TensorSource) -> SealedTensor:
         """Describe a tensor."""
 
-        bounds = chunk_bounds(source.dtype.n_units(source.shape))
+        bounds = source.chunk_bounds()
 
         def checksum(chunk: tuple[int, int]) -> tuple[int, int]:
             units = source.units(*chunk)

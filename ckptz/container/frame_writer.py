@@ -88,7 +88,7 @@ Encoding = Callable[[], tuple[Draft, EncodedChunk]]
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
     """Give the base if its dtype and shape fit, else None: the tensor then stands alone."""
-    fits = base is not None and (base.dtype, tuple(base.shape)) == (source.dtype, tuple(source.shape))
+    fits = base is not None and (base.dtype, base.shape) == (source.dtype, source.shape)
     return base if fits else None
 
 
@@ -105,7 +105,7 @@ class _Planning:
         """What a tensor may be stored against."""
         source = self.tensors[name]
         base = matching_base(source, self._contents.record.bases.get(name))
-        is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
+        is_short = source.n_units <= CHUNK_UNITS
         return Held(base) if base is not None and is_short else base
 
     def draft(
@@ -125,7 +125,7 @@ class _Planning:
         guide = self._contents.guides.get(name, NO_GUIDE)
         subject = Subject(self.tensors[name], base, guide, companions, run, *self._seeds(name))
         recipe = self._contents.recipes[name]
-        is_empty = not subject.source.dtype.n_units(subject.source.shape)
+        is_empty = not subject.source.n_units
         return (EXACT if is_empty else recipe).plan(subject)
 
     def _seeds(self, name: str) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class _Planning:
             return companions_of({})
         source = self.tensors[wanted]
         restored = Restored(source, self.base(wanted), self._shared.draft(wanted, run))
-        is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
+        is_short = source.n_units <= CHUNK_UNITS
         return companions_of({wanted: Held(restored) if is_short else restored})
 
 
@@ -153,7 +153,7 @@ def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterat
     """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
     for name in names:
         source = planning.tensors[name]
-        n_units = source.dtype.n_units(source.shape)
+        n_units = source.n_units
         base, draft, companions = planning.base(name), None, companions_of({})
         if n_units > CHUNK_UNITS:
             companions = planning.companions(name, workers.map)
@@ -230,7 +230,7 @@ def write_frames(
             entry, needs_base = _copy_frame(sink, offset, settled[name])
             note = earlier.notes.get(name, "") if earlier is not None else ""
             if progress:
-                progress(source.dtype.n_bytes(source.shape))
+                progress(source.n_bytes)
         else:
             draft, header, deviation = _write_frame(sink, data_offset + offset, source, encoded, progress)
             n_bytes = sink.tell() - data_offset - offset

@@ -91,7 +91,7 @@ def bytes_to_write(container: Container, bases: Sequence[NeededBase]) -> int:
 
 
 def _n_bytes(source: TensorSource) -> int:
-    return source.entry.n_bytes if isinstance(source, FrameSource) else source.dtype.n_bytes(source.shape)
+    return source.entry.n_bytes if isinstance(source, FrameSource) else source.n_bytes
 
 
 def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:

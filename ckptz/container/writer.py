@@ -102,7 +102,7 @@ def write_container(
     check_names(list(tensors))
     _check_shapes(tensors)
     features = _features(contents)
-    raw = sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
+    raw = sum(source.n_bytes for source in tensors.values())
     record = contents.record
     section = b"" if record.base_metadata is None else pack_base_metadata(record.base_metadata)
     reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
@@ -129,7 +129,7 @@ def write_container(
     sink.seek(reserved + end + len(packed))
     return Written(
         n_tensors=len(entries),
-        original_bytes=sum(source.dtype.n_bytes(source.shape) for source in tensors.values()),
+        original_bytes=sum(source.n_bytes for source in tensors.values()),
         stored_bytes=reserved + end + len(packed),
         content_id=index.content_id,
         n_deltas=n_deltas,

@@ -159,7 +159,7 @@ def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) ->
         if draft.rounding is None:
             return units
         return draft.rounding.rounded(units, KINDS[source.dtype.name], sources.begin)
-    header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, ())
+    header = FrameHeader(source.dtype, source.shape, draft.plan, ())
     labels = labels_of(draft.plan.rules, sources, header.row_units) if draft.plan.rules else None
     return _quantize(header, draft.quantizer, units, sources, labels)[1]
 
@@ -186,7 +186,7 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
 def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
     """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
     plan = draft.plan
-    header = FrameHeader(source.dtype, tuple(source.shape), plan, ())
+    header = FrameHeader(source.dtype, source.shape, plan, ())
     exact = source.units(sources.begin, sources.end)
     units = exact if draft.source is None else draft.source.units(sources.begin, sources.end)
     labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None

@@ -36,13 +36,13 @@ class Held(ViewOf):
 
     def units(self, begin: int, end: int) -> Units:
         if "units" not in self._read:
-            self._read["units"] = self.source.units(0, self.dtype.n_units(self.shape))
+            self._read["units"] = self.source.units(0, self.n_units)
         units: Units = self._read["units"]
         return units[begin:end]
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         if "codes" not in self._read:
-            both = self.source.units_and_codes(0, self.dtype.n_units(self.shape))
+            both = self.source.units_and_codes(0, self.n_units)
             self._read["units"], self._read["codes"] = both
         return None if self._read["codes"] is None else self._read["codes"][begin:end]
 

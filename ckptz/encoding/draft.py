@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ckptz.codec.plan import Plan
-from ckptz.codec.units import Companions, TensorSource, chunk_bounds
+from ckptz.codec.units import Companions, TensorSource
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.guide import NO_GUIDE, Folded, Guide
 from ckptz.kernels.floats import Units
@@ -41,7 +41,7 @@ class Subject:
 
 def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:
     """Add up what `measure` finds in each chunk (begin, end) of a tensor that is not empty."""
-    return functools.reduce(operator.add, run(measure, chunk_bounds(source.dtype.n_units(source.shape))))
+    return functools.reduce(operator.add, run(measure, source.chunk_bounds()))
 
 
 class Rounding(Protocol):

@@ -137,7 +137,7 @@ def _own_moments(
 
 
 def _fits(moments: TensorSource, weight: TensorSource) -> bool:
-    return moments.dtype.name in KINDS and tuple(moments.shape) == tuple(weight.shape)
+    return moments.dtype.name in KINDS and moments.shape == weight.shape
 
 
 def _read_moments(
@@ -225,7 +225,7 @@ def read_inputs(
 
 
 def _shapes(weights: Mapping[str, TensorSource]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(source.shape) for name, source in weights.items()}
+    return {name: source.shape for name, source in weights.items()}
 
 
 # --- how optimizers move weights ------------------------------------------------------------------
@@ -301,7 +301,7 @@ def with_folds(
             continue
         first = moments.get((role.parameter, "momentum" if update.root_scale is None else "exp_avg"))
         second = moments.get((role.parameter, "exp_avg_sq"))
-        if first is None or tuple(tensors[first].shape) != tuple(source.shape):
+        if first is None or tensors[first].shape != source.shape:
             continue
         if update.root_scale is not None and second is None:
             continue

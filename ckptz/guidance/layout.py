@@ -148,7 +148,7 @@ class GuideFile:
     def array(self, tensor: str) -> NDArray[Any]:
         """Read a tensor's finite values, of its dtype and shape [...], into memory of the caller's own."""
         region = self._file.tensors[tensor]
-        flat: Units = region.units(0, region.dtype.n_units(region.shape))
+        flat: Units = region.units(0, region.n_units)
         array: NDArray[Any] = flat.view(_ARRAY_TYPES[region.dtype.name]).reshape(region.shape)
         if not np.isfinite(array).all():
             raise self.error(f"tensor {tensor!r} has values that are not finite; record again")

@@ -223,7 +223,7 @@ def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> I
             }
             label = labels[position] or (key if isinstance(key, str) else None)
             whole = next((tensors[names[word]] for word in WHOLE_STATES if word in names), None)
-            yield _Entry(key, group, names, None if whole is None else tuple(whole.shape), label)
+            yield _Entry(key, group, names, None if whole is None else whole.shape, label)
 
 
 def _join(
@@ -242,7 +242,7 @@ def _join(
     weights, is_ordered = [], True
     for name, source in tensors.items():
         if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name):
-            weights.append(_Weight(roles[name].parameter, tuple(source.shape)))
+            weights.append(_Weight(roles[name].parameter, source.shape))
             # A safetensors file has its tensors in an order of its own.
             is_ordered = is_ordered and name in ordered
     parameters, fault = _match(entries, weights, is_ordered=is_ordered)
@@ -338,4 +338,4 @@ def _strangers(
 
 def _is_large(source: TensorSource) -> bool:
     """Tell whether it holds numbers for elements of a parameter, and not a counter."""
-    return source.dtype.is_float and source.dtype.n_units(tuple(source.shape)) > 1
+    return source.dtype.is_float and source.n_units > 1

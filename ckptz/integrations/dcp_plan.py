@@ -178,7 +178,7 @@ class Gathered:
         chunk, key = item.tensor_data.chunk, self._keys[item.index]
         stored = Stored(rank, file, key, tuple(chunk.offsets), tuple(chunk.sizes))
         source = self.tensors[key]
-        return WriteResult(item.index, source.dtype.n_bytes(source.shape), stored)
+        return WriteResult(item.index, source.n_bytes, stored)
 
 
 def object_of(item: WriteItem, planner: SavePlanner) -> Any:

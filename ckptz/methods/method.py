@@ -163,8 +163,7 @@ class Method:
         """
         del trained
         return {
-            name: self.recipe(roles[name], source.dtype, tuple(source.shape))
-            for name, source in tensors.items()
+            name: self.recipe(roles[name], source.dtype, source.shape) for name, source in tensors.items()
         }
 
     # --- what a search does with it -------------------------------------------------------------

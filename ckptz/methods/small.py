@@ -102,7 +102,7 @@ class Rounding(Recipe):
         n_dropped = self._n_dropped(KINDS[source.dtype.name])
         if n_dropped <= 0:
             return NEAREST
-        units = source.units(0, min(CHUNK_UNITS, source.dtype.n_units(source.shape)))
+        units = source.units(0, min(CHUNK_UNITS, source.n_units))
         low = (units & units.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
         return key_of(low, None, NEAREST, new)
 

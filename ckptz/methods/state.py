@@ -56,10 +56,10 @@ def state_recipes(
         if role.role not in ("weight", "other"):
             trained.add(role.parameter)
         if role.role == "exp_avg_sq" and source.dtype.name in KINDS:
-            second[role.parameter, tuple(source.shape)] = name
+            second[role.parameter, source.shape] = name
     chosen = {}
     for name, source in tensors.items():
-        role, shape = roles[name], tuple(source.shape)
+        role, shape = roles[name], source.shape
         recipe = weights.recipe(role, source.dtype, shape)
         if source.dtype.name in KINDS:
             # What is not trained stays exact: buffers may be the frequencies of a positional code.

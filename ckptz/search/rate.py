@@ -192,7 +192,7 @@ class SizeModel:
 def _sizes_of(sources: Sources, configs: Sequence[Method]) -> NDArray[np.float64]:
     """Size of one tensor's frame for each configuration."""
     tensor = sources.tensor
-    recipes = (config.recipe(sources.role, tensor.dtype, tuple(tensor.shape)) for config in configs)
+    recipes = (config.recipe(sources.role, tensor.dtype, tensor.shape) for config in configs)
     methods = [recipe.wanted if isinstance(recipe, Clusters) else None for recipe in recipes]
     profile = _profile(sources, {method for method in methods if method is not None})
     sizes = {
@@ -207,20 +207,20 @@ def _sizes_of(sources: Sources, configs: Sequence[Method]) -> NDArray[np.float64
 def _exact_bytes(sources: Sources) -> float:
     """Size of a lossless frame: its first chunk is encoded, the others are as large."""
     source = sources.tensor
-    n_units = source.dtype.n_units(source.shape)
+    n_units = source.n_units
     if not n_units:
         return 0.0
     end = min(CHUNK_UNITS, n_units)
     draft = plan_lossless(source, sources.base)
     chunk = encode_chunk(source, draft, ChunkSources(0, end, sources.base))
     n_bytes = sum(len(stream) for stream in chunk.streams) * n_units / end
-    return n_bytes + len(pack_plan(source.dtype, tuple(source.shape), draft.plan))
+    return n_bytes + len(pack_plan(source.dtype, source.shape, draft.plan))
 
 
 def _profile(sources: Sources, wanted: set[Partitions]) -> Profile | None:
     """One pass over a tensor that some configuration makes lossy; None for the others."""
     source = sources.tensor
-    n_units = source.dtype.n_units(source.shape)
+    n_units = source.n_units
     if not wanted or not n_units:
         return None
     kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_units))

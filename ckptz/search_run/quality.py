@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource
 from ckptz.container.index import Promise
 from ckptz.encoding.draft import MapFunction
 from ckptz.errors import ConfigError
@@ -86,7 +86,7 @@ def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> Sta
     for name, source in tensors.items():
         shape = torch.shape_of(source.dtype, tuple(source.shape))
         state[name], units = torch.allocate(source.dtype, shape)
-        bounds = chunk_bounds(source.dtype.n_units(source.shape))
+        bounds = source.chunk_bounds()
         places += [(source, units, begin, end) for begin, end in bounds]
 
     def fill(place: tuple[TensorSource, Any, int, int]) -> None:

@@ -306,7 +306,7 @@ class StepReader:
     @property
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(s.dtype.n_bytes(s.shape) for s in self._container.tensors.values())
+        return sum(s.n_bytes for s in self._container.tensors.values())
 
     def outline(self) -> dict[str, Any]:
         """Give the nested state without its values: tensors on the meta device. Nothing is decoded."""
