@@ -11,7 +11,7 @@ from ckptz.codec.plan import Predictor, kernel_mode
 from ckptz.codec.sparse import read_changes
 from ckptz.codec.units import ChunkSources
 from ckptz.codec.values import predicted
-from ckptz.entropy.streams import CoderId, Segments, decode_stream
+from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes, Units
@@ -136,10 +136,8 @@ class _Streams:
         quant_map = plan.quant_map
         assert quant_map is not None
         codes = self.map_codes()
-        base = sources.base_units() if plan.predictor is Predictor.BASE else None
-        prediction = predicted(plan, plan.outer, base, sources.begin, sources.end)
         table = self._header.value_table
-        table.decode(codes, self._labels, prediction, out)
+        table.decode(codes, self._labels, predicted(plan, sources), out)
         exact = np.zeros(self._n, np.bool_)
         if quant_map.escape_code is not None:
             exact |= self._put(codes == quant_map.escape_code, out)
@@ -187,9 +185,7 @@ class _Streams:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
         classes = np.flatnonzero(self._per_class)
         tables = self._header.plan.tables[index]
-        segments = tables.segments(classes, self._per_class[classes])
-        slots = self._header.slot_tables[index]
-        segments = Segments(segments.ends, segments.table_of, segments.tables, slots)
+        segments = tables.segments(classes, self._per_class[classes], self._header.slot_tables[index])
         grouped, plane = np.empty(self._n, np.uint8), np.empty(self._n, np.uint8)
         decode_stream(coder, data.data, grouped, segments)
         cpu().ungroup(grouped, self._labels, self._header.plan.n_classes, plane)

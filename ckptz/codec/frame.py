@@ -103,7 +103,7 @@ class FrameHeader:
     @functools.cached_property
     def value_table(self) -> ValueTable:
         """The quantization map ready for the kernels, made once."""
-        return ValueTable.of(self.dtype, self.plan)
+        return ValueTable(self.dtype, self.plan)
 
     def pack(self, packed_plan: bytes | None = None) -> bytes:
         """Write the header's bytes; `packed_plan` is what `pack_plan` gave, where the caller has it."""

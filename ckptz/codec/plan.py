@@ -61,14 +61,20 @@ class StreamTables:
     frequencies: NDArray[np.uint16]
     table_of: NDArray[np.int64]  # [n_classes]
 
-    def segments(self, classes: NDArray[np.int64], per_class: NDArray[np.int64]) -> Segments:
+    def segments(
+        self,
+        classes: NDArray[np.int64],
+        per_class: NDArray[np.int64],
+        slots: NDArray[np.uint32] | None = None,
+    ) -> Segments:
         """Say how a stream, sorted by class, runs through the tables.
 
         Args:
             classes: that occur in the chunk, ascending [n_used].
             per_class: units of each [n_used].
+            slots: decoding tables [n_tables, 4096], where the caller has them.
         """
-        return Segments(np.cumsum(per_class), self.table_of[classes], self.frequencies)
+        return Segments(np.cumsum(per_class), self.table_of[classes], self.frequencies, slots)
 
 
 OUTER_BYTES: Final = 4  # planes of an outer vector

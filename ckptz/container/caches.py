@@ -40,7 +40,7 @@ class HeaderCache(Recent[FrameHeader]):
     """The frame headers used last; the one just asked for stays, as its chunks come next."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_CACHE_BYTES) -> None:
-        super().__init__(max_bytes, lambda header: _weight(header), keeps_any=True)
+        super().__init__(max_bytes, _weight, keeps_any=True)
         self._n_idle = 0
 
     def charge_idle(self, n_elements: int) -> None:

@@ -69,10 +69,7 @@ class EncodedChunk:
 def _encode_classed(
     plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables, found: ClassCounts
 ) -> Stream:
-    total = found.total
-    table_of = tables.table_of[found.classes]
-    bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
-    shared = bits / 8 + MAX_LANE_BYTES
+    total, shared = found.total, found.bytes_by(tables) + MAX_LANE_BYTES
     coder: CoderId = CoderId.STORED
     data: bytes | memoryview = plane.data
     if total.max() == len(plane) or entropy_bits(total[None]) / 8 < shared:
@@ -115,10 +112,8 @@ def _quantize(
     if plan.quant_map is None or quantizer is None:
         raise ConfigError("a plan in the linear or bits domain needs a map and a quantizer to encode")
     begin, end = sources.begin, sources.end
-    codes = quantizer.codes(begin, end, units)
-    base = sources.base_units() if plan.predictor is Predictor.BASE else None
-    decoded = np.empty_like(units)
-    header.value_table.decode(codes, labels, predicted(plan, plan.outer, base, begin, end), decoded)
+    codes, decoded = quantizer.codes(begin, end, units), np.empty_like(units)
+    header.value_table.decode(codes, labels, predicted(plan, sources), decoded)
     escaped, protected, kept = None, None, quantizer.kept(begin, units)
     if plan.quant_map.escape_code is not None:
         escaped = codes == plan.quant_map.escape_code

@@ -61,7 +61,7 @@ class CodedSource(TensorSource):
 
     @cached_property
     def _table(self) -> ValueTable:
-        return ValueTable.of(self.dtype, Plan(quant_map=self.quant_map, domain=Domain.LINEAR))
+        return ValueTable(self.dtype, Plan(quant_map=self.quant_map, domain=Domain.LINEAR))
 
     @property
     def quantizer(self) -> CodedQuantizer:

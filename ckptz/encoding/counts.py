@@ -47,6 +47,11 @@ class ClassCounts:
         """Units of each class [n_used]."""
         return self.counts.sum(axis=1)
 
+    def bytes_by(self, tables: StreamTables) -> float:
+        """Compute the bytes that the codes take with these tables, without the tables."""
+        table_of = tables.table_of[self.classes]
+        return float(planning().shared_cost_bits(self.counts, table_of, tables.frequencies)) / 8
+
 
 def share_tables(
     found: ClassCounts, n_classes: int, most: int = MAX_TABLES

@@ -30,7 +30,7 @@ from ckptz.encoding.extent import Bounds, Extent, reals, values_of
 from ckptz.encoding.guide import Guide
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
-from ckptz.kernels import cpu, planning, rounding
+from ckptz.kernels import cpu, rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
 from ckptz.methods.lossless import EXACT, plan_lossless
 from ckptz.methods.method import (
@@ -51,13 +51,7 @@ from ckptz.methods.method import (
     usual_setting,
 )
 from ckptz.methods.state import MOMENTS, Moments, state_recipes
-from ckptz.quant.grid import (
-    RowSteps,
-    bare_levels,
-    fit_levels,
-    largest_magnitude,
-    row_steps,
-)
+from ckptz.quant.grid import RowSteps, bare_levels, fit_levels, largest_magnitude, row_steps
 from ckptz.quant.movement import key_of, sampled
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
@@ -112,10 +106,7 @@ MAX_FIRST_STEP: Final = 64.0
 
 PURPOSES: Final = ("auto", "resume", "ship")
 ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that restart
-PEAK, PEAK_TO_SHIP = (
-    0.5,
-    1.5,
-)  # steps around zero: a cell, or where a dead zone and centroids moved them, three
+PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
@@ -570,9 +561,7 @@ def _coded_bytes(candidate: Candidate) -> float:
     out = ByteWriter()
     write_tables(out, tables.frequencies)
     write_runs(out, tables.table_of)
-    used = tables.table_of[found.classes]
-    n_bytes = len(out.getvalue())
-    return n_bytes + float(planning().shared_cost_bits(found.counts, used, tables.frequencies)) / 8
+    return len(out) + found.bytes_by(tables)
 
 
 def _merged(found: ClassCounts, n: int) -> ClassCounts:

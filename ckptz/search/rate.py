@@ -24,7 +24,6 @@ from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import MapFunction
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
-from ckptz.kernels import planning
 from ckptz.kernels.floats import F32, Counts
 from ckptz.methods.kmeans import Clusters, Ranked, rank
 from ckptz.methods.lossless import plan_lossless
@@ -149,9 +148,7 @@ def _code_bytes(counts: Counts) -> float:
     found = ClassCounts(used, counts[used])
     if len(counts) > 1 and entropy_bits(found.counts) < entropy_bits(found.total[None]):
         tables = stream_tables(found, len(counts))
-        table_of = tables.table_of[found.classes]
-        bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
-        return bits / 8 + sum(len(pack_table(row)) for row in tables.frequencies)
+        return found.bytes_by(tables) + sum(len(pack_table(row)) for row in tables.frequencies)
     table = normalise(found.total)
     return cost_bits(found.total, table) / 8 + len(pack_table(table))
 

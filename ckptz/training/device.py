@@ -116,7 +116,7 @@ class _Coder:
 
     def __init__(self, task: _Task, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> None:
         device = task.flat.device
-        table = ValueTable.of(task.dtype, Plan(quant_map=quant_map, domain=Domain.LINEAR))
+        table = ValueTable(task.dtype, Plan(quant_map=quant_map, domain=Domain.LINEAR))
         self._task, self._quant_map, self._quantizer = task, quant_map, quantizer
         self._boundaries = _on(quantizer.boundaries, device)
         self._region_code = _on(quantizer.region_code, device)
