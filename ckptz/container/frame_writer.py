@@ -14,7 +14,8 @@ import msgspec
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
 from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.plan import Plan, exact_plan
+from ckptz.codec.plan import exact_plan
+from ckptz.codec.quant_map import QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSource, chunk_bounds, companions_of
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
@@ -103,10 +104,8 @@ class _Planning:
 
     def base(self, name: str) -> TensorSource | None:
         """What a tensor may be stored against."""
-        source = self.tensors[name]
-        base = matching_base(source, self._contents.record.bases.get(name))
-        is_short = source.n_units <= CHUNK_UNITS
-        return Held(base) if base is not None and is_short else base
+        base = matching_base(self.tensors[name], self._contents.record.bases.get(name))
+        return None if base is None else _held(base)
 
     def draft(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
@@ -139,10 +138,13 @@ class _Planning:
         wanted = self._contents.recipes[name].companion
         if wanted is None:
             return companions_of({})
-        source = self.tensors[wanted]
-        restored = Restored(source, self.base(wanted), self._shared.draft(wanted, run))
-        is_short = source.n_units <= CHUNK_UNITS
-        return companions_of({wanted: Held(restored) if is_short else restored})
+        restored = Restored(self.tensors[wanted], self.base(wanted), self._shared.draft(wanted, run))
+        return companions_of({wanted: _held(restored)})
+
+
+def _held(source: TensorSource) -> TensorSource:
+    """Read a tensor of one chunk once; a larger one whenever it is asked for."""
+    return Held(source) if source.n_units <= CHUNK_UNITS else source
 
 
 def _seed(text: str) -> int:
@@ -175,13 +177,15 @@ def _encode(
 def _lossy_record(
     recipe: Recipe, role: Role, draft: Draft, header: FrameHeader, deviation: Deviation
 ) -> LossyRecord:
+    quant_map = header.plan.quant_map
+    escape = None if quant_map is None else quant_map.escape_code
     return LossyRecord(
         method=recipe.name,
         role=role.role,
         layer_type=role.layer_type,
         settings=recipe.settings() | dict(draft.found),
-        n_pruned=_n_pruned(header.plan, deviation) if recipe.prunes else 0,
-        n_protected=_n_protected(header.plan, deviation),
+        n_pruned=_n_pruned(quant_map, deviation) if recipe.prunes and quant_map is not None else 0,
+        n_protected=0 if escape is None else int(deviation.counts[escape]),
         # Doubles round the difference of two floats that are far apart; the bound must not be.
         max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
         rms_error=_brief(math.sqrt(deviation.error / header.n_units)),
@@ -196,18 +200,10 @@ def _brief(value: float) -> float:
     return brief if brief >= value else float(f"{value * (1 + 1e-6):.6e}")
 
 
-def _n_pruned(plan: Plan, deviation: Deviation) -> int:
+def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
     """Elements whose code stands for zero."""
-    assert plan.quant_map is not None
-    escape, entries = plan.quant_map.escape_code, plan.quant_map.table.expand()[0]
-    zeros = [c for c in range(plan.quant_map.n_codes) if c != escape and not int(entries[c]) & 0x7FFFFFFF]
-    return int(deviation.counts[zeros].sum())
-
-
-def _n_protected(plan: Plan, deviation: Deviation) -> int:
-    """Elements that stand exactly in a stream of their own."""
-    escape = None if plan.quant_map is None else plan.quant_map.escape_code
-    return 0 if escape is None else int(deviation.counts[escape])
+    levels = quant_map.table.expand()[0][: quant_map.escape_code]
+    return int(deviation.counts[: len(levels)][levels & 0x7FFFFFFF == 0].sum())
 
 
 def write_frames(
@@ -227,7 +223,8 @@ def write_frames(
     encoded = workers.map(lambda encode: encode(), jobs)
     for name, source in tensors.items():
         if name in settled:
-            entry, needs_base = _copy_frame(sink, offset, settled[name])
+            entry = copy_frame(sink, offset, settled[name])
+            needs_base = settled[name].header.plan.needs_base
             note = earlier.notes.get(name, "") if earlier is not None else ""
             if progress:
                 progress(source.n_bytes)
@@ -244,11 +241,18 @@ def write_frames(
         offset += entry.n_bytes
 
 
-def _copy_frame(sink: BinaryIO, offset: int, source: FrameSource) -> tuple[TensorEntry, bool]:
-    """Write a frame that stands in an earlier file already; the sink is where it goes."""
+def copy_frame(
+    sink: BinaryIO, offset: int, source: FrameSource, progress: Progress | None = None
+) -> TensorEntry:
+    """Write a frame as it stands in another file; the sink is where it goes, `offset` behind the header.
+
+    `progress` is told the bytes of each piece.
+    """
     for piece in source.stored_pieces():
         sink.write(piece.data)
-    return msgspec.structs.replace(source.entry, offset=offset), source.header.plan.needs_base
+        if progress:
+            progress(piece.nbytes)
+    return msgspec.structs.replace(source.entry, offset=offset)
 
 
 def _write_frame(

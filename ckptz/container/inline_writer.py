@@ -14,7 +14,7 @@ import msgspec
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import build_header
-from ckptz.container.frame_writer import Contents, FileRecord, Progress, write_frames
+from ckptz.container.frame_writer import Contents, FileRecord, Progress, copy_frame, write_frames
 from ckptz.container.index import (
     DELTA_FEATURE,
     INDEX_NAME,
@@ -70,9 +70,9 @@ def write_inline(
         ConfigError: more tensors than one header or index may have.
     """
     features = _features(container, bases)
-    reserved = reserved_header_bytes(
-        _region_names(container, bases), bytes_to_write(container, bases), features
-    )
+    names = [inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))]
+    names = [*container.tensors, *names]
+    reserved = reserved_header_bytes(names, bytes_to_write(container, bases), features)
     writing = _Writing(sink, reserved, workers, progress)
     own = writing.level(container.tensors)
     inline = tuple(InlineBase(b.content_id, b.file, writing.level(b.tensors)) for b in bases)
@@ -87,11 +87,8 @@ def write_inline(
 def bytes_to_write(container: Container, bases: Sequence[NeededBase]) -> int:
     """Count the bytes that `progress` is told of in all."""
     levels = (container.tensors, *(base.tensors for base in bases))
-    return sum(_n_bytes(source) for tensors in levels for source in tensors.values())
-
-
-def _n_bytes(source: TensorSource) -> int:
-    return source.entry.n_bytes if isinstance(source, FrameSource) else source.n_bytes
+    sources = (source for tensors in levels for source in tensors.values())
+    return sum((source.entry if isinstance(source, FrameSource) else source).n_bytes for source in sources)
 
 
 def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:
@@ -100,13 +97,6 @@ def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:
     if any(isinstance(frame, FrameSource) and frame.header.plan.quant_map is not None for frame in frames):
         features |= {MAPS_FEATURE}
     return sorted(features | ({INLINE_FEATURE} if bases else set()))
-
-
-def _region_names(container: Container, bases: Sequence[NeededBase]) -> list[str]:
-    inline = [
-        inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))
-    ]
-    return [*container.tensors, *inline]
 
 
 class _Writing:
@@ -127,15 +117,9 @@ class _Writing:
         return tuple(self._encoded(tensors))
 
     def _copied(self, name: str, source: FrameSource) -> TensorEntry:
-        entry = TensorEntry(
-            name, source.entry.dtype, source.shape, self._offset, source.entry.n_bytes, source.entry.checksum
-        )
-        for piece in source.stored_pieces():
-            self._sink.write(piece.data)
-            if self._progress:
-                self._progress(piece.nbytes)
+        entry = copy_frame(self._sink, self._offset, source, self._progress)
         self._offset += entry.n_bytes
-        return entry
+        return msgspec.structs.replace(entry, name=name, lossy=None)
 
     def _encoded(self, tensors: Mapping[str, TensorSource]) -> Iterator[TensorEntry]:
         start, exact = self._offset, Contents(FileRecord(), dict.fromkeys(tensors, EXACT))
