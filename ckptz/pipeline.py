@@ -26,7 +26,7 @@ from ckptz.roles import Role, Rule, role_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(FileRecord):
-    """One file to write."""
+    """One file to write: tensors, a configuration, and all that is known of them."""
 
     tensors: Mapping[str, TensorSource]  # by name; their order is kept
     config: Method = LOSSLESS  # lossless, or how tensors become lossy

@@ -52,7 +52,7 @@ def decode_chunk(
 
 
 def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources) -> Bytes:
-    """Decode only the codes of chunk `index`, one byte a unit, for a delta that is grouped by them.
+    """Decode only the codes of chunk `index`, uint8 [n_units], for a delta that is grouped by them.
 
     Without values there is no decoded checksum to compare, so the stored one is. Faults of the values alone
     are not seen: spec/03-transforms.md#classes.

@@ -26,7 +26,7 @@ UNIT_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a tensor stands in a frame: its plan, and what the file's record says was asked of it.
+    """The plan of a tensor's frame, and what the file's record says was asked of it.
 
     Attributes:
         plan: of the frame.
@@ -76,7 +76,7 @@ class TensorSource:
 
     @property
     def stored(self) -> Stored | None:
-        """How it stands in a frame of its own; None if it has none."""
+        """Plan and record of the frame that the tensor stands in; None if it has none."""
         return None
 
     @property
@@ -107,13 +107,13 @@ class SourceOf(TensorSource):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions, in elements."""
+        """Dimensions of the tensor, in elements."""
         return self.source.shape
 
 
 @dataclass(frozen=True, slots=True)
 class ViewOf(SourceOf):
-    """The same values as those of another tensor, whose frame is its own."""
+    """A tensor with the values and the frame of another one; subclasses say how units are read."""
 
     @property
     def stored(self) -> Stored | None:
@@ -224,7 +224,7 @@ class ChunkSources:
 
 
 def companions_of(tensors: Mapping[str, TensorSource]) -> Companions:
-    """Make what looks companions up by name.
+    """Make a function that finds the companions of a tensor by name.
 
     Raises:
         CorruptionError: when called with a name that is not there.

@@ -29,7 +29,7 @@ class ValueTable:
 
     @cached_property
     def quant_map(self) -> QuantizationMap:
-        """The plan's map."""
+        """The quantization map of the plan."""
         assert self.plan.quant_map is not None
         return self.plan.quant_map
 
@@ -40,8 +40,7 @@ class ValueTable:
 
     @cached_property
     def entries(self) -> NDArray[Any]:
-        """[n_rows, n_codes]: units already for the zero predictor in the linear domain, else F32 patterns or
-        integers."""
+        """Values of all codes [n_rows, n_codes]: F32 patterns or integers, or units if added to zero."""
         return np.ascontiguousarray(self._ready(self.quant_map.table.expand()))
 
     @cached_property

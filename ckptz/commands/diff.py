@@ -67,7 +67,7 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Shown):
-    """Two checkpoints.
+    """All differences between two checkpoints.
 
     Attributes:
         first: A.
@@ -156,12 +156,12 @@ class Pair:
 
     @property
     def is_same_type(self) -> bool:
-        """Whether dtype and shape are the same."""
+        """Whether A and B have the same dtype and shape."""
         return self.a.dtype == self.b.dtype and tuple(self.a.shape) == tuple(self.b.shape)
 
     @property
     def is_known_equal(self) -> bool:
-        """Whether the checksums of both say so."""
+        """Whether the checksums of A and B say that all units are equal."""
         a, b = self.a, self.b
         if not self.is_same_type or not isinstance(a, FrameSource) or not isinstance(b, FrameSource):
             return False
@@ -169,7 +169,7 @@ class Pair:
 
     @property
     def is_read(self) -> bool:
-        """Whether units are compared."""
+        """Whether the units of A and B have to be compared."""
         if self.is_same_type:
             return not self.is_known_equal
         has_numbers = self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
@@ -177,17 +177,17 @@ class Pair:
 
     @property
     def n_units(self) -> int:
-        """Units of A."""
+        """Units of the tensor in A."""
         return self.a.n_units
 
     @property
     def n_units_b(self) -> int:
-        """Units of B."""
+        """Units of the tensor in B."""
         return self.b.n_units
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of A."""
+        """Bytes of the tensor in A."""
         return self.a.n_bytes
 
 
@@ -197,7 +197,7 @@ def _pairs(a: Tensors, b: Tensors) -> list[Pair]:
 
 @dataclass(slots=True)
 class Sums:
-    """What chunks add up to: counts of units, and over finite numbers the squares."""
+    """Sums over the chunks of two tensors: counts of units, and squares of finite numbers."""
 
     n_units: int = 0
     n_changed: int = 0
@@ -210,7 +210,7 @@ class Sums:
     n_codes_moved: int = 0
 
     def add(self, other: Sums) -> None:
-        """Add what was counted elsewhere."""
+        """Add the sums of other chunks."""
         self.n_units += other.n_units
         self.n_changed += other.n_changed
         self.n_not_finite += other.n_not_finite

@@ -29,7 +29,7 @@ CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """What is stored of one tensor."""
+    """Size, coding and record of one stored tensor."""
 
     name: str
     role: str  # what it is; from its record if it is lossy, else from name and shape, as below
@@ -69,7 +69,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport(Shown):
-    """Read what a file says of itself."""
+    """Everything that a file says of itself and its tensors."""
 
     file: str
     format_version: str  # of its bytes

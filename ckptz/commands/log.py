@@ -50,7 +50,7 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport(Shown):
-    """The checkpoints of a folder."""
+    """All checkpoints of a folder, and their bases."""
 
     folder: str
     # every checkpoint behind the one it is stored against, by step and then by name

@@ -38,7 +38,7 @@ NOTEBOOK_HEIGHT: Final = 720  # pixels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How the values of one tensor are spread, or their changes from A to B."""
+    """The spread of one tensor's values, or of their changes from A to B."""
 
     file: str  # that has the tensor; of changes B
     tensor: str  # its name
@@ -51,7 +51,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedFile:
-    """What a `compress` with a budget reported of one output."""
+    """One output of a `compress` with a budget, as its report tells it."""
 
     output: str = ""  # file that was written
     search: SearchReport | None = None  # how its configuration was found
@@ -59,7 +59,7 @@ class SearchedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageReport:
-    """What a page shows: reports as the other verbs make them."""
+    """The reports that one page shows, as the other verbs make them."""
 
     output: str | None  # page that was written, or None
     paths: tuple[str, ...]  # what was asked for
@@ -72,7 +72,7 @@ class PageReport:
 
     @property
     def html(self) -> str:
-        """The whole page."""
+        """The whole page as HTML text."""
         return page(msgspec.to_builtins(self))
 
     def _repr_html_(self) -> str:

@@ -42,7 +42,7 @@ Written = Literal["safetensors", "pt", "dcp", "folder"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport(Shown):
-    """What `restore` wrote."""
+    """Sizes of the files that `restore` wrote."""
 
     input: str  # what was read
     output: str  # what was written

@@ -39,7 +39,7 @@ _REST: Final = ("rng", "extra", "groups", "classes")  # what a Checkpointer save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDifference:
-    """What differs first; what does not apply is None.
+    """The first difference that was found; fields that do not apply are None.
 
     Attributes:
         part: where it is.
@@ -71,7 +71,7 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport(Shown):
-    """Two states, or two records of losses.
+    """The comparison of two states, or of two records of losses.
 
     Attributes:
         first: A.

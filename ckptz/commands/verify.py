@@ -32,7 +32,7 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Shown):
-    """What was found to be right.
+    """Counts of all that `verify` found to be right.
 
     Attributes:
         file: the file.

@@ -80,5 +80,4 @@ class MemoryBytes:
         _check_end(self, offset + n_bytes)
         return self._data[offset : offset + n_bytes].copy()
 
-    def close(self) -> None:
-        """Release nothing."""
+    def close(self) -> None: ...

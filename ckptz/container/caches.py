@@ -44,7 +44,7 @@ class HeaderCache(Recent[FrameHeader]):
         self._n_idle = 0
 
     def charge_idle(self, n_elements: int) -> None:
-        """Count elements of vectors that no value is decoded from.
+        """Count elements of vectors that no unit is decoded from.
 
         Raises:
             LimitError: a few bytes stand for each million of them, and checking them takes its time.

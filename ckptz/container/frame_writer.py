@@ -60,7 +60,7 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a file says beside its tensors."""
+    """Everything that a file says beside its tensors."""
 
     metadata: Mapping[str, str] | None = None  # the user's own, kept unchanged
     step: int | None = None  # training step, if known
@@ -75,7 +75,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What goes into a file beside the tensors, with every question of how decided."""
+    """Recipes, roles and guides of a file's tensors, and its record: all that decides its bytes."""
 
     record: FileRecord
     recipes: Mapping[str, Recipe]  # what becomes of each tensor, by name

@@ -36,7 +36,7 @@ from ckptz.parallel import Workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededBase:
-    """One base to carry.
+    """One base that the new file carries.
 
     Attributes:
         content_id: what the delta before it calls it.

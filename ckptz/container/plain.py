@@ -30,12 +30,12 @@ class RegionSource(TensorSource):
 
     @property
     def dtype(self) -> DType:
-        """Element type."""
+        """Type of the tensor's elements."""
         return self.region.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions."""
+        """Dimensions of the tensor, in elements."""
         return self.region.shape
 
     def units(self, begin: int, end: int) -> NDArray[Any]:
@@ -100,7 +100,7 @@ def pack_base_metadata(checksum: int) -> bytes:
 
 
 def parse_base_metadata(section: bytes) -> int:
-    """Undo `pack_base_metadata`.
+    """Parse a section as `pack_base_metadata` writes it.
 
     Raises:
         ChecksumError: the section was changed.

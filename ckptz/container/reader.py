@@ -223,7 +223,7 @@ class FrameSource(TensorSource):
 
     @property
     def stored(self) -> Stored:
-        """See `TensorSource.stored`."""
+        """Plan of the frame, and the method and settings that the index records."""
         lossy = self.entry.lossy
         method, settings = (None, {}) if lossy is None else (lossy.method, lossy.settings)
         return Stored(self.header.plan, method, settings)
@@ -314,7 +314,7 @@ class CachedFrame(ViewOf):
 
 
 class InlineFrames:
-    """What a file holds of one of its bases; it is decoded from itself and the next inline base.
+    """The frames of one base that a file carries, decoded from itself and the next inline base.
 
     Attributes:
         name: for messages.

@@ -41,7 +41,7 @@ PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write_container` wrote.
+    """Sizes, identity and notes of a file that `write_container` wrote.
 
     Attributes:
         n_tensors: tensors.

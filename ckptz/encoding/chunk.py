@@ -36,7 +36,7 @@ _UNCHANGED = (CoderId.CONSTANT, b"\x00")
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far decoded values are from the originals: summed over units, so that chunks add up."""
+    """Errors of decoded values, summed over units, so that chunks add up."""
 
     largest: float  # greatest absolute error
     error: float  # sum of squared errors

@@ -30,7 +30,7 @@ def bits_for(n_codes: int) -> int:
 
 @dataclass(frozen=True)
 class CodedSource(TensorSource):
-    """See `ckptz.codec.units.TensorSource`; units are what the codes decode to, chunk by chunk."""
+    """A tensor as packed codes; its units are decoded from them, chunk by chunk."""
 
     dtype: DType  # of the tensor, F32, BF16 or F16
     shape: tuple[int, ...]  # of the tensor
@@ -65,7 +65,7 @@ class CodedSource(TensorSource):
 
     @property
     def quantizer(self) -> CodedQuantizer:
-        """Gives the codes that are there."""
+        """A quantizer that gives these very codes."""
         return CodedQuantizer(self)
 
 
@@ -80,5 +80,5 @@ class CodedQuantizer(Quantizer):
         return self.source.codes_of(begin, end)
 
     def errors(self, begin: int) -> Errors:
-        """Give what was measured on the chunk that begins there."""
+        """Give (largest error, sum of squared errors, sum of squares) of the chunk from unit `begin` on."""
         return self.source.errors[begin // CHUNK_UNITS]

@@ -20,7 +20,7 @@ TABLE_COST_BITS: Final = 40.0
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """How often each code occurs in each class; classes that do not occur have no row."""
+    """Occurrences of each code in each class; classes that do not occur have no row."""
 
     classes: NDArray[np.int64]  # ascending [n_used]
     counts: NDArray[np.int64]  # occurrences [n_used, 256]

@@ -40,12 +40,12 @@ class Subject:
 
 
 def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:
-    """Add up what `measure` finds in each chunk (begin, end) of a tensor that is not empty."""
+    """Add up the results of `measure` for each chunk (begin, end) of a tensor that is not empty."""
     return functools.reduce(operator.add, run(measure, source.chunk_bounds()))
 
 
 class Rounding(Protocol):
-    """What units are rounded to before they are split into byte planes."""
+    """A rounding of units before they are split into byte planes."""
 
     def rounded(self, units: Units, kind: int, begin: int) -> Units:
         """Round units [n] from `begin` on, of a kind of `ckptz.kernels.floats`."""

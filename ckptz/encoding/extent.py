@@ -29,7 +29,7 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What is known of a tensor before its steps: summed over chunks."""
+    """Size, largest value and powers of a tensor: all that its steps follow from, summed over chunks."""
 
     n_units: int  # values
     largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
@@ -73,7 +73,7 @@ class Extent:
 
     @property
     def spread(self) -> float:
-        """Root-mean-square value."""
+        """Root of the mean square of the values."""
         return float(np.sqrt(self.power / self.n_units))
 
     def fault(self, dtype: DType) -> str:

@@ -47,7 +47,7 @@ def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedInputs:
-    """What a calibration knows of one weight."""
+    """The second moments of inputs that a calibration holds for one weight."""
 
     names: tuple[str, ...]  # of the weight; several where it is tied
     shape: tuple[int, ...]  # of the weight
@@ -67,7 +67,7 @@ class StoredSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientAverage:
-    """What a sensitivity file knows of one parameter: `read` gives the float32 average in its shape."""
+    """The average gradient of one parameter in a sensitivity file: `read` gives it, float32 in its shape."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -174,7 +174,7 @@ class _Recordings(Mapping[str, Recorded]):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationFile(_Recordings[RecordedInputs]):
-    """What `ckptz.hooks.Calibration` saved, by the first name of each weight.
+    """A file that `ckptz.hooks.Calibration` saved, by the first name of each weight.
 
     Example:
         >>> with CalibrationFile.open("calibration.safetensors") as calibration:  # doctest: +SKIP
@@ -204,7 +204,7 @@ class CalibrationFile(_Recordings[RecordedInputs]):
 
 @dataclass(frozen=True, slots=True)
 class SensitivityFile(_Recordings[GradientAverage]):
-    """What `ckptz.hooks.SensitivityTracker` saved, by the first name of each parameter."""
+    """A file that `ckptz.hooks.SensitivityTracker` saved, by the first name of each parameter."""
 
     guide = "sensitivity"
     content: SensitivityContent

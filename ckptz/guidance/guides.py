@@ -41,7 +41,7 @@ class GuideFiles:
     sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
 
     def check(self, config: Method) -> None:
-        """Refuse files that the method would not read.
+        """Refuse files that a method would not read.
 
         Raises:
             ConfigError: names the file and the method.

@@ -113,7 +113,7 @@ class GuideFile:
         return CalibrationError(f"{self.path}: {message}")
 
     def content(self, content_type: type[Content]) -> Content:
-        """Parse the metadata.
+        """Parse the metadata that say what is in the file.
 
         Raises:
             CalibrationError: another kind of file, or damaged.

@@ -23,7 +23,7 @@ PART_ELEMENTS: Final = 1 << 24  # of the inputs that are widened or unfolded at 
 
 
 class Gather(Protocol):
-    """How a kind of layer takes its inputs from a tensor."""
+    """The way in which a kind of layer takes its inputs from a tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ ZIP_MAGIC: Final = b"PK\x03\x04"  # of what torch itself saves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainOptions:
-    """How the files of a run are stored.
+    """Settings of the files of a run: how they are stored and linked.
 
     Attributes:
         config: what files may lose; nothing by default.

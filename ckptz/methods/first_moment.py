@@ -52,7 +52,7 @@ MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than t
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Which class each element has, and the step of each class.
+    """The class of each element, and the step of each class.
 
     Attributes:
         rules: as the frame stores them.
@@ -67,7 +67,7 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class StepQuantizer(Quantizer):
-    """The encoder's side of a first moment's map."""
+    """The quantizer of a first moment: levels of a step by class."""
 
     kind: int
     classes: Classes
@@ -96,7 +96,7 @@ def _values(units: Units, kind: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class FirstMoment(Recipe):
-    """How a first moment, or a momentum, becomes lossy.
+    """A first moment, or a momentum, as levels of steps by class.
 
     Attributes:
         step: in roots of the restored second moment; without one, in root mean squares of the row.

@@ -352,7 +352,7 @@ class KMeans(Method):
 
     @classmethod
     def reference(cls) -> Self:
-        """Give what the paper keeps, and how."""
+        """Give the settings of the paper, whose protected elements are BF16."""
         return cls(protect_as="bf16", protect_by="either")
 
     def recorded(self, records: Sequence[Record]) -> Self | None:

@@ -45,11 +45,11 @@ class Exact(Recipe):
     is_lossy: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Setting]:
-        """Give nothing: files have no records of exact tensors."""
+        """Give no settings: files have no records of exact tensors."""
         return {}
 
     def plan(self, subject: Subject) -> Draft:
-        """Plan a tensor."""
+        """Plan a tensor that comes back bit for bit."""
         plan = plan_sparse if self.is_sparse else plan_lossless
         return plan(subject.source, subject.base, subject.run)
 
@@ -103,7 +103,7 @@ def _plain_bits(units: NDArray[Any], dtype: DType) -> float:
 
 
 def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
-    """Plan what decodes fastest: by the positions of changed units, unless too many are."""
+    """Plan the frame that decodes fastest: positions of changed units, unless too many are."""
     n_units = source.n_units
     if base is None or not n_units:
         return Draft(exact_plan(source.dtype))
@@ -115,7 +115,7 @@ def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunctio
 
 
 def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
-    """Plan what measures smallest; `base` has the same dtype and shape, and `run` maps over chunks."""
+    """Plan the smallest frame; `base` has the same dtype and shape, and `run` maps over chunks."""
     n_units = source.n_units
     if base is None or not n_units:
         return Draft(exact_plan(source.dtype))

@@ -26,7 +26,7 @@ READ_OPTIMIZER, CALIBRATION, SENSITIVITY = "read_optimizer", "calibration", "sen
 
 
 class Recipe:
-    """What becomes of one tensor: the settings that a method gives it. Frozen; equal ones write equal frames.
+    """The settings that a method gives one tensor. Frozen; equal ones write equal frames.
 
     Attributes:
         name: in the file's record of the tensor.
@@ -48,7 +48,7 @@ class Recipe:
         return None
 
     def settings(self) -> dict[str, Setting]:
-        """Give what the file's record says was asked."""
+        """Give the settings that the file's record holds, by name."""
         raise NotImplementedError
 
     def plan(self, subject: Subject) -> Draft:
@@ -90,7 +90,7 @@ class Option:
 
 
 class Record(Protocol):
-    """What a file says of one of its lossy tensors; see `ckptz.container.index.LossyRecord`."""
+    """The record of a lossy tensor in a file; see `ckptz.container.index.LossyRecord`."""
 
     @property
     def method(self) -> str: ...
@@ -104,7 +104,7 @@ class Record(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How the tensors of a file become smaller. Subclasses are frozen dataclasses of their settings.
+    """A way to make the tensors of a file smaller. Subclasses are frozen dataclasses of their settings.
 
     Attributes:
         name: in plans, reports and on the command line.
@@ -130,7 +130,7 @@ class Method:
         return False
 
     def expecting(self, restores: int) -> Self:
-        """Give the same for a run that will restart so often, 1 or more, from what its files lose."""
+        """Give the method for a run that will restart so often, 1 or more, from what its files lose."""
         del restores
         return self
 
@@ -140,7 +140,7 @@ class Method:
         return 0
 
     def of_parts(self) -> Self:
-        """Give the same for tensors that are parts of larger ones, whose own size says nothing.
+        """Give the method for tensors that are parts of larger ones, whose own size says nothing.
 
         Raises:
             ConfigError: a setting needs whole tensors.
@@ -148,13 +148,13 @@ class Method:
         return self
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
-        """Say what becomes of a tensor by itself."""
+        """Choose the recipe of a tensor by itself."""
         raise NotImplementedError
 
     def recipes(
         self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
     ) -> dict[str, Recipe]:
-        """Say what becomes of each tensor of a file, by name.
+        """Choose the recipe of each tensor of a file, by name.
 
         Args:
             tensors: of the file.
@@ -180,7 +180,7 @@ class Method:
 
     @property
     def multiplier(self) -> float:
-        """What `scaled` was last called with."""
+        """The multiplier that `scaled` was last called with."""
         raise NotImplementedError
 
     def scaled(self, multiplier: float) -> Self:

@@ -52,7 +52,7 @@ BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What second moments are told apart from: zero, the base, or an outer product."""
+    """The value that second moments are told apart from: zero, the base, or an outer product."""
 
     kind: int
     predictor: Predictor = Predictor.ZERO
@@ -74,7 +74,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class LadderQuantizer(Quantizer):
-    """The encoder's side of a second moment's map."""
+    """The quantizer of a second moment: levels, exact zeros and exceptions."""
 
     prediction: Prediction
     ladder: Ladder
@@ -140,7 +140,7 @@ def _fault_of_second(sketch: Sketch) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SecondMoment(Recipe):
-    """How a second moment becomes lossy.
+    """A second moment as levels in the order of bit patterns.
 
     Attributes:
         step: in octaves; a restored element is within one of it, and on average has the exact one's inverse

@@ -18,7 +18,7 @@ from ckptz.roles import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """How optimizer state becomes lossy beside lossy weights.
+    """Settings of the optimizer state beside lossy weights.
 
     Attributes:
         second_step: of exp_avg_sq, in octaves: a restored second moment is within one of it.

@@ -34,14 +34,14 @@ N_FITS: Final = 8  # rounds of the alternating fit; it has converged to 1e-3 lon
 
 @dataclass(frozen=True, slots=True)
 class RowSteps:
-    """The step of each row."""
+    """The grid step of each row of a weight."""
 
     steps: Reals  # of each class [n_classes], ascending, half an octave apart
     labels: Labels  # class of each row [n_rows]
 
     @property
     def n_classes(self) -> int:
-        """Different steps."""
+        """Number of different steps."""
         return len(self.steps)
 
 

@@ -28,7 +28,7 @@ def floats_of(units: Units, kind: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityCut:
-    """What is pruned and protected by sensitivity."""
+    """Thresholds of sensitivity for elements that are pruned and protected."""
 
     floor: float = -1.0  # elements at or below it are pruned; -1 prunes none
     floor_at_zero: float = np.inf  # greatest magnitude that is pruned among elements of zero sensitivity

@@ -48,12 +48,12 @@ class Agreement:
 
     @property
     def metric(self) -> str:
-        """What messages call it."""
+        """The metric's name in messages."""
         return name_of(self.logits)
 
     @property
     def data_digest(self) -> str | None:
-        """What `logits` says of its data."""
+        """A digest of the data, as `logits` gives it."""
         return digest_of(self.logits)
 
     def against(self, exact: Exact) -> Prepared:

@@ -38,7 +38,7 @@ CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the size of one lossy tensor is predicted from."""
+    """The counts that the size of one lossy tensor is predicted from."""
 
     sketch: Sketch  # of all values
     ranked: Ranked | None  # its sensitivities, or None
@@ -155,7 +155,7 @@ def _code_bytes(counts: Counts) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What the writer gets for one tensor."""
+    """The tensor, base, role and guide that the writer gets."""
 
     tensor: TensorSource
     base: TensorSource | None

@@ -45,7 +45,7 @@ class Scope:
     prefix: str = ""  # what begins names in the file, and not those that qualities see
 
     def names(self, budget: Budget) -> tuple[str, ...]:
-        """Name what the budget's quality gets."""
+        """Name the tensors that the budget's quality gets."""
         return (*self.weights, *self.others) if is_of_training(budget) else self.weights
 
 
@@ -100,7 +100,7 @@ def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> Sta
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What drops are measured from."""
+    """The qualities of the exact tensors, that drops are measured from."""
 
     budgets: tuple[Budget, ...]  # with qualities that have seen the exact tensors
     exact: Readings  # values of the exact tensors, one a budget

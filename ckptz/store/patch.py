@@ -46,7 +46,7 @@ class LiveTensor(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """What was written.
+    """Identity of the tensors after a patch, and counts of what it wrote.
 
     Attributes:
         content_id: identity of the values that the tensors have now.

@@ -158,7 +158,7 @@ class StepStore:
         return False
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        """Read what a file says of itself.
+        """Read the index of a file for its facts.
 
         Args:
             file: which.
@@ -209,7 +209,7 @@ class StepStore:
 
     @property
     def local_folder(self) -> Path:
-        """Where files are on this machine: the folder, or for a remote store a spool."""
+        """The folder of the files on this machine: the store itself, or for a remote store a spool."""
         if self._folder is not None:
             return self._folder
         if self._spool is None:
@@ -266,7 +266,7 @@ class StepStore:
                         yield path.name
 
     def close(self) -> None:
-        """Let others write; nothing may be done with the store after this."""
+        """Release the lock, so that others may write; nothing may be done with the store after this."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

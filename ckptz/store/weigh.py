@@ -35,7 +35,7 @@ Sizes = Iterable[
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A file that is there.
+    """A file of the folder that a new one may be stored against.
 
     Attributes:
         n_bytes: its size.
@@ -51,7 +51,7 @@ class Held:
 
 
 class Estimate:
-    """How large files will be.
+    """Predicted sizes of files, in bytes.
 
     Args:
         sizes: of files that are there or were.

@@ -33,7 +33,7 @@ SPARSE: Final = Lossless(sparse=True)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one call published.
+    """Step, size and counts of one call of `Publisher.publish`.
 
     Attributes:
         step: the step.

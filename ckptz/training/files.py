@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatMayBeLost:
-    """What a save may lose.
+    """The method, guides and budgets that say what a save may lose.
 
     Attributes:
         config: for all of it.
@@ -70,7 +70,7 @@ class WhatMayBeLost:
     bases: Mapping[Kind, str | None] = field(default_factory=dict)
 
     def against(self, kind: Kind, base: Checkpoint | None) -> WhatMayBeLost:
-        """Give the same for a file that is stored against a base."""
+        """Give what may be lost of a file that is stored against a base."""
         if kind not in self.bases or self.bases[kind] == id_of(base):
             return self
         return WhatMayBeLost(config=LOSSLESS)
@@ -111,7 +111,7 @@ class StepState:
 
     @property
     def optimizer(self) -> dict[str, TensorSource]:
-        """Tensors of optimizers."""
+        """Tensors of the optimizers by name."""
         return {n: s for n, s in self.rest.tensors.items() if n.startswith(f"{OPTIMIZER}.")}
 
     @property
@@ -193,7 +193,7 @@ class StepEncoder:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the files that are written."""
+        """Notes for the user on the files that are written."""
         return [note for notes in self._notes.values() for note in notes]
 
     def weights(

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What was restored.
+    """The step that was restored, and notes on it.
 
     Attributes:
         step: the step.
@@ -37,7 +37,7 @@ class Restored:
 
 
 def check_there(store: StepStore, step: int, weights_only: bool) -> None:
-    """Require a step.
+    """Require that a folder has a step.
 
     Raises:
         ConfigError: it is not there, or only its weights are and the rest is wanted too.

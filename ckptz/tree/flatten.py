@@ -37,7 +37,7 @@ CODES: Final[Mapping[str, str]] = {name: code for code, name in DTYPE_NAMES.item
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the elements of a tensor lie in its storage; strides and offset count elements."""
+    """Offset, shape and strides of a tensor in its storage, all counted in elements."""
 
     dtype: str
     item_bytes: int
@@ -47,7 +47,7 @@ class Geometry:
 
     @cached_property
     def n_items(self) -> int:
-        """Elements."""
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @cached_property
@@ -58,7 +58,7 @@ class Geometry:
 
     @property
     def begin(self) -> int:
-        """First byte."""
+        """First byte of the tensor in its storage."""
         return self.offset * self.item_bytes
 
     @property

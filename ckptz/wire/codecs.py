@@ -27,7 +27,7 @@ MAX_BYTES: Final = (1 << 32) - 1
 
 
 class CodecId(IntEnum):
-    """spec/08-wire.md#codecs."""
+    """Ids of the codecs: spec/08-wire.md#codecs."""
 
     RAW = 0
     UNIFORM = 1
@@ -148,7 +148,7 @@ class TensorPlan:
 
     @property
     def n(self) -> int:
-        """Elements."""
+        """Elements of the tensor."""
         return n_elements(self.shape)
 
     @property
@@ -217,7 +217,7 @@ class TensorPlan:
 
     @property
     def codec_id(self) -> CodecId:
-        """spec/08-wire.md#codecs."""
+        """Id of the codec in force."""
         codecs = {Uniform: CodecId.UNIFORM, TopK: CodecId.TOPK}
         return codecs.get(type(self.codec), CodecId.RAW)
 
