@@ -36,7 +36,7 @@ from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.tree.unflatten import Chunks
 
-Kind = Literal["safetensors", "pt", "dcp"]
+OutputKind = Literal["safetensors", "pt", "dcp"]
 Written = Literal["safetensors", "pt", "dcp", "folder"]
 
 
@@ -77,7 +77,7 @@ def restore(
     path: PathLike,
     output: PathLike | None = None,
     *,
-    to: Kind | None = None,
+    to: OutputKind | None = None,
     jobs: int | None = None,
     force: bool = False,
     search_path: Sequence[PathLike] = (),
@@ -131,7 +131,7 @@ def restore(
         )
 
 
-def _kind_of(opened: Input, asked: Kind | None) -> Written:
+def _kind_of(opened: Input, asked: OutputKind | None) -> Written:
     if asked in ("pt", "dcp") and opened.sharding is not None and opened.tree is not None:
         raise ConfigError(f"{opened.name}: was a folder of torch files; restore it without --to")
     if asked is not None:

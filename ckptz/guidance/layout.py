@@ -24,8 +24,8 @@ from ckptz.container.index import Count, Shape
 from ckptz.container.plain import PlainFile, RegionSource
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
 
-Guide = Literal["calibration", "sensitivity"]
-Kind = Literal["linear", "conv", "conv1d_t", "embedding"]
+GuideKind = Literal["calibration", "sensitivity"]
+LayerKind = Literal["linear", "conv", "conv1d_t", "embedding"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 GUIDE_VERSION: Final = 1
@@ -56,7 +56,7 @@ class ModuleRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     module: str
-    kind: Kind
+    kind: LayerKind
     weight: Names
     shape: Shape
     inputs: Annotated[tuple[InputRow, ...], msgspec.Meta(min_length=1)]
@@ -87,7 +87,7 @@ def shape_fingerprint(shapes: Shapes) -> str:
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def guide_metadata(guide: Guide, content: CalibrationContent | SensitivityContent) -> dict[str, str]:
+def guide_metadata(guide: GuideKind, content: CalibrationContent | SensitivityContent) -> dict[str, str]:
     """Make the `__metadata__` of a guide file."""
     text = msgspec.json.encode(content).decode()
     return {KEY_GUIDE: guide, KEY_VERSION: str(GUIDE_VERSION), KEY_CONTENT: text}
@@ -99,7 +99,7 @@ def guide_metadata(guide: Guide, content: CalibrationContent | SensitivityConten
 class GuideFile:
     """An open guide file; tensors are read when they are asked for."""
 
-    def __init__(self, path: str | os.PathLike[str], guide: Guide) -> None:
+    def __init__(self, path: str | os.PathLike[str], guide: GuideKind) -> None:
         self.path, self._guide = Path(path), guide
         source = FileBytes(path)
         try:

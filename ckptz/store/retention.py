@@ -24,7 +24,7 @@ from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.pages.notebook import Shown
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import Path_
-from ckptz.store.step_files import FileFacts, Kept, Kind, Listing, StepFile
+from ckptz.store.step_files import FileFacts, FileKind, Kept, Listing, StepFile
 from ckptz.store.steps import StepStore
 
 
@@ -96,7 +96,7 @@ class KeepPolicy(KeepRules):
             raise ConfigError(f"exact must be 0 or more, or None to keep all, got {self.exact}")
 
     @property
-    def by_kind(self) -> dict[Kind, Kept]:
+    def by_kind(self) -> dict[FileKind, Kept]:
         """Times that files of each kind stay, for those who weigh what a new one is stored against."""
         both = (self,) if self.weights is None else (self, self.weights)
         return {"weights": _kept(*both), "state": _kept(self)}

@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 from ckptz.container.publish import TEMPORARY_SUFFIX
 
-Kind = Literal["weights", "state"]
-KINDS: Final[tuple[Kind, ...]] = ("weights", "state")
+FileKind = Literal["weights", "state"]
+KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
 OWNER: Final = "step-"  # begins the names of temporary files
 METRIC_KEY: Final = "metric"  # in the metadata of weights
 POSITION_KEY: Final = "since_anchor"  # in the metadata of both
@@ -92,7 +92,7 @@ class ChainRule:
     anchor_every: int
     is_forked: bool
     is_flat: bool = False
-    kept: Mapping[Kind, Kept] | None = field(default=None, hash=False)
+    kept: Mapping[FileKind, Kept] | None = field(default=None, hash=False)
 
     def base_of(self, position: int) -> int | None:
         """Give the position of the base; None for an anchor."""
@@ -119,7 +119,7 @@ class StepFile:
     """
 
     step: int
-    kind: Kind
+    kind: FileKind
     is_exact: bool = False
 
     @property
@@ -212,7 +212,7 @@ class Listing:
         states = {file.step for file in self._seen("state")}
         return tuple(step for step in self.weights_steps if step in states)
 
-    def _seen(self, kind: Kind) -> set[StepFile]:
+    def _seen(self, kind: FileKind) -> set[StepFile]:
         return {f for f in self.sizes if f.kind == kind and not f.is_exact and f not in self.hidden}
 
     def without(self, files: set[StepFile]) -> Listing:
@@ -220,7 +220,7 @@ class Listing:
         sizes = {file: size for file, size in self.sizes.items() if file not in files}
         return Listing(sizes, self.hidden & set(sizes), self.leftovers)
 
-    def steps_of(self, kind: Kind) -> tuple[int, ...]:
+    def steps_of(self, kind: FileKind) -> tuple[int, ...]:
         """List the steps of which users may ask for this file."""
         return self.weights_steps if kind == "weights" else self.full_steps
 
