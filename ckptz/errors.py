@@ -121,7 +121,7 @@ class WireError(CkptzError):
 
 
 def named(error: CkptzError, where: str) -> CkptzError:
-    """Make the same kind of error with `where` (a file, a tensor) put before its message."""
+    """Make an error of the same kind with `where` (a file, a tensor) put before its message."""
     return type(error)(f"{where}: {error}")
 
 

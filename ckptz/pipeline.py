@@ -18,7 +18,7 @@ from ckptz.encoding.guide import Guide, Update
 from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of, with_folds
 from ckptz.guidance.owners import known_roles
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method, TensorSet
+from ckptz.methods.method import Method
 from ckptz.methods.table import checked
 from ckptz.parallel import Workers
 from ckptz.roles import Role, Rule, role_of
@@ -26,7 +26,7 @@ from ckptz.roles import Role, Rule, role_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(FileRecord):
-    """One file to write."""
+    """One file to write: tensors, a configuration, and all that is known of them."""
 
     tensors: Mapping[str, TensorSource]  # by name; their order is kept
     config: Method = LOSSLESS  # lossless, or how tensors become lossy
@@ -59,13 +59,12 @@ class Prepared:
 
     def lossy(self, config: Method) -> list[str]:
         """Name the tensors of the file that may come back changed under a configuration."""
-        choices = config.choose(TensorSet(self.job.tensors, self.roles, self.job.trained))
-        return [name for name, choice in choices.items() if choice.is_lossy]
+        return [name for name, recipe in self.contents(config).recipes.items() if recipe.is_lossy]
 
     def contents(self, config: Method, earlier: Earlier | None = None) -> Contents:
         """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`."""
-        choices = config.choose(TensorSet(self.job.tensors, self.roles, self.job.trained))
-        return Contents(self.job, choices, self.guides, earlier)
+        recipes = config.recipes(self.job.tensors, self.roles, self.job.trained)
+        return Contents(self.job, recipes, self.roles, self.guides, earlier)
 
 
 @contextlib.contextmanager
@@ -78,10 +77,9 @@ def prepared(job: Job) -> Iterator[Prepared]:
         FileNotFoundError: a file is missing.
     """
     method = checked(job.config)
-    known, notes = dict(job.roles or {}), []
+    known, notes = dict(job.roles or {}), list[str]()
     if method.is_lossy and job.roles is None:
-        owners = known_roles(job.tensors, job.tree, job.role_rules, job.optimizer_names)
-        known, notes = owners.roles, owners.notes
+        known, notes = known_roles(job.tensors, job.tree, job.role_rules, job.optimizer_names)
     everything = {**job.tensors, **job.beside}
     roles = {
         name: known.get(name) or role_of(name, tuple(s.shape), s.dtype.is_float, job.role_rules)

@@ -44,7 +44,7 @@ LAYER_PATTERNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one tensor is."""
+    """Role, parameter and layer type of one tensor."""
 
     role: str  # one of ROLES
     parameter: str  # name of the parameter it is or belongs to

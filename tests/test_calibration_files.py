@@ -17,7 +17,7 @@ from torch import nn
 
 from ckptz.errors import CalibrationError, UnsupportedError
 from ckptz.guidance.files import CalibrationFile
-from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION, Kind
+from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION, LayerKind
 from ckptz.hooks import Calibration
 from tests.support.calibration_support import normal, recorded, stack
 from tests.support.hooks_support import rewrite
@@ -91,7 +91,7 @@ def test_the_file_gives_an_encoder_what_it_needs(saved: Path) -> None:
             "conv.weight": {"conv": 1},
             "gate.weight": {"linear": 1},
         }
-        layers: list[tuple[str, Kind, str]] = [
+        layers: list[tuple[str, LayerKind, str]] = [
             ("embedding.weight", "embedding", "embedding"),
             ("embedding.weight", "linear", "head"),
             ("linear.weight", "linear", "linear"),

@@ -20,7 +20,7 @@ from ckptz import LOSSLESS, rebase
 from ckptz.container import publish
 from ckptz.methods.method import Method
 from ckptz.store.retention import KeepPolicy, prune, prune_folder
-from ckptz.store.step_files import Kind, Listing, StepFile
+from ckptz.store.step_files import FileKind, Listing, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.training.rng import random_state, set_random_state
 from tests.support.checkpointer_support import (
@@ -146,7 +146,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, deltas_at_any_cost: None)
 def check_resumes(folder: Path, step: int, prepared: Prepared) -> None:
     """A step resumes exactly: all files that it needs are as they were, or it is restored."""
     sizes, store = listing(folder).sizes, StepStore(folder)
-    kinds: tuple[Kind, ...] = ("weights", "state")
+    kinds: tuple[FileKind, ...] = ("weights", "state")
     needed = [member for kind in kinds for member in store.chain(StepFile(step, kind), sizes)]
     assert sizes.keys() >= set(needed)
     if not all(prepared.is_as_it_was(folder / member.name) for member in needed):

@@ -19,7 +19,7 @@ from ckptz.container.frame_writer import Earlier
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written, write_container
-from ckptz.methods.method import Choice, Method
+from ckptz.methods.method import Method, Recipe
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
 from ckptz.search_run.run import SearchOptions
@@ -47,14 +47,14 @@ def written(job: Job, earlier: Earlier | None = None) -> tuple[bytes, Written]:
     return sink.getvalue(), report
 
 
-def choices_of(job: Job) -> Mapping[str, Choice]:
+def recipes_of(job: Job) -> Mapping[str, Recipe]:
     with prepared(job) as ready:
-        return ready.contents(job.config).choices
+        return ready.contents(job.config).recipes
 
 
 def earlier_of(job: Job) -> Earlier:
     data, report = written(job)
-    return Earlier(Container(MemoryBytes(data)).tensors, choices_of(job), dict(report.tensor_notes))
+    return Earlier(Container(MemoryBytes(data)).tensors, recipes_of(job), dict(report.tensor_notes))
 
 
 @pytest.mark.parametrize("has_base", [False, True])
@@ -94,10 +94,10 @@ def test_copying_gives_the_bytes_and_the_report_of_encoding(
 
 def test_a_moment_is_copied_only_with_the_one_that_its_classes_depend_on() -> None:
     job = Job(tensors=training_state(), config=Grid(), guides={})
-    choices, earlier = choices_of(job), earlier_of(job)
+    recipes, earlier = recipes_of(job), earlier_of(job)
     first, second = (f"optimizer.up.weight.exp_avg{end}" for end in ("", "_sq"))
-    assert {first, second} <= earlier.settled(choices).keys()
-    changed = choices | {second: choices["ids"]}
+    assert {first, second} <= earlier.settled(recipes).keys()
+    changed = recipes | {second: recipes["ids"]}
     assert not {first, second} & earlier.settled(changed).keys()
 
 

@@ -281,7 +281,7 @@ def test_few_units_are_decoded_without_the_rest_of_the_map(
         kind = reference.F32 if predictor is Predictor.OUTER else values_module.KINDS[dtype.name]
         base = None if predictor is Predictor.ZERO else random_units(rng, kind, n)
         few, many = (np.empty(m, UNIT_TYPES[dtype.unit_bytes]) for m in (n, 2 * n))
-        made = values_module.ValueTable.of(dtype, plan)
+        made = values_module.ValueTable(dtype, plan)
         made.decode(codes, labels, base, few)
         assert "entries" not in vars(made)
         made.decode(np.tile(codes, 2), np.tile(labels, 2), None if base is None else np.tile(base, 2), many)

@@ -16,7 +16,7 @@ from ckptz import compress, restore
 from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
 from ckptz.formats.inputs import open_input
-from ckptz.guidance.owners import Joined, known_roles
+from ckptz.guidance.owners import Known, known_roles
 from ckptz.methods.grid import Grid
 from ckptz.roles import Rule
 from ckptz.torch import load_file
@@ -162,7 +162,7 @@ def test_files_that_cannot_stand_together_are_refused(tmp_path: Path) -> None:
 # --- whose moments ------------------------------------------------------------------------------
 
 
-def roles_of(path: Path) -> Joined:
+def roles_of(path: Path) -> Known:
     opened = open_input(path)
     return known_roles(opened.tensors, opened.tree)
 
@@ -175,12 +175,12 @@ def saved_together(folder: Path, net: Net, optimizer: torch.optim.Optimizer) -> 
 
 def test_numbers_are_joined_through_the_order_of_the_model(tmp_path: Path) -> None:
     net, optimizer = trained(adamw, 3)
-    joined = roles_of(saved_together(tmp_path, net, optimizer))
-    assert not joined.notes
+    roles, notes = roles_of(saved_together(tmp_path, net, optimizer))
+    assert not notes
     names = [name for name, _ in net.named_parameters()]
     for i, name in enumerate(names):
         for word in ("exp_avg", "exp_avg_sq"):
-            role = joined.roles[f"optimizer.state.{i}.{word}"]
+            role = roles[f"optimizer.state.{i}.{word}"]
             assert (role.role, role.parameter) == (word, name)
 
 
@@ -191,11 +191,11 @@ def test_groups_in_another_order_are_joined_by_shapes_that_decide(tmp_path: Path
         return torch.optim.AdamW([{"params": [p for p in held if p.ndim == 1]}, {"params": matrices}])
 
     net, optimizer = trained(grouped, 3)
-    joined = roles_of(saved_together(tmp_path, net, optimizer))
-    assert not joined.notes
+    roles, notes = roles_of(saved_together(tmp_path, net, optimizer))
+    assert not notes
     names = [n for n, p in net.named_parameters() if p.ndim == 1]
     names += [n for n, p in net.named_parameters() if p.ndim > 1]
-    assert [joined.roles[f"optimizer.state.{i}.exp_avg"].parameter for i in range(len(names))] == names
+    assert [roles[f"optimizer.state.{i}.exp_avg"].parameter for i in range(len(names))] == names
 
 
 def test_names_in_the_groups_decide_first(tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_names_in_the_groups_decide_first(tmp_path: Path) -> None:
     net = Net()
     optimizer = torch.optim.AdamW(list(net.named_parameters())[::-1], lr=1e-3)
     train(net, optimizer, 2, seed=1)
-    joined = roles_of(saved_together(tmp_path, net, optimizer))
-    assert not joined.notes
+    roles, notes = roles_of(saved_together(tmp_path, net, optimizer))
+    assert not notes
     last = list(dict(net.named_parameters()))[-1]
-    assert joined.roles["optimizer.state.0.exp_avg"].parameter == last
+    assert roles["optimizer.state.0.exp_avg"].parameter == last
 
 
 def test_moments_that_cannot_be_joined_stay_lossless_and_are_named(tmp_path: Path) -> None:

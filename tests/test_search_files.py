@@ -90,6 +90,13 @@ class Quality:
         return spoil(state, self.exact)
 
 
+@pytest.fixture(autouse=True)
+def few_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixth of the space: how it is searched is tested in test_search.py, on all of it."""
+    few = {"levels": (32, 16, 8), "prune": (0.0, 0.2)}
+    monkeypatch.setattr(KMeans, "axes", {**KMeans.axes, **few})
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkpoint with Adam's second moments, and an evaluation of its weights."""

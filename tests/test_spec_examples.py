@@ -308,7 +308,7 @@ def test_decoding_examples(row: dict[str, str]) -> None:
     base = None if predictor is Predictor.ZERO else _unit(row["predictor"], dtype.unit_bytes)
     out = np.empty(1, UNIT_TYPES[dtype.unit_bytes])
     plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor)
-    ValueTable.of(dtype, plan).decode(np.zeros(1, np.uint8), None, base, out)
+    ValueTable(dtype, plan).decode(np.zeros(1, np.uint8), None, base, out)
     assert out[0] == int(row["unit"], 16)
 
 

@@ -17,12 +17,13 @@ import torch
 from ckptz.api.read import check_limit
 from ckptz.api.safe_open import PathLike, checked_path
 from ckptz.codec.sparse import Positions
-from ckptz.codec.units import UNIT_TYPES, Units
+from ckptz.codec.units import UNIT_TYPES
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.reader import Container
 from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, FormatError
 from ckptz.frameworks.torch import stored_type
+from ckptz.kernels.floats import Units
 from ckptz.parallel import Workers
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
 from ckptz.store.resolve import open_file

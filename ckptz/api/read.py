@@ -12,12 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from ckptz.codec.units import CHUNK_UNITS, Units, chunk_bounds, n_chunks_of
+from ckptz.codec.units import CHUNK_UNITS, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError
 from ckptz.frameworks import Framework, Selection
 from ckptz.frameworks.window import Piece
+from ckptz.kernels.floats import Units
 from ckptz.parallel import Workers, default_jobs
 
 CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory
@@ -121,7 +122,7 @@ def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name:
 def _n_chunks(source: FrameSource) -> int:
     """Chunks of a tensor; where there are none, its frame is checked at once."""
     check_empty(source)
-    return n_chunks_of(source.dtype.n_units(source.shape))
+    return n_chunks_of(source.n_units)
 
 
 def _decode(task: tuple[FrameSource, int, Units]) -> None:
@@ -153,7 +154,7 @@ def _pieces(selection: Selection) -> Iterator[Piece]:
 def _fill(source: FrameSource, chunk: int, pieces: Iterable[Piece], out: Units) -> None:
     """Bring the units of one chunk to their places."""
     first, *more = pieces
-    n_units = min(CHUNK_UNITS, source.dtype.n_units(source.shape) - chunk * CHUNK_UNITS)
+    n_units = min(CHUNK_UNITS, source.n_units - chunk * CHUNK_UNITS)
     if not more and first.is_run and first.n_units == n_units:
         # All of it, in order: decoded in place, and not kept.
         source.decode_chunk(chunk, out[first.at : first.at + first.n_units])

@@ -54,7 +54,7 @@ class _Opened:
     def read(self, names: Sequence[str]) -> dict[str, Any]:
         """Read whole tensors by name."""
         sources = {name: self.source(name) for name in names}
-        n_bytes = sum(source.dtype.n_bytes(source.shape) for source in sources.values())
+        n_bytes = sum(source.n_bytes for source in sources.values())
         check_limit(n_bytes, self.max_decoded_bytes, self.checkpoint.name)
         return dict(read_tensors(sources, self.framework, self.jobs))
 

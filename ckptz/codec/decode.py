@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,13 +11,11 @@ from ckptz.codec.plan import Predictor, kernel_mode
 from ckptz.codec.sparse import read_changes
 from ckptz.codec.units import ChunkSources
 from ckptz.codec.values import predicted
-from ckptz.entropy.streams import CoderId, Segments, decode_stream
+from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
+from ckptz.kernels.floats import Bytes, Units
 from ckptz.transform.classes import Labels, labels_of
-
-Bytes = NDArray[np.uint8]
-Units = NDArray[Any]
 
 
 def decode_chunk(
@@ -56,7 +52,7 @@ def decode_chunk(
 
 
 def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources) -> Bytes:
-    """Decode only the codes of chunk `index`, one byte a unit, for a delta that is grouped by them.
+    """Decode only the codes of chunk `index`, uint8 [n_units], for a delta that is grouped by them.
 
     Without values there is no decoded checksum to compare, so the stored one is. Faults of the values alone
     are not seen: spec/03-transforms.md#classes.
@@ -140,10 +136,8 @@ class _Streams:
         quant_map = plan.quant_map
         assert quant_map is not None
         codes = self.map_codes()
-        base = sources.base_units() if plan.predictor is Predictor.BASE else None
-        prediction = predicted(plan, plan.outer, base, sources.begin, sources.end)
         table = self._header.value_table
-        table.decode(codes, self._labels, prediction, out)
+        table.decode(codes, self._labels, predicted(plan, sources), out)
         exact = np.zeros(self._n, np.bool_)
         if quant_map.escape_code is not None:
             exact |= self._put(codes == quant_map.escape_code, out)
@@ -191,9 +185,7 @@ class _Streams:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
         classes = np.flatnonzero(self._per_class)
         tables = self._header.plan.tables[index]
-        segments = tables.segments(classes, self._per_class[classes])
-        slots = self._header.slot_tables[index]
-        segments = Segments(segments.ends, segments.table_of, segments.tables, slots)
+        segments = tables.segments(classes, self._per_class[classes], self._header.slot_tables[index])
         grouped, plane = np.empty(self._n, np.uint8), np.empty(self._n, np.uint8)
         decode_stream(coder, data.data, grouped, segments)
         cpu().ungroup(grouped, self._labels, self._header.plan.n_classes, plane)

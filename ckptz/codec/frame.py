@@ -32,7 +32,7 @@ CHECKSUM_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """spec/05-frame.md#chunk-records: coder u8, n_bytes u32."""
+    """Coder and size of one stream: spec/05-frame.md#chunk-records, coder u8, n_bytes u32."""
 
     coder: int
     n_bytes: int
@@ -40,7 +40,7 @@ class StreamRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """spec/05-frame.md#chunk-records: checksums of the stored bytes and the decoded units, then streams.
+    """Checksums of a chunk's stored bytes and decoded units, and its streams: spec/05-frame.md#chunk-records.
 
     `base_codes` is the checksum of the base's codes in this chunk, where a class rule reads them.
     """
@@ -103,7 +103,7 @@ class FrameHeader:
     @functools.cached_property
     def value_table(self) -> ValueTable:
         """The quantization map ready for the kernels, made once."""
-        return ValueTable.of(self.dtype, self.plan)
+        return ValueTable(self.dtype, self.plan)
 
     def pack(self, packed_plan: bytes | None = None) -> bytes:
         """Write the header's bytes; `packed_plan` is what `pack_plan` gave, where the caller has it."""

@@ -67,7 +67,7 @@ E = TypeVar("E", bound=IntEnum)
 
 
 class TableKind(IntEnum):
-    """spec/registry.md#table-kinds."""
+    """Ids of the kinds of tables: spec/registry.md#table-kinds."""
 
     EXPLICIT = 0
     EXPANDED = 1
@@ -115,7 +115,7 @@ def outer_bytes(outer: Outer | StoredOuter) -> int:
 
 
 def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
-    """Undo `pack_plan`.
+    """Parse a plan as `pack_plan` writes it.
 
     Raises:
         CorruptionError: the plan contradicts itself.

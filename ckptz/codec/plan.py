@@ -20,7 +20,7 @@ from ckptz.transform.classes import BaseCode, ClassRule, Magnitude, n_classes_of
 
 
 class PlaneMode(IntEnum):
-    """spec/registry.md#plane-modes: what happens to a unit before it is split into bytes."""
+    """Changes of a unit before it is split into bytes: spec/registry.md#plane-modes."""
 
     RAW = 0  # the bit pattern
     ROTATED = 1  # rotated left by one, so that the exponent of F32 and BF16 fills the top byte
@@ -39,7 +39,7 @@ def kernel_mode(mode: PlaneMode, dtype: DType) -> int:
 
 
 class Domain(IntEnum):
-    """spec/registry.md#domains: how codes become values."""
+    """Ways in which codes become values: spec/registry.md#domains."""
 
     PLANES = 0
     LINEAR = 1
@@ -47,7 +47,7 @@ class Domain(IntEnum):
 
 
 class Predictor(IntEnum):
-    """spec/registry.md#predictors."""
+    """Values that a map's entries are added to: spec/registry.md#predictors."""
 
     ZERO = 0
     BASE = 1
@@ -61,14 +61,20 @@ class StreamTables:
     frequencies: NDArray[np.uint16]
     table_of: NDArray[np.int64]  # [n_classes]
 
-    def segments(self, classes: NDArray[np.int64], per_class: NDArray[np.int64]) -> Segments:
+    def segments(
+        self,
+        classes: NDArray[np.int64],
+        per_class: NDArray[np.int64],
+        slots: NDArray[np.uint32] | None = None,
+    ) -> Segments:
         """Say how a stream, sorted by class, runs through the tables.
 
         Args:
             classes: that occur in the chunk, ascending [n_used].
             per_class: units of each [n_used].
+            slots: decoding tables [n_tables, 4096], where the caller has them.
         """
-        return Segments(np.cumsum(per_class), self.table_of[classes], self.frequencies)
+        return Segments(np.cumsum(per_class), self.table_of[classes], self.frequencies, slots)
 
 
 OUTER_BYTES: Final = 4  # planes of an outer vector
@@ -83,15 +89,15 @@ class Outer:
 
     @property
     def n_elements(self) -> int:
-        """Elements of both together."""
+        """Elements of both vectors together."""
         return len(self.rows) + len(self.columns)
 
     def check(self) -> None:
-        """Check nothing: the vectors are there."""
+        """Accept vectors that are in memory already."""
 
 
 class StoredOuter:
-    """The same of a header, decoded when they are asked for.
+    """The two vectors of `Outer` as a header holds them, decoded when they are asked for.
 
     A few bytes may stand for 64 MiB of them, which nobody needs who only looks at the header.
     """
@@ -115,7 +121,7 @@ class StoredOuter:
         return _vector(self._planes[OUTER_BYTES:], self._n_columns)
 
     def check(self) -> None:
-        """Require that they can be read; none is kept."""
+        """Require that both vectors can be decoded; neither is kept."""
         _vector(self._planes[:OUTER_BYTES], self._n_rows)
         _vector(self._planes[OUTER_BYTES:], self._n_columns)
 
@@ -132,7 +138,7 @@ def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a frame says of its tensor.
+    """The part of a frame's header that says how its codes become the tensor.
 
     Attributes:
         mode: planes domain only: what happens to a unit before it is split.

@@ -50,7 +50,7 @@ class ExplicitTable(_Table):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, codes)."""
+        """Numbers of (rows, codes) of the table."""
         n_rows, n_codes = self.entries.shape
         return n_rows, n_codes
 
@@ -71,7 +71,7 @@ class LinearTable(_Table):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, codes)."""
+        """Numbers of (rows, codes) of the table."""
         return len(self.scale), len(self.level)
 
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
@@ -91,7 +91,7 @@ class IntegerTable(_Table):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, codes)."""
+        """Numbers of (rows, codes) of the table."""
         return len(self.scale), len(self.level)
 
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
@@ -105,7 +105,7 @@ AnyTable = ExplicitTable | LinearTable | IntegerTable
 
 @dataclass(frozen=True, slots=True)
 class QuantizationMap:
-    """Everything that turns codes into values, less the codes.
+    """A map from codes to values: tables, rows by class, and codes with a meaning of their own.
 
     Attributes:
         table: what is added to the predictor.
@@ -134,5 +134,5 @@ class QuantizationMap:
 
     @property
     def n_codes(self) -> int:
-        """Size of the alphabet."""
+        """Size of the alphabet of codes."""
         return self.table.shape[1]

@@ -8,10 +8,8 @@ back as positions and values, so that they can be written into memory that holds
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader
 from ckptz.codec.frame import ChunkRecord, FrameHeader
@@ -19,10 +17,8 @@ from ckptz.codec.plan import BASE_MODES, kernel_mode
 from ckptz.entropy.streams import CoderId, read_sparse
 from ckptz.errors import CorruptionError
 from ckptz.kernels import cpu, sparse
-
-Bytes = NDArray[np.uint8]
-Positions = NDArray[np.int64]
-Units = NDArray[Any]
+from ckptz.kernels.floats import Bytes, Units
+from ckptz.kernels.floats import Positions as Positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from ckptz.codec.plan import Plan
 from ckptz.dtypes import DType
 from ckptz.errors import CorruptionError, MissingBaseError
-
-Units = NDArray[Any]
+from ckptz.kernels.floats import Units as Units
 
 CHUNK_UNITS: Final = 1 << 20  # normative, spec/05-frame.md#chunks
 UNIT_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
@@ -27,7 +26,7 @@ UNIT_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a tensor stands in a frame: its plan, and what the file's record says was asked of it.
+    """The plan of a tensor's frame, and what the file's record says was asked of it.
 
     Attributes:
         plan: of the frame.
@@ -62,8 +61,22 @@ class TensorSource:
             """Read units begin..end, little-endian unsigned integers in memory that may be shared."""
 
     @property
+    def n_units(self) -> int:
+        """Units of the whole tensor."""
+        return self.dtype.n_units(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.dtype.n_bytes(self.shape)
+
+    def chunk_bounds(self) -> Iterator[tuple[int, int]]:
+        """List (begin, end) in units of every chunk."""
+        return chunk_bounds(self.n_units)
+
+    @property
     def stored(self) -> Stored | None:
-        """How it stands in a frame of its own; None if it has none."""
+        """Plan and record of the frame that the tensor stands in; None if it has none."""
         return None
 
     @property
@@ -94,13 +107,13 @@ class SourceOf(TensorSource):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions, in elements."""
-        return tuple(self.source.shape)
+        """Dimensions of the tensor, in elements."""
+        return self.source.shape
 
 
 @dataclass(frozen=True, slots=True)
 class ViewOf(SourceOf):
-    """The same values as those of another tensor, whose frame is its own."""
+    """A tensor with the values and the frame of another one; subclasses say how units are read."""
 
     @property
     def stored(self) -> Stored | None:
@@ -133,7 +146,7 @@ class ArraySource(TensorSource):
 
 def tensor_bytes(tensors: Mapping[str, TensorSource]) -> int:
     """Count the bytes of tensors, decoded."""
-    return sum(source.dtype.n_bytes(tuple(source.shape)) for source in tensors.values())
+    return sum(source.n_bytes for source in tensors.values())
 
 
 def n_rows_of(shape: tuple[int, ...]) -> int:
@@ -211,7 +224,7 @@ class ChunkSources:
 
 
 def companions_of(tensors: Mapping[str, TensorSource]) -> Companions:
-    """Make what looks companions up by name.
+    """Make a function that finds the companions of a tensor by name.
 
     Raises:
         CorruptionError: when called with a name that is not there.

@@ -5,49 +5,42 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StoredOuter
+from ckptz.codec.plan import Domain, Plan, Predictor
 from ckptz.codec.quant_map import MAX_CODES, QuantizationMap
-from ckptz.codec.units import UNIT_TYPES
+from ckptz.codec.units import UNIT_TYPES, ChunkSources
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, floats
-
-Bytes = NDArray[np.uint8]
-Units = NDArray[Any]
+from ckptz.kernels.floats import Bytes, Units
 
 KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
 
 @dataclass(frozen=True)
 class ValueTable:
-    """A quantization map as the kernels take it.
+    """The quantization map of a plan as the kernels take it, for a dtype in `KINDS`."""
 
-    Attributes:
-        plan: of the frame.
-        quant_map: of the plan.
-        kind: of the floats.
-        unit_bytes: of them.
-    """
-
+    dtype: DType
     plan: Plan
-    quant_map: QuantizationMap
-    kind: int
-    unit_bytes: int
 
-    @classmethod
-    def of(cls, dtype: DType, plan: Plan) -> Self:
-        """Take the map of a plan."""
-        assert plan.quant_map is not None
-        return cls(plan, plan.quant_map, KINDS[dtype.name], dtype.unit_bytes)
+    @cached_property
+    def quant_map(self) -> QuantizationMap:
+        """The quantization map of the plan."""
+        assert self.plan.quant_map is not None
+        return self.plan.quant_map
+
+    @cached_property
+    def kind(self) -> int:
+        """The kernels' number of the dtype."""
+        return KINDS[self.dtype.name]
 
     @cached_property
     def entries(self) -> NDArray[Any]:
-        """[n_rows, n_codes]: units already for the zero predictor in the linear domain, else F32 patterns or
-        integers."""
+        """Values of all codes [n_rows, n_codes]: F32 patterns or integers, or units if added to zero."""
         return np.ascontiguousarray(self._ready(self.quant_map.table.expand()))
 
     @cached_property
@@ -99,7 +92,7 @@ class ValueTable:
         is_outer = self.plan.predictor is Predictor.OUTER
         if self.plan.domain is not Domain.LINEAR:
             if prediction is None:
-                prediction = np.zeros(len(codes), UNIT_TYPES[self.unit_bytes])
+                prediction = np.zeros(len(codes), UNIT_TYPES[self.dtype.unit_bytes])
             elif is_outer:
                 prediction = cpu().from_f32(prediction, self.kind)
             cpu().add_bits(prediction, codes, rows, entries, out)
@@ -113,11 +106,8 @@ class ValueTable:
             cpu().add_linear(prediction, codes, rows, entries, self.kind, out)
 
 
-def predicted(
-    plan: Plan, outer: Outer | StoredOuter | None, base: Units | None, begin: int, end: int
-) -> Units | None:
+def predicted(plan: Plan, sources: ChunkSources) -> Units | None:
     """Compute what the map's entries are added to: base units, outer products in F32, or None for zero."""
-    if plan.predictor is Predictor.OUTER:
-        assert outer is not None
-        return cpu().outer_product(outer.rows, outer.columns, begin, end)
-    return base if plan.predictor is Predictor.BASE else None
+    if plan.outer is not None:
+        return cpu().outer_product(plan.outer.rows, plan.outer.columns, sources.begin, sources.end)
+    return sources.base_units() if plan.predictor is Predictor.BASE else None

@@ -39,7 +39,7 @@ MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressReport(Shown):
-    """What `compress` made of one input."""
+    """Sizes, identity and notes of one file that `compress` wrote."""
 
     input: str  # what was read
     output: str  # what was written

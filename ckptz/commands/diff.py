@@ -19,13 +19,13 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.formats.inputs import open_input
 from ckptz.formats.targets import PathLike, paths
+from ckptz.kernels.floats import Units
 from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 
-Kind = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
+Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Sort = Literal["change", "max", "share", "name"]
-Units = NDArray[Any]
 Codes = NDArray[np.uint8]
 Tensors = Mapping[str, TensorSource]
 
@@ -52,7 +52,7 @@ class TensorDiff:
     """
 
     name: str
-    kind: Kind
+    kind: Difference
     dtype_a: str | None = None
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
@@ -67,7 +67,7 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Shown):
-    """Two checkpoints.
+    """All differences between two checkpoints.
 
     Attributes:
         first: A.
@@ -156,12 +156,12 @@ class Pair:
 
     @property
     def is_same_type(self) -> bool:
-        """Whether dtype and shape are the same."""
+        """Whether A and B have the same dtype and shape."""
         return self.a.dtype == self.b.dtype and tuple(self.a.shape) == tuple(self.b.shape)
 
     @property
     def is_known_equal(self) -> bool:
-        """Whether the checksums of both say so."""
+        """Whether the checksums of A and B say that all units are equal."""
         a, b = self.a, self.b
         if not self.is_same_type or not isinstance(a, FrameSource) or not isinstance(b, FrameSource):
             return False
@@ -169,7 +169,7 @@ class Pair:
 
     @property
     def is_read(self) -> bool:
-        """Whether units are compared."""
+        """Whether the units of A and B have to be compared."""
         if self.is_same_type:
             return not self.is_known_equal
         has_numbers = self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
@@ -177,18 +177,18 @@ class Pair:
 
     @property
     def n_units(self) -> int:
-        """Units of A."""
-        return self.a.dtype.n_units(self.a.shape)
+        """Units of the tensor in A."""
+        return self.a.n_units
 
     @property
     def n_units_b(self) -> int:
-        """Units of B."""
-        return self.b.dtype.n_units(self.b.shape)
+        """Units of the tensor in B."""
+        return self.b.n_units
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of A."""
-        return self.a.dtype.n_bytes(self.a.shape)
+        """Bytes of the tensor in A."""
+        return self.a.n_bytes
 
 
 def _pairs(a: Tensors, b: Tensors) -> list[Pair]:
@@ -197,7 +197,7 @@ def _pairs(a: Tensors, b: Tensors) -> list[Pair]:
 
 @dataclass(slots=True)
 class Sums:
-    """What chunks add up to: counts of units, and over finite numbers the squares."""
+    """Sums over the chunks of two tensors: counts of units, and squares of finite numbers."""
 
     n_units: int = 0
     n_changed: int = 0
@@ -210,7 +210,7 @@ class Sums:
     n_codes_moved: int = 0
 
     def add(self, other: Sums) -> None:
-        """Add what was counted elsewhere."""
+        """Add the sums of other chunks."""
         self.n_units += other.n_units
         self.n_changed += other.n_changed
         self.n_not_finite += other.n_not_finite
@@ -223,7 +223,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _ChunkPair:
     pair: Pair
     begin: int
     end: int
@@ -235,25 +235,25 @@ def sums_of(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> dict
     for pair in pairs:
         if not pair.is_read:
             sums[pair.name].n_units = pair.n_units if pair.is_same_type else 0
-    for task, found in workers.map(_compare, _tasks(pairs)):
+    for task, found in workers.map(_compare, _chunk_pairs(pairs)):
         sums[task.pair.name].add(found)
         progress.advance((task.end - task.begin) * task.pair.a.dtype.unit_bytes)
     return sums
 
 
-def _tasks(pairs: Iterable[Pair]) -> Iterator[_Task]:
+def _chunk_pairs(pairs: Iterable[Pair]) -> Iterator[_ChunkPair]:
     for pair in pairs:
         for source in (pair.a, pair.b):
             check_empty(source)
         if pair.is_read:
             for begin, end in chunk_bounds(pair.n_units):
-                yield _Task(pair, begin, end)
+                yield _ChunkPair(pair, begin, end)
 
 
 # --- one chunk ----------------------------------------------------------------------------------
 
 
-def _compare(task: _Task) -> tuple[_Task, Sums]:
+def _compare(task: _ChunkPair) -> tuple[_ChunkPair, Sums]:
     pair, sums = task.pair, Sums(n_units=task.end - task.begin)
     codes = _both_codes(task)
     if codes is not None:
@@ -267,7 +267,7 @@ def _compare(task: _Task) -> tuple[_Task, Sums]:
     return task, sums
 
 
-def _both_units(task: _Task) -> tuple[Units, Units]:
+def _both_units(task: _ChunkPair) -> tuple[Units, Units]:
     """The units of both sides; the same array twice if the checksums say that they are equal."""
     (a, b), (begin, end) = (task.pair.a, task.pair.b), (task.begin, task.end)
     if not task.pair.is_same_type:
@@ -289,7 +289,7 @@ def _recorded(source: TensorSource, begin: int) -> int | None:
     return source.header.chunks[begin // CHUNK_UNITS].decoded if isinstance(source, FrameSource) else None
 
 
-def _both_codes(task: _Task) -> tuple[Codes, Codes] | None:
+def _both_codes(task: _ChunkPair) -> tuple[Codes, Codes] | None:
     """The codes of both sides, if both stand for values of a map, and not for steps from a predictor."""
     found = []
     for source in (task.pair.a, task.pair.b):
@@ -357,14 +357,14 @@ NUMBERS: Final[Mapping[str, Callable[[Units], NDArray[Any]]]] = {
 # --- the report ---------------------------------------------------------------------------------
 
 
-def _only(name: str, kind: Kind, source: TensorSource) -> TensorDiff:
+def _only(name: str, kind: Difference, source: TensorSource) -> TensorDiff:
     dtype, shape = source.dtype.name, tuple(source.shape)
     if kind == "only in A":
         return TensorDiff(name=name, kind=kind, dtype_a=dtype, shape_a=shape)
     return TensorDiff(name=name, kind=kind, dtype_b=dtype, shape_b=shape)
 
 
-def kind_of(pair: Pair, sums: Sums) -> Kind:
+def difference_of(pair: Pair, sums: Sums) -> Difference:
     """Say what differs between two tensors that were compared."""
     if tuple(pair.a.shape) != tuple(pair.b.shape):
         return "reshaped"
@@ -374,7 +374,7 @@ def kind_of(pair: Pair, sums: Sums) -> Kind:
 
 
 def _tensor_diff(pair: Pair, sums: Sums) -> TensorDiff:
-    kind = kind_of(pair, sums)
+    kind = difference_of(pair, sums)
     has_numbers = bool(sums.n_numbers) and kind != "equal"
     return TensorDiff(
         name=pair.name,

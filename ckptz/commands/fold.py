@@ -38,7 +38,7 @@ RANGE: Final = ".."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaReport(Shown):
-    """What `fold`, `export` or `apply` wrote."""
+    """Sizes and identity of a file that `fold`, `export` or `apply` wrote."""
 
     input: str  # the file whose values the output holds
     output: str

@@ -29,7 +29,7 @@ CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """What is stored of one tensor."""
+    """Size, coding and record of one stored tensor."""
 
     name: str
     role: str  # what it is; from its record if it is lossy, else from name and shape, as below
@@ -69,7 +69,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport(Shown):
-    """Read what a file says of itself."""
+    """Everything that a file says of itself and its tensors."""
 
     file: str
     format_version: str  # of its bytes
@@ -176,7 +176,7 @@ def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member,
 
 
 def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport:
-    header, n_bytes = source.header, source.dtype.n_bytes(source.shape)
+    header, n_bytes = source.header, source.n_bytes
     plan = header.plan
     n_elements = n_bytes * 8 // source.dtype.bits
     role = role_of(source.entry.name, source.shape, source.dtype.is_float)

@@ -21,7 +21,7 @@ from ckptz.pages.notebook import Shown
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
 from ckptz.store.step_files import EXACT_OF_KEY, StepFile
 
-Kind = Literal["anchor", "delta", "exact", "rebased", "plain", "missing", "broken"]
+EntryKind = Literal["anchor", "delta", "exact", "rebased", "plain", "missing", "broken"]
 Tell = Callable[[Exception], None]
 
 
@@ -32,7 +32,7 @@ class LogEntry:
     file: str  # its name, or its path where it is in another folder
     # an anchor, a delta, what makes a lossy file exact, or a file that carries its bases within; a plain
     # safetensors file that deltas are stored against; a base that is not here; a file that cannot be read
-    kind: Kind
+    kind: EntryKind
     parent: str | None = None  # `file` of the entry that it is stored against, or None
     level: int = 0  # how far it stands from the root of its tree
     step: int | None = None  # training step, if it is recorded
@@ -50,7 +50,7 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport(Shown):
-    """The checkpoints of a folder."""
+    """All checkpoints of a folder, and their bases."""
 
     folder: str
     # every checkpoint behind the one it is stored against, by step and then by name
@@ -64,7 +64,7 @@ class LogReport(Shown):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _LoggedFile:
     """A file that was looked at: what is shown of it, and what its base must be."""
 
     path: Path
@@ -104,7 +104,7 @@ def _files(folder: Path, suffix: str) -> list[Path]:
     return [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
 
 
-def _report(folder: Path, own: Iterable[_Found], entries: tuple[LogEntry, ...]) -> LogReport:
+def _report(folder: Path, own: Iterable[_LoggedFile], entries: tuple[LogEntry, ...]) -> LogReport:
     whole = [found.entry for found in own if found.entry.kind != "broken"]
     n_bytes, stored = sum(e.tensor_bytes for e in whole), sum(e.stored_bytes for e in whole)
     return LogReport(
@@ -122,24 +122,24 @@ def _report(folder: Path, own: Iterable[_Found], entries: tuple[LogEntry, ...]) 
 # --- one file -----------------------------------------------------------------------------------
 
 
-def _look(path: Path, name: str, tell: Tell) -> _Found:
+def _look(path: Path, name: str, tell: Tell) -> _LoggedFile:
     try:
         with contextlib.closing(open_file(FileBytes(path))) as file:
             return _describe(path, name, file)
     except (CkptzError, OSError) as error:
         tell(error)
         note = str(error).removeprefix(f"{path}: ")
-        return _Found(path=path, entry=LogEntry(file=name, kind="broken", note=note))
+        return _LoggedFile(path=path, entry=LogEntry(file=name, kind="broken", note=note))
 
 
-def _marked(found: _Found) -> _Found:
+def _marked(found: _LoggedFile) -> _LoggedFile:
     """Tell of a step's file whether a marker hides it."""
     file = StepFile.parse(found.path.name)
     is_hidden = file is not None and (found.path.parent / file.marker).exists()
     return replace(found, entry=replace(found.entry, is_hidden=is_hidden))
 
 
-def _describe(path: Path, name: str, file: Container | PlainFile) -> _Found:
+def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile:
     n_bytes, stored = tensor_bytes(file.tensors), file.stored_bytes
     sizes = LogEntry(
         file=name,
@@ -150,12 +150,12 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _Found:
         ratio=n_bytes / stored,
     )
     if isinstance(file, PlainFile):
-        return _Found(path=path, entry=sizes)
+        return _LoggedFile(path=path, entry=sizes)
     index = file.index
     if index.base is not None:
         check_reference(file, index.base)
     is_residual = EXACT_OF_KEY in (index.metadata or {})
-    delta: Kind = "exact" if is_residual else "delta"
+    delta: EntryKind = "exact" if is_residual else "delta"
     entry = replace(
         sizes,
         kind=delta if index.base else "rebased" if index.inline else "anchor",
@@ -165,7 +165,7 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _Found:
         n_lossy=sum(tensor.lossy is not None for tensor in index.tensors),
         quality=index.quality,
     )
-    return _Found(path=path, entry=entry, ref=index.base)
+    return _LoggedFile(path=path, entry=entry, ref=index.base)
 
 
 def _may_be_base(plain: Path, delta: Container) -> bool:
@@ -181,12 +181,12 @@ def _may_be_base(plain: Path, delta: Container) -> bool:
 class _Tree:
     """Puts every checkpoint behind its base. Depths fall from delta to base, so there are no circles."""
 
-    def __init__(self, folder: Path, found: Sequence[_Found], plain: Sequence[Path], tell: Tell) -> None:
+    def __init__(self, folder: Path, found: Sequence[_LoggedFile], plain: Sequence[Path], tell: Tell) -> None:
         self._folder, self._found, self._plain, self._tell = folder, found, plain, tell
         self._shown: dict[str, LogEntry] = {}
         self._children: dict[str | None, list[str]] = {}
 
-    def of(self, wanted: Iterable[_Found]) -> tuple[LogEntry, ...]:
+    def of(self, wanted: Iterable[_LoggedFile]) -> tuple[LogEntry, ...]:
         """Give the wanted checkpoints and their bases, each behind the one it is stored against."""
         for found in wanted:
             self._show(found)
@@ -212,7 +212,7 @@ class _Tree:
         self._children.setdefault(entry.parent, []).append(entry.file)
         return entry.file
 
-    def _show(self, found: _Found) -> str:
+    def _show(self, found: _LoggedFile) -> str:
         """Add a checkpoint and those that it is stored against; its name."""
         name = found.entry.file
         if name in self._shown:
@@ -220,7 +220,7 @@ class _Tree:
         parent = None if found.ref is None else self._base(found, found.ref)
         return self._add(replace(found.entry, parent=parent))
 
-    def _base(self, delta: _Found, ref: BaseRef) -> str:
+    def _base(self, delta: _LoggedFile, ref: BaseRef) -> str:
         """Add what a delta is stored against, looked for as reading does; its name."""
         usable = [
             found
@@ -242,7 +242,7 @@ class _Tree:
         entry = _look(path, name, self._tell).entry
         return self._add(replace(entry, note="has this name; values are not read here"))
 
-    def _add_unnamed(self, delta: _Found, ref: BaseRef, n_fitting: int) -> str:
+    def _add_unnamed(self, delta: _LoggedFile, ref: BaseRef, n_fitting: int) -> str:
         """Add a base of which no file is known, though `n_fitting` plain ones may be it."""
         name = f"{ref.file} ({ref.content_id[:16]})"
         if name in self._shown:

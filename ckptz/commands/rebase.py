@@ -34,7 +34,7 @@ class InlineReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebaseReport(Shown):
-    """What `rebase` wrote."""
+    """Sizes of a file that `rebase` wrote, and the bases that it holds."""
 
     input: str  # the delta
     output: str  # the file that stands alone

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource
 from ckptz.commands.compress import CompressReport
 from ckptz.commands.diff import NUMBERS, DiffReport, diff
 from ckptz.commands.inspect import InspectReport, inspect
@@ -38,7 +38,7 @@ NOTEBOOK_HEIGHT: Final = 720  # pixels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How the values of one tensor are spread, or their changes from A to B."""
+    """The spread of one tensor's values, or of their changes from A to B."""
 
     file: str  # that has the tensor; of changes B
     tensor: str  # its name
@@ -51,7 +51,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedFile:
-    """What a `compress` with a budget reported of one output."""
+    """One output of a `compress` with a budget, as its report tells it."""
 
     output: str = ""  # file that was written
     search: SearchReport | None = None  # how its configuration was found
@@ -59,7 +59,7 @@ class SearchedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageReport:
-    """What a page shows: reports as the other verbs make them."""
+    """The reports that one page shows, as the other verbs make them."""
 
     output: str | None  # page that was written, or None
     paths: tuple[str, ...]  # what was asked for
@@ -72,7 +72,7 @@ class PageReport:
 
     @property
     def html(self) -> str:
-        """The whole page."""
+        """The whole page as HTML text."""
         return page(msgspec.to_builtins(self))
 
     def _repr_html_(self) -> str:
@@ -265,13 +265,13 @@ def _spread(file: str, name: str, source: TensorSource, before: TensorSource | N
         low=float(low),
         high=float(high),
         counts=tuple(counts.tolist()),
-        n_not_finite=source.dtype.n_units(source.shape) - n_finite,
+        n_not_finite=source.n_units - n_finite,
     )
 
 
 def _finite_values(sources: Sequence[TensorSource]) -> Iterator[NDArray[np.float64]]:
     """Decode chunk by chunk; of two sources the first less the second, in float64, only what is finite."""
-    for begin, end in chunk_bounds(sources[0].dtype.n_units(sources[0].shape)):
+    for begin, end in sources[0].chunk_bounds():
         decoded = [NUMBERS[s.dtype.name](s.units(begin, end)).astype(np.float64) for s in sources]
         with np.errstate(all="ignore"):
             values = decoded[0] - decoded[1] if len(decoded) > 1 else decoded[0]

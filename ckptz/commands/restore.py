@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckptz.codec.units import TensorSource, Units, chunk_bounds, tensor_bytes
+from ckptz.codec.units import TensorSource, Units, tensor_bytes
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
@@ -36,13 +36,13 @@ from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.tree.unflatten import Chunks
 
-Kind = Literal["safetensors", "pt", "dcp"]
+OutputKind = Literal["safetensors", "pt", "dcp"]
 Written = Literal["safetensors", "pt", "dcp", "folder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport(Shown):
-    """What `restore` wrote."""
+    """Sizes of the files that `restore` wrote."""
 
     input: str  # what was read
     output: str  # what was written
@@ -65,7 +65,7 @@ def decoded_chunks(
     def chunks() -> Iterator[Callable[[], Units]]:
         for source in tensors.values():
             check_empty(source)
-            for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+            for begin, end in source.chunk_bounds():
                 yield functools.partial(source.units, begin, end)
 
     for units in workers.map(lambda decode: decode(), chunks()):
@@ -77,7 +77,7 @@ def restore(
     path: PathLike,
     output: PathLike | None = None,
     *,
-    to: Kind | None = None,
+    to: OutputKind | None = None,
     jobs: int | None = None,
     force: bool = False,
     search_path: Sequence[PathLike] = (),
@@ -131,7 +131,7 @@ def restore(
         )
 
 
-def _kind_of(opened: Input, asked: Kind | None) -> Written:
+def _kind_of(opened: Input, asked: OutputKind | None) -> Written:
     if asked in ("pt", "dcp") and opened.sharding is not None and opened.tree is not None:
         raise ConfigError(f"{opened.name}: was a folder of torch files; restore it without --to")
     if asked is not None:

@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from ckptz.codec.units import TensorSource, chunk_bounds
-from ckptz.commands.diff import NUMBERS, Kind, Pair, Units, kind_of, sums_of
+from ckptz.codec.units import TensorSource, Units, chunk_bounds
+from ckptz.commands.diff import NUMBERS, Difference, Pair, difference_of, sums_of
 from ckptz.container.byte_source import FileBytes
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import open_input
@@ -39,7 +39,7 @@ _REST: Final = ("rng", "extra", "groups", "classes")  # what a Checkpointer save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDifference:
-    """What differs first; what does not apply is None.
+    """The first difference that was found; fields that do not apply are None.
 
     Attributes:
         part: where it is.
@@ -56,7 +56,7 @@ class FirstDifference:
 
     part: Part
     name: str
-    kind: Kind
+    kind: Difference
     dtype_a: str | None = None
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
@@ -71,7 +71,7 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport(Shown):
-    """Two states, or two records of losses.
+    """The comparison of two states, or of two records of losses.
 
     Attributes:
         first: A.
@@ -143,21 +143,21 @@ def resume_check(
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _OpenState:
     """Tensors by name, and the plain values between them by path."""
 
     tensors: Mapping[str, TensorSource]
     values: Mapping[str, str]
 
 
-def _open(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> _State:
+def _open(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> _OpenState:
     tensors: dict[str, TensorSource] = {}
     values: dict[str, str] = {}
     for file in _files(path):
         opened = held.enter_context(contextlib.closing(open_input(file, search_path)))
         tensors |= opened.tensors
         values |= {} if opened.tree is None else dict(_values(parse_tree(opened.tree).root))
-    return _State(tensors, values)
+    return _OpenState(tensors, values)
 
 
 def _files(path: Path) -> list[Path]:
@@ -195,10 +195,10 @@ def _is_weight(name: str, source: TensorSource) -> bool:
 
 
 def _compare_states(
-    a: _State, b: _State, workers: Workers, progress: Progress
+    a: _OpenState, b: _OpenState, workers: Workers, progress: Progress
 ) -> tuple[int, FirstDifference | None]:
     """(things that are equal before the first that is not, that one)."""
-    progress.start("A and B", sum(source.dtype.n_bytes(source.shape) for source in a.tensors.values()))
+    progress.start("A and B", sum(source.n_bytes for source in a.tensors.values()))
     tensors = {**a.tensors, **{name: source for name, source in b.tensors.items() if name not in a.tensors}}
     parts = {name: _part_of(name, _is_weight(name, source)) for name, source in tensors.items()}
     of_values = {name: _part_of(name, False) for name in [*a.values, *b.values]}
@@ -213,16 +213,16 @@ def _compare_states(
     return n_equal, None
 
 
-def _value(part: Part, name: str, a: _State, b: _State) -> FirstDifference | None:
+def _value(part: Part, name: str, a: _OpenState, b: _OpenState) -> FirstDifference | None:
     in_a, in_b = a.values.get(name), b.values.get(name)
     if in_a == in_b:
         return None
-    kind: Kind = "only in B" if in_a is None else "only in A" if in_b is None else "changed"
+    kind: Difference = "only in B" if in_a is None else "only in A" if in_b is None else "changed"
     return FirstDifference(part=part, name=name, kind=kind, value_a=in_a, value_b=in_b)
 
 
 def _tensor(
-    part: Part, name: str, a: _State, b: _State, workers: Workers, progress: Progress
+    part: Part, name: str, a: _OpenState, b: _OpenState, workers: Workers, progress: Progress
 ) -> FirstDifference | None:
     in_a, in_b = a.tensors.get(name), b.tensors.get(name)
     (dtype_a, shape_a), (dtype_b, shape_b) = map(_type_of, (in_a, in_b))
@@ -232,7 +232,7 @@ def _tensor(
         return make(kind="only in B" if in_a is None else "only in A")
     pair = Pair(name, in_a, in_b)
     sums = sums_of([pair], workers, progress)[name]
-    kind = kind_of(pair, sums)
+    kind = difference_of(pair, sums)
     if kind != "changed":
         return None if kind == "equal" else make(kind=kind)
     position, value_a, value_b = _first_element(pair)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from ckptz.bits.checksum import combine, xxh64, xxh64_of_parts
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import strict_json
 from ckptz.container.index import Count, Shape, writer_name
@@ -48,7 +48,7 @@ Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
 class SealedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor; the checksum is the one that a frame of it would record."""
+    """Name, type and checksum of one tensor; the checksum is the one that a frame of it would record."""
 
     name: str
     dtype: str
@@ -70,7 +70,7 @@ class SealedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What stands in a seal; `checksum` is over the files as compact JSON, so that damage to it shows."""
+    """The content of a seal; `checksum` is over the files as compact JSON, so that damage to it shows."""
 
     format: Literal["ckptz-seal"]
     version: Literal[1]
@@ -81,7 +81,7 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealReport(Shown):
-    """What was sealed.
+    """Counts of what one `seal` covers.
 
     Attributes:
         file: the file or folder.
@@ -195,9 +195,9 @@ class Reading:
             return SealedFile(name, source.size, f"{digest:016x}")
 
     def tensor(self, name: str, source: TensorSource) -> SealedTensor:
-        """Describe a tensor."""
+        """Describe a tensor by its name, dtype, shape and checksum."""
 
-        bounds = chunk_bounds(source.dtype.n_units(source.shape))
+        bounds = source.chunk_bounds()
 
         def checksum(chunk: tuple[int, int]) -> tuple[int, int]:
             units = source.units(*chunk)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import TensorSource, chunk_bounds, n_chunks_of
+from ckptz.codec.units import TensorSource, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.commands.seal import FoundSeal, Reading, check_seal, find_seal
 from ckptz.container.index import Sharding, content_id
@@ -32,7 +32,7 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Shown):
-    """What was found to be right.
+    """Counts of all that `verify` found to be right.
 
     Attributes:
         file: the file.
@@ -114,7 +114,7 @@ def verify(
             opened.callback(original.close)
             check_same_layout(checkpoint, original)
             originals = original.tensors
-        n_bytes = sum(t.dtype.n_bytes(t.shape) for t in checkpoint.tensors.values())
+        n_bytes = sum(t.n_bytes for t in checkpoint.tensors.values())
         progress.start(checkpoint.name, n_bytes)
         n_chunks = check_stored_bytes(checkpoint, workers)
         for done in workers.map(_decode_and_compare, _chunks(checkpoint, originals)):
@@ -177,7 +177,7 @@ def _check_stored(frame: FrameSource) -> int:
 def _chunks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[_Chunk]:
     for name, source in checkpoint.tensors.items():
         check_empty(source)
-        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+        for begin, end in source.chunk_bounds():
             where, error = f"{checkpoint.name}: tensor {name!r}", _recorded_error(source)
             yield _Chunk(where, source, originals.get(name), begin, end, error)
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, TruncatedError
+from ckptz.kernels.floats import Bytes
 
-Bytes = NDArray[np.uint8]
 MAX_READ = 1 << 30  # one read call moves at most about 2 GiB on Linux
 
 
@@ -81,5 +80,4 @@ class MemoryBytes:
         _check_end(self, offset + n_bytes)
         return self._data[offset : offset + n_bytes].copy()
 
-    def close(self) -> None:
-        """Release nothing."""
+    def close(self) -> None: ...

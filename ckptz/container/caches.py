@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
-
-from numpy.typing import NDArray
+from typing import Final
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.errors import LimitError
+from ckptz.kernels.floats import Units
 from ckptz.parallel import Recent
 from ckptz.transform.classes import Block, Row
 
-Units = NDArray[Any]
 CACHE_BYTES: Final = 64 << 20  # decoded chunks that slices of one open file may share
 MAX_HEADER_CACHE_BYTES: Final = 16 << 20  # headers with their class labels and decoding tables
 MAX_IDLE_ELEMENTS: Final = 1 << 24
@@ -42,11 +40,11 @@ class HeaderCache(Recent[FrameHeader]):
     """The frame headers used last; the one just asked for stays, as its chunks come next."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_CACHE_BYTES) -> None:
-        super().__init__(max_bytes, lambda header: _weight(header), keeps_any=True)
+        super().__init__(max_bytes, _weight, keeps_any=True)
         self._n_idle = 0
 
     def charge_idle(self, n_elements: int) -> None:
-        """Count elements of vectors that no value is decoded from.
+        """Count elements of vectors that no unit is decoded from.
 
         Raises:
             LimitError: a few bytes stand for each million of them, and checking them takes its time.

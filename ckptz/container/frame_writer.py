@@ -14,7 +14,8 @@ import msgspec
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
 from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.plan import Plan, exact_plan
+from ckptz.codec.plan import exact_plan
+from ckptz.codec.quant_map import QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSource, chunk_bounds, companions_of
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
@@ -23,8 +24,9 @@ from ckptz.encoding.companions import DraftBook, Held, Restored
 from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.methods.lossless import EXACT
-from ckptz.methods.method import Choice
+from ckptz.methods.method import Recipe
 from ckptz.parallel import Workers
+from ckptz.roles import Role
 
 Progress = Callable[[int], None]
 
@@ -35,30 +37,30 @@ class Earlier:
 
     Attributes:
         tensors: its frames by name, open while the next file is written.
-        choices: what its configuration meant for each tensor.
+        recipes: what became of each tensor.
         notes: what its writer noted on them.
     """
 
     tensors: Mapping[str, FrameSource]
-    choices: Mapping[str, Choice]
+    recipes: Mapping[str, Recipe]
     notes: Mapping[str, str]
 
-    def settled(self, choices: Mapping[str, Choice]) -> dict[str, FrameSource]:
-        """Find the frames that come out the same under other choices.
+    def settled(self, recipes: Mapping[str, Recipe]) -> dict[str, FrameSource]:
+        """Find the frames that come out the same under other recipes, by name.
 
-        A frame follows from what is chosen for its tensor, and for the tensor that its classes depend on.
+        A frame follows from the recipe of its tensor, and of the tensor that its classes depend on.
         """
-        same = {name for name, choice in choices.items() if self.choices[name] == choice}
+        same = {name for name, recipe in recipes.items() if self.recipes[name] == recipe}
         return {
             name: self.tensors[name]
             for name in same
-            if (companion := choices[name].recipe.companion) is None or companion in same
+            if (companion := recipes[name].companion) is None or companion in same
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a file says beside its tensors."""
+    """Everything that a file says beside its tensors."""
 
     metadata: Mapping[str, str] | None = None  # the user's own, kept unchanged
     step: int | None = None  # training step, if known
@@ -73,10 +75,11 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What goes into a file beside the tensors, with every question of how decided."""
+    """Recipes, roles and guides of a file's tensors, and its record: all that decides its bytes."""
 
     record: FileRecord
-    choices: Mapping[str, Choice]  # what becomes of each tensor, by name
+    recipes: Mapping[str, Recipe]  # what becomes of each tensor, by name
+    roles: Mapping[str, Role] = field(default_factory=dict)  # what those are that may become lossy
     guides: Mapping[str, Guide] = field(default_factory=dict)  # what planners may know of tensors, by name
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
 
@@ -86,7 +89,7 @@ Encoding = Callable[[], tuple[Draft, EncodedChunk]]
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
     """Give the base if its dtype and shape fit, else None: the tensor then stands alone."""
-    fits = base is not None and (base.dtype, tuple(base.shape)) == (source.dtype, tuple(source.shape))
+    fits = base is not None and (base.dtype, base.shape) == (source.dtype, source.shape)
     return base if fits else None
 
 
@@ -96,15 +99,13 @@ class _Planning:
     def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
         self.tensors = tensors
         self._contents = contents
-        sources = (contents.choices[name].recipe.companion for name in tensors)
+        sources = (contents.recipes[name].companion for name in tensors)
         self._shared = DraftBook(self._make, (name for name in sources if name is not None))
 
     def base(self, name: str) -> TensorSource | None:
         """What a tensor may be stored against."""
-        source = self.tensors[name]
-        base = matching_base(source, self._contents.record.bases.get(name))
-        is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
-        return Held(base) if base is not None and is_short else base
+        base = matching_base(self.tensors[name], self._contents.record.bases.get(name))
+        return None if base is None else _held(base)
 
     def draft(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
@@ -122,8 +123,8 @@ class _Planning:
     ) -> Draft:
         guide = self._contents.guides.get(name, NO_GUIDE)
         subject = Subject(self.tensors[name], base, guide, companions, run, self._seed(name))
-        recipe = self._contents.choices[name].recipe
-        is_empty = not subject.source.dtype.n_units(subject.source.shape)
+        recipe = self._contents.recipes[name]
+        is_empty = not subject.source.n_units
         return (EXACT if is_empty else recipe).plan(subject)
 
     def _seed(self, name: str) -> int:
@@ -134,13 +135,16 @@ class _Planning:
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
         """Give the tensors that a tensor's classes depend on, as the file restores them."""
-        wanted = self._contents.choices[name].recipe.companion
+        wanted = self._contents.recipes[name].companion
         if wanted is None:
             return companions_of({})
-        source = self.tensors[wanted]
-        restored = Restored(source, self.base(wanted), self._shared.draft(wanted, run))
-        is_short = source.dtype.n_units(source.shape) <= CHUNK_UNITS
-        return companions_of({wanted: Held(restored) if is_short else restored})
+        restored = Restored(self.tensors[wanted], self.base(wanted), self._shared.draft(wanted, run))
+        return companions_of({wanted: _held(restored)})
+
+
+def _held(source: TensorSource) -> TensorSource:
+    """Read a tensor of one chunk once; a larger one whenever it is asked for."""
+    return Held(source) if source.n_units <= CHUNK_UNITS else source
 
 
 def _seed(text: str) -> int:
@@ -151,7 +155,7 @@ def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterat
     """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
     for name in names:
         source = planning.tensors[name]
-        n_units = source.dtype.n_units(source.shape)
+        n_units = source.n_units
         base, draft, companions = planning.base(name), None, companions_of({})
         if n_units > CHUNK_UNITS:
             companions = planning.companions(name, workers.map)
@@ -170,15 +174,18 @@ def _encode(
     return draft, encode_chunk(planning.tensors[name], draft, sources)
 
 
-def _lossy_record(choice: Choice, draft: Draft, header: FrameHeader, deviation: Deviation) -> LossyRecord:
-    recipe = choice.recipe
+def _lossy_record(
+    recipe: Recipe, role: Role, draft: Draft, header: FrameHeader, deviation: Deviation
+) -> LossyRecord:
+    quant_map = header.plan.quant_map
+    escape = None if quant_map is None else quant_map.escape_code
     return LossyRecord(
         method=recipe.name,
-        role=choice.role.role,
-        layer_type=choice.role.layer_type,
+        role=role.role,
+        layer_type=role.layer_type,
         settings=recipe.settings() | dict(draft.found),
-        n_pruned=_n_pruned(header.plan, deviation) if recipe.prunes else 0,
-        n_protected=_n_protected(header.plan, deviation),
+        n_pruned=_n_pruned(quant_map, deviation) if recipe.prunes and quant_map is not None else 0,
+        n_protected=0 if escape is None else int(deviation.counts[escape]),
         # Doubles round the difference of two floats that are far apart; the bound must not be.
         max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
         rms_error=_brief(math.sqrt(deviation.error / header.n_units)),
@@ -193,18 +200,10 @@ def _brief(value: float) -> float:
     return brief if brief >= value else float(f"{value * (1 + 1e-6):.6e}")
 
 
-def _n_pruned(plan: Plan, deviation: Deviation) -> int:
+def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
     """Elements whose code stands for zero."""
-    assert plan.quant_map is not None
-    escape, entries = plan.quant_map.escape_code, plan.quant_map.table.expand()[0]
-    zeros = [c for c in range(plan.quant_map.n_codes) if c != escape and not int(entries[c]) & 0x7FFFFFFF]
-    return int(deviation.counts[zeros].sum())
-
-
-def _n_protected(plan: Plan, deviation: Deviation) -> int:
-    """Elements that stand exactly in a stream of their own."""
-    escape = None if plan.quant_map is None else plan.quant_map.escape_code
-    return 0 if escape is None else int(deviation.counts[escape])
+    levels = quant_map.table.expand()[0][: quant_map.escape_code]
+    return int(deviation.counts[: len(levels)][levels & 0x7FFFFFFF == 0].sum())
 
 
 def write_frames(
@@ -218,22 +217,23 @@ def write_frames(
     """Write all frames; yields of each its row of the index, whether it needs the base, and a note."""
     offset = 0
     earlier = contents.earlier
-    settled = earlier.settled(contents.choices) if earlier is not None else {}
+    settled = earlier.settled(contents.recipes) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
     jobs = _jobs(_Planning(tensors, contents), fresh, workers)
     encoded = workers.map(lambda encode: encode(), jobs)
     for name, source in tensors.items():
         if name in settled:
-            entry, needs_base = _copy_frame(sink, offset, settled[name])
+            entry = copy_frame(sink, offset, settled[name])
+            needs_base = settled[name].header.plan.needs_base
             note = earlier.notes.get(name, "") if earlier is not None else ""
             if progress:
-                progress(source.dtype.n_bytes(source.shape))
+                progress(source.n_bytes)
         else:
             draft, header, deviation = _write_frame(sink, data_offset + offset, source, encoded, progress)
             n_bytes = sink.tell() - data_offset - offset
-            lossy = (
-                None if deviation is None else _lossy_record(contents.choices[name], draft, header, deviation)
-            )
+            lossy = None
+            if deviation is not None:
+                lossy = _lossy_record(contents.recipes[name], contents.roles[name], draft, header, deviation)
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
             needs_base, note = draft.plan.needs_base, draft.note
@@ -241,11 +241,18 @@ def write_frames(
         offset += entry.n_bytes
 
 
-def _copy_frame(sink: BinaryIO, offset: int, source: FrameSource) -> tuple[TensorEntry, bool]:
-    """Write a frame that stands in an earlier file already; the sink is where it goes."""
+def copy_frame(
+    sink: BinaryIO, offset: int, source: FrameSource, progress: Progress | None = None
+) -> TensorEntry:
+    """Write a frame as it stands in another file; the sink is where it goes, `offset` behind the header.
+
+    `progress` is told the bytes of each piece.
+    """
     for piece in source.stored_pieces():
         sink.write(piece.data)
-    return msgspec.structs.replace(source.entry, offset=offset), source.header.plan.needs_base
+        if progress:
+            progress(piece.nbytes)
+    return msgspec.structs.replace(source.entry, offset=offset)
 
 
 def _write_frame(

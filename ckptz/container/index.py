@@ -47,7 +47,7 @@ Promise = Literal["none", "max-abs", "max-rel", "rmse", "quality-drop", "resume-
 
 
 class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What was asked of a lossy tensor and what was measured on the decoded values.
+    """The settings that a lossy tensor was asked for, and the errors of its decoded values.
 
     `promise` is the kind of bound the writer kept: "none" for a fixed configuration. `settings` are the
     method's own: levels, shares, steps. Errors are absolute, in the tensor's own unit; `rms` is the root
@@ -112,7 +112,7 @@ class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def title(self) -> str:
-        """What messages call the base."""
+        """The base's name in messages."""
         return f"{self.file!r} with content id {self.content_id[:16]}"
 
 
@@ -136,7 +136,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a folder was split: the shards, the text of its `*.index.json`, and its other files by path."""
+    """The layout of a folder: its shards, the text of its `*.index.json`, and its other files by path."""
 
     shards: tuple[Shard, ...]
     index_file: str | None = None
@@ -212,7 +212,7 @@ def pack_index(index: Index) -> bytes:
 
 
 def parse_index(raw: bytes) -> Index:
-    """Undo `pack_index`.
+    """Parse an index as `pack_index` writes it.
 
     Raises:
         CorruptionError: not an index, or larger than 64 MiB.

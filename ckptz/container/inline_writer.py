@@ -14,7 +14,7 @@ import msgspec
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import build_header
-from ckptz.container.frame_writer import Contents, FileRecord, Progress, write_frames
+from ckptz.container.frame_writer import Contents, FileRecord, Progress, copy_frame, write_frames
 from ckptz.container.index import (
     DELTA_FEATURE,
     INDEX_NAME,
@@ -31,14 +31,12 @@ from ckptz.container.index import (
 from ckptz.container.reader import Container, FrameSource
 from ckptz.container.writer import blob, reserved_header_bytes
 from ckptz.methods.lossless import EXACT
-from ckptz.methods.method import Choice
 from ckptz.parallel import Workers
-from ckptz.roles import role_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededBase:
-    """One base to carry.
+    """One base that the new file carries.
 
     Attributes:
         content_id: what the delta before it calls it.
@@ -72,9 +70,9 @@ def write_inline(
         ConfigError: more tensors than one header or index may have.
     """
     features = _features(container, bases)
-    reserved = reserved_header_bytes(
-        _region_names(container, bases), bytes_to_write(container, bases), features
-    )
+    names = [inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))]
+    names = [*container.tensors, *names]
+    reserved = reserved_header_bytes(names, bytes_to_write(container, bases), features)
     writing = _Writing(sink, reserved, workers, progress)
     own = writing.level(container.tensors)
     inline = tuple(InlineBase(b.content_id, b.file, writing.level(b.tensors)) for b in bases)
@@ -89,11 +87,8 @@ def write_inline(
 def bytes_to_write(container: Container, bases: Sequence[NeededBase]) -> int:
     """Count the bytes that `progress` is told of in all."""
     levels = (container.tensors, *(base.tensors for base in bases))
-    return sum(_n_bytes(source) for tensors in levels for source in tensors.values())
-
-
-def _n_bytes(source: TensorSource) -> int:
-    return source.entry.n_bytes if isinstance(source, FrameSource) else source.dtype.n_bytes(source.shape)
+    sources = (source for tensors in levels for source in tensors.values())
+    return sum((source.entry if isinstance(source, FrameSource) else source).n_bytes for source in sources)
 
 
 def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:
@@ -102,13 +97,6 @@ def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:
     if any(isinstance(frame, FrameSource) and frame.header.plan.quant_map is not None for frame in frames):
         features |= {MAPS_FEATURE}
     return sorted(features | ({INLINE_FEATURE} if bases else set()))
-
-
-def _region_names(container: Container, bases: Sequence[NeededBase]) -> list[str]:
-    inline = [
-        inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))
-    ]
-    return [*container.tensors, *inline]
 
 
 class _Writing:
@@ -129,30 +117,14 @@ class _Writing:
         return tuple(self._encoded(tensors))
 
     def _copied(self, name: str, source: FrameSource) -> TensorEntry:
-        entry = TensorEntry(
-            name, source.entry.dtype, source.shape, self._offset, source.entry.n_bytes, source.entry.checksum
-        )
-        for piece in source.stored_pieces():
-            self._sink.write(piece.data)
-            if self._progress:
-                self._progress(piece.nbytes)
+        entry = copy_frame(self._sink, self._offset, source, self._progress)
         self._offset += entry.n_bytes
-        return entry
+        return msgspec.structs.replace(entry, name=name, lossy=None)
 
     def _encoded(self, tensors: Mapping[str, TensorSource]) -> Iterator[TensorEntry]:
-        choices = {
-            name: Choice(role_of(name, source.shape, source.dtype.is_float), EXACT)
-            for name, source in tensors.items()
-        }
-        start = self._offset
-        frames = write_frames(
-            self._sink,
-            self._reserved + start,
-            tensors,
-            Contents(FileRecord(), choices),
-            self._workers,
-            self._progress,
-        )
+        start, exact = self._offset, Contents(FileRecord(), dict.fromkeys(tensors, EXACT))
+        where = self._sink, self._reserved + start
+        frames = write_frames(*where, tensors, exact, self._workers, self._progress)
         for entry, _, _ in frames:
             self._offset += entry.n_bytes
             yield msgspec.structs.replace(entry, offset=start + entry.offset)

@@ -29,12 +29,12 @@ class Decoded:
 
     @property
     def n_bytes(self) -> int:
-        """Memory held."""
+        """Bytes of memory held."""
         return sum(part.nbytes for part in (self.units, self.codes) if part is not None)
 
 
 class Frame(Protocol):
-    """What can be decoded from others."""
+    """A frame whose chunks may need chunks of others."""
 
     def needs(self, only_codes: bool) -> list[Node]:
         """List what a chunk, or only its codes, is decoded from."""

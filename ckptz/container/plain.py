@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import combine, xxh64
 from ckptz.bits.cursor import ByteWriter
-from ckptz.codec.units import UNIT_TYPES, TensorSource, chunk_bounds
+from ckptz.codec.units import UNIT_TYPES, TensorSource
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.envelope import Envelope, Region, build_header, read_envelope
 from ckptz.container.index import content_id
@@ -30,12 +30,12 @@ class RegionSource(TensorSource):
 
     @property
     def dtype(self) -> DType:
-        """Element type."""
+        """Type of the tensor's elements."""
         return self.region.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions."""
+        """Dimensions of the tensor, in elements."""
         return self.region.shape
 
     def units(self, begin: int, end: int) -> NDArray[Any]:
@@ -71,15 +71,14 @@ class PlainFile:
 
 def tensor_checksum(source: TensorSource) -> int:
     """Compute the checksum of a tensor, as a frame of it would record."""
-    bounds = chunk_bounds(source.dtype.n_units(source.shape))
+    bounds = source.chunk_bounds()
     return combine(xxh64(source.units(begin, end)) for begin, end in bounds)
 
 
 def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
     """Compute the content id of any set of tensors; reads all of them."""
     return content_id(
-        (name, source.dtype.name, tuple(source.shape), tensor_checksum(source))
-        for name, source in tensors.items()
+        (name, source.dtype.name, source.shape, tensor_checksum(source)) for name, source in tensors.items()
     )
 
 
@@ -101,7 +100,7 @@ def pack_base_metadata(checksum: int) -> bytes:
 
 
 def parse_base_metadata(section: bytes) -> int:
-    """Undo `pack_base_metadata`.
+    """Parse a section as `pack_base_metadata` writes it.
 
     Raises:
         ChecksumError: the section was changed.
@@ -116,8 +115,8 @@ def plain_regions(tensors: Mapping[str, TensorSource]) -> list[Region]:
     """List the regions of a file that holds `tensors` one after another."""
     regions, offset = [], 0
     for name, source in tensors.items():
-        n_bytes = source.dtype.n_bytes(source.shape)
-        regions.append(Region(name, source.dtype, tuple(source.shape), offset, offset + n_bytes))
+        n_bytes = source.n_bytes
+        regions.append(Region(name, source.dtype, source.shape, offset, offset + n_bytes))
         offset += n_bytes
     return regions
 

@@ -117,7 +117,7 @@ class Publication:
             sync_folder(folder)
 
     def discard(self) -> None:
-        """Remove what has no name yet."""
+        """Remove the files that have no name yet."""
         for temporary, _ in self._staged:
             temporary.unlink(missing_ok=True)
 

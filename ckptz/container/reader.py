@@ -24,7 +24,6 @@ from ckptz.codec.units import (
     Stored,
     TensorSource,
     ViewOf,
-    chunk_bounds,
     companions_of,
 )
 from ckptz.container.byte_source import ByteSource
@@ -50,9 +49,9 @@ from ckptz.errors import (
     UnsupportedError,
     naming,
 )
+from ckptz.kernels.floats import Units
 from ckptz.transform.classes import Magnitude
 
-Units = NDArray[Any]
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
 
 
@@ -94,7 +93,7 @@ class FrameSource(TensorSource):
         if not self.header.plan.needs_base:
             return None
         base = self._container.bases.get(self.entry.name)
-        if base is not None and (base.dtype, tuple(base.shape)) == (self.dtype, self.shape):
+        if base is not None and (base.dtype, base.shape) == (self.dtype, self.shape):
             return base
         ref = self._container.outer_base
         if ref is None:
@@ -161,7 +160,7 @@ class FrameSource(TensorSource):
         """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
         source = companions_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
-        if source.dtype.n_units(source.shape) != self.header.n_units:
+        if source.n_units != self.header.n_units:
             raise CorruptionError(f"it is decoded with tensor {name!r}, which has another shape")
         if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
             raise CorruptionError(f"it is decoded with tensor {name!r}, and that with too many others")
@@ -224,7 +223,7 @@ class FrameSource(TensorSource):
 
     @property
     def stored(self) -> Stored:
-        """See `TensorSource.stored`."""
+        """Plan of the frame, and the method and settings that the index records."""
         lossy = self.entry.lossy
         method, settings = (None, {}) if lossy is None else (lossy.method, lossy.settings)
         return Stored(self.header.plan, method, settings)
@@ -281,10 +280,6 @@ class FrameSource(TensorSource):
             out[low - begin : high - begin] = chunk[low - at : high - at]
         return out
 
-    def chunk_bounds(self) -> Iterator[tuple[int, int]]:
-        """List (begin, end) in units of every chunk."""
-        return chunk_bounds(self.header.n_units)
-
 
 @dataclass(frozen=True, slots=True)
 class _Held(ViewOf):
@@ -319,7 +314,7 @@ class CachedFrame(ViewOf):
 
 
 class InlineFrames:
-    """What a file holds of one of its bases; it is decoded from itself and the next inline base.
+    """The frames of one base that a file carries, decoded from itself and the next inline base.
 
     Attributes:
         name: for messages.
@@ -440,6 +435,6 @@ def check_empty(source: TensorSource) -> None:
     Raises:
         LimitError: such tensors of the file have more than 2^24 elements of outer vectors together.
     """
-    if isinstance(source, FrameSource) and not source.dtype.n_units(source.shape):
+    if isinstance(source, FrameSource) and not source.n_units:
         source.check_base()
         source.check_vectors()

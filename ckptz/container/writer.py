@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from ckptz.codec.frame_plan import MAX_DIMS, MAX_ELEMENTS
-from ckptz.codec.units import TensorSource
+from ckptz.codec.units import TensorSource, tensor_bytes
 from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
 from ckptz.container.frame_writer import Contents, FileRecord, Progress, write_frames
 from ckptz.container.index import (
@@ -41,7 +41,7 @@ PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write_container` wrote.
+    """Sizes, identity and notes of a file that `write_container` wrote.
 
     Attributes:
         n_tensors: tensors.
@@ -102,7 +102,7 @@ def write_container(
     check_names(list(tensors))
     _check_shapes(tensors)
     features = _features(contents)
-    raw = sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
+    raw = tensor_bytes(tensors)
     record = contents.record
     section = b"" if record.base_metadata is None else pack_base_metadata(record.base_metadata)
     reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
@@ -129,7 +129,7 @@ def write_container(
     sink.seek(reserved + end + len(packed))
     return Written(
         n_tensors=len(entries),
-        original_bytes=sum(source.dtype.n_bytes(source.shape) for source in tensors.values()),
+        original_bytes=raw,
         stored_bytes=reserved + end + len(packed),
         content_id=index.content_id,
         n_deltas=n_deltas,
@@ -191,5 +191,5 @@ def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) 
 
 
 def _features(contents: Contents) -> list[str]:
-    features = ["lossless"] + (["delta"] if contents.record.base else [])
-    return features + (["maps"] if any(choice.is_lossy for choice in contents.choices.values()) else [])
+    is_lossy = any(recipe.is_lossy for recipe in contents.recipes.values())
+    return ["lossless", *["delta"] * (contents.record.base is not None), *["maps"] * is_lossy]

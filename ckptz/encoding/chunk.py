@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ckptz.bits.checksum import xxh64, xxh64_of_parts
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, Predictor, StreamTables, kernel_mode
-from ckptz.codec.units import ChunkSources, TensorSource, Units
+from ckptz.codec.units import ChunkSources, TensorSource
 from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
@@ -21,11 +21,10 @@ from ckptz.entropy.frequency import entropy_bits
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, encode_rans, encode_sparse, encode_stream
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning, sparse
-from ckptz.kernels.floats import widen_f64
+from ckptz.kernels.floats import Bytes, Units, widen_f64
 from ckptz.quant.quantizer import Quantizer
 from ckptz.transform.classes import Labels, labels_of
 
-Bytes = NDArray[np.uint8]
 Stream = tuple[CoderId, bytes | memoryview]
 FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
@@ -37,7 +36,7 @@ _UNCHANGED = (CoderId.CONSTANT, b"\x00")
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far decoded values are from the originals: summed over units, so that chunks add up."""
+    """Errors of decoded values, summed over units, so that chunks add up."""
 
     largest: float  # greatest absolute error
     error: float  # sum of squared errors
@@ -70,10 +69,7 @@ class EncodedChunk:
 def _encode_classed(
     plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables, found: ClassCounts
 ) -> Stream:
-    total = found.total
-    table_of = tables.table_of[found.classes]
-    bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
-    shared = bits / 8 + MAX_LANE_BYTES
+    total, shared = found.total, found.bytes_by(tables) + MAX_LANE_BYTES
     coder: CoderId = CoderId.STORED
     data: bytes | memoryview = plane.data
     if total.max() == len(plane) or entropy_bits(total[None]) / 8 < shared:
@@ -116,10 +112,8 @@ def _quantize(
     if plan.quant_map is None or quantizer is None:
         raise ConfigError("a plan in the linear or bits domain needs a map and a quantizer to encode")
     begin, end = sources.begin, sources.end
-    codes = quantizer.codes(begin, end, units)
-    base = sources.base_units() if plan.predictor is Predictor.BASE else None
-    decoded = np.empty_like(units)
-    header.value_table.decode(codes, labels, predicted(plan, plan.outer, base, begin, end), decoded)
+    codes, decoded = quantizer.codes(begin, end, units), np.empty_like(units)
+    header.value_table.decode(codes, labels, predicted(plan, sources), decoded)
     escaped, protected, kept = None, None, quantizer.kept(begin, units)
     if plan.quant_map.escape_code is not None:
         escaped = codes == plan.quant_map.escape_code
@@ -160,7 +154,7 @@ def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) ->
         if draft.rounding is None:
             return units
         return draft.rounding.rounded(units, KINDS[source.dtype.name], sources.begin)
-    header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, ())
+    header = FrameHeader(source.dtype, source.shape, draft.plan, ())
     labels = labels_of(draft.plan.rules, sources, header.row_units) if draft.plan.rules else None
     return _quantize(header, draft.quantizer, units, sources, labels)[1]
 
@@ -187,7 +181,7 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
 def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
     """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
     plan = draft.plan
-    header = FrameHeader(source.dtype, tuple(source.shape), plan, ())
+    header = FrameHeader(source.dtype, source.shape, plan, ())
     exact = source.units(sources.begin, sources.end)
     units = exact if draft.source is None else draft.source.units(sources.begin, sources.end)
     labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.codec.plan import Domain, Plan
 from ckptz.codec.quant_map import QuantizationMap
@@ -19,10 +17,9 @@ from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu
+from ckptz.kernels.floats import Bytes, Units
 from ckptz.quant.quantizer import Quantizer
 
-Bytes = NDArray[np.uint8]
-Units = NDArray[Any]
 Errors = tuple[float, float, float]
 
 
@@ -33,7 +30,7 @@ def bits_for(n_codes: int) -> int:
 
 @dataclass(frozen=True)
 class CodedSource(TensorSource):
-    """See `ckptz.codec.units.TensorSource`; units are what the codes decode to, chunk by chunk."""
+    """A tensor as packed codes; its units are decoded from them, chunk by chunk."""
 
     dtype: DType  # of the tensor, F32, BF16 or F16
     shape: tuple[int, ...]  # of the tensor
@@ -64,11 +61,11 @@ class CodedSource(TensorSource):
 
     @cached_property
     def _table(self) -> ValueTable:
-        return ValueTable.of(self.dtype, Plan(quant_map=self.quant_map, domain=Domain.LINEAR))
+        return ValueTable(self.dtype, Plan(quant_map=self.quant_map, domain=Domain.LINEAR))
 
     @property
     def quantizer(self) -> CodedQuantizer:
-        """Gives the codes that are there."""
+        """A quantizer that gives these very codes."""
         return CodedQuantizer(self)
 
 
@@ -83,5 +80,5 @@ class CodedQuantizer(Quantizer):
         return self.source.codes_of(begin, end)
 
     def errors(self, begin: int) -> Errors:
-        """Give what was measured on the chunk that begins there."""
+        """Give (largest error, sum of squared errors, sum of squares) of the chunk from unit `begin` on."""
         return self.source.errors[begin // CHUNK_UNITS]

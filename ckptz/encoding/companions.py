@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from ckptz.codec.units import ChunkSources, SourceOf, TensorSource, ViewOf
 from ckptz.encoding.chunk import restored_units
 from ckptz.encoding.draft import Draft, MapFunction
+from ckptz.kernels.floats import Units
 from ckptz.parallel import Recent
 
-Units = NDArray[Any]
 MakeDraft = Callable[[str, MapFunction], Draft]
 
 MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
@@ -36,13 +36,13 @@ class Held(ViewOf):
 
     def units(self, begin: int, end: int) -> Units:
         if "units" not in self._read:
-            self._read["units"] = self.source.units(0, self.dtype.n_units(self.shape))
+            self._read["units"] = self.source.units(0, self.n_units)
         units: Units = self._read["units"]
         return units[begin:end]
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         if "codes" not in self._read:
-            both = self.source.units_and_codes(0, self.dtype.n_units(self.shape))
+            both = self.source.units_and_codes(0, self.n_units)
             self._read["units"], self._read["codes"] = both
         return None if self._read["codes"] is None else self._read["codes"][begin:end]
 

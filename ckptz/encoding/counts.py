@@ -20,7 +20,7 @@ TABLE_COST_BITS: Final = 40.0
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """How often each code occurs in each class; classes that do not occur have no row."""
+    """Occurrences of each code in each class; classes that do not occur have no row."""
 
     classes: NDArray[np.int64]  # ascending [n_used]
     counts: NDArray[np.int64]  # occurrences [n_used, 256]
@@ -46,6 +46,11 @@ class ClassCounts:
     def per_class(self) -> NDArray[np.int64]:
         """Units of each class [n_used]."""
         return self.counts.sum(axis=1)
+
+    def bytes_by(self, tables: StreamTables) -> float:
+        """Compute the bytes that the codes take with these tables, without the tables."""
+        table_of = tables.table_of[self.classes]
+        return float(planning().shared_cost_bits(self.counts, table_of, tables.frequencies)) / 8
 
 
 def share_tables(

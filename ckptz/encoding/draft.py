@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from numpy.typing import NDArray
-
 from ckptz.codec.plan import Plan
-from ckptz.codec.units import Companions, TensorSource, chunk_bounds
+from ckptz.codec.units import Companions, TensorSource
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.guide import NO_GUIDE, Folded, Guide
+from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer
 
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-Units = NDArray[Any]
 T = TypeVar("T")
 
 
@@ -44,12 +42,12 @@ class Subject:
 
 
 def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:
-    """Add up what `measure` finds in each chunk (begin, end) of a tensor that is not empty."""
-    return functools.reduce(operator.add, run(measure, chunk_bounds(source.dtype.n_units(source.shape))))
+    """Add up the results of `measure` for each chunk (begin, end) of a tensor that is not empty."""
+    return functools.reduce(operator.add, run(measure, source.chunk_bounds()))
 
 
 class Rounding(Protocol):
-    """What units are rounded to before they are split into byte planes."""
+    """A rounding of units before they are split into byte planes."""
 
     def rounded(self, units: Units, kind: int, begin: int) -> Units:
         """Round units [n] from `begin` on, of a kind of `ckptz.kernels.floats`."""

@@ -29,7 +29,7 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What is known of a tensor before its steps: summed over chunks."""
+    """Size, largest value and powers of a tensor: all that its steps follow from, summed over chunks."""
 
     n_units: int  # values
     largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
@@ -52,7 +52,7 @@ class Extent:
                 largest=_largest(np.array([_largest(values), _largest(others)])),
                 power=float(power.sum()),
                 residual_power=np.inf if base is None else float(((values - others) ** 2).sum()),
-                row_sums=None if squares is None else _row_sums(squares, bounds[0], tuple(source.shape)),
+                row_sums=None if squares is None else _row_sums(squares, bounds[0], source.shape),
                 energy=0.0 if squares is None else float(squares @ power),
                 is_measured=squares is None or bool((np.isfinite(squares) & (squares >= 0)).all()),
             )
@@ -73,7 +73,7 @@ class Extent:
 
     @property
     def spread(self) -> float:
-        """Root-mean-square value."""
+        """Root of the mean square of the values."""
         return float(np.sqrt(self.power / self.n_units))
 
     def fault(self, dtype: DType) -> str:
@@ -101,7 +101,7 @@ def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float 
     """
     energy = n_units = 0.0
     for weight, moments in pairs:
-        n = weight.dtype.n_units(weight.shape)
+        n = weight.n_units
         begin = n // 2 // CHUNK_UNITS * CHUNK_UNITS
         bounds = (begin, min(begin + CHUNK_UNITS, n))
         values, squares = reals(weight, *bounds), reals(moments, *bounds)

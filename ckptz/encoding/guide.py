@@ -52,7 +52,7 @@ class InputMoments:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """How an optimizer turns first moments into moves; see the module.
+    """The rule by which an optimizer turns first moments into moves; see the module.
 
     Attributes:
         rate: move for each unit of first moment, or of its ratio to the root.
@@ -67,7 +67,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """What of a weight's moments is known, exactly and as it will be restored.
+    """The moments of a weight, exactly and as they will be restored.
 
     Attributes:
         update: of its optimizer.

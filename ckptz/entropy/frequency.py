@@ -8,15 +8,11 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError, FormatError, TruncatedError
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.floats import MAX_TABLE_ORDER
-
-Counts = NDArray[np.int64]
-Frequencies = NDArray[np.uint16]
+from ckptz.kernels.floats import MAX_TABLE_ORDER, Counts, Frequencies
 
 SCALE: Final = 4096
 MAX_ORDER: Final = MAX_TABLE_ORDER

@@ -17,23 +17,14 @@ import zstandard
 from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.entropy.frequency import (
-    Counts,
-    Frequencies,
-    cost_bits,
-    entropy_bits,
-    normalise,
-    pack_table,
-    parse_table,
-)
+from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table, parse_table
 from ckptz.errors import CorruptionError, UnsupportedError
 from ckptz.kernels import cpu
-
-Bytes = NDArray[np.uint8]
+from ckptz.kernels.floats import Bytes, Counts, Frequencies
 
 
 class CoderId(IntEnum):
-    """spec/registry.md#coders."""
+    """Ids of the entropy coders: spec/registry.md#coders."""
 
     CONSTANT = 0
     STORED = 1
@@ -60,7 +51,7 @@ RANDOM_BITS: Final = 7.97  # 32,768 uniform bytes measure 7.994; MIN_GAIN asks f
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How a stream runs through the tensor's tables: codes sorted by class, one segment a class."""
+    """The way of a stream through the tensor's tables: codes sorted by class, one segment a class."""
 
     ends: NDArray[np.int64]  # index after the last code of each segment, ascending
     table_of: NDArray[np.int64]  # the table of each segment

@@ -63,7 +63,7 @@ def dcp_files(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StoredPart:
     """A stored part of a tensor or object, `offset` is None for the latter: bytes of a file."""
 
     name: str
@@ -80,7 +80,7 @@ class _Whole:
 
     dtype: str
     shape: Numbers
-    parts: tuple[_Part, ...]
+    parts: tuple[_StoredPart, ...]
 
 
 def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
@@ -216,7 +216,7 @@ class _Reader:
             target[tuple(map(slice, part.offset or (), ends))] = found.detach()
         return target.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
 
-    def object(self, part: _Part) -> Any:
+    def object(self, part: _StoredPart) -> Any:
         """What is no tensor."""
         try:
             return self._load(part)
@@ -226,7 +226,7 @@ class _Reader:
                 "save it as plain Python values and tensors"
             ) from None
 
-    def _load(self, part: _Part) -> Any:
+    def _load(self, part: _StoredPart) -> Any:
         path = self.folder / part.file
         begin, end = part.begin, part.begin + part.n_bytes
         try:
@@ -250,7 +250,7 @@ class _Reader:
 # --- the metadata -------------------------------------------------------------------------------------
 
 
-def _parse(raw: Any) -> tuple[dict[str, _Whole], dict[str, _Part], Any]:
+def _parse(raw: Any) -> tuple[dict[str, _Whole], dict[str, _StoredPart], Any]:
     """(tensors, objects, how the state was flattened)."""
     top = _attributes(raw, "Metadata")
     places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
@@ -317,7 +317,7 @@ def _index_of(key: Any) -> tuple[str, Numbers | None]:
     return name, None if offset is None else _numbers(offset)
 
 
-def _part(places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers) -> _Part:
+def _part(places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers) -> _StoredPart:
     """A part and where it is stored."""
     info = places.get((name, offset))
     if info is None:
@@ -329,7 +329,7 @@ def _part(places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: N
         raise CorruptionError(f"{METADATA_FILE}: {name!r} is nowhere in its shard")
     if info.get("transform_descriptors"):
         raise UnsupportedError(f"{name!r} went through an extension of torch's writer; load it with torch")
-    return _Part(name, offset, shape, file, begin, n_bytes)
+    return _StoredPart(name, offset, shape, file, begin, n_bytes)
 
 
 # --- writing ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ckptz.formats.torch_files import can_share, load_state
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 from ckptz.tree.flatten import flatten
 
-Kind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
+InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 INDEX_SUFFIX: Final = ".index.json"
 TORCH_SUFFIX: Final = ".bin"
 _NUMBERED: Final = re.compile(r"(.+)-\d+-of-\d+")
@@ -48,7 +48,7 @@ class Input:
     """
 
     name: str
-    kind: Kind
+    kind: InputKind
     stem: str
     tensors: Mapping[str, TensorSource]
     metadata: Mapping[str, str] | None = None

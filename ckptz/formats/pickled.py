@@ -30,7 +30,7 @@ class Symbol:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """What a call of a symbol would give, and the state that it would get then."""
+    """A call that a stream asks for, and the state that its result would get; nothing is called."""
 
     symbol: Symbol
     args: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Made:
 
 
 class Maker:
-    """What stands for the symbols of a stream and what is made with them; this one makes nothing of them.
+    """Stand-ins for the symbols of a stream and for their results; this one makes nothing of them.
 
     `keys` are the types that it gives and that may be keys of a dict.
     """

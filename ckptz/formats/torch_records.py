@@ -22,16 +22,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn, TypeGuard, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.errors import CkptzError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.formats.pickled import MAX_BYTES, Maker, Symbol, read_pickled
+from ckptz.kernels.floats import Bytes
 from ckptz.tree.flatten import Geometry
 
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
-Bytes = NDArray[np.uint8]
 
 ZIP_MAGIC: Final = b"PK\x03\x04"
 LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a"  # a pickled long, the first thing in a file of torch before 1.6

@@ -36,7 +36,7 @@ _MAX_INDEX: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What an index picks.
+    """The units that an index picks from a tensor, and the shape that they get.
 
     Attributes:
         windows: the units to decode, one window behind the other.
@@ -134,7 +134,7 @@ def parse_backend(backend: str) -> str:
 
 
 def framework(name: str, device: str | int, backend: str) -> Framework:
-    """Choose what makes tensors of framework `name` on `device`.
+    """Choose the framework called `name` for tensors on `device`.
 
     Args:
         name: from `parse_framework`.

@@ -50,5 +50,5 @@ class NumpyArrays:
 
 
 def make(device: str | int, backend: str) -> NumpyArrays:
-    """Give what makes arrays: they live on the CPU, and both backends slice alike."""
+    """Give the framework of numpy arrays: they live on the CPU, and both backends slice alike."""
     return NumpyArrays()

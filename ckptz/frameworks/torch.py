@@ -117,7 +117,7 @@ class TorchTensors:
 
 
 def make(device: str | int, backend: str) -> TorchTensors:
-    """Give what makes tensors on `device`; backend "pread" has safetensors' own index rules."""
+    """Give the framework of tensors on `device`; backend "pread" has safetensors' own index rules."""
     return TorchTensors(device, backend == "pread")
 
 

@@ -31,7 +31,7 @@ class Piece:
 
     @property
     def n_units(self) -> int:
-        """Units picked."""
+        """Units that the piece picks."""
         return math.prod(size for size, _ in self.dims)
 
     @property
@@ -68,11 +68,11 @@ class Window:
 
     @property
     def n_units(self) -> int:
-        """Units picked."""
+        """Units that the window picks."""
         return math.prod(self.sizes)
 
     def widened(self, n: int) -> Window:
-        """Give the same box where every element is `n` units."""
+        """Give the window of the same box where every element is `n` units."""
         if n == 1:
             return self
         strides = tuple(stride * n for stride in self.strides)

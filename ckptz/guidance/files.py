@@ -20,16 +20,16 @@ from ckptz.encoding.guide import InputMoments
 from ckptz.errors import CalibrationError
 from ckptz.guidance.layout import (
     CalibrationContent,
-    Guide,
     GuideFile,
+    GuideKind,
     InputRow,
-    Kind,
+    LayerKind,
     ModuleRow,
     SensitivityContent,
     Shapes,
 )
 
-WEIGHT_AXIS: Final[Mapping[Kind, int]] = {"linear": 1, "conv": 1, "conv1d_t": 0, "embedding": 0}
+WEIGHT_AXIS: Final[Mapping[LayerKind, int]] = {"linear": 1, "conv": 1, "conv1d_t": 0, "embedding": 0}
 # What PyTorch's wrappers, and states saved as {"model": ...}, put before the names of a model.
 PREFIXES: Final = ("model.", "module.", "_orig_mod.")
 
@@ -47,12 +47,12 @@ def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedInputs:
-    """What a calibration knows of one weight."""
+    """The second moments of inputs that a calibration holds for one weight."""
 
     names: tuple[str, ...]  # of the weight; several where it is tied
     shape: tuple[int, ...]  # of the weight
     # by the kind of layer that uses it. A head that is tied to an embedding has two.
-    moments: Mapping[Kind, InputMoments]
+    moments: Mapping[LayerKind, InputMoments]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +60,14 @@ class StoredSum:
     """One tensor of a calibration, the layers that share it, and the input vectors in it."""
 
     tensor: str
-    kind: Kind
+    kind: LayerKind
     modules: tuple[str, ...]
     n_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientAverage:
-    """What a sensitivity file knows of one parameter: `read` gives the float32 average in its shape."""
+    """The average gradient of one parameter in a sensitivity file: `read` gives it, float32 in its shape."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class RecordedCalibration:
 class _Recordings(Mapping[str, Recorded]):
     """What an open guide file records, by the first name of each parameter."""
 
-    guide: ClassVar[Guide]
+    guide: ClassVar[GuideKind]
     file: GuideFile
     recorded: Mapping[str, Recorded] = field(repr=False)
 
@@ -174,7 +174,7 @@ class _Recordings(Mapping[str, Recorded]):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationFile(_Recordings[RecordedInputs]):
-    """What `ckptz.hooks.Calibration` saved, by the first name of each weight.
+    """A file that `ckptz.hooks.Calibration` saved, by the first name of each weight.
 
     Example:
         >>> with CalibrationFile.open("calibration.safetensors") as calibration:  # doctest: +SKIP
@@ -204,7 +204,7 @@ class CalibrationFile(_Recordings[RecordedInputs]):
 
 @dataclass(frozen=True, slots=True)
 class SensitivityFile(_Recordings[GradientAverage]):
-    """What `ckptz.hooks.SensitivityTracker` saved, by the first name of each parameter."""
+    """A file that `ckptz.hooks.SensitivityTracker` saved, by the first name of each parameter."""
 
     guide = "sensitivity"
     content: SensitivityContent
@@ -273,7 +273,7 @@ def _check_row(file: GuideFile, row: ModuleRow) -> None:
             )
 
 
-def _fits(kind: Kind, weight: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def _fits(kind: LayerKind, weight: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Tell whether sums of this shape belong to a weight of that shape."""
     if kind == "conv":
         n = math.prod(weight[1:])

@@ -41,7 +41,7 @@ class GuideFiles:
     sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
 
     def check(self, config: Method) -> None:
-        """Refuse files that the method would not read.
+        """Refuse files that a method would not read.
 
         Raises:
             ConfigError: names the file and the method.
@@ -137,7 +137,7 @@ def _own_moments(
 
 
 def _fits(moments: TensorSource, weight: TensorSource) -> bool:
-    return moments.dtype.name in KINDS and tuple(moments.shape) == tuple(weight.shape)
+    return moments.dtype.name in KINDS and moments.shape == weight.shape
 
 
 def _read_moments(
@@ -151,10 +151,10 @@ def _read_moments(
 ) -> dict[str, TensorSource]:
     """Second moments from another checkpoint, by the parameters' names."""
     opened = held.enter_context(contextlib.closing(open_input(path)))
-    known = roles_beside(opened, weights, tree, rules)
+    known, reasons = roles_beside(opened, weights, tree, rules)
     squares = {}
     for name, source in opened.tensors.items():
-        role = known.roles.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
+        role = known.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
         if role.role == "exp_avg_sq":
             squares[role.parameter] = source
     found = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
@@ -166,7 +166,7 @@ def _read_moments(
                 "F16"
             )
     if not found:
-        reason = "".join(f" ({note})" for note in known.notes[:1])
+        reason = "".join(f" ({note})" for note in reasons[:1])
         raise ConfigError(
             f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; give "
             "the optimizer of this model, or name its tensors with --roles"
@@ -225,7 +225,7 @@ def read_inputs(
 
 
 def _shapes(weights: Mapping[str, TensorSource]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(source.shape) for name, source in weights.items()}
+    return {name: source.shape for name, source in weights.items()}
 
 
 # --- how optimizers move weights ------------------------------------------------------------------
@@ -301,7 +301,7 @@ def with_folds(
             continue
         first = moments.get((role.parameter, "momentum" if update.root_scale is None else "exp_avg"))
         second = moments.get((role.parameter, "exp_avg_sq"))
-        if first is None or tuple(tensors[first].shape) != tuple(source.shape):
+        if first is None or tensors[first].shape != source.shape:
             continue
         if update.root_scale is not None and second is None:
             continue

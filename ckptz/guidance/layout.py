@@ -24,8 +24,8 @@ from ckptz.container.index import Count, Shape
 from ckptz.container.plain import PlainFile, RegionSource
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
 
-Guide = Literal["calibration", "sensitivity"]
-Kind = Literal["linear", "conv", "conv1d_t", "embedding"]
+GuideKind = Literal["calibration", "sensitivity"]
+LayerKind = Literal["linear", "conv", "conv1d_t", "embedding"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 GUIDE_VERSION: Final = 1
@@ -56,7 +56,7 @@ class ModuleRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     module: str
-    kind: Kind
+    kind: LayerKind
     weight: Names
     shape: Shape
     inputs: Annotated[tuple[InputRow, ...], msgspec.Meta(min_length=1)]
@@ -87,7 +87,7 @@ def shape_fingerprint(shapes: Shapes) -> str:
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def guide_metadata(guide: Guide, content: CalibrationContent | SensitivityContent) -> dict[str, str]:
+def guide_metadata(guide: GuideKind, content: CalibrationContent | SensitivityContent) -> dict[str, str]:
     """Make the `__metadata__` of a guide file."""
     text = msgspec.json.encode(content).decode()
     return {KEY_GUIDE: guide, KEY_VERSION: str(GUIDE_VERSION), KEY_CONTENT: text}
@@ -99,7 +99,7 @@ def guide_metadata(guide: Guide, content: CalibrationContent | SensitivityConten
 class GuideFile:
     """An open guide file; tensors are read when they are asked for."""
 
-    def __init__(self, path: str | os.PathLike[str], guide: Guide) -> None:
+    def __init__(self, path: str | os.PathLike[str], guide: GuideKind) -> None:
         self.path, self._guide = Path(path), guide
         source = FileBytes(path)
         try:
@@ -113,7 +113,7 @@ class GuideFile:
         return CalibrationError(f"{self.path}: {message}")
 
     def content(self, content_type: type[Content]) -> Content:
-        """Parse the metadata.
+        """Parse the metadata that say what is in the file.
 
         Raises:
             CalibrationError: another kind of file, or damaged.
@@ -148,7 +148,7 @@ class GuideFile:
     def array(self, tensor: str) -> NDArray[Any]:
         """Read a tensor's finite values, of its dtype and shape [...], into memory of the caller's own."""
         region = self._file.tensors[tensor]
-        flat: Units = region.units(0, region.dtype.n_units(region.shape))
+        flat: Units = region.units(0, region.n_units)
         array: NDArray[Any] = flat.view(_ARRAY_TYPES[region.dtype.name]).reshape(region.shape)
         if not np.isfinite(array).all():
             raise self.error(f"tensor {tensor!r} has values that are not finite; record again")

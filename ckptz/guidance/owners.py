@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,20 +21,15 @@ from ckptz.errors import ConfigError
 from ckptz.formats.inputs import Input
 from ckptz.formats.portable import clashes, is_portable
 from ckptz.formats.sharding import PLAIN_SUFFIX, SHARD_SUFFIXES, is_shard_name
+from ckptz.methods.method import MOMENT_ROLES
 from ckptz.roles import Role, Rule, role_of
 from ckptz.tree.leaves import TensorRef
 from ckptz.tree.skeleton import parse_tree
 
 # Weights of a state_dict that no optimizer knows: statistics of batch normalisation.
 BUFFERS: Final = re.compile(r"(^|\.)running_(mean|var)$")
-WHOLE_STATES: Final = (
-    "exp_avg",
-    "exp_avg_sq",
-    "momentum_buffer",
-    "square_avg",
-    "variance",
-)  # shaped as it is
-MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
+# States that have the shape of their parameter.
+WHOLE_STATES: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "variance")
 
 
 # --- two files as one ---------------------------------------------------------------------------
@@ -73,7 +68,7 @@ def join(model: Input, optimizer: Input) -> Input:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Shards:
     """Shards of one input; `states` are the JSON nodes of those that are torch files, by file."""
 
     shards: tuple[Shard, ...]
@@ -81,12 +76,12 @@ class _Part:
     storages: list[Any]
 
 
-def _part(opened: Input) -> _Part:
+def _part(opened: Input) -> _Shards:
     if opened.kind == "ckptz":
         raise ConfigError(f"{opened.name}: is a .ckptz file already; restore it first")
     tree = opened.tree or {"root": {"dict": []}, "storages": []}
     if opened.sharding is not None:
-        return _Part(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
+        return _Shards(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
     file = Path(opened.name).name
     if not is_shard_name(file) or not is_portable(file):
         raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
@@ -94,10 +89,10 @@ def _part(opened: Input) -> _Part:
         raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")
     metadata = None if opened.metadata is None else dict(opened.metadata)
     states = [] if opened.tree is None else [[file, tree["root"]]]
-    return _Part((Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"])
+    return _Shards((Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"])
 
 
-def _joint_tree(parts: Sequence[_Part]) -> dict[str, Any] | None:
+def _joint_tree(parts: Sequence[_Shards]) -> dict[str, Any] | None:
     states: list[Any] = []
     storages: list[Any] = []
     for part in parts:
@@ -120,14 +115,6 @@ def _renumbered(node: Any, n_before: int) -> Any:
 # --- whose moments ------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Joined:
-    """What is known of a checkpoint's optimizer state."""
-
-    roles: dict[str, Role] = field(default_factory=dict)  # of its tensors, where names alone do not say it
-    notes: list[str] = field(default_factory=list)  # for the user
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """The state of one parameter: tensor names by what the optimizer calls them."""
@@ -137,6 +124,9 @@ class _Entry:
     tensors: Mapping[str, str]  # names by word: "exp_avg" and so on
     shape: tuple[int, ...] | None  # of the parameter, if a state tells it
     label: str | None  # name of the parameter, if the group or the key tells it
+
+
+Known = tuple[dict[str, Role], list[str]]
 
 
 class _Weight(NamedTuple):
@@ -150,7 +140,7 @@ def known_roles(
     rules: Sequence[Rule] = (),
     own: Collection[str] = (),
     model_tree: Any = None,
-) -> Joined:
+) -> Known:
     """Find the parameters of numbered optimizer state, and say what stays unknown.
 
     Args:
@@ -159,8 +149,12 @@ def known_roles(
         rules: the user's rows of the table of roles, which nothing here overrules.
         own: names of tensors that come from a file of optimizer state.
         model_tree: the tree of the weights, if that is another one.
+
+    Returns:
+        The roles of tensors where names alone do not say them, and notes for the user.
     """
-    found = Joined()
+    found: dict[str, Role] = {}
+    notes: list[str] = []
     root = None if tree is None else parse_tree(tree).root
     states = list(_optimizers(root))
     inside = {*own, *(ref.name for state in states for ref in _refs(state))}
@@ -169,23 +163,23 @@ def known_roles(
     if model_tree is not None:
         ordered |= {ref.name for ref in _refs(parse_tree(model_tree).root)}
     for state in states:
-        _join(state, tensors, roles, inside, ordered, found)
+        found |= _join(state, tensors, roles, inside, ordered, notes)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
-    found.roles = {name: role for name, role in found.roles.items() if name not in given}
-    _keep_strangers({**roles, **found.roles}, inside, given, tensors, found)
-    return found
+    found = {name: role for name, role in found.items() if name not in given}
+    found |= _strangers({**roles, **found}, inside, given, tensors, notes)
+    return found, notes
 
 
 def roles_beside(
     read: Input, weights: Mapping[str, TensorSource], model_tree: Any, rules: Sequence[Rule] = ()
-) -> Joined:
+) -> Known:
     """Find the roles of a checkpoint that is read beside the weights of another one.
 
     A file that holds weights itself says whose moments it has; of optimizer state alone, the model decides.
     """
     alone = known_roles(read.tensors, read.tree, rules)
     for name, source in read.tensors.items():
-        role = alone.roles.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
+        role = alone[0].get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
         if role.role == "weight":
             return alone
     both = {**weights, **read.tensors}
@@ -229,7 +223,7 @@ def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> I
             }
             label = labels[position] or (key if isinstance(key, str) else None)
             whole = next((tensors[names[word]] for word in WHOLE_STATES if word in names), None)
-            yield _Entry(key, group, names, None if whole is None else tuple(whole.shape), label)
+            yield _Entry(key, group, names, None if whole is None else whole.shape, label)
 
 
 def _join(
@@ -238,31 +232,33 @@ def _join(
     roles: Mapping[str, Role],
     inside: Collection[str],
     ordered: Collection[str],
-    found: Joined,
-) -> None:
-    """Give the state of one optimizer the names of parameters."""
+    notes: list[str],
+) -> dict[str, Role]:
+    """Find the roles of one optimizer's state by the names of its parameters."""
     entries = list(_entries(state, tensors))
     names = [name for entry in entries for name in entry.tensors.values()]
     if not names:
-        return
+        return {}
     weights, is_ordered = [], True
     for name, source in tensors.items():
         if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name):
-            weights.append(_Weight(roles[name].parameter, tuple(source.shape)))
+            weights.append(_Weight(roles[name].parameter, source.shape))
             # A safetensors file has its tensors in an order of its own.
             is_ordered = is_ordered and name in ordered
     parameters, fault = _match(entries, weights, is_ordered=is_ordered)
     if fault and weights:
         unknown = next(n for e in entries if e.key not in parameters for n in e.tensors.values())
-        found.notes.append(
+        notes.append(
             f"optimizer state {unknown!r} and others have no parameter's name: {fault}; save the optimizer "
             "with names in its parameter groups, or the model with torch.save"
         )
+    found = {}
     for entry in entries:
         label = parameters.get(entry.key, f"state.{entry.key}")
         for word, name in entry.tensors.items():
             source = tensors[name]
-            found.roles[name] = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
+            found[name] = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
+    return found
 
 
 def _match(
@@ -303,27 +299,27 @@ def _match_by_shape(
     return parameters, faults[0] if faults else ""
 
 
-def _keep_strangers(
+def _strangers(
     roles: Mapping[str, Role],
     inside: Collection[str],
     given: Collection[str],
     tensors: Mapping[str, TensorSource],
-    found: Joined,
-) -> None:
-    """Keep lossless what an optimizer holds under unknown words, or for unknown weights.
+    notes: list[str],
+) -> dict[str, Role]:
+    """Give the role "other", which stays lossless, to state under unknown words or for unknown weights.
 
     `inside` are names of optimizer state, `given` those whose role the user has given; they keep it.
     """
     free = {name: source for name, source in tensors.items() if name not in given}
     unknown = [name for name in free if name in inside and roles[name].role == "weight"]
-    found.roles |= {name: replace(roles[name], role="other") for name in unknown}
+    found = {name: replace(roles[name], role="other") for name in unknown}
     exact = [
         name
         for name, source in free.items()
         if name in inside and roles[name].role in ("weight", "other") and _is_large(source)
     ]
     if exact:
-        found.notes.append(
+        notes.append(
             f"{len(exact)} tensors of optimizer state are neither moments nor momentum and stay lossless, "
             f"first {exact[0]!r}"
         )
@@ -332,13 +328,14 @@ def _keep_strangers(
     alone = [n for n in free if roles[n].role in MOMENT_ROLES and roles[n].parameter not in parameters]
     # A checkpoint without a model has moments alone, whatever numbers stand beside them.
     if alone and any(_is_large(tensors[name]) for name in weights):
-        found.roles |= {name: replace(roles[name], role="other") for name in alone}
-        found.notes.append(
+        found |= {name: replace(roles[name], role="other") for name in alone}
+        notes.append(
             f"{len(alone)} moments belong to no weight of the checkpoint and stay lossless, "
             f"first {alone[0]!r}"
         )
+    return found
 
 
 def _is_large(source: TensorSource) -> bool:
     """Tell whether it holds numbers for elements of a parameter, and not a counter."""
-    return source.dtype.is_float and source.dtype.n_units(tuple(source.shape)) > 1
+    return source.dtype.is_float and source.n_units > 1

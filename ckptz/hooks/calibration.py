@@ -17,7 +17,7 @@ from torch import nn
 from ckptz.encoding.guide import InputMoments
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.guidance.files import WEIGHT_AXIS, CalibrationFile, RecordedCalibration, RecordedInputs
-from ckptz.guidance.layout import CalibrationContent, InputRow, Kind, ModuleRow, guide_metadata
+from ckptz.guidance.layout import CalibrationContent, InputRow, LayerKind, ModuleRow, guide_metadata
 from ckptz.hooks.inputs import Gather, gather_of
 from ckptz.hooks.parameters import Named, fingerprint_of, named_parameters, save_tensors, unwrapped
 from ckptz.hooks.sums import Recorder, Sum, Sums, Users
@@ -31,7 +31,7 @@ class _Layer:
 
     name: str
     module: nn.Module
-    kind: Kind
+    kind: LayerKind
     gather: Gather
     weight: Named
 
@@ -195,7 +195,7 @@ class Calibration:
             for users, one in self._recorder.kept.by_users.items()
         }
         weights = {id(layer.weight): layer.weight for layer in self._layers.values()}
-        found: dict[int, dict[Kind, list[tuple[NDArray[Any], int]]]] = {}
+        found: dict[int, dict[LayerKind, list[tuple[NDArray[Any], int]]]] = {}
         for layer in self._layers.values():
             for users, one in self._recorder.kept.of(layer.name):
                 kinds = found.setdefault(id(layer.weight), {})
@@ -277,7 +277,7 @@ def _mirrored(total: torch.Tensor) -> torch.Tensor:
     return total if total.ndim == 1 else total.triu() + total.triu(1).mT
 
 
-def _input_moments(kind: Kind, parts: Sequence[tuple[NDArray[Any], int]]) -> InputMoments:
+def _input_moments(kind: LayerKind, parts: Sequence[tuple[NDArray[Any], int]]) -> InputMoments:
     """Moments of (sum in host memory, number of vectors)."""
 
     def read() -> NDArray[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptz.guidance.layout import Kind
+from ckptz.guidance.layout import LayerKind
 
 # Products are summed in float32: bench/product/hooks_overhead.py measures what float64 would change.
 SUM_DTYPE: Final = torch.float32
@@ -23,7 +23,7 @@ PART_ELEMENTS: Final = 1 << 24  # of the inputs that are widened or unfolded at 
 
 
 class Gather(Protocol):
-    """How a kind of layer takes its inputs from a tensor."""
+    """The way in which a kind of layer takes its inputs from a tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class Tokens:
         return len(tokens)
 
 
-def gather_of(module: nn.Module) -> tuple[Kind, Gather] | None:
+def gather_of(module: nn.Module) -> tuple[LayerKind, Gather] | None:
     """Tell what kind of layer this is and how it takes its inputs; None for one that is not recorded."""
     if isinstance(module, nn.Linear):
         return "linear", Vectors(module.in_features)

@@ -171,7 +171,7 @@ class SensitivityTracker:
         save_tensors(path, self._averages, guide_metadata("sensitivity", content))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over what `save` wrote.
+        """Load the averages that `save` wrote.
 
         Raises:
             CalibrationError: it belongs to another model, or is damaged.

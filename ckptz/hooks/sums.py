@@ -167,7 +167,7 @@ class Recorder:
         """Make room for one more sum in this batch; False if the layer is skipped itself."""
         is_too_large = self._smallest_skipped is not None and n_bytes > self._smallest_skipped
         while not is_too_large and sum(n for _, n in self._sums_of_batch()) + n_bytes > self._half:
-            # The last of the largest sums; nobody's of no bytes if there is none.
+            # Of equally large sums the one that was begun last goes.
             sums = reversed([*self._sums_of_batch()])
             users, largest = max(sums, key=lambda one: one[1], default=((), 0))
             is_too_large = n_bytes >= largest

@@ -46,7 +46,7 @@ class WholeTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is no tensor: a tree, whose tensors, if it has some, are in file number `file`."""
+    """A value that is no tensor: a tree, whose tensors, if it has some, are in file number `file`."""
 
     file: Count
     tree: dict[str, Any]
@@ -87,13 +87,13 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class InFolder:
-    """What a writer and a reader know of where they are."""
+    """The folder of a checkpoint, as its writer and its reader share it."""
 
     _folder: Path | None
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint is.
+        """The folder that holds the checkpoint.
 
         Raises:
             ConfigError: nobody said so.

@@ -38,7 +38,7 @@ Held: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the coordinator tells every rank.
+    """The part of a plan that the coordinator sends to every rank.
 
     Attributes:
         token: of this save, in the names of its files.
@@ -59,7 +59,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where one item of a plan went; `tree` for what is no tensor."""
+    """The place of one item of a plan; `tree` for a value that is no tensor."""
 
     rank: int
     file: str
@@ -114,7 +114,7 @@ def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, 
 
 
 class Gathered:
-    """What a rank has to write.
+    """The tensors and values that one rank has to write.
 
     Attributes:
         tensors: sources by name in the file.
@@ -178,7 +178,7 @@ class Gathered:
         chunk, key = item.tensor_data.chunk, self._keys[item.index]
         stored = Stored(rank, file, key, tuple(chunk.offsets), tuple(chunk.sizes))
         source = self.tensors[key]
-        return WriteResult(item.index, source.dtype.n_bytes(source.shape), stored)
+        return WriteResult(item.index, source.n_bytes, stored)
 
 
 def object_of(item: WriteItem, planner: SavePlanner) -> Any:

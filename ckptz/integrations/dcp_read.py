@@ -133,7 +133,7 @@ class CkptzStorageReader(InFolder, StorageReader):
         return data
 
     def read_object(self, index: FolderIndex, name: str) -> Any:
-        """Read what is no tensor, by name.
+        """Read a value that is no tensor, by name.
 
         Raises:
             CorruptionError: the index or the file is damaged.

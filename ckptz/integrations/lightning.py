@@ -75,7 +75,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of the checkpoint that was written last."""
+        """Notes for the user on the checkpoint that was written last."""
         return self._chain.notes
 
     def save_checkpoint(

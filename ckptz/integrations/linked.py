@@ -67,7 +67,7 @@ ZIP_MAGIC: Final = b"PK\x03\x04"  # of what torch itself saves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainOptions:
-    """How the files of a run are stored.
+    """Settings of the files of a run: how they are stored and linked.
 
     Attributes:
         config: what files may lose; nothing by default.
@@ -420,7 +420,7 @@ def read_state(path: Path, jobs: int | None = None) -> Any:
     with contextlib.closing(open_checkpoint(path)) as checkpoint, Workers(jobs) as workers:
         if checkpoint.container is None:
             raise FormatError(f"{path}: not a {SUFFIX} file")
-        n_bytes = sum(source.dtype.n_bytes(source.shape) for source in checkpoint.tensors.values())
+        n_bytes = sum(source.n_bytes for source in checkpoint.tensors.values())
         check_limit(n_bytes, None, str(path))
         tree = checkpoint.container.index.tree
         try:

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.guide import Guide
 from ckptz.quant.sketch import Sketch
@@ -73,5 +73,5 @@ def merged_guides(
 
 def _sketch(pieces: Sequence[TensorSource], kind: int) -> Sketch:
     empty = Sketch(kind, torch.zeros(1 << 16, dtype=torch.int64).numpy())
-    chunks = ((s, bounds) for s in pieces for bounds in chunk_bounds(s.dtype.n_units(s.shape)))
+    chunks = ((s, bounds) for s in pieces for bounds in s.chunk_bounds())
     return reduce(add, (Sketch.of(source.units(*bounds), kind) for source, bounds in chunks), empty)

@@ -84,7 +84,7 @@ def nothing_found(folder: Path) -> ConfigError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How files are read: the options of `ckptz.safe_open`."""
+    """Options of `ckptz.safe_open` that the files of a model are read with."""
 
     search_path: Sequence[PathLike] = ()
     max_decoded_bytes: int | None = None
@@ -97,7 +97,7 @@ class Reader:
         return {name: stored[key] for name, key in _names(file, stored)}
 
     def slices(self, file: Path) -> dict[str, Any]:
-        """Give the same, not decoded yet, but for those that go by several names; they keep the file open."""
+        """Give tensors that are decoded later, but for those with several names; they keep the file open."""
         with self._open(file) as handle:
             pairs = _names(file, handle.keys())
             n_names = Counter(key for _, key in pairs)

@@ -57,7 +57,7 @@ class RunFiles:
         chain = self._learn(newest)
         self._saved.setdefault(Path(newest.files[0].name), chain[0])  # of a process before this one
         held, kept = self._held(path.absolute(), chain[0])
-        plain = sum(source.dtype.n_bytes(source.shape) for source in newest.tensors.values())
+        plain = sum(source.n_bytes for source in newest.tensors.values())
         known = [(self._reach(file), file.n_bytes) for file in self._files.values()]
         estimate = Estimate((*known, *self._written), plain)
         rule = weigh.weighed(ChainRule(anchor_every, is_forked=False), held, kept, (), estimate)

@@ -13,6 +13,11 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Units = NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
 Counts = NDArray[np.int64]
+Frequencies = NDArray[np.uint16]  # [256] of one table, [n_tables, 256] of several
+Positions = NDArray[np.int64]
+Integers = NDArray[np.int64]
+Reals = NDArray[np.float64]
+Floats = NDArray[np.float32]
 
 RAW, ROTATED, XOR, DIFFERENCE, ORDERED_DIFFERENCE = range(5)
 

@@ -11,13 +11,10 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels.floats import SCALE, SCALE_BITS
+from ckptz.kernels.floats import SCALE, SCALE_BITS, Counts, Frequencies
 
 kernel = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 summing = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
-
-Counts = NDArray[np.int64]
-Frequencies = NDArray[np.uint16]
 
 
 @kernel

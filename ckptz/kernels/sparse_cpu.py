@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 from numba import uint8
-from numpy.typing import NDArray
 
-from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes
+from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Positions
 from ckptz.kernels.numba_base import kernel
-
-Positions = NDArray[np.int64]
 
 
 @kernel

@@ -143,7 +143,7 @@ def saturate(patterns: Patterns, largest: float) -> Patterns:
 
 
 def all_finite(patterns: Patterns) -> bool:
-    """Tell whether nothing is an infinity or NaN."""
+    """Tell whether no pattern [n] is an infinity or NaN."""
     return not bool(((patterns & np.uint32(INFINITY)) == INFINITY).any())
 
 

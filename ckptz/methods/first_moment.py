@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats
+from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of
@@ -39,7 +40,6 @@ from ckptz.quant.moments import (
 from ckptz.quant.quantizer import Quantizer
 from ckptz.transform.classes import MAX_INDICES, ClassRule, Magnitude, Row
 
-Units = NDArray[Any]
 Floats = NDArray[np.float64]
 Labels = NDArray[np.uint8]
 Bounds = tuple[int, int]
@@ -52,7 +52,7 @@ MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than t
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Which class each element has, and the step of each class.
+    """The class of each element, and the step of each class.
 
     Attributes:
         rules: as the frame stores them.
@@ -67,7 +67,7 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class StepQuantizer(Quantizer):
-    """The encoder's side of a first moment's map."""
+    """The quantizer of a first moment: levels of a step by class."""
 
     kind: int
     classes: Classes
@@ -96,7 +96,7 @@ def _values(units: Units, kind: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class FirstMoment(Recipe):
-    """How a first moment, or a momentum, becomes lossy.
+    """A first moment, or a momentum, as levels of steps by class.
 
     Attributes:
         step: in roots of the restored second moment; without one, in root mean squares of the row.

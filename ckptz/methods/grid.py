@@ -11,7 +11,7 @@ explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -30,35 +30,28 @@ from ckptz.encoding.extent import Bounds, Extent, reals, values_of
 from ckptz.encoding.guide import Guide
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
-from ckptz.kernels import cpu, planning, rounding
+from ckptz.kernels import cpu, rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
 from ckptz.methods.lossless import EXACT, plan_lossless
 from ckptz.methods.method import (
     CALIBRATION,
     DRAWN,
     MIN_ELEMENTS,
+    MOMENT_ROLES,
     READ_OPTIMIZER,
     SENSITIVITY,
     USUAL_RESTORES,
-    Choice,
     Method,
     Option,
     Recipe,
     Record,
     Setting,
-    TensorSet,
     is_large_weight,
     settings_of,
     usual_setting,
 )
-from ckptz.methods.state import MOMENTS, Moments, state_choices
-from ckptz.quant.grid import (
-    RowSteps,
-    bare_levels,
-    fit_levels,
-    largest_magnitude,
-    row_steps,
-)
+from ckptz.methods.state import MOMENTS, Moments, state_recipes
+from ckptz.quant.grid import RowSteps, bare_levels, fit_levels, largest_magnitude, row_steps
 from ckptz.quant.movement import key_of, sampled
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
@@ -113,10 +106,7 @@ MAX_FIRST_STEP: Final = 64.0
 
 PURPOSES: Final = ("auto", "resume", "ship")
 ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that restart
-PEAK, PEAK_TO_SHIP = (
-    0.5,
-    1.5,
-)  # steps around zero: a cell, or where a dead zone and centroids moved them, three
+PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
@@ -278,14 +268,17 @@ class Grid(Method):
             return EXACT
         return UniformGrid(self.step, self.dead_zone, self.purpose, self.anchor_step)
 
-    def choose(self, file: TensorSet) -> dict[str, Choice]:
+    def recipes(
+        self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
+    ) -> dict[str, Recipe]:
         """Choose for weights by themselves, and for moments by what they belong to."""
         weights = self
-        if self.purpose == "auto" and file.is_trained:
+        is_trained = bool(trained) or any(roles[name].role in MOMENT_ROLES for name in tensors)
+        if self.purpose == "auto" and is_trained:
             weights = replace(self, purpose="resume")
         if self.moments is None:
-            return Method.choose(weights, file)
-        return state_choices(file, self.moments, weights)
+            return Method.recipes(weights, tensors, roles)
+        return state_recipes(tensors, roles, trained, self.moments, weights)
 
     def searched(self, *, trains: bool) -> Self:
         """Keep moments exact where no budget would notice what becomes of them."""
@@ -568,9 +561,7 @@ def _coded_bytes(candidate: Candidate) -> float:
     out = ByteWriter()
     write_tables(out, tables.frequencies)
     write_runs(out, tables.table_of)
-    used = tables.table_of[found.classes]
-    n_bytes = len(out.getvalue())
-    return n_bytes + float(planning().shared_cost_bits(found.counts, used, tables.frequencies)) / 8
+    return len(out) + found.bytes_by(tables)
 
 
 def _merged(found: ClassCounts, n: int) -> ClassCounts:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.plan import Domain, Plan
 from ckptz.codec.quant_map import QuantizationMap
-from ckptz.codec.units import TensorSource, Units, chunk_bounds
+from ckptz.codec.units import TensorSource, Units
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
@@ -242,7 +242,7 @@ class LevelQuantizer(Quantizer):
 
     def key_after(self, source: TensorSource, base: TensorSource, old: int, new: int) -> int:
         """Choose the thresholds by one chunk; `old` is the key of the base's file."""
-        bounds = list(chunk_bounds(source.dtype.n_units(source.shape)))
+        bounds = list(source.chunk_bounds())
         begin, end = bounds[len(bounds) // 2]
         at = sampled(begin, end) - begin
         values, decoded = (floats_of(one.units(begin, end)[at], self.kind) for one in (source, base))
@@ -353,7 +353,7 @@ class KMeans(Method):
 
     @classmethod
     def reference(cls) -> Self:
-        """Give what the paper keeps, and how."""
+        """Give the settings of the paper, whose protected elements are BF16."""
         return cls(protect_as="bf16", protect_by="either")
 
     def recorded(self, records: Sequence[Record]) -> Self | None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.plan import PlaneMode, exact_plan, kernel_mode, planes_plan
-from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
+from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE
 from ckptz.encoding.counts import ClassCounts, stream_tables
@@ -45,11 +45,11 @@ class Exact(Recipe):
     is_lossy: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Setting]:
-        """Give nothing: files have no records of exact tensors."""
+        """Give no settings: files have no records of exact tensors."""
         return {}
 
     def plan(self, subject: Subject) -> Draft:
-        """Plan a tensor."""
+        """Plan a tensor that comes back bit for bit."""
         plan = plan_sparse if self.is_sparse else plan_lossless
         return plan(subject.source, subject.base, subject.run)
 
@@ -103,8 +103,8 @@ def _plain_bits(units: NDArray[Any], dtype: DType) -> float:
 
 
 def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
-    """Plan what decodes fastest: by the positions of changed units, unless too many are."""
-    n_units = source.dtype.n_units(source.shape)
+    """Plan the frame that decodes fastest: positions of changed units, unless too many are."""
+    n_units = source.n_units
     if base is None or not n_units:
         return Draft(exact_plan(source.dtype))
     n_changed = summed(run, lambda b: np.count_nonzero(source.units(*b) != base.units(*b)), source)
@@ -115,8 +115,8 @@ def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunctio
 
 
 def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
-    """Plan what measures smallest; `base` has the same dtype and shape, and `run` maps over chunks."""
-    n_units = source.dtype.n_units(source.shape)
+    """Plan the smallest frame; `base` has the same dtype and shape, and `run` maps over chunks."""
+    n_units = source.n_units
     if base is None or not n_units:
         return Draft(exact_plan(source.dtype))
     sample = _sample_bounds(n_units)
@@ -140,6 +140,6 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
 def _count_all(
     source: TensorSource, base: TensorSource, mode: PlaneMode, run: MapFunction
 ) -> list[ClassCounts]:
-    bounds = chunk_bounds(source.dtype.n_units(source.shape))
+    bounds = source.chunk_bounds()
     per_chunk = run(lambda b: _plane_counts(source, base, mode, b), bounds)
     return functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)

@@ -26,7 +26,7 @@ READ_OPTIMIZER, CALIBRATION, SENSITIVITY = "read_optimizer", "calibration", "sen
 
 
 class Recipe:
-    """What becomes of one tensor: the settings that a method gives it. Frozen; equal ones write equal frames.
+    """The settings that a method gives one tensor. Frozen; equal ones write equal frames.
 
     Attributes:
         name: in the file's record of the tensor.
@@ -48,45 +48,12 @@ class Recipe:
         return None
 
     def settings(self) -> dict[str, Setting]:
-        """Give what the file's record says was asked."""
+        """Give the settings that the file's record holds, by name."""
         raise NotImplementedError
 
     def plan(self, subject: Subject) -> Draft:
         """Plan a tensor that is not empty."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a method means for one tensor of a file: what the tensor is, and its recipe."""
-
-    role: Role
-    recipe: Recipe
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether the tensor may come back changed."""
-        return self.recipe.is_lossy
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSet:
-    """The tensors of one file, as far as choices depend on them.
-
-    Attributes:
-        tensors: by name.
-        roles: what each of them is.
-        trained: parameters whose moments stand in another file.
-    """
-
-    tensors: Mapping[str, TensorSource]
-    roles: Mapping[str, Role]
-    trained: Collection[str] = ()
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether optimizer state stands in the file, or beside it."""
-        return bool(self.trained) or any(self.roles[name].role in MOMENT_ROLES for name in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +90,7 @@ class Option:
 
 
 class Record(Protocol):
-    """What a file says of one of its lossy tensors; see `ckptz.container.index.LossyRecord`."""
+    """The record of a lossy tensor in a file; see `ckptz.container.index.LossyRecord`."""
 
     @property
     def method(self) -> str: ...
@@ -137,7 +104,7 @@ class Record(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How the tensors of a file become smaller. Subclasses are frozen dataclasses of their settings.
+    """A way to make the tensors of a file smaller. Subclasses are frozen dataclasses of their settings.
 
     Attributes:
         name: in plans, reports and on the command line.
@@ -163,7 +130,7 @@ class Method:
         return False
 
     def expecting(self, restores: int) -> Self:
-        """Give the same for a run that will restart so often, 1 or more, from what its files lose."""
+        """Give the method for a run that will restart so often, 1 or more, from what its files lose."""
         del restores
         return self
 
@@ -173,7 +140,7 @@ class Method:
         return 0
 
     def of_parts(self) -> Self:
-        """Give the same for tensors that are parts of larger ones, whose own size says nothing.
+        """Give the method for tensors that are parts of larger ones, whose own size says nothing.
 
         Raises:
             ConfigError: a setting needs whole tensors.
@@ -181,16 +148,23 @@ class Method:
         return self
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
-        """Say what becomes of a tensor by itself."""
+        """Choose the recipe of a tensor by itself."""
         raise NotImplementedError
 
-    def choose(self, file: TensorSet) -> dict[str, Choice]:
-        """Say what becomes of each tensor of a file, by name."""
-        chosen = {}
-        for name, source in file.tensors.items():
-            role = file.roles[name]
-            chosen[name] = Choice(role, self.recipe(role, source.dtype, tuple(source.shape)))
-        return chosen
+    def recipes(
+        self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
+    ) -> dict[str, Recipe]:
+        """Choose the recipe of each tensor of a file, by name.
+
+        Args:
+            tensors: of the file.
+            roles: what each of them is.
+            trained: parameters whose moments stand in another file.
+        """
+        del trained
+        return {
+            name: self.recipe(roles[name], source.dtype, source.shape) for name, source in tensors.items()
+        }
 
     # --- what a search does with it -------------------------------------------------------------
 
@@ -206,7 +180,7 @@ class Method:
 
     @property
     def multiplier(self) -> float:
-        """What `scaled` was last called with."""
+        """The multiplier that `scaled` was last called with."""
         raise NotImplementedError
 
     def scaled(self, multiplier: float) -> Self:

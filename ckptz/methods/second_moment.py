@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import stream_tables
 from ckptz.encoding.draft import Draft, Subject, summed
 from ckptz.kernels import cpu, floats
+from ckptz.kernels.floats import Integers, Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
@@ -41,8 +42,6 @@ from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sketch import Sketch
 from ckptz.transform.classes import BaseCode
 
-Units = NDArray[Any]
-Integers = NDArray[np.int64]
 Bounds = tuple[int, int]
 
 MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
@@ -54,7 +53,7 @@ BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What second moments are told apart from: zero, the base, or an outer product."""
+    """The value that second moments are told apart from: zero, the base, or an outer product."""
 
     kind: int
     predictor: Predictor = Predictor.ZERO
@@ -76,7 +75,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class LadderQuantizer(Quantizer):
-    """The encoder's side of a second moment's map."""
+    """The quantizer of a second moment: levels, exact zeros and exceptions."""
 
     prediction: Prediction
     ladder: Ladder
@@ -126,7 +125,7 @@ def _fault_of_second(sketch: Sketch) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SecondMoment(Recipe):
-    """How a second moment becomes lossy.
+    """A second moment as levels in the order of bit patterns.
 
     Attributes:
         step: in octaves; a restored element is within one of it, and those of each code have the exact ones'

@@ -10,22 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.kernels import rounding
-from ckptz.kernels.floats import NEAREST
+from ckptz.kernels.floats import NEAREST, Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
 from ckptz.quant.movement import key_of
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sketch import Sketch
-
-Units = NDArray[Any]
 
 
 def sketch_of(source: TensorSource, run: MapFunction) -> Sketch:
@@ -105,7 +102,7 @@ class Rounding(Recipe):
         n_dropped = self._n_dropped(KINDS[source.dtype.name])
         if n_dropped <= 0:
             return NEAREST
-        units = source.units(0, min(CHUNK_UNITS, source.dtype.n_units(source.shape)))
+        units = source.units(0, min(CHUNK_UNITS, source.n_units))
         low = (units & units.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
         return key_of(low, None, NEAREST, new)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.errors import ConfigError
 from ckptz.methods.first_moment import FirstMoment
-from ckptz.methods.method import Choice, Method, Recipe, TensorSet
+from ckptz.methods.method import Method, Recipe
 from ckptz.methods.second_moment import SecondMoment
 from ckptz.methods.small import Rounding
 from ckptz.roles import Role
@@ -17,7 +18,7 @@ from ckptz.roles import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """How optimizer state becomes lossy beside lossy weights.
+    """Settings of the optimizer state beside lossy weights.
 
     Attributes:
         second_step: of exp_avg_sq, in octaves: a restored second moment is within one of it.
@@ -41,25 +42,31 @@ class Moments:
 MOMENTS: Final = Moments()
 
 
-def state_choices(file: TensorSet, moments: Moments, weights: Method) -> dict[str, Choice]:
-    """Choose recipes for a training state, whose tensors belong to parameters."""
-    trained, second = set(file.trained), {}  # parameters that have a moment; second moments of each
-    for name, source in file.tensors.items():
-        role = file.roles[name]
+def state_recipes(
+    tensors: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+    trained: Collection[str],
+    moments: Moments,
+    weights: Method,
+) -> dict[str, Recipe]:
+    """Choose recipes for a training state, whose tensors belong to parameters; see `Method.recipes`."""
+    trained, second = set(trained), {}  # parameters that have a moment; second moments of each
+    for name, source in tensors.items():
+        role = roles[name]
         if role.role not in ("weight", "other"):
             trained.add(role.parameter)
         if role.role == "exp_avg_sq" and source.dtype.name in KINDS:
-            second[role.parameter, tuple(source.shape)] = name
+            second[role.parameter, source.shape] = name
     chosen = {}
-    for name, source in file.tensors.items():
-        role, shape = file.roles[name], tuple(source.shape)
+    for name, source in tensors.items():
+        role, shape = roles[name], source.shape
         recipe = weights.recipe(role, source.dtype, shape)
         if source.dtype.name in KINDS:
             # What is not trained stays exact: buffers may be the frequencies of a positional code.
             if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
                 recipe = Rounding()
             recipe = _of_state(role, shape, moments, second) or recipe
-        chosen[name] = Choice(role, recipe)
+        chosen[name] = recipe
     return chosen
 
 

@@ -202,7 +202,7 @@ def changes_map(diff: Report) -> Html | None:
 
 
 def role_text(role: str) -> str:
-    """Say what a tensor is."""
+    """Say in words what a tensor is."""
     return ROLES.get(role, cut(role, 40))
 
 
@@ -257,7 +257,7 @@ def coder_text(coder: str) -> str:
 
 
 def file_facts(file: Report) -> Html:
-    """Say what a file is."""
+    """List the facts of a file: kind, sizes and identity."""
     promise = (
         "lossy: some values differ from the original"
         if any(t["lossy"] for t in file["tensors"])

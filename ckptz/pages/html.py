@@ -22,7 +22,7 @@ class Html(str):
 
 
 def el(tag: str, *children: object, **attributes: object) -> Html:
-    """Make an element.
+    """Make an HTML element.
 
     Args:
         tag: its name.

@@ -17,13 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import LinearTable
-from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE
+from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, Counts, Reals
 
-Reals = NDArray[np.float64]
-Floats = NDArray[np.float32]
 Labels = NDArray[np.uint8]
 Codes = NDArray[np.uint8]
-Counts = NDArray[np.int64]
 
 MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
 REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/studies/grid.py
@@ -37,14 +34,14 @@ N_FITS: Final = 8  # rounds of the alternating fit; it has converged to 1e-3 lon
 
 @dataclass(frozen=True, slots=True)
 class RowSteps:
-    """The step of each row."""
+    """The grid step of each row of a weight."""
 
     steps: Reals  # of each class [n_classes], ascending, half an octave apart
     labels: Labels  # class of each row [n_rows]
 
     @property
     def n_classes(self) -> int:
-        """Different steps."""
+        """Number of different steps."""
         return len(self.steps)
 
 

@@ -9,16 +9,15 @@ it, class by class. Knows arrays and maps; which tensors belong together is the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
 from ckptz.kernels import floats
+from ckptz.kernels.floats import Integers, Units
 
-Units = NDArray[Any]
-Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 MANTISSA_BITS: Final = {floats.F32: 23, floats.BF16: 7, floats.F16: 10}
@@ -103,7 +102,7 @@ def entropy_of(numbers: Integers) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """Which levels of a ladder have codes, and what takes the codes behind them."""
+    """The levels of a ladder that have codes, and the codes behind them."""
 
     lowest: int  # index of the level of code 0
     n_levels: int  # levels, 0 to 254
@@ -122,7 +121,7 @@ class Rungs:
 
     @property
     def n_codes(self) -> int:
-        """All codes."""
+        """Codes of levels, zeros and exceptions together."""
         return self.n_levels + self.has_zeros + self.has_exceptions
 
 
@@ -241,7 +240,7 @@ def first_indices(values: Floats, steps: Floats, dead_zone: float) -> Integers:
 
 @dataclass(slots=True)
 class LevelSums:
-    """How often each level occurs in each class, and sums of values in steps; chunks add up."""
+    """Occurrences of each level in each class, and sums of values in steps; chunks add up."""
 
     # [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
     counts: Integers

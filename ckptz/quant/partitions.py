@@ -9,18 +9,18 @@ both normalised to sum to 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, floats, planning
+from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivitySketch, floats_of
 from ckptz.quant.sketch import Sketch
 
-Units = NDArray[Any]
 SIGMA: Final = 0.2  # the paper's; 0.1 to 0.4 works as well
 
 Values = NDArray[np.float64]
@@ -55,7 +55,7 @@ def fit_centroids(values: Values, weights: Values, n_levels: int) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """What `fit_partitions` is asked for; `ckptz.methods.kmeans.KMeans` checks the ranges."""
+    """Levels and shares of a map; `ckptz.methods.kmeans.KMeans` checks their ranges."""
 
     levels: int = 16  # values that quantized and pruned elements may take, 2..255
     prune: float = 0.0  # share of the elements, smallest magnitudes first, that become zero
@@ -81,7 +81,7 @@ class Partitions:
         return bool(self.prunes_by_sensitivity or self.protects_by_sensitivity)
 
     def by_magnitude(self) -> Partitions:
-        """Give the same where no sensitivity is known."""
+        """Give the partitions for a tensor whose sensitivity is not known."""
         return replace(self, prune_by="magnitude", protect_by="magnitude")
 
 
@@ -145,7 +145,7 @@ class SensitivityQuantizer(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a tensor is cut into partitions."""
+    """Thresholds that cut a tensor into partitions."""
 
     floor: float = -1.0  # magnitudes at or below it are pruned; -1 prunes none
     ceiling: float = np.inf  # magnitudes above it are protected

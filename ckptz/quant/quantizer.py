@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-Units = NDArray[Any]
+from ckptz.kernels.floats import Units
 
 
 class Quantizer:

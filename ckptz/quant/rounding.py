@@ -24,11 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.kernels import rounding
-from ckptz.kernels.floats import ESCAPE, NEAREST
-from ckptz.quant.grid import Codes, Floats
+from ckptz.kernels.floats import ESCAPE, NEAREST, Floats, Reals
+from ckptz.quant.grid import Codes
 
 Matrix = NDArray[Any]
-Reals = NDArray[np.float64]
 
 BLOCK_COLUMNS: Final = 128
 # Share of the mean diagonal that is added to it. A tenth of it gives 5 % less e H e^T for 2 % more bits, five
@@ -39,7 +38,7 @@ MAX_DAMPING: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ColumnGrid:
-    """What columns [n, n_rows] are rounded to."""
+    """The grid that columns [n, n_rows] are rounded to."""
 
     steps: Floats  # float32, [1, n_rows] or [n, 1]
     labels: NDArray[np.uint8]  # class of each step, of the same shape
@@ -61,7 +60,7 @@ class ColumnGrid:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What was rounded, by class and code, float64 [n_classes, 256]; parts of a tensor add up in place."""
+    """Sums over rounded values by class and code, float64 [n_classes, 256]; parts add up in place."""
 
     counts: Reals  # occurrences
     weights: Reals  # the same, each as much as an error in its column costs
@@ -73,7 +72,7 @@ class Targets:
         return cls(*(np.zeros((n_classes, 256)) for _ in range(3)))
 
     def add(self, feedback: Feedback, columns: Floats, grid: ColumnGrid) -> None:
-        """Add what rounding columns [n, n_rows] comes across."""
+        """Add the targets that come up while columns [n, n_rows] are rounded."""
         targets = np.empty_like(columns)
         codes = feedback.round(columns, grid, targets)
         cells = (grid.labels.astype(np.intp) * 256 + codes).reshape(-1)
@@ -85,7 +84,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """How errors of a layer's columns are pushed on, by the factors of H."""
+    """The factors of H, by which errors of a layer's columns are pushed on to others."""
 
     # of the columns. Those with large inputs go first, while most of the others can still make up for them:
     # on the layers of the demo that takes a third off e H e^T, at the same entropy.

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.kernels import cpu, floats
+from ckptz.kernels.floats import Floats as Floats
+from ckptz.kernels.floats import Units
 from ckptz.quant.sketch import Sketch
 
-Units = NDArray[Any]
-Floats = NDArray[np.float32]
 Sensitivities = Callable[[int, int, Units], Floats]  # of units begin..end
 
 
@@ -28,7 +28,7 @@ def floats_of(units: Units, kind: int) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityCut:
-    """What is pruned and protected by sensitivity."""
+    """Thresholds of sensitivity for elements that are pruned and protected."""
 
     floor: float = -1.0  # elements at or below it are pruned; -1 prunes none
     floor_at_zero: float = np.inf  # greatest magnitude that is pruned among elements of zero sensitivity

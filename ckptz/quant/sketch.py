@@ -45,7 +45,7 @@ class Sketch:
 
     @classmethod
     def of(cls, units: NDArray[Any], kind: int) -> Sketch:
-        """Sketch units [n]."""
+        """Sketch units [n] of a kind of floats."""
         return cls(kind, cpu().top_histogram(units))
 
     def __add__(self, other: Sketch) -> Sketch:
@@ -60,7 +60,7 @@ class Sketch:
 
     @property
     def n_values(self) -> int:
-        """Values counted."""
+        """Number of values counted."""
         return int(self.counts.sum())
 
     def representatives(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

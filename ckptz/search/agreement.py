@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError
+from ckptz.kernels.floats import Reals
 from ckptz.search.measures import Exact, Prepared, State, digest_of, name_of
 
 Logits: TypeAlias = NDArray[np.float32]
-Reals: TypeAlias = NDArray[np.float64]
 
 KL, TOP1 = "kl", "top1"
 CHUNK_ENTRIES: Final = 1 << 18  # of a softmax in double precision at once: a few arrays of 2 MiB
@@ -48,12 +48,12 @@ class Agreement:
 
     @property
     def metric(self) -> str:
-        """What messages call it."""
+        """The metric's name in messages."""
         return name_of(self.logits)
 
     @property
     def data_digest(self) -> str | None:
-        """What `logits` says of its data."""
+        """A digest of the data, as `logits` gives it."""
         return digest_of(self.logits)
 
     def against(self, exact: Exact) -> Prepared:

@@ -17,7 +17,7 @@ _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One value of a metric."""
+    """One measured value of a metric."""
 
     metric: str
     value: float
@@ -25,13 +25,13 @@ class Reading:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it says anything."""
+        """Whether the value is a finite number."""
         return math.isfinite(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How much worse a value may become: by a share of the exact one, or by a difference."""
+    """The largest loss of a value: a share of the exact one, or a difference."""
 
     max_drop: float
     is_relative: bool
@@ -61,7 +61,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much of a quality a lossy checkpoint may lose.
+    """The part of a quality that a lossy checkpoint may lose.
 
     Attributes:
         quality: called with a state (name -> CPU torch tensor, the caller's to change) and returns a number,
@@ -97,7 +97,7 @@ class Budget:
             raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")
 
     def limit(self, per_step: float | None) -> Limit:
-        """Give what is allowed, in units of the value; NaN for steps that cannot be measured.
+        """Give the largest loss allowed, in units of the value; NaN for steps that cannot be measured.
 
         Args:
             per_step: what a step of training lowers the value by, or None.
@@ -108,12 +108,12 @@ class Budget:
 
     @property
     def data_digest(self) -> str | None:
-        """What the quality says of the data it is measured on."""
+        """A digest of the data that the quality is measured on."""
         return digest_of(self.quality)
 
     @property
     def name(self) -> str:
-        """What to call the quality."""
+        """The quality's name in messages."""
         return name_of(self.quality)
 
     def read(self, result: Any) -> Reading:

@@ -19,7 +19,7 @@ Quality: TypeAlias = Callable[[State], Any]
 
 
 class Exact(Protocol):
-    """The exact state, as often as it is wanted."""
+    """The exact state, decoded as often as it is wanted."""
 
     def state(self) -> State:
         """Decode a fresh copy."""
@@ -57,7 +57,7 @@ def prepare(quality: Quality | Comparing, exact: Exact) -> Prepared:
 
 
 def number(value: Any, name: str) -> float:
-    """Read what a function returned as a number.
+    """Read the result of a function as a number.
 
     Raises:
         ConfigError: it is none; names the function.
@@ -73,7 +73,7 @@ def number(value: Any, name: str) -> float:
 
 
 def name_of(function: Any) -> str:
-    """Say what to call a function: its `metric`, or its name."""
+    """Name a function: by its `metric`, or its own name."""
     return str(getattr(function, "metric", getattr(function, "__name__", "quality")))
 
 

@@ -24,8 +24,7 @@ from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import MapFunction
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
-from ckptz.kernels import planning
-from ckptz.kernels.floats import F32
+from ckptz.kernels.floats import F32, Counts
 from ckptz.methods.kmeans import Clusters, Ranked, rank
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Method
@@ -36,12 +35,10 @@ from ckptz.roles import Role
 FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables
 CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
 
-Counts = NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the size of one lossy tensor is predicted from."""
+    """The counts that the size of one lossy tensor is predicted from."""
 
     sketch: Sketch  # of all values
     ranked: Ranked | None  # its sensitivities, or None
@@ -151,16 +148,14 @@ def _code_bytes(counts: Counts) -> float:
     found = ClassCounts(used, counts[used])
     if len(counts) > 1 and entropy_bits(found.counts) < entropy_bits(found.total[None]):
         tables = stream_tables(found, len(counts))
-        table_of = tables.table_of[found.classes]
-        bits = float(planning().shared_cost_bits(found.counts, table_of, tables.frequencies))
-        return bits / 8 + sum(len(pack_table(row)) for row in tables.frequencies)
+        return found.bytes_by(tables) + sum(len(pack_table(row)) for row in tables.frequencies)
     table = normalise(found.total)
     return cost_bits(found.total, table) / 8 + len(pack_table(table))
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What the writer gets for one tensor."""
+    """The tensor, base, role and guide that the writer gets."""
 
     tensor: TensorSource
     base: TensorSource | None
@@ -194,7 +189,7 @@ class SizeModel:
 def _sizes_of(sources: Sources, configs: Sequence[Method]) -> NDArray[np.float64]:
     """Size of one tensor's frame for each configuration."""
     tensor = sources.tensor
-    recipes = (config.recipe(sources.role, tensor.dtype, tuple(tensor.shape)) for config in configs)
+    recipes = (config.recipe(sources.role, tensor.dtype, tensor.shape) for config in configs)
     methods = [recipe.wanted if isinstance(recipe, Clusters) else None for recipe in recipes]
     profile = _profile(sources, {method for method in methods if method is not None})
     sizes = {
@@ -209,20 +204,20 @@ def _sizes_of(sources: Sources, configs: Sequence[Method]) -> NDArray[np.float64
 def _exact_bytes(sources: Sources) -> float:
     """Size of a lossless frame: its first chunk is encoded, the others are as large."""
     source = sources.tensor
-    n_units = source.dtype.n_units(source.shape)
+    n_units = source.n_units
     if not n_units:
         return 0.0
     end = min(CHUNK_UNITS, n_units)
     draft = plan_lossless(source, sources.base)
     chunk = encode_chunk(source, draft, ChunkSources(0, end, sources.base))
     n_bytes = sum(len(stream) for stream in chunk.streams) * n_units / end
-    return n_bytes + len(pack_plan(source.dtype, tuple(source.shape), draft.plan))
+    return n_bytes + len(pack_plan(source.dtype, source.shape, draft.plan))
 
 
 def _profile(sources: Sources, wanted: set[Partitions]) -> Profile | None:
     """One pass over a tensor that some configuration makes lossy; None for the others."""
     source = sources.tensor
-    n_units = source.dtype.n_units(source.shape)
+    n_units = source.n_units
     if not wanted or not n_units:
         return None
     kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_units))

@@ -61,7 +61,7 @@ class ResumeProbe:
 
     @property
     def data_digest(self) -> str | None:
-        """What `resume` says of its data."""
+        """A digest of the data, as `resume` gives it."""
         return digest_of(self.resume)
 
     def against(self, exact: Exact) -> Prepared:

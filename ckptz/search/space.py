@@ -36,7 +36,7 @@ class Cube:
 
     @property
     def points(self) -> list[Point]:
-        """All points."""
+        """All points of the cube."""
         return list(itertools.product(*(range(len(values)) for values in self.axes.values())))
 
     def config(self, point: Point) -> KMeans:

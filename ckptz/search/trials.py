@@ -17,7 +17,7 @@ FULL: Final = 1.0  # share of the budget that may be used
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one configuration."""
+    """The size and the quality of one configuration that was tried."""
 
     config: Method  # what was tried
     used: float  # share of the budget that is used; infinite if it could not be measured

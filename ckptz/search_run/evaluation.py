@@ -81,7 +81,7 @@ class Judge:
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:
-        """Of limits below the noise of their measurement, which nothing can be said to keep: what to tell."""
+        """Messages on limits below the noise of their measurement, which nothing can be said to keep."""
         faults = []
         for limit, exact, noise in zip(self.limits, self.exact, self.noise, strict=True):
             if math.isnan(limit.max_drop):

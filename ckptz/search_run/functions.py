@@ -30,7 +30,7 @@ class NamedFunction:
             raise ConfigError(f"{self.text!r} names no function; {HOW}")
 
     def load(self) -> Callable[..., Any]:
-        """Load the function.
+        """Load the function's module and find it there.
 
         Raises:
             ConfigError: there is none; or its module fails to load.
@@ -45,13 +45,13 @@ class NamedFunction:
 
     @property
     def metric(self) -> str:
-        """What to call its value."""
+        """The metric's name in messages."""
         found = self.load()
         return str(getattr(found, "metric", getattr(found, "__name__", "quality")))
 
     @property
     def data_digest(self) -> Any:
-        """What it says of its data, or None."""
+        """A digest of the data, as the function gives it; None if it does not."""
         return getattr(self.load(), "data_digest", None)
 
 

@@ -25,7 +25,7 @@ def strategies_of(method: Method) -> tuple[StrategyName, ...]:
 
 
 def check_strategy(strategy: str, template: Method, parent: Method | None) -> None:
-    """Refuse what belongs to another method.
+    """Refuse a strategy or a parent of another method.
 
     Raises:
         ConfigError: names it.
@@ -59,7 +59,7 @@ class TrialReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """What to search for, and how.
+    """Budgets, strategy and limits of a search.
 
     Attributes:
         budgets: all of them must be kept.
@@ -104,7 +104,7 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport(Shown):
-    """How a search went."""
+    """The course of a search: trials, the winner, and its quality."""
 
     method: str  # name of the method of the settings
     strategy: str  # what proposed the winner, or the last that was tried

@@ -25,7 +25,7 @@ VERSION: Final = 1
 
 
 def save_plan(path: Path, config: Method) -> None:
-    """Write a configuration.
+    """Write a configuration to a plan, a JSON file.
 
     Raises:
         OSError: the disk refused it.

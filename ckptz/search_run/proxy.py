@@ -31,7 +31,7 @@ def _weighted(
 ) -> float:
     """Sum up squares of g * (w - w'), g being 1 where it is not known, w' 0 where nothing is decoded."""
     total, kind = 0.0, KINDS[source.dtype.name]
-    for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+    for begin, end in source.chunk_bounds():
         values = floats_of(source.units(begin, end), kind)
         if decoded is not None:
             values = values - floats_of(decoded.units(begin, end), kind)
@@ -53,7 +53,7 @@ class ProxyMeter:
         found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
         squares = dict(zip(known, found, strict=True))
         usable = {name: square for name, square in squares.items() if math.isfinite(square)}
-        sizes = {name: tensors[name].dtype.n_units(tensors[name].shape) for name in usable}
+        sizes = {name: tensors[name].n_units for name in usable}
         mean = sum(usable[n] * sizes[n] for n in usable) / max(sum(sizes.values()), 1) if usable else 1.0
         self._tensors = {n: (source, known[n] if n in usable else None) for n, source in tensors.items()}
         self._scale = {name: 1.0 if name in usable else mean for name in tensors}
@@ -79,7 +79,7 @@ def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float
     source, gradients = item
     if gradients is None:
         return math.nan
-    n_units = source.dtype.n_units(source.shape)
+    n_units = source.n_units
     total = 0.0
     for begin, end in chunk_bounds(n_units):
         found = gradients.gradients_of(begin, end).astype(np.float64)

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.units import TensorSource
 from ckptz.container.index import Promise
 from ckptz.encoding.draft import MapFunction
 from ckptz.errors import ConfigError
@@ -45,7 +45,7 @@ class Scope:
     prefix: str = ""  # what begins names in the file, and not those that qualities see
 
     def names(self, budget: Budget) -> tuple[str, ...]:
-        """Name what the budget's quality gets."""
+        """Name the tensors that the budget's quality gets."""
         return (*self.weights, *self.others) if is_of_training(budget) else self.weights
 
 
@@ -86,7 +86,7 @@ def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> Sta
     for name, source in tensors.items():
         shape = torch.shape_of(source.dtype, tuple(source.shape))
         state[name], units = torch.allocate(source.dtype, shape)
-        bounds = chunk_bounds(source.dtype.n_units(source.shape))
+        bounds = source.chunk_bounds()
         places += [(source, units, begin, end) for begin, end in bounds]
 
     def fill(place: tuple[TensorSource, Any, int, int]) -> None:
@@ -100,7 +100,7 @@ def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> Sta
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What drops are measured from."""
+    """The qualities of the exact tensors, that drops are measured from."""
 
     budgets: tuple[Budget, ...]  # with qualities that have seen the exact tensors
     exact: Readings  # values of the exact tensors, one a budget

@@ -35,7 +35,7 @@ from ckptz.search_run.quality import Readings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRun:
-    """What a search works with."""
+    """Threads, folders and checks that a search works with."""
 
     workers: Workers  # threads
     base_paths: tuple[Path, ...] = ()  # the files behind `Contents.bases`
@@ -57,11 +57,11 @@ class Staged:
     written: Written
 
     def drop(self) -> None:
-        """Remove it, unless it has its name."""
+        """Remove the file, unless it has its name."""
         self.publication.discard()
 
     def publish(self, run: SearchRun, options: SearchOptions) -> None:
-        """Give it its name, unless what was read has changed or the run is a dry one; drop it then."""
+        """Give the file its name, unless its inputs have changed or the run is a dry one; drop it then."""
         try:
             run.check()
             if not options.is_dry_run:
@@ -119,7 +119,7 @@ class Searcher:
             self.best.staged.drop()
 
     def stage(self, config: Method) -> Staged:
-        """Write a file under a temporary name."""
+        """Write a trial under a temporary name."""
         return stage(self.target, self.ready, self.ready.contents(config, self.earlier), self.run)
 
     def _remember(self, config: Method, staged: Staged) -> None:
@@ -128,7 +128,7 @@ class Searcher:
         self.held.callback(file.close)
         self.earlier = Earlier(
             tensors=Container(file).tensors,
-            choices=self.ready.contents(config).choices,
+            recipes=self.ready.contents(config).recipes,
             notes=dict(staged.written.tensor_notes),
         )
 

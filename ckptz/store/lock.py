@@ -47,14 +47,14 @@ class Lock(Protocol):
     """The right to write to a folder, held until it is released."""
 
     def check(self) -> None:
-        """Require that it is still held.
+        """Require that the lock is still held.
 
         Raises:
             WriteError: another writer took it.
         """
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock, so that others may write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class FileLock:
         _held.add(self)
 
     def check(self) -> None:
-        """Do nothing: the system would not give it to two."""
+        """Trust the system, which gives the lock to one process at a time."""
 
     def release(self) -> None:
         if self._descriptor is not None:

@@ -17,7 +17,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The file's name in messages."""
 
     def __hash__(self) -> int: ...
 
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(frozen=True, slots=True)
 class Needs(Generic[T]):
-    """What those that stay need.
+    """The files that those which stay are decoded from.
 
     Attributes:
         known: what they are stored against, through whole chains.
@@ -43,7 +43,7 @@ class Needs(Generic[T]):
 def needs_of(
     kept: Iterable[T], bases_of: Callable[[T], Iterable[T]], may_need: Callable[[T], Collection[T]]
 ) -> Needs[T]:
-    """Find what must not be deleted beside `kept`.
+    """Find the files that must not be deleted beside `kept`.
 
     Args:
         kept: what stays.

@@ -46,7 +46,7 @@ class LiveTensor(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """What was written.
+    """Identity of the tensors after a patch, and counts of what it wrote.
 
     Attributes:
         content_id: identity of the values that the tensors have now.
@@ -98,7 +98,7 @@ class _Edit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _ChunkToEdit:
     """One chunk to prepare."""
 
     source: FrameSource
@@ -190,7 +190,7 @@ def _prepare(
 
 def _tasks(
     container: Container, live: Mapping[str, LiveTensor], stand_alone: list[str], allow: Callable[[int], None]
-) -> Iterator[_Task]:
+) -> Iterator[_ChunkToEdit]:
     """Every chunk; the names of tensors that need no base are appended to `stand_alone`."""
     spare_bytes = 0
     for name, source in container.tensors.items():
@@ -208,7 +208,7 @@ def _tasks(
             if _is_dense(source, index):
                 spare_bytes += (end - begin) * header.dtype.unit_bytes
                 allow(spare_bytes)
-            yield _Task(source, live[name], index, begin, end, header.chunks[index].decoded)
+            yield _ChunkToEdit(source, live[name], index, begin, end, header.chunks[index].decoded)
 
 
 def _is_dense(source: FrameSource, index: int) -> bool:
@@ -217,12 +217,12 @@ def _is_dense(source: FrameSource, index: int) -> bool:
     return not source.needs_other_file or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}
 
 
-def _changes(task: _Task) -> Changes | None:
+def _changes(task: _ChunkToEdit) -> Changes | None:
     """Where the chunk differs from the live tensor; None if it must be decoded."""
     return task.source.changes(task.index) if task.source.needs_other_file else None
 
 
-def _edit_of_checked(task: _Task) -> _Edit | None:
+def _edit_of_checked(task: _ChunkToEdit) -> _Edit | None:
     changes = _changes(task)
     if changes is None:
         is_alone = not task.source.needs_other_file
@@ -241,7 +241,7 @@ def _edit_of_checked(task: _Task) -> _Edit | None:
     return _sparse_edit(task, changes, old, new)
 
 
-def _edit_of_trusted(task: _Task) -> _Edit | None:
+def _edit_of_trusted(task: _ChunkToEdit) -> _Edit | None:
     task.source.check_chunk(task.index)
     changes = _changes(task)
     if changes is None:
@@ -252,12 +252,12 @@ def _edit_of_trusted(task: _Task) -> _Edit | None:
     return _sparse_edit(task, changes, old, changes.units(old))
 
 
-def _sparse_edit(task: _Task, changes: Changes, old: Units, new: Units) -> _Edit:
+def _sparse_edit(task: _ChunkToEdit, changes: Changes, old: Units, new: Units) -> _Edit:
     positions = changes.positions + task.begin
     return _Edit(task.source.entry.name, task.target, task.begin, len(new), new, positions, old)
 
 
-def _dense_edit(task: _Task) -> _Edit:
+def _dense_edit(task: _ChunkToEdit) -> _Edit:
     n_units = task.end - task.begin
     new = np.empty(n_units, UNIT_TYPES[task.source.dtype.unit_bytes])
     try:
@@ -284,13 +284,13 @@ def _scratch(units: Units) -> Units:
     return copy
 
 
-def _require_checksum(task: _Task, units: Units) -> None:
+def _require_checksum(task: _ChunkToEdit, units: Units) -> None:
     if xxh64(units) != task.checksum:
         task.source.check_chunk(task.index)
         raise _other_values(task)
 
 
-def _other_values(task: _Task) -> MissingBaseError:
+def _other_values(task: _ChunkToEdit) -> MissingBaseError:
     return MissingBaseError(f"tensor {task.source.entry.name!r} holds other values")
 
 

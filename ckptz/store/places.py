@@ -29,7 +29,7 @@ class Place(Protocol):
         """Give the bytes of each file by name; empty if there is no folder."""
 
     def open(self, name: str) -> ByteSource:
-        """Open a file.
+        """Open a file of the folder to read.
 
         Raises:
             FileNotFoundError: no such file.

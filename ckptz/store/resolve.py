@@ -57,7 +57,7 @@ class Checkpoint:
         return self.container.index.content_id if self.container else content_id_of(self.tensors)
 
     def close(self) -> None:
-        """Release all files."""
+        """Release all files behind the checkpoint."""
         for file in self.files:
             file.close()
 

@@ -24,13 +24,13 @@ from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.pages.notebook import Shown
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import Path_
-from ckptz.store.step_files import FileFacts, Kept, Kind, Listing, StepFile
+from ckptz.store.step_files import FileFacts, FileKind, Kept, Listing, StepFile
 from ckptz.store.steps import StepStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepRules:
-    """Which steps are kept: those that any of the rules names.
+    """Rules for the steps that are kept: those that any of them names.
 
     Attributes:
         last: so many newest steps, at least 1; None keeps all.
@@ -96,8 +96,8 @@ class KeepPolicy(KeepRules):
             raise ConfigError(f"exact must be 0 or more, or None to keep all, got {self.exact}")
 
     @property
-    def by_kind(self) -> dict[Kind, Kept]:
-        """How long files of each kind stay, for those who weigh what a new one is stored against."""
+    def by_kind(self) -> dict[FileKind, Kept]:
+        """Times that files of each kind stay, for those who weigh what a new one is stored against."""
         both = (self,) if self.weights is None else (self, self.weights)
         return {"weights": _kept(*both), "state": _kept(self)}
 
@@ -149,7 +149,7 @@ def _fields(rules: Rules) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport(Shown):
-    """What became of a folder.
+    """Files of a folder that a prune deleted, hid and kept.
 
     Attributes:
         folder: the folder.

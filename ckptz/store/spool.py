@@ -38,7 +38,7 @@ class Spool:
                 path.unlink()
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the folder with all files in it."""
         if self._lock is not None:
             self._lock.release()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 from ckptz.container.publish import TEMPORARY_SUFFIX
 
-Kind = Literal["weights", "state"]
-KINDS: Final[tuple[Kind, ...]] = ("weights", "state")
+FileKind = Literal["weights", "state"]
+KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
 OWNER: Final = "step-"  # begins the names of temporary files
 METRIC_KEY: Final = "metric"  # in the metadata of weights
 POSITION_KEY: Final = "since_anchor"  # in the metadata of both
@@ -25,7 +25,7 @@ _HIDDEN: Final = ".hidden"
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How long the files of a kind stay, as far as this is known before.
+    """The time that files of a kind stay, as far as it is known before.
 
     Attributes:
         last: so many newest; None for all.
@@ -74,7 +74,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class ChainRule:
-    """What a new file is stored against.
+    """The rule that chooses the file a new one is stored against.
 
     Files are counted from their anchor, which has position 0. In a plain chain each is stored against the
     one before. In a *forked* one, position p is stored against p with its lowest bit cleared: 5 and 6
@@ -92,7 +92,7 @@ class ChainRule:
     anchor_every: int
     is_forked: bool
     is_flat: bool = False
-    kept: Mapping[Kind, Kept] | None = field(default=None, hash=False)
+    kept: Mapping[FileKind, Kept] | None = field(default=None, hash=False)
 
     def base_of(self, position: int) -> int | None:
         """Give the position of the base; None for an anchor."""
@@ -119,7 +119,7 @@ class StepFile:
     """
 
     step: int
-    kind: Kind
+    kind: FileKind
     is_exact: bool = False
 
     @property
@@ -150,7 +150,7 @@ class StepFile:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Read what a file says of itself.
+    """Everything about a step's file that its index says.
 
     Attributes:
         content_id: identity of its values.
@@ -175,7 +175,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is in the folder at one moment.
+    """The files of a folder at one moment.
 
     Attributes:
         sizes: bytes of each file of a step, hidden ones included.
@@ -212,15 +212,15 @@ class Listing:
         states = {file.step for file in self._seen("state")}
         return tuple(step for step in self.weights_steps if step in states)
 
-    def _seen(self, kind: Kind) -> set[StepFile]:
+    def _seen(self, kind: FileKind) -> set[StepFile]:
         return {f for f in self.sizes if f.kind == kind and not f.is_exact and f not in self.hidden}
 
     def without(self, files: set[StepFile]) -> Listing:
-        """Give the same without some files."""
+        """Give the listing without some files."""
         sizes = {file: size for file, size in self.sizes.items() if file not in files}
         return Listing(sizes, self.hidden & set(sizes), self.leftovers)
 
-    def steps_of(self, kind: Kind) -> tuple[int, ...]:
+    def steps_of(self, kind: FileKind) -> tuple[int, ...]:
         """List the steps of which users may ask for this file."""
         return self.weights_steps if kind == "weights" else self.full_steps
 

@@ -54,7 +54,7 @@ from ckptz.store.step_files import (
     WEIGHTS_KEY,
     ChainRule,
     FileFacts,
-    Kind,
+    FileKind,
     Listing,
     StepFile,
 )
@@ -84,7 +84,7 @@ class ExactEncoder(Protocol):
     """Writes the residual of a file of a kind, against that lossy file, with some metadata."""
 
     def __call__(
-        self, kind: Kind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
+        self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
     ) -> Written: ...
 
 
@@ -125,7 +125,7 @@ class StepStore:
         self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
         self._facts: dict[StepFile, tuple[int, FileFacts]] = {}
-        self._written: dict[Kind, deque[tuple[int, int]]] = {
+        self._written: dict[FileKind, deque[tuple[int, int]]] = {
             kind: deque(maxlen=N_REMEMBERED) for kind in KINDS
         }
         self._lock: Lock | None = None
@@ -158,7 +158,7 @@ class StepStore:
         return False
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        """Read what a file says of itself.
+        """Read the index of a file for its facts.
 
         Args:
             file: which.
@@ -209,7 +209,7 @@ class StepStore:
 
     @property
     def local_folder(self) -> Path:
-        """Where files are on this machine: the folder, or for a remote store a spool."""
+        """The folder of the files on this machine: the store itself, or for a remote store a spool."""
         if self._folder is not None:
             return self._folder
         if self._spool is None:
@@ -266,7 +266,7 @@ class StepStore:
                         yield path.name
 
     def close(self) -> None:
-        """Let others write; nothing may be done with the store after this."""
+        """Release the lock, so that others may write; nothing may be done with the store after this."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -339,7 +339,7 @@ class StepStore:
         return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
 
     def _encode(
-        self, kind: Kind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
+        self, kind: FileKind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
     ) -> Written:
         with self.base(kind, rule, notes) as (base, position):
             try:
@@ -356,7 +356,9 @@ class StepStore:
         return encode(sink, None, 0)
 
     @contextlib.contextmanager
-    def base(self, kind: Kind, rule: ChainRule, notes: list[str]) -> Iterator[tuple[Checkpoint | None, int]]:
+    def base(
+        self, kind: FileKind, rule: ChainRule, notes: list[str]
+    ) -> Iterator[tuple[Checkpoint | None, int]]:
         """Open what the next file of a kind is stored against, None for an anchor; give its position too.
 
         Args:
@@ -374,14 +376,14 @@ class StepStore:
                 notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
             yield base, position
 
-    def next_is_anchor(self, kind: Kind, rule: ChainRule) -> bool:
+    def next_is_anchor(self, kind: FileKind, rule: ChainRule) -> bool:
         """Tell whether the next file of a kind certainly needs no other: nothing is there, or by the rule."""
         try:
             return self._base_file(kind, rule)[0] is None
         except Exception:  # stores behind URLs have errors of their own; `base` tells of them
             return False
 
-    def _base_file(self, kind: Kind, rule: ChainRule) -> tuple[StepFile | None, int]:
+    def _base_file(self, kind: FileKind, rule: ChainRule) -> tuple[StepFile | None, int]:
         listing = self.listing()
         steps = listing.steps_of(kind)
         if not steps:

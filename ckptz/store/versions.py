@@ -28,7 +28,7 @@ class Version:
 
     @property
     def name(self) -> str:
-        """The file's name."""
+        """Name of the version's file."""
         middle = "" if self.base is None else f".from-{self.base:06d}"
         return f"step-{self.step:06d}{middle}.ckptz"
 
@@ -50,7 +50,7 @@ def newest_step(versions: Iterable[Version]) -> int | None:
 
 
 def anchors_of(versions: Iterable[Version]) -> list[Version]:
-    """Give those that stand alone, oldest first."""
+    """Give the versions that stand alone, oldest first."""
     return [version for version in versions if version.base is None]
 
 

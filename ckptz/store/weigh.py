@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Final
 
-from ckptz.store.step_files import ChainRule, FileFacts, Kept, Kind, Listing, StepFile
+from ckptz.store.step_files import ChainRule, FileFacts, FileKind, Kept, Listing, StepFile
 
 N_REMEMBERED: Final = 64  # written files whose sizes count
 N_AHEAD: Final = 32  # saves that are played through; more where anchors are further apart
@@ -35,7 +35,7 @@ Sizes = Iterable[
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A file that is there.
+    """A file of the folder that a new one may be stored against.
 
     Attributes:
         n_bytes: its size.
@@ -51,7 +51,7 @@ class Held:
 
 
 class Estimate:
-    """How large files will be.
+    """Predicted sizes of files, in bytes.
 
     Args:
         sizes: of files that are there or were.
@@ -118,7 +118,7 @@ def weighed(
 
 
 def weighed_in_folder(
-    kind: Kind, rule: ChainRule, listing: Listing, facts: Mapping[StepFile, FileFacts], written: Sizes
+    kind: FileKind, rule: ChainRule, listing: Listing, facts: Mapping[StepFile, FileFacts], written: Sizes
 ) -> ChainRule:
     """Choose what the next file of a kind in a folder of steps is stored against.
 

@@ -27,7 +27,7 @@ Live = Mapping[str, LiveTensor]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one call did.
+    """Step and counts of one call of a `Follower`.
 
     Attributes:
         step: the step that the tensors hold now.

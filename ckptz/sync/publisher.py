@@ -33,7 +33,7 @@ SPARSE: Final = Lossless(sparse=True)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one call published.
+    """Step, size and counts of one call of `Publisher.publish`.
 
     Attributes:
         step: the step.
@@ -55,7 +55,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class _Base:
+class _Last:
     """The step that the next delta leads on from."""
 
     step: int
@@ -115,7 +115,7 @@ class Publisher:
         self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
         self._config: Method = LOSSLESS if smallest else SPARSE
         self._jobs = jobs
-        self._base: _Base | None = None
+        self._base: _Last | None = None
         self._snapshot: Snapshot = {}
         self._spare: Snapshot = {}
 
@@ -182,7 +182,7 @@ class Publisher:
         return step
 
     @contextlib.contextmanager
-    def _base_in(self, versions: list[Version]) -> Iterator[tuple[_Base | None, str]]:
+    def _base_in(self, versions: list[Version]) -> Iterator[tuple[_Last | None, str]]:
         """The base of the next delta, and what the user should know of it; None for an anchor."""
         newest = newest_step(versions)
         if newest is None:
@@ -193,13 +193,16 @@ class Publisher:
             return
         with contextlib.ExitStack() as held:
             try:
-                found: tuple[_Base | None, str] = held.enter_context(self._resumed(versions, newest)), ""
+                found: tuple[_Last | None, str] = (
+                    held.enter_context(self._resumed(versions, newest)),
+                    "",
+                )
             except (CkptzError, OSError) as error:
                 found = None, f"step {newest} cannot be led on from, so this is an anchor: {error}"
             yield found
 
     @contextlib.contextmanager
-    def _resumed(self, versions: list[Version], newest: int) -> Iterator[_Base]:
+    def _resumed(self, versions: list[Version], newest: int) -> Iterator[_Last]:
         """What an earlier publisher published last, read back from the folder."""
         files = route(versions, None, newest, self._place.name)
         with (
@@ -207,9 +210,9 @@ class Publisher:
             contextlib.closing(open_checkpoint(folder / files[-1].name)) as checkpoint,
         ):
             ref = BaseRef(content_id=checkpoint.content_id(), file=files[-1].name, depth=checkpoint.depth + 1)
-            yield _Base(newest, ref, checkpoint.tensors)
+            yield _Last(newest, ref, checkpoint.tensors)
 
-    def _is_anchor_due(self, base: _Base | None, versions: list[Version]) -> bool:
+    def _is_anchor_due(self, base: _Last | None, versions: list[Version]) -> bool:
         anchors = anchors_of(versions)
         if base is None or not anchors or base.ref.depth > MAX_DEPTH:
             return True
@@ -217,7 +220,7 @@ class Publisher:
         return n_since + 1 >= self._anchor_every
 
     def _write(
-        self, job: Job, base: _Base | None, with_anchor: bool, workers: Workers
+        self, job: Job, base: _Last | None, with_anchor: bool, workers: Workers
     ) -> dict[Version, Written]:
         """Write the files of one step; they appear when all of them are written."""
         assert job.step is not None
@@ -242,12 +245,12 @@ class Publisher:
         return written
 
     def _advance(
-        self, step: int, snapshot: Snapshot, written: dict[Version, Written], base: _Base | None
+        self, step: int, snapshot: Snapshot, written: dict[Version, Written], base: _Last | None
     ) -> None:
         """The next delta leads on from what was just published: from the anchor if there is one."""
         version, one = next(iter(written.items()))
         depth = base.ref.depth if base is not None and version.base is not None and one.n_deltas else 0
-        self._base = _Base(step, BaseRef(one.content_id, version.name, depth + 1), snapshot)
+        self._base = _Last(step, BaseRef(one.content_id, version.name, depth + 1), snapshot)
         self._spare, self._snapshot = self._snapshot, snapshot
 
     def _retire(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from ckptz.search_run.plans import config_of, recorded_in
 from ckptz.search_run.quality import is_of_training
 from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.store.step_files import OWNER, ChainRule, Kind, StepFile
+from ckptz.store.step_files import OWNER, ChainRule, FileKind, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.training.files import MODEL, StepState, WhatMayBeLost, id_of, remembering
 
@@ -111,7 +111,7 @@ class BudgetSearch:
         return self._options.template
 
     @property
-    def _kinds(self) -> tuple[Kind, ...]:
+    def _kinds(self) -> tuple[FileKind, ...]:
         """Files that qualities look at."""
         is_whole = any(map(is_of_training, self._options.budgets))
         return ("weights", "state") if is_whole else ("weights",)
@@ -164,7 +164,7 @@ class BudgetSearch:
         state: StepState,
         calibration: Calibrated | None,
         target: Path,
-        bases: Mapping[Kind, Checkpoint | None],
+        bases: Mapping[FileKind, Checkpoint | None],
         jobs: int,
     ) -> SearchReport:
         found = [base for base in bases.values() if base is not None]

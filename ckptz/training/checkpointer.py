@@ -60,7 +60,7 @@ NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Shown):
-    """What one save took.
+    """Sizes and seconds of one save.
 
     Attributes:
         step: the step.

@@ -32,7 +32,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _WeightToCode:
     """A tensor to code."""
 
     name: str
@@ -75,7 +75,7 @@ def code_where_they_live(
     }
 
 
-def _task(name: str, tensor: Any, prefix: str, config: Method) -> _Task | None:
+def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode | None:
     if not isinstance(tensor, torch.Tensor) or not lives_elsewhere(tensor) or not tensor.numel():
         return None
     code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
@@ -86,16 +86,16 @@ def _task(name: str, tensor: Any, prefix: str, config: Method) -> _Task | None:
     if not isinstance(recipe, Clusters) or recipe.wanted.needs_sensitivity:
         return None
     flat = tensor.detach().reshape(-1).view(kernels.UNIT_TYPES[dtype.unit_bytes])
-    return _Task(name, dtype, shape, flat, recipe.wanted)
+    return _WeightToCode(name, dtype, shape, flat, recipe.wanted)
 
 
-def _sketch(task: _Task) -> Sketch:
+def _sketch(task: _WeightToCode) -> Sketch:
     counts = sum(kernels.top_histogram(slab) for slab in torch.split(task.flat, SLAB_UNITS))
     assert isinstance(counts, torch.Tensor)
     return Sketch(KINDS[task.dtype.name], counts.cpu().numpy())
 
 
-def _fit(task: tuple[_Task, Sketch]) -> tuple[QuantizationMap, RegionQuantizer] | None:
+def _fit(task: tuple[_WeightToCode, Sketch]) -> tuple[QuantizationMap, RegionQuantizer] | None:
     tensor, sketch = task
     if not sketch.is_finite:
         return None
@@ -104,7 +104,7 @@ def _fit(task: tuple[_Task, Sketch]) -> tuple[QuantizationMap, RegionQuantizer] 
     return quant_map, quantizer
 
 
-def _coded(task: _Task, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> CodedSource:
+def _coded(task: _WeightToCode, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> CodedSource:
     coder = _Coder(task, quant_map, quantizer)
     for slab in torch.split(task.flat, SLAB_UNITS):
         coder.add(slab)
@@ -114,9 +114,9 @@ def _coded(task: _Task, quant_map: QuantizationMap, quantizer: RegionQuantizer) 
 class _Coder:
     """Codes one tensor, slab by slab; what it makes stays on the device until the end."""
 
-    def __init__(self, task: _Task, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> None:
+    def __init__(self, task: _WeightToCode, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> None:
         device = task.flat.device
-        table = ValueTable.of(task.dtype, Plan(quant_map=quant_map, domain=Domain.LINEAR))
+        table = ValueTable(task.dtype, Plan(quant_map=quant_map, domain=Domain.LINEAR))
         self._task, self._quant_map, self._quantizer = task, quant_map, quantizer
         self._boundaries = _on(quantizer.boundaries, device)
         self._region_code = _on(quantizer.region_code, device)

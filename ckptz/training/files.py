@@ -25,7 +25,7 @@ from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import Role, Rule, role_of
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.store.step_files import EXACT_OF_KEY, METRIC_KEY, POSITION_KEY, Kind, StepFile
+from ckptz.store.step_files import EXACT_OF_KEY, METRIC_KEY, POSITION_KEY, FileKind, StepFile
 from ckptz.store.steps import Opener
 from ckptz.tree.flatten import flatten
 from ckptz.tree.leaves import DTypeName, Size, TensorRef
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatMayBeLost:
-    """What a save may lose.
+    """The method, guides and budgets that say what a save may lose.
 
     Attributes:
         config: for all of it.
@@ -67,10 +67,10 @@ class WhatMayBeLost:
     config: Method
     calibration: Calibrated | None = None
     quality: tuple[QualityRecord, ...] = ()
-    bases: Mapping[Kind, str | None] = field(default_factory=dict)
+    bases: Mapping[FileKind, str | None] = field(default_factory=dict)
 
-    def against(self, kind: Kind, base: Checkpoint | None) -> WhatMayBeLost:
-        """Give the same for a file that is stored against a base."""
+    def against(self, kind: FileKind, base: Checkpoint | None) -> WhatMayBeLost:
+        """Give what may be lost of a file that is stored against a base."""
         if kind not in self.bases or self.bases[kind] == id_of(base):
             return self
         return WhatMayBeLost(config=LOSSLESS)
@@ -103,7 +103,7 @@ class StepState:
         more = {f"{MODEL}.{name}": source for name, source in coded.items()}
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
         self.rest = _part({name: value for name, value in state.items() if name != MODEL})
-        self.exact: Mapping[Kind, Part] = {"weights": uncoded, "state": self.rest}
+        self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
         self.updates = dict(_updates(state, self.rest.tensors))
         self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
             _moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
@@ -111,7 +111,7 @@ class StepState:
 
     @property
     def optimizer(self) -> dict[str, TensorSource]:
-        """Tensors of optimizers."""
+        """Tensors of the optimizers by name."""
         return {n: s for n, s in self.rest.tensors.items() if n.startswith(f"{OPTIMIZER}.")}
 
     @property
@@ -189,11 +189,11 @@ class StepEncoder:
         self, state: StepState, step: int, metric: float | None, method: WhatMayBeLost, jobs: int
     ) -> None:
         self._state, self._step, self._metric, self._method, self._jobs = state, step, metric, method, jobs
-        self._notes: dict[Kind, list[str]] = {}
+        self._notes: dict[FileKind, list[str]] = {}
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the files that are written."""
+        """Notes for the user on the files that are written."""
         return [note for notes in self._notes.values() for note in notes]
 
     def weights(
@@ -224,14 +224,16 @@ class StepEncoder:
         job = replace(self._state.job(self._state.rest, method), guides={}, beside={}, quality=quality)
         return self._write("state", sink, job, base, metadata)
 
-    def exact(self, kind: Kind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]) -> Written:
+    def exact(
+        self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
+    ) -> Written:
         """Write what one of the two loses; see `ckptz.store.steps.ExactEncoder`."""
         part = self._state.exact[kind]
         job = Job(tensors=part.tensors, tree=part.tree, roles=self._state.roles, guides={})
         file = StepFile(self._step, kind).name  # which it does not have yet
         return self._write(kind, sink, job, lossy, metadata, file)
 
-    def _against(self, kind: Kind, base: Checkpoint | None) -> WhatMayBeLost:
+    def _against(self, kind: FileKind, base: Checkpoint | None) -> WhatMayBeLost:
         method = self._method.against(kind, base)
         is_other = method is not self._method
         self._notes[kind] = [f"{kind}: stored without loss: its base is not the one of the search"] * is_other
@@ -239,7 +241,7 @@ class StepEncoder:
 
     def _write(
         self,
-        kind: Kind,
+        kind: FileKind,
         sink: BinaryIO,
         job: Job,
         base: Checkpoint | None,
@@ -306,7 +308,7 @@ class StepReader:
     @property
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(s.dtype.n_bytes(s.shape) for s in self._container.tensors.values())
+        return sum(s.n_bytes for s in self._container.tensors.values())
 
     def outline(self) -> dict[str, Any]:
         """Give the nested state without its values: tensors on the meta device. Nothing is decoded."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
-from ckptz.store.step_files import WEIGHTS_KEY, Kind, StepFile
+from ckptz.store.step_files import WEIGHTS_KEY, FileKind, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.training.files import MODEL, StepReader
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What was restored.
+    """The step that was restored, and notes on it.
 
     Attributes:
         step: the step.
@@ -37,7 +37,7 @@ class Restored:
 
 
 def check_there(store: StepStore, step: int, weights_only: bool) -> None:
-    """Require a step.
+    """Require that a folder has a step.
 
     Raises:
         ConfigError: it is not there, or only its weights are and the rest is wanted too.
@@ -72,7 +72,7 @@ def read_step(
     Raises:
         CorruptionError: the files do not belong together.
     """
-    kinds: tuple[Kind, ...] = ("weights",) if weights_only else ("weights", "state")
+    kinds: tuple[FileKind, ...] = ("weights",) if weights_only else ("weights", "state")
     lossy = [StepFile(step, kind) for kind in kinds]
     there = store.listing().sizes
     exact = [file.exact if file.exact in there else file for file in lossy]

@@ -29,7 +29,7 @@ from ckptz.training.snapshot import check_dense
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What schedulers, scalers and data loaders have in common."""
+    """A scheduler, a scaler or a data loader: anything with a state that can be saved."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

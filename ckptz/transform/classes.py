@@ -29,7 +29,7 @@ Labels = NDArray[Any]  # uint8 or uint16
 
 
 class RuleId(IntEnum):
-    """spec/registry.md#class-rules."""
+    """Ids of the class rules: spec/registry.md#class-rules."""
 
     MAGNITUDE = 1
     ROW = 2
@@ -45,7 +45,7 @@ class Magnitude:
 
     @property
     def radix(self) -> int:
-        """Labels."""
+        """Number of different labels."""
         return N_MAGNITUDE_CLASSES
 
 
@@ -82,7 +82,7 @@ def n_classes_of(rules: Sequence[ClassRule]) -> int:
 
 
 class ClassSources(Protocol):
-    """What class rules may look at, for the units begin..end of one chunk."""
+    """Arrays that class rules look at, for the units begin..end of one chunk."""
 
     begin: int
     end: int

@@ -37,7 +37,7 @@ CODES: Final[Mapping[str, str]] = {name: code for code, name in DTYPE_NAMES.item
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the elements of a tensor lie in its storage; strides and offset count elements."""
+    """Offset, shape and strides of a tensor in its storage, all counted in elements."""
 
     dtype: str
     item_bytes: int
@@ -47,7 +47,7 @@ class Geometry:
 
     @cached_property
     def n_items(self) -> int:
-        """Elements."""
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @cached_property
@@ -58,7 +58,7 @@ class Geometry:
 
     @property
     def begin(self) -> int:
-        """First byte."""
+        """First byte of the tensor in its storage."""
         return self.offset * self.item_bytes
 
     @property
@@ -125,7 +125,7 @@ class Flat:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Leaf:
     """A tensor of the state; `node` is filled when it is known how it is stored."""
 
     path: Path
@@ -154,7 +154,7 @@ def flatten(
     Raises:
         UnsupportedError: a value that cannot be kept; the message says where and of what type.
     """
-    found: list[_Found] = []
+    found: list[_Leaf] = []
 
     def leaf(value: Any, path: Path) -> dict[str, Any]:
         if type_name(value) == "torch.Size":
@@ -162,7 +162,7 @@ def flatten(
         if type_name(value) == "torch.dtype":
             return {"dtype": _dtype_name(value)}
         tensor = _checked_tensor(value, path)
-        found.append(_Found(path, tensor, geometry_of(tensor), {}))
+        found.append(_Leaf(path, tensor, geometry_of(tensor), {}))
         return found[-1].node
 
     root = pack_node(state, leaf)
@@ -173,7 +173,7 @@ def flatten(
     return Flat(storing.tensors, {"root": root, "storages": storing.storages}, storing.outer)
 
 
-def _check_types(group: Sequence[_Found], can_share: Callable[[frozenset[str]], bool]) -> None:
+def _check_types(group: Sequence[_Leaf], can_share: Callable[[frozenset[str]], bool]) -> None:
     dtypes = {each.geometry.dtype: each for each in group}
     if len(dtypes) > 1 and not can_share(frozenset(dtypes)):
         places = " and ".join(f"{where(each.path)} as {dtype}" for dtype, each in dtypes.items())
@@ -209,8 +209,8 @@ def geometry_of(tensor: Tensor) -> Geometry:
     )
 
 
-def _by_storage(found: Iterable[_Found]) -> list[list[_Found]]:
-    groups: dict[tuple[int, int, int], list[_Found]] = {}
+def _by_storage(found: Iterable[_Leaf]) -> list[list[_Leaf]]:
+    groups: dict[tuple[int, int, int], list[_Leaf]] = {}
     for each in found:
         memory = each.tensor.untyped_storage()
         # An empty storage has no address; it is its own.
@@ -229,15 +229,15 @@ def _memory(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 @dataclass(slots=True)
-class _Part:
+class _SharedRun:
     """Bytes of a storage that are stored as one tensor, because the views in it overlap."""
 
     begin: int
     end: int
-    members: list[_Found]
+    members: list[_Leaf]
 
     @property
-    def whole(self) -> _Found | None:
+    def whole(self) -> _Leaf | None:
         """A view that is all of it in C order, if there is one."""
         for member in self.members:
             g = member.geometry
@@ -252,15 +252,15 @@ class _Part:
         return DTYPES[CODES.get(names.pop(), "U8") if len(names) == 1 else "U8"]
 
 
-def _parts(group: Sequence[_Found]) -> list[_Part]:
-    parts: list[_Part] = []
+def _parts(group: Sequence[_Leaf]) -> list[_SharedRun]:
+    parts: list[_SharedRun] = []
     for each in sorted(group, key=lambda each: (each.geometry.begin, -each.geometry.end)):
         begin, end = each.geometry.begin, each.geometry.end
         if parts and begin < parts[-1].end:
             parts[-1].end = max(parts[-1].end, end)
             parts[-1].members.append(each)
         else:
-            parts.append(_Part(begin, end, [each]))
+            parts.append(_SharedRun(begin, end, [each]))
     for part in parts:
         if len({each.geometry.item_bytes for each in part.members}) > 1:
             part.begin -= part.begin % PART_ALIGNMENT  # else an element could end up unaligned
@@ -288,7 +288,7 @@ class _Storing:
     storages: list[list[str]] = field(default_factory=list)
     _taken: Counter[str] = field(default_factory=Counter)
 
-    def add(self, group: list[_Found]) -> None:
+    def add(self, group: list[_Leaf]) -> None:
         geometry = group[0].geometry
         is_alone = len({each.geometry for each in group}) == 1
         if is_alone and geometry.dtype in CODES and geometry.is_injective:
@@ -307,7 +307,7 @@ class _Storing:
         self.outer[name] = path[: self.n_outer]
         return name
 
-    def _add_alone(self, group: list[_Found]) -> None:
+    def _add_alone(self, group: list[_Leaf]) -> None:
         geometry, name = group[0].geometry, self._name(group[0].path)
         self.tensors[name] = _source(group[0])
         # Gaps are not kept: nothing can be seen in them.
@@ -315,7 +315,7 @@ class _Storing:
         for each in group:
             each.refer(TensorRef(name, None if is_plain else geometry.strides, *each.flags))
 
-    def _add_shared(self, group: list[_Found]) -> None:
+    def _add_shared(self, group: list[_Leaf]) -> None:
         parts, memory = _parts(group), _memory(group[0].tensor)
         offsets = part_offsets(part.end - part.begin for part in parts)
         for part, at in zip(parts, offsets, strict=False):
@@ -323,12 +323,12 @@ class _Storing:
                 self._refer(each, at - part.begin)
         self.storages.append([self._add_part(part, memory) for part in parts])
 
-    def _refer(self, each: _Found, shift: int) -> None:
+    def _refer(self, each: _Leaf, shift: int) -> None:
         g = each.geometry
         offset = (g.begin + shift) // g.item_bytes
         each.refer(View(len(self.storages), g.dtype, g.shape, g.strides, offset, *each.flags))
 
-    def _add_part(self, part: _Part, memory: NDArray[np.uint8]) -> str:
+    def _add_part(self, part: _SharedRun, memory: NDArray[np.uint8]) -> str:
         if (whole := part.whole) is not None:
             name = self._name(whole.path)
             self.tensors[name] = _source(whole)
@@ -339,7 +339,7 @@ class _Storing:
         return name
 
 
-def _source(each: _Found) -> TensorSource:
+def _source(each: _Leaf) -> TensorSource:
     g, memory = each.geometry, _memory(each.tensor)
     dtype = DTYPES[CODES[g.dtype]]
     if g.is_contiguous:

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A `torch.Size`."""
+    """A `torch.Size` in a state."""
 
     dims: tuple[int, ...]
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import UNIT_TYPES, TensorSource, chunk_bounds
+from ckptz.codec.units import UNIT_TYPES, TensorSource
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
+from ckptz.kernels.floats import Units
 from ckptz.tree.flatten import CODES, Geometry, c_strides, part_offsets
 from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
 from ckptz.tree.skeleton import Tree, parse_tree
@@ -25,7 +26,6 @@ from ckptz.tree.skeleton import Tree, parse_tree
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
-Units = NDArray[Any]
 Chunks = Callable[[Mapping[str, TensorSource]], Iterator[Units]]
 
 ALIGNMENT: Final = 64  # of each storage in the file, as torch aligns them in its own
@@ -35,7 +35,7 @@ TORCH_NAMES: Final = {code: name for name, code in CODES.items()}
 def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Units]:
     """Read the units of all tensors, chunk after chunk, on the caller's own thread."""
     for source in tensors.values():
-        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+        for begin, end in source.chunk_bounds():
             yield source.units(begin, end)
 
 
@@ -88,7 +88,7 @@ class _Spool:
         storages |= {name: (name,) for name in self._tensors if name not in shared}
         at = 0
         for key, names in storages.items():
-            sizes = [self._tensors[name].dtype.n_bytes(self._tensors[name].shape) for name in names]
+            sizes = [self._tensors[name].n_bytes for name in names]
             offsets = part_offsets(sizes)
             self._offsets |= {name: at + offset for name, offset in zip(names, offsets, strict=False)}
             n_bytes = offsets[-2] + sizes[-1] if sizes else 0
@@ -100,11 +100,11 @@ class _Spool:
         """Put the units of all tensors in their places."""
         for name, source in self._tensors.items():
             put = self._writer(name, source)
-            for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
+            for begin, end in source.chunk_bounds():
                 put(begin, end, next(chunks))
 
     def _writer(self, name: str, source: TensorSource) -> Callable[[int, int, Units], None]:
-        at, n_bytes = self._offsets[name], source.dtype.n_bytes(source.shape)
+        at, n_bytes = self._offsets[name], source.n_bytes
         unit_type, strides = UNIT_TYPES[source.dtype.unit_bytes], self._strides.get(name)
         if strides is None:
             flat = self._memory[at : at + n_bytes].view(unit_type)

@@ -42,7 +42,7 @@ class Adaptive:
 
 
 class Detector:
-    """Whether a link is in a critical regime; fed with the squared norms of gradients."""
+    """The level of a link, switched by the squared norms of its gradients."""
 
     def __init__(self, choice: Adaptive) -> None:
         self._choice = choice

@@ -13,9 +13,10 @@ from enum import IntEnum
 from typing import Any, Final, Literal
 
 from ckptz.bits.checksum import xxh64
+from ckptz.codec.values import KINDS as KINDS
 from ckptz.dtypes import DType, n_elements
 from ckptz.errors import ConfigError
-from ckptz.kernels import floats, wire_arrays
+from ckptz.kernels import wire_arrays
 from ckptz.wire.header import HEADER_BYTES
 
 BLOCK: Final = 256  # elements of a block; 4 bytes of offset and scale are 0.016 byte an element
@@ -24,11 +25,9 @@ RAW_SHARE: Final = 0.75  # of the raw bytes; a codec that saves less than a quar
 RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a bitmap costs little more
 MAX_BYTES: Final = (1 << 32) - 1
 
-KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
-
 
 class CodecId(IntEnum):
-    """spec/08-wire.md#codecs."""
+    """Ids of the codecs: spec/08-wire.md#codecs."""
 
     RAW = 0
     UNIFORM = 1
@@ -149,7 +148,7 @@ class TensorPlan:
 
     @property
     def n(self) -> int:
-        """Elements."""
+        """Elements of the tensor."""
         return n_elements(self.shape)
 
     @property
@@ -218,7 +217,7 @@ class TensorPlan:
 
     @property
     def codec_id(self) -> CodecId:
-        """spec/08-wire.md#codecs."""
+        """Id of the codec in force."""
         codecs = {Uniform: CodecId.UNIFORM, TopK: CodecId.TOPK}
         return codecs.get(type(self.codec), CodecId.RAW)
 

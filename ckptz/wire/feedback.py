@@ -21,7 +21,7 @@ Array = Any
 
 
 class Memory(Protocol):
-    """The state of one slot."""
+    """The state of one slot, as senders and receivers use it."""
 
     def target(self, k: Any, values: Array) -> Array:
         """Give what to encode in place of `values`, uint32 [n]."""
@@ -37,7 +37,7 @@ class Memory(Protocol):
 
 
 class Nothing:
-    """No state."""
+    """A slot without any state."""
 
     def target(self, k: Any, values: Array) -> Array:
         del k
@@ -48,10 +48,10 @@ class Nothing:
         return decoded
 
     def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        """Keep nothing."""
+        """Keep no state after a message."""
 
     def fill(self, k: Any, values: Array) -> None:
-        """Keep nothing."""
+        """Keep no state after a raw message."""
 
 
 class ErrorFeedback(Nothing):

@@ -67,13 +67,13 @@ class Parts:
         return part
 
     def rest(self) -> Array:
-        """Take all that is left."""
+        """Take all bytes that are left."""
         part = self._payload[self._offset :]
         self._offset = len(self._payload)
         return part
 
     def end(self) -> None:
-        """Require that nothing is left."""
+        """Require that no bytes are left."""
         if self._offset != len(self._payload):
             raise CorruptionError(f"payload: {len(self._payload) - self._offset} bytes follow its end")
 
@@ -276,7 +276,7 @@ def encode_frame(
     mask: Array | None = None,
     vary: bool = True,
 ) -> Frame:
-    """Encode a tensor.
+    """Encode the values of a tensor by its plan.
 
     Args:
         k: kernels.

@@ -20,19 +20,19 @@ MASK_64: Final = 0xFFFFFFFFFFFFFFFF
 
 
 class Direction(IntEnum):
-    """Which way along a link."""
+    """The direction of a message along a link."""
 
     FORWARD = 0
     BACKWARD = 1
 
     @property
     def word(self) -> str:
-        """For messages."""
+        """The direction as a word in messages."""
         return self.name.lower()
 
 
 class Flag(IntFlag):
-    """spec/08-wire.md#flags."""
+    """Bits of the header's flags: spec/08-wire.md#flags."""
 
     BACKWARD = 1
     REUSE = 2
@@ -45,7 +45,7 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class LinkHeader:
-    """spec/08-wire.md#header, fields in the order of their bytes.
+    """The header of a message: spec/08-wire.md#header, fields in the order of their bytes.
 
     Attributes:
         codec: id of the codec, spec/08-wire.md#codecs.

@@ -169,7 +169,7 @@ class DistributedLink:
         direction: Direction = Direction.FORWARD,
         place: Place | None = None,
     ) -> Tensor:
-        """Receive a tensor.
+        """Receive the next tensor from the peer.
 
         Raises:
             WireError: the peer is gone, or the message is not the one that is due.

@@ -31,7 +31,7 @@ class PolicyWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPolicy:
-    """How tensors travel along a link.
+    """Codecs, feedback and rounding of the tensors on a link.
 
     Attributes:
         forward: codec of activations.

@@ -32,7 +32,7 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 class CompressedPipelineStage(PipelineStage):
-    """See the module.
+    """A pipeline stage whose activations and gradients travel compressed; see the module.
 
     Args:
         args: as for `PipelineStage`.

@@ -37,7 +37,7 @@ SENDERS: Final = Nothing()  # the receiver's side of a direction whose state is 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which message this is.
+    """Step, microbatch and tensor of a message.
 
     Attributes:
         step: training steps before this one; evaluations before it if `is_eval`.

@@ -44,7 +44,7 @@ def amount_of(text: str) -> tuple[float, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One `--budget`."""
+    """One `--budget` of the command line."""
 
     text: str  # as it was written
     metric: str  # what it is about
@@ -108,7 +108,7 @@ class Evaluation:
         return cls(kind or (name if name in KINDS else "quality"), function)
 
     def quality(self, n_steps: int | None) -> Any:
-        """Give what a budget calls."""
+        """Give the function or measure that a budget calls."""
         from ckptz.search.agreement import Agreement
         from ckptz.search.resumption import ResumeProbe
 

@@ -30,7 +30,7 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the command line says of an error."""
+    """The line that the command line prints for an error, and its exit code."""
 
     exit_code: int
     kind: str

@@ -12,7 +12,7 @@ from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
 if TYPE_CHECKING:
-    from ckptz.commands.restore import Kind
+    from ckptz.commands.restore import OutputKind
 
 EPILOG = """\b
 Examples:
@@ -35,7 +35,9 @@ Examples:
 )
 @writing_options
 @click.pass_obj
-def restore(session: Session, /, file: Path, output: Path | None, kind: Kind | None, **how: Any) -> None:
+def restore(
+    session: Session, /, file: Path, output: Path | None, kind: OutputKind | None, **how: Any
+) -> None:
     """Write back what was compressed. From a lossless file every bit comes back.
 
     A folder of shards comes back as a folder, a torch file as a torch file. All values are checked against

@@ -64,11 +64,11 @@ class Session:
         self._document.setdefault("files", []).append(_builtins(report))
 
     def note(self, text: str) -> None:
-        """Say something that the user should know, on stderr."""
+        """Print a note for the user, on stderr."""
         _tell(f"ckptz: note: {printable(text)}")
 
     def fail(self, error: BaseException) -> None:
-        """End with this error."""
+        """End the run with this error."""
         self._say(error)
 
     def add_failure(self, file: str, error: BaseException) -> None:

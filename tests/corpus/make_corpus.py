@@ -112,9 +112,11 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="slow cases too")
     parser.add_argument("--portable", action="store_true", help="pass over what depends on the machine")
     parser.add_argument("--only", nargs="+", choices=CASES, help="these cases")
+    parser.add_argument("--without", nargs="+", choices=CASES, default=(), help="all but these cases")
     parser.add_argument("--table", type=Path, default=TABLE, help="another table")
     given = parser.parse_args()
     names = given.only or [name for name, one in CASES.items() if given.all or not one.is_slow]
+    names = [name for name in names if name not in given.without]
     begin = time.process_time()
     found = written(names)
     print(f"{len(found)} files of {len(names)} cases, {time.process_time() - begin:.0f} s of CPU")

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from ckptz import KeepPolicy
 from ckptz.store.retention import _decide
-from ckptz.store.step_files import ChainRule, FileFacts, Kind, Listing, StepFile
+from ckptz.store.step_files import ChainRule, FileFacts, FileKind, Listing, StepFile
 from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
 
 PLAIN: Final = 10_000  # bytes of a whole file, uncompressed
-KIND: Final[Kind] = "weights"
+KIND: Final[FileKind] = "weights"
 
 
 @dataclass(frozen=True, slots=True)

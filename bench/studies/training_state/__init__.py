@@ -1,1 +1,1 @@
-"""Whole training states by ckptz and by rivals: sizes, resumed losses, and real restarts."""
+"""Whole training states by ckptz and by rivals: sizes and resumed losses."""

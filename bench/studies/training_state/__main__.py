@@ -4,7 +4,7 @@
 
 The run is that of paper_a: a GPT of 3.3 M parameters with AdamW, 14 checkpoints, 260 steps apart. Each way
 stores all of them, each against the file before, and training is resumed from what five of them restore
-to. Stages: snapshots, chains, whole, restarts, search; each figure is kept in bench/.cache/training_state, so
+to. Stages: snapshots, chains, whole, search; each figure is kept in bench/.cache/training_state, so
 that an interrupted study goes on where it stopped, and several processes can take a stage or some ways each
 (--only takes words of their names). --report writes the tables and the picture from what is there. About an
 hour of CPU time in all, on one thread.
@@ -23,12 +23,11 @@ from bench.core.tiny_gpt import GPTConfig, TinyGPT
 from bench.studies.paper_a.tasks import Task, language
 from bench.studies.paper_a.training import N_THREADS
 from bench.studies.training_state.page import write_all
-from bench.studies.training_state.restarts import controls, restarts
 from bench.studies.training_state.search import searches
 from bench.studies.training_state.settings import CASES, QUICK, Case, selected
 from bench.studies.training_state.study import Study
 
-STAGES: Final = (*CASES, "restarts", "search")
+STAGES: Final = (*CASES, "search")
 
 
 def quick_task() -> Task:
@@ -64,9 +63,6 @@ def measure(
     for stage in stages:
         for case in selected(cases.get(stage, ()), only):
             study.measured(case.way, probes=case.probes)
-    if "restarts" in stages:
-        restarts(study, only)
-        controls(study)
     if "search" in stages:
         searches(study)
     study.noise()

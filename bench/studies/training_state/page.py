@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib.pyplot as plt
 
 from bench.core.measure import RESULTS, Row, cpu_seconds, machine, save_rows, table
 from bench.core.report import finish
 from bench.studies.nncodec_rival import PIN
-from bench.studies.paper_a.tasks import HELD_OUT, SEARCH
-from bench.studies.paper_a.training import N_CHECKPOINTS
-from bench.studies.training_state.restarts import complete, known_controls
 from bench.studies.training_state.search import SEARCHES, found
 from bench.studies.training_state.settings import Case
 from bench.studies.training_state.study import Measured, Study
 from bench.studies.training_state.targets import GRID, KMEANS, NNCODEC, Results, target_rows
-from bench.studies.training_state.ways import BYTES_OF_PARAMETER, WHOLE
+from bench.studies.training_state.ways import BYTES_OF_PARAMETER
 
 
 def available(study: Study, cases: Mapping[str, Sequence[Case]]) -> Results:
@@ -41,7 +37,6 @@ def write_all(study: Study, cases: Mapping[str, Sequence[Case]], *, is_kept: boo
         "snapshots": quality_rows(study, results["snapshots"]),
         "weights": quality_rows(study, results["chains"]),
         "whole": quality_rows(study, results["whole"]),
-        "restarts": restart_rows(study),
         "search": search_rows(study),
         "seconds": seconds_rows(study, [*results["chains"], *results["whole"]]),
     }
@@ -88,37 +83,6 @@ def quality_row(study: Study, one: Measured) -> Row:
 
 def _summary(mean: float, worst: float) -> Row:
     return {"mean gap, %": f"{100 * mean:+.3f}", "worst gap, %": f"{100 * worst:+.3f}"}
-
-
-def restart_rows(study: Study) -> list[Row]:
-    """Runs that restarted."""
-    rows: list[Row] = []
-    for one in complete(study):
-        raw = BYTES_OF_PARAMETER[one["way"].scope] * one["n_parameters"] * one["n_files"]
-        rows.append(
-            {
-                "method": one["way"].name,
-                "restored": "whole states" if one["way"].scope == WHOLE else "weights",
-                "restores": one["n_restores"],
-                "ratio": f"{raw / one['n_bytes']:.1f}",
-                "loss at the end, held out, %": f"{100 * one['changes'][HELD_OUT]:+.3f}",
-                "loss at the end, search's data, %": f"{100 * one['changes'][SEARCH]:+.3f}",
-            }
-        )
-    return [*rows, *map(control_row, known_controls(study))]
-
-
-def control_row(one: Mapping[str, Any]) -> Row:
-    """A run that only was disturbed once."""
-    ends = {part: found[str(N_CHECKPOINTS - 1)] for part, found in one["changes"].items()}
-    return {
-        "method": f"none; disturbed at checkpoint {one['index']}, seed {one['seed']}",
-        "restored": "",
-        "restores": 1,
-        "ratio": "",
-        "loss at the end, held out, %": f"{100 * ends[HELD_OUT]:+.3f}",
-        "loss at the end, search's data, %": f"{100 * ends[SEARCH]:+.3f}",
-    }
 
 
 def search_rows(study: Study) -> list[Row]:

@@ -22,19 +22,9 @@ class Case:
     probes: bool = True
 
 
-def grid_weights(
-    step: float, *, anchor: float | None = None, dead_zone: float | None = None, is_chain: bool = True
-) -> FileWay:
-    """Weights on a calibrated grid; the first file's step may be another."""
-    words = [f"grid {step:g}"]
-    words += [] if dead_zone is None else [f"zone {dead_zone:g}"]
-    words += [] if anchor is None else [f"anchor {anchor:g}"]
-    return FileWay(
-        name=", ".join(words),
-        config=Grid(step=step, dead_zone=dead_zone, moments=None),
-        is_chain=is_chain,
-        anchor=None if anchor is None else Grid(step=anchor, moments=None),
-    )
+def grid_weights(step: float, *, is_chain: bool = True) -> FileWay:
+    """Weights on a calibrated grid."""
+    return FileWay(name=f"grid {step:g}", config=Grid(step=step, moments=None), is_chain=is_chain)
 
 
 def kmeans_weights(levels: int, *, is_chain: bool = True) -> FileWay:
@@ -43,25 +33,13 @@ def kmeans_weights(levels: int, *, is_chain: bool = True) -> FileWay:
     return FileWay(name=f"kmeans {levels}", config=config, is_chain=is_chain, is_calibrated=False)
 
 
-def whole(
-    step: float,
-    second: float = 4.0,
-    first: float = 0.5,
-    zone: float = 0.35,
-    *,
-    anchor: float | None = None,
-    dead_zone: float = 0.0,
-) -> FileWay:
+def whole(step: float, second: float = 4.0, first: float = 0.5) -> FileWay:
     """A whole state on grids; deltas without a dead zone of their own, anchors with the default one."""
-    moments = Moments(second_step=second, first_step=first, first_dead_zone=zone)
-    words = [f"grid {step:g}", f"octaves {second:g}", f"roots {first:g}"]
-    words += [] if zone == Moments().first_dead_zone else [f"moments zone {zone:g}"]
-    words += [] if dead_zone == 0 else [f"zone {dead_zone:g}"]
-    words += [] if anchor is None else [f"anchor {anchor:g}"]
+    moments = Moments(second_step=second, first_step=first)
     return FileWay(
-        name=", ".join(words),
-        config=Grid(step=step, dead_zone=dead_zone, moments=moments),
-        anchor=Grid(step=step if anchor is None else anchor, moments=moments),
+        name=f"grid {step:g}, octaves {second:g}, roots {first:g}",
+        config=Grid(step=step, dead_zone=0.0, moments=moments),
+        anchor=Grid(step=step, moments=moments),
         scope=WHOLE,
     )
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from bench.core.measure import Row, verdict
-from bench.studies.paper_a.tasks import HELD_OUT
-from bench.studies.training_state.restarts import complete
 from bench.studies.training_state.study import Measured, Study
-from bench.studies.training_state.ways import WHOLE
 
 GRID, KMEANS, NNCODEC = "grid", "kmeans", "NNCodec"
 LARGEST_GAP: Final = 0.002  # of a run's weights
-LARGEST_CHANGE: Final = 0.002  # of the loss at the end of a run
 KLS: Final = (2.8e-3, 5.6e-3, 1.7e-2)
 Value = Callable[[Measured], float]
 Results = Mapping[str, Sequence[Measured]]
@@ -36,7 +32,6 @@ def target_rows(study: Study, results: Results) -> list[Row]:
         against("weights of the run, of kmeans at other equal gaps", chains, KMEANS, by_gap, None),
         smallest("whole states of the run, each gap at most 0.15 %", wholes, 0.0015, 55.0),
         smallest("whole states of the run, each gap at most 0.3 %", wholes, 0.003, 75.0),
-        end_row(study),
         against("one snapshot, weights, of NNCodec at an equal divergence", snapshots, NNCODEC, by_kl, 1.5),
         *(
             against(f"weights of the run, of NNCodec at KL {kl:g}", chains, NNCODEC, by_kl, 1.0, (kl,))
@@ -127,19 +122,7 @@ def smallest(what: str, measured: Sequence[Measured], gap: float, least: float) 
     return row(what, best.way.name, figure, f">= {least:g}x", best.ratio >= least)
 
 
-# --- ends and seconds ---------------------------------------------------------------------------
-
-
-def end_row(study: Study) -> Row:
-    """The end of a run that restarted ten times from whole restored states."""
-    what, target = "end of the run after 10 restores of the whole state", "within 0.2 %"
-    found: list[dict[str, Any]] = [one for one in complete(study) if one["way"].scope == WHOLE]
-    if not found:
-        return row(what, "", "", target, None)
-    settings = "; ".join(one["way"].name for one in found)
-    changes = [one["changes"][HELD_OUT] for one in found]
-    figures = "; ".join(f"{100 * change:+.3f} %" for change in changes)
-    return row(what, settings, figures, target, min(changes) <= LARGEST_CHANGE)
+# --- seconds ------------------------------------------------------------------------------------
 
 
 def encode_row(study: Study, wholes: Sequence[Measured]) -> Row:

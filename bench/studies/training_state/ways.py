@@ -217,18 +217,15 @@ class NNCodecWay:
     Attributes:
         qp: quantization parameter; four more double the step.
         is_chain: see `Way`.
-        key_qp: of the first file, if it is another.
     """
 
     qp: int
     is_chain: bool = True
-    key_qp: int | None = None
 
     @property
     def name(self) -> str:
         """See `Way`."""
-        key = "" if self.key_qp is None else f", key frame {self.key_qp}"
-        return f"NNCodec qp {self.qp}{key}"
+        return f"NNCodec qp {self.qp}"
 
     @property
     def scope(self) -> str:
@@ -243,8 +240,7 @@ class NNCodecWay:
 
             def store(given: Given) -> Stored:
                 is_delta = self.is_chain and not is_first[0]
-                qp = self.qp if is_delta or self.key_qp is None else self.key_qp
-                coded = coder.store(given.weights, out, qp, is_delta=is_delta)
+                coded = coder.store(given.weights, out, self.qp, is_delta=is_delta)
                 is_first[0] = False
                 restored = with_weights(given.snapshot.state, load_file(out))
                 seconds = (coded.encode_seconds, coded.decode_seconds)
