@@ -15,6 +15,7 @@ R = TypeVar("R")
 V = TypeVar("V")
 
 
+RESULTS_IN_FLIGHT: Final = 2  # of each thread that may wait to be consumed, which bounds memory
 MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads only when asked for
 
 
@@ -29,12 +30,11 @@ class Workers:
 
     Args:
         jobs: threads, all cores by default.
-        in_flight: results per thread that may wait to be consumed, which bounds memory.
     """
 
-    def __init__(self, jobs: int | None = None, in_flight: int = 2) -> None:
+    def __init__(self, jobs: int | None = None) -> None:
         self.jobs = jobs or default_jobs()
-        self._window = self.jobs * in_flight
+        self._window = self.jobs * RESULTS_IN_FLIGHT
         self._pool = ThreadPoolExecutor(self.jobs, "ckptz") if self.jobs > 1 else None
 
     def __enter__(self) -> Self:

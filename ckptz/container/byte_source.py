@@ -71,9 +71,10 @@ class FileBytes:
 class MemoryBytes:
     """A buffer in memory."""
 
-    def __init__(self, data: bytes | bytearray | memoryview, name: str = "<bytes>") -> None:
+    name = "<bytes>"
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
         self._data = np.frombuffer(data, np.uint8)
-        self.name = name
         self.size = len(self._data)
 
     def read(self, offset: int, n_bytes: int) -> Bytes:

@@ -121,17 +121,12 @@ class _Planning:
     def _planned(
         self, name: str, base: TensorSource | None, companions: Companions | None, run: MapFunction
     ) -> Draft:
-        guide = self._contents.guides.get(name, NO_GUIDE)
-        subject = Subject(self.tensors[name], base, guide, companions, run, self._seed(name))
+        guide, against = self._contents.guides.get(name, NO_GUIDE), self._contents.record.base
+        seed = _seed(f"{'' if against is None else against.content_id}\n{name}")
+        subject = Subject(self.tensors[name], base, guide, companions, run, seed)
         recipe = self._contents.recipes[name]
         is_empty = not subject.source.n_units
         return (EXACT if is_empty else recipe).plan(subject)
-
-    def _seed(self, name: str) -> int:
-        """Give 32 bits that follow from what the tensor is stored against and its name."""
-        base = self._contents.record.base
-        against = "" if base is None else base.content_id
-        return _seed(f"{against}\n{name}")
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
         """Give the tensors that a tensor's classes depend on, as the file restores them."""

@@ -38,7 +38,6 @@ KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
 # Bounded where they enter, so that no arithmetic on them can overflow or take long.
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-frame.md#shape
 
 

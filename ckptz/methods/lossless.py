@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.codec.plan import PlaneMode, exact_plan, kernel_mode, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
@@ -91,17 +90,6 @@ def _plane_counts(
     return [ClassCounts.of(labels, plane, N_MAGNITUDE_CLASSES) for plane in planes]
 
 
-def _sample_bounds(n_units: int) -> tuple[int, int]:
-    # Aligned to a chunk, so that a base decodes one chunk for it.
-    begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS
-    return begin, min(begin + SAMPLE_UNITS, n_units)
-
-
-def _plain_bits(units: NDArray[Any], dtype: DType) -> float:
-    planes = cpu().split_planes(units, units, kernel_mode(exact_plan(dtype).mode, dtype))
-    return sum(entropy_bits(cpu().histogram(plane)) for plane in planes)
-
-
 def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
     """Plan the frame that decodes fastest: positions of changed units, unless too many are."""
     n_units = source.n_units
@@ -119,14 +107,17 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     n_units = source.n_units
     if base is None or not n_units:
         return Draft(exact_plan(source.dtype))
-    sample = _sample_bounds(n_units)
+    begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS  # of a chunk, so that a base decodes one for the sample
+    sample = begin, min(begin + SAMPLE_UNITS, n_units)
     modes = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
     found = {mode: _plane_counts(source, base, mode, sample) for mode in modes}
     sizes = {mode: sum(entropy_bits(f.counts) for f in planes) for mode, planes in found.items()}
     best = min(sizes, key=sizes.__getitem__)
-    plain = _plain_bits(source.units(*sample), source.dtype)
+    units, exact = source.units(*sample), exact_plan(source.dtype)
+    planes = cpu().split_planes(units, units, kernel_mode(exact.mode, source.dtype))
+    plain = sum(entropy_bits(cpu().histogram(plane)) for plane in planes)
     if sizes[best] > plain * PLAIN_BIAS and plain:
-        return Draft(exact_plan(source.dtype))
+        return Draft(exact)
     is_whole = sample == (0, n_units)
     if n_units < MIN_CLASSED_UNITS or (is_whole and not sizes[best]):
         return Draft(planes_plan(best))

@@ -28,6 +28,9 @@ from ckptz.search.trials import FULL, History, Outcome, Predict, best_of
 
 Mask = NDArray[np.bool_]
 MIN_GAIN: Final = 0.005  # a trial must promise to be so much smaller than the best; predictions err as much
+# Measurements are noisy: a trial that uses up to 1 + DOUBT of the budget does not exclude configurations
+# within NEAR steps of it.
+DOUBT, NEAR = 0.5, 2
 MAX_SHARE: Final = 0.25  # of the configurations: the descent ends there at the latest
 
 
@@ -37,10 +40,6 @@ class Guided:
 
     cubes: Sequence[Cube]  # what is searched
     predict: Predict  # bytes of a configuration's file
-    # measurements are noisy: a trial that uses up to 1 + `doubt` of the budget does not exclude
-    # configurations within `near` steps of it
-    doubt: float = 0.5
-    near: int = 2  # see `doubt`
     name: str = "guided"
 
     @functools.cached_property
@@ -65,8 +64,8 @@ class Guided:
             open_[i] = False
             if not outcome.is_feasible:
                 excluded = grid.is_beyond[:, i]
-                if outcome.used <= FULL + self.doubt:
-                    excluded = excluded & (grid.steps - grid.steps[i] > self.near)
+                if outcome.used <= FULL + DOUBT:
+                    excluded = excluded & (grid.steps - grid.steps[i] > NEAR)
                 open_ &= ~excluded
 
 

@@ -18,7 +18,7 @@ from typing import Self
 
 from ckptz.container.amend import amend_quality
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.frame_writer import Contents, Earlier, Progress
+from ckptz.container.frame_writer import Contents, Earlier
 from ckptz.container.index import QualityRecord
 from ckptz.container.publish import Publication
 from ckptz.container.reader import Container
@@ -41,7 +41,6 @@ class SearchRun:
     base_paths: tuple[Path, ...] = ()  # the files behind `Contents.bases`
     search_path: tuple[Path, ...] = ()  # folders to look for its own bases in
     like: Sequence[Path] = ()  # files whose permissions the target gets, if it replaces none
-    progress: Progress | None = None  # told of the bytes of each trial as it is written
     # called before the target gets its name; raises if what was read has changed
     check: Callable[[], None] = lambda: None
     owner: str = ""  # begins the names of temporary files
@@ -75,7 +74,7 @@ def stage(target: Path, ready: Prepared, contents: Contents, run: SearchRun) -> 
     publication = Publication(run.owner)
     try:
         with publication.file(target, run.like) as sink:
-            written = write_container(sink, ready.job.tensors, contents, run.workers, run.progress)
+            written = write_container(sink, ready.job.tensors, contents, run.workers)
     except BaseException:
         publication.discard()
         raise

@@ -121,11 +121,6 @@ class LinkPolicy:
             reuse = isinstance(forward.codec, TopK)
         return plan_of(self.codec(direction, strong), dtype, shape, reuse=reuse)
 
-    def may_be_raw(self, direction: Direction) -> bool:
-        """Tell whether messages can be larger than the codec's: in warm-up, AQ-SGD, evaluation."""
-        fills = self.feedback_of(direction) == "aqsgd"
-        return self.warmup_steps > 0 or fills or not self.compresses_eval
-
     def to_json(self) -> str:
         """Give the policy as text, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
@@ -212,7 +207,8 @@ def cap(
     if policy.reuse and isinstance(policy.forward, Adaptive):
         levels = (False, True)
     plans = [policy.plan(direction, dtype_of(dtype), shape, strong=level) for level in levels]
-    if policy.may_be_raw(direction):
+    fills = policy.feedback_of(direction) == "aqsgd"
+    if policy.warmup_steps > 0 or fills or not policy.compresses_eval:  # messages that may be raw
         plans.append(policy.plan(direction, dtype_of(dtype), shape, raw=True))
     return max(plan.cap for plan in plans)
 
