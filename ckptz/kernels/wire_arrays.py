@@ -1,6 +1,6 @@
 """What the kernels of the wire share, and those that numpy alone is quick enough for; spec/08-wire.md.
 
-Values are F32 bit patterns. `wire_cpu.py` and `wire_torch.py` have every function here under the same name.
+Values are F32 bit patterns. `wire_cpu.py` gives all functions here, `wire_torch.py` has one of each name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def as_bytes(units: Any) -> Bytes:
 
 
 def as_units(data: Bytes, n_bytes: int) -> Any:
-    """Undo `as_bytes`; copied where the bytes are not aligned."""
+    """View bytes [n] as unsigned integers of `n_bytes` bytes; copied where the bytes are not aligned."""
     if data.ctypes.data % n_bytes:
         data = data.copy()
     return data.view(f"<u{n_bytes}")
@@ -123,7 +123,7 @@ def wide(codes: Bytes) -> NDArray[np.int64]:
 
 
 def add(a: Patterns, b: Patterns) -> Patterns:
-    """Sum of F32 patterns."""
+    """Add F32 patterns [n]."""
     with np.errstate(all="ignore"):
         return (a.view(np.float32) + b.view(np.float32)).view(np.uint32)
 
@@ -148,6 +148,6 @@ def all_finite(patterns: Patterns) -> bool:
 
 
 def squared_norm(patterns: Patterns) -> float:
-    """Sum of squares, in double."""
+    """Sum up the squares of values [n], in double."""
     values = patterns.view(np.float32).astype(np.float64)
     return float(values @ values)

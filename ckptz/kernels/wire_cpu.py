@@ -8,9 +8,10 @@ import numpy as np
 from numba import int32, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
+from ckptz.kernels import values_cpu, wire_arrays
 from ckptz.kernels.numba_base import inlined, kernel
-from ckptz.kernels.values_cpu import from_f32, pack_codes, to_f32, unpack_codes  # noqa: F401
-from ckptz.kernels.wire_arrays import (  # noqa: F401 - some are kernels as they are
+from ckptz.kernels.values_cpu import pack_codes, unpack_codes
+from ckptz.kernels.wire_arrays import (
     BF16_MAX,
     DOWN,
     INFINITY,
@@ -24,28 +25,16 @@ from ckptz.kernels.wire_arrays import (  # noqa: F401 - some are kernels as they
     STEP_64,
     Bytes,
     Patterns,
-    add,
-    all_finite,
-    as_bytes,
     as_units,
-    concat,
-    exclude,
-    from_bytes,
-    gaps_of,
-    host_bytes,
-    low_bytes,
-    mask_at,
-    popcounts,
-    positions,
-    saturate,
-    squared_norm,
-    subtract,
-    wide,
-    zeros,
 )
 
 ONE_LESS_31 = np.int32(0x7FFFFFFF)
 N_COARSE, N_MIDDLE, N_FINE = 1 << 11, 1 << 10, 1 << 10  # 31 magnitude bits in three steps
+
+
+def __getattr__(name: str) -> Any:
+    """Give a kernel that the files share, or that numpy alone is quick enough for."""
+    return getattr(values_cpu if name in ("from_f32", "to_f32") else wire_arrays, name)
 
 
 # --- bytes --------------------------------------------------------------------------------------
