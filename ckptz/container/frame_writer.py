@@ -122,7 +122,7 @@ class _Planning:
         self, name: str, base: TensorSource | None, companions: Companions | None, run: MapFunction
     ) -> Draft:
         guide, against = self._contents.guides.get(name, NO_GUIDE), self._contents.record.base
-        seed = _seed(f"{'' if against is None else against.content_id}\n{name}")
+        seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
         subject = Subject(self.tensors[name], base, guide, companions, run, seed)
         recipe = self._contents.recipes[name]
         is_empty = not subject.source.n_units
@@ -140,10 +140,6 @@ class _Planning:
 def _held(source: TensorSource) -> TensorSource:
     """Read a tensor of one chunk once; a larger one whenever it is asked for."""
     return Held(source) if source.n_units <= CHUNK_UNITS else source
-
-
-def _seed(text: str) -> int:
-    return xxh64(text.encode()) & 0xFFFFFFFF
 
 
 def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[Encoding]:
