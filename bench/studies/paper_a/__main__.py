@@ -9,7 +9,7 @@ checkpoint; optimizer state stays exact and is not counted. Training really rest
 files restore to.
 
 Everything is kept in bench/.cache/paper_a, checkpoint by checkpoint: an interrupted bench goes on where it
-stopped. Writes results/paper_a_*.csv, paper_a.json, paper_a.png and the page paper_a.md. Two processes of one
+stopped. Writes results/paper_a_*.csv, paper_a.json and paper_a.png. Two processes of one
 thread each share the work: about an hour on two free cores.
 """
 
@@ -29,7 +29,7 @@ from bench.core.measure import machine
 from bench.core.report import finish
 from bench.studies.paper_a.chain import FAILURES, NEVER, Chain, noise_floor
 from bench.studies.paper_a.coders import file_bytes_by_way
-from bench.studies.paper_a.page import write_page, write_picture
+from bench.studies.paper_a.picture import write_picture
 from bench.studies.paper_a.search import (
     BUDGETS,
     LAST_TIMING,
@@ -182,7 +182,6 @@ def main() -> None:
     write_tables(results)
     write_picture(results)
     seconds = round(sum(bench_seconds(result.task) for result in results))
-    write_page(results, seconds)
     finish("paper_a", machine(), seconds=seconds, failures=FAILURES)
 
 
