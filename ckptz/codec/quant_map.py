@@ -30,7 +30,7 @@ class _Table(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """(rows, codes)."""
+        """Numbers of (rows, codes)."""
 
     @abstractmethod
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
@@ -50,7 +50,6 @@ class ExplicitTable(_Table):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of (rows, codes) of the table."""
         n_rows, n_codes = self.entries.shape
         return n_rows, n_codes
 
@@ -71,7 +70,6 @@ class LinearTable(_Table):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of (rows, codes) of the table."""
         return len(self.scale), len(self.level)
 
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
@@ -91,7 +89,6 @@ class IntegerTable(_Table):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of (rows, codes) of the table."""
         return len(self.scale), len(self.level)
 
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:

@@ -102,12 +102,10 @@ class SourceOf(TensorSource):
 
     @property
     def dtype(self) -> DType:
-        """Type of the elements."""
         return self.source.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions of the tensor, in elements."""
         return self.source.shape
 
 

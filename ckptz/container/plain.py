@@ -30,12 +30,10 @@ class RegionSource(TensorSource):
 
     @property
     def dtype(self) -> DType:
-        """Type of the tensor's elements."""
         return self.region.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions of the tensor, in elements."""
         return self.region.shape
 
     def units(self, begin: int, end: int) -> NDArray[Any]:

@@ -86,7 +86,7 @@ class TensorLink:
         return units.view(dtype).view(shape)
 
     def send(self, direction: Direction, tensor: Tensor, place: Place) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Send a tensor as (message as uint8, what makes the tensor that the other end decodes)."""
+        """Encode a tensor as (message as uint8, function that makes the tensor that the other end decodes)."""
         shape = tuple(tensor.shape)
         sent = self.link.send(direction, self._units(tensor), dtype_named(tensor.dtype), shape, place)
         message = sent.message if self._use_torch else torch.from_numpy(sent.message)
@@ -152,7 +152,7 @@ class DistributedLink:
     def send(
         self, tensor: Tensor, direction: Direction = Direction.FORWARD, place: Place | None = None
     ) -> Tensor:
-        """Send a tensor as (message as uint8, what makes the tensor that the other end decodes)."""
+        """Send a tensor to the peer; gives the tensor that the peer decodes."""
         place = place or Place(self._sent[direction])
         message, decode = self.link.send(direction, tensor, place)
         self._sent[direction] = place.step + 1
