@@ -27,7 +27,7 @@ ARRAY = re.compile(
 SIZED = re.compile(r"\[|\bunits?\b|\bbytes?\b")
 # Beginnings that leave the reader to guess the subject.
 RIDDLES = re.compile(r"(What|Where|How|Which|Of|For|See|As|It|The same|spec/)\b|spec/|\(")
-NO_OBJECT = re.compile(r"\w+ (it|them|others|the same|nothing|something)\b")
+NO_OBJECT = re.compile(r"\w+ (it|them|others|the same|nothing|something|of)\b")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -172,7 +172,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 def inline_name(level: int, position: int) -> str:
-    """Name of the region of a frame: tensor `position` of inline base `level`, 1 for the nearest."""
+    """Name the region of a frame: tensor `position` of inline base `level`, 1 for the nearest."""
     return f"{RESERVED_PREFIX}.inline.{level}.{position}"
 
 

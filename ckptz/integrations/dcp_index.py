@@ -82,7 +82,7 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def file_of(self, rank: int) -> str | None:
-        """Name of the file that a rank wrote."""
+        """Name the file that a rank wrote."""
         return next((file.name for file in self.files if file.rank == rank), None)
 
 

@@ -135,7 +135,7 @@ def _row_cost(counts: Any, table_bits: float, symbol_bits: float) -> float:
 
 @kernel
 def merge_neighbours(counts: Counts, most: int, table_bits: float, symbol_bits: float) -> Any:
-    """Group number of each row [n], and counts of each group, so that merged neighbours cost less than apart.
+    """Merge neighbouring rows while that costs less; gives each row's group [n] and each group's counts.
 
     A group costs its ideal code, `table_bits`, and `symbol_bits` for each symbol that occurs in it;
     empty rows join the group before them.

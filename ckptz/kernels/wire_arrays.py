@@ -54,7 +54,7 @@ def as_bytes(units: Any) -> Bytes:
 
 
 def as_units(data: Bytes, n_bytes: int) -> Any:
-    """View bytes [n] as unsigned integers of `n_bytes` bytes; copied where the bytes are not aligned."""
+    """Give bytes [n] as unsigned integers of `n_bytes` bytes; copied where the bytes are not aligned."""
     if data.ctypes.data % n_bytes:
         data = data.copy()
     return data.view(f"<u{n_bytes}")

@@ -86,7 +86,7 @@ class TensorLink:
         return units.view(dtype).view(shape)
 
     def send(self, direction: Direction, tensor: Tensor, place: Place) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Encode a tensor as (message as uint8, function that makes the tensor that the other end decodes)."""
+        """Encode a tensor as (message as uint8, function that makes the tensor which the other end gets)."""
         shape = tuple(tensor.shape)
         sent = self.link.send(direction, self._units(tensor), dtype_named(tensor.dtype), shape, place)
         message = sent.message if self._use_torch else torch.from_numpy(sent.message)
