@@ -2,7 +2,7 @@
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
-BIN := .venv/bin
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 DEV := .venv/.installed-dev
 BENCH := .venv/.installed-bench
 NEEDS_3_11 := import sys; sys.exit("ckptz needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)
@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-apps test-slow coverage fuzz lint types check format bench
+.PHONY: help demo test test-apps test-slow coverage fuzz lint types docs check format bench
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -49,7 +49,10 @@ lint: $(DEV) ## ruff: rules and format
 types: $(DEV) ## mypy --strict
 	$(BIN)/mypy
 
-check: lint types test test-apps ## lint, types and tests: what a change must pass
+docs: $(DEV) ## the site, in build/site: fails on a link or a name that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+check: lint types docs test test-apps ## lint, types, site and tests: what a change must pass
 
 format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

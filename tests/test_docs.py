@@ -17,7 +17,7 @@ import ckptz
 from ckptz.methods.table import METHODS
 from tests.support.spec_support import ROOT, slug
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 NEED_A_FRAMEWORK = {
     "ckptz.integrations.accelerate",
@@ -108,9 +108,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_verbs_of_the_first_page_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verbs_of_the_quick_start_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ckptz.compress("step-100.safetensors")
-    exec(block_with(ROOT / "README.md", "(report,) = ckptz.compress"), {})
+    exec(block_with(ROOT / "docs" / "quick-start.md", "(report,) = ckptz.compress"), {})
     assert re.fullmatch(r"\d+\.\dx smaller\n", capsys.readouterr().out)
     assert ckptz.inspect(run / "step-200.ckptz").step == 200
 

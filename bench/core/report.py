@@ -1,4 +1,4 @@
-"""Copies the tables of results/ into README.md and bench/README.md, between the markers that name them.
+"""Copies the tables of results/ into the pages that show them, between the markers that name them.
 
     python -m bench.core.report            rewrite the tables
     python -m bench.core.report --check    exit 1 if one of them is out of date
@@ -26,7 +26,7 @@ from bench.core.measure import (
     table,
 )
 
-PAGES = (BENCH / "README.md", BENCH.parent / "README.md")
+PAGES = (BENCH / "README.md", BENCH.parent / "README.md", BENCH.parent / "docs" / "comparison.md")
 MARKED = re.compile(r"<!-- results/([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -46,7 +46,7 @@ def rendered(text: str) -> str:
 
 
 def update_readme() -> None:
-    """Rewrite the tables of both pages."""
+    """Rewrite the tables of all pages."""
     for page in PAGES:
         page.write_text(rendered(page.read_text()))
 
@@ -61,7 +61,7 @@ def finish(name: str, facts: Mapping[str, object], rows: Sequence[Row] = (), **m
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Copy the tables of bench/results into bench/README.md.")
+    parser = argparse.ArgumentParser(description="Copy the tables of bench/results into the pages.")
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if out of date")
     if not parser.parse_args().check:
         update_readme()

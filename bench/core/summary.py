@@ -3,7 +3,7 @@
     python -m bench.core.summary [--demo demo-output]
 
 Copies the demo's numbers and picture into results/, writes results/readme.csv from them and from the tables
-of lossless and training_state, and rewrites the marked tables of README.md and bench/README.md.
+of lossless and restarts, and rewrites the marked tables of README.md and bench/README.md.
 """
 
 from __future__ import annotations
@@ -40,82 +40,52 @@ def demo_rows(demo: Mapping[str, Any]) -> list[Mapping[str, object]]:
 
 
 def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """What the first page shows: stored size, its denominator, the quality change, the rival."""
-    sizes, deltas = read_rows("lossless_sizes"), read_rows("lossless_delta_sizes")
-    rows: list[Mapping[str, object]] = []
-    for weights in ("fp32", "bf16"):
-        ours = next(r for r in sizes if r["weights"] == weights and r["tool"].startswith("ckptz"))
-        rival = next(r for r in sizes if r["weights"] == weights and r["tool"].startswith("ZipNN"))
-        rows.append(
-            _row(f"22.7 M {weights} weights of a sentence encoder", "lossless", float(ours["of raw"]), "none")
-            | {"beside it": f"ZipNN 0.5.4: {_smaller(float(rival['of raw']))}"}
-        )
-    for kind in ("training", "fine-tune"):
-        chosen = [r for r in deltas if r["pair"].startswith(kind)]
-        rows.append(
-            _row(f"bf16 weights, {len(chosen)} steps of a {kind} run", "lossless deltas", *_mean(chosen))
-            | {"beside it": _rivals(chosen)}
-        )
-    shown = (
-        (
-            "ckptz kmeans",
-            "ratio, weights",
-            "fp32 weights of",
-            "k-means, 16 levels",
+    """What the first page shows: without loss, deltas, a lossy run, and one that restarts from its files."""
+    encoder = next(r for r in read_rows("lossless_sizes") if r["tool"].startswith("ckptz"))
+    deltas = [r for r in read_rows("lossless_delta_sizes") if r["pair"].startswith("fine-tune")]
+    raw, stored = (sum(int(r[column]) for r in deltas) for column in ("raw bytes", "ckptz file"))
+    grid = next(r for r in demo if r["method"] == "ckptz grid")
+    run, tuned = (_restarted(task) for task in ("language", "fine-tune"))
+    return [
+        _row("22.7 M weights of a sentence encoder, fp32", "without loss", 1 / float(encoder["of raw"])),
+        _row("weights of a fine-tune, bf16, each step against the last", "without loss", raw / stored),
+        _row(
+            "the demo: training states, 6 steps",
+            "lossy: the grid method",
+            float(str(grid["ratio, weights and both moments"]).rstrip("x")),
+            str(grid["loss at once"]),
+            f"{grid['loss resumed']}, one restart",
         ),
-        (
-            "ckptz grid",
-            "ratio, weights and both moments",
-            "fp32 weights and both moments of",
-            "calibrated grid",
+        _row(
+            "training states, 14 steps, restarted from the lossy files only",
+            "lossy: the grid method",
+            float(run["state_ratio_with_anchor"]),
+            "",
+            f"{_end(run)}; a fine-tune {_end(tuned)} ({float(tuned['state_ratio_with_anchor']):.3g}x)",
         ),
-    )
-    for prefix, column, what, method in shown:
-        for row in demo:
-            if str(row["method"]).startswith(prefix):
-                stored = 1 / float(str(row[column]).rstrip("x"))
-                quality = f"{row['loss at once']} at once, {row['loss resumed']} resumed"
-                name = f"{what} the demo's run, with its anchor"
-                rows.append(_row(name, method, stored, quality) | {"beside it": ""})
-    return [*rows, _run_row()]
+    ]
 
 
-RUN = "grid 0.5, octaves 6, roots 1"
+def _restarted(task: str) -> dict[str, str]:
+    rows = read_rows("restarts")
+    return next(r for r in rows if (r["task"], r["arm"], r["seed"]) == (task, "grid, default", "0"))
 
 
-def _run_row() -> dict[str, object]:
-    """Whole states of the run of training_state."""
-    row = next(row for row in read_rows("training_state_whole") if row["method"] == RUN)
-    quality = f"{row['loss at once, %']} % at once, worst of five resumed {row['worst gap, %']} %"
-    name = "fp32 weights and both moments of 14 checkpoints, with their anchor"
-    return _row(name, "calibrated grid", 1 / float(row["ratio"]), quality) | {"beside it": ""}
+def _end(row: Mapping[str, str]) -> str:
+    change = float(row["loss_change_percent, held out"])
+    return f"{change:+.1f} % after {row['n_restarts']} restarts"
 
 
-def _row(what: str, method: str, share: float, loss: str) -> dict[str, object]:
+def _row(
+    what: str, how: str, ratio: float, at_once: str = "the same", later: str = "the same"
+) -> dict[str, object]:
     return {
-        "checkpoint": what,
-        "method": method,
-        "smaller (share of raw)": _smaller(share),
-        "change of the loss": loss,
+        "what is stored": what,
+        "how": how,
+        "smaller": f"{ratio:.3g}x",
+        "loss right after": at_once,
+        "loss later": later,
     }
-
-
-def _smaller(share: float) -> str:
-    """Stored bytes over raw bytes, and how many times smaller that is."""
-    return f"{1 / share:.4g}x ({share:.4g})"
-
-
-def _mean(rows: list[dict[str, str]]) -> tuple[float, str]:
-    shares = [1 / float(row["ckptz ratio"]) for row in rows]
-    return sum(shares) / len(shares), "none"
-
-
-def _rivals(rows: list[dict[str, str]]) -> str:
-    parts = []
-    for name, column in (("z4ai 0.2.0", "z4ai ratio"), ("XOR + planes + zstd -3", "xor ratio")):
-        shares = [1 / float(row[column]) for row in rows]
-        parts.append(f"{name}: {_smaller(sum(shares) / len(shares))}")
-    return ", ".join(parts)
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ Implements spec/06-container.md#reading, up to the first frame.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
@@ -32,6 +33,7 @@ from ckptz.dtypes import dtype_of
 from ckptz.errors import ChecksumError, CorruptionError, FormatError
 
 Read = Callable[[int, int], NDArray[Any]]
+_CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 
 
 def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
@@ -83,7 +85,7 @@ def _check_entries(index: Index) -> None:
 
 
 def _checksum(entry: TensorEntry) -> int:
-    if len(entry.checksum) != 16 or set(entry.checksum) - set("0123456789abcdef"):
+    if not _CHECKSUM.fullmatch(entry.checksum):
         raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
     return int(entry.checksum, 16)
 

@@ -5,6 +5,7 @@ Strict JSON, plain or deflated; no number in it affects how a frame decodes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import zlib
@@ -90,7 +91,7 @@ class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     data_digest: str | None = None
 
 
-class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One tensor: `offset` and `n_bytes` of its frame, counted like the envelope's."""
 
     name: str
@@ -176,6 +177,16 @@ def inline_name(level: int, position: int) -> str:
     return f"{RESERVED_PREFIX}.inline.{level}.{position}"
 
 
+def _counted(text: str) -> bytes:
+    encoded = text.encode("utf-8", "surrogatepass")
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+@functools.lru_cache(256)  # a file has few
+def _geometry(dtype: str, shape: tuple[int, ...]) -> bytes:
+    return _counted(dtype) + b"".join(n.to_bytes(8, "little") for n in (len(shape), *shape))
+
+
 def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
     """Compute the identity of values from (name, dtype, shape, checksum) of tensors in any order.
 
@@ -183,11 +194,7 @@ def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
     """
     digest = hashlib.sha256()
     for name, dtype, shape, checksum in sorted(tensors):
-        for text in (name, dtype):
-            encoded = text.encode("utf-8", "surrogatepass")
-            digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        for number in (len(shape), *shape, checksum):
-            digest.update(number.to_bytes(8, "little"))
+        digest.update(_counted(name) + _geometry(dtype, shape) + checksum.to_bytes(8, "little"))
     return digest.hexdigest()
 
 

@@ -57,6 +57,7 @@ class Agreement:
         return digest_of(self.logits)
 
     def against(self, exact: Exact) -> Prepared:
+        """Keep the logits of the exact state, for trials to be compared with."""
         kept = _rows_of(self.logits(exact.state()), self.metric).copy()  # theirs may be a buffer
         if not kept.size:
             raise ConfigError(f"{self.metric} returned no logits: shape {list(kept.shape)}")

@@ -65,6 +65,7 @@ class ResumeProbe:
         return digest_of(self.resume)
 
     def against(self, exact: Exact) -> Prepared:
+        """Measure the exact state and the noise of the measurement, for trials to be compared with."""
         resumed = _Resumed(self.resume, self.n_steps)
         loss, noise = resumed(exact.state()), self.noise_floor
         if not math.isfinite(loss):

@@ -356,9 +356,11 @@ class Link:
         return seed
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
+        """Give what feedback keeps between messages: arrays [elements] by name."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
         self.state.load_state_dict(state)
 
 
