@@ -284,6 +284,31 @@ def test_jobs_and_reruns_change_no_byte(tmp_path: Path, config: Method) -> None:
         assert 0.8 < share_kept(later[WEIGHT][rows], found[WEIGHT][rows], anchor[WEIGHT][rows]) < 1.2
 
 
+@pytest.mark.parametrize(("movement", "halved"), [(0.2, 0), (0.05, 0), (0.03, 1), (0.015, 2), (0.001, 3)])
+def test_steps_are_halved_where_little_moves(tmp_path: Path, movement: float, halved: int) -> None:
+    config = Grid(purpose="resume")
+    anchor = written(tmp_path, "0", state(), config)
+    rng = np.random.default_rng(1)
+    step = load_steps(tmp_path / "0.ckptz")
+    later = anchor | {WEIGHT: (anchor[WEIGHT] + rng.choice([-1, 1], (160, 256)) * movement * step)}
+    later[WEIGHT] = later[WEIGHT].astype(np.float32)
+    written(tmp_path, "1", later, config, "0")
+    assert load_steps(tmp_path / "1.ckptz") == pytest.approx(step / 2**halved, rel=1e-6)
+
+
+def load_steps(path: Path) -> float:
+    """The step of a file's weight, which has one for all rows."""
+    checkpoint = open_checkpoint(path)
+    try:
+        assert checkpoint.container is not None
+        quant_map = checkpoint.container.tensors[WEIGHT].header.plan.quant_map
+        assert quant_map is not None
+        assert isinstance(quant_map.table, LinearTable)
+        return float(quant_map.table.scale[0])
+    finally:
+        checkpoint.close()
+
+
 @pytest.mark.parametrize("step", [1.0, 4.0])
 def test_second_moments_keep_the_mean_size_of_updates(tmp_path: Path, step: float) -> None:
     rng, name = np.random.default_rng(0), "optimizer.up.weight.exp_avg_sq"
@@ -384,6 +409,15 @@ def test_adam_without_steps_gives_no_update() -> None:
     assert update_of(group, 1.0) is not None
     assert update_of(group, None) is None
     assert update_of(group, 0.0) is None
+
+
+def test_moves_below_the_steps_are_not_made_up_for() -> None:
+    rng = np.random.default_rng(0)
+    weight, lost = (source_of(rng.standard_normal((40, 50))) for _ in range(2))
+    folded = Folded(weight, Fold(Update(1e-3), (lost, None), (source_of(np.zeros((40, 50))), None)))
+    assert folded.is_worth(0.0)
+    assert folded.is_worth(1e-3)
+    assert not folded.is_worth(2e-3)
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])

@@ -108,6 +108,8 @@ PURPOSES: Final = ("auto", "resume", "ship")
 ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that restart
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
+LEAST_MOVING: Final = 1 / 16  # of elements; see `_Grid.after`
+MAX_HALVED: Final = 3
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
@@ -165,15 +167,17 @@ class UniformGrid(Recipe):
         key = drawn if isinstance(drawn, int) else NEAREST
         grid = _Grid(moved or subject.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
-            grid = replace(grid, key=grid.key_after(subject.seed, PEAK if kept else PEAK_TO_SHIP))
+            grid = grid.after(subject.seed, PEAK if kept else PEAK_TO_SHIP)
         counted = summed(subject.run, grid.count, subject.source)
         most = largest_magnitude(counted.found.total)
         if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
             grid = replace(grid, rounded=layer.rounded(most, bare_levels(rows.steps)))
             counted = summed(subject.run, grid.count, subject.source)
             most = largest_magnitude(counted.found.total)
-        draft = _draft_of(grid, counted, most, bare_levels(rows.steps, most))
-        return replace(draft, source=moved, found={} if grid.key == NEAREST else {DRAWN: grid.key})
+        draft = _draft_of(grid, counted, most, bare_levels(grid.rows.steps, most))
+        share = grid.rows.steps[0] / rows.steps[0]
+        found = {} if grid.key == NEAREST else {DRAWN: grid.key, "step": float(self.step * share)}
+        return replace(draft, source=moved, found=found)
 
     def _standing(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         """Plan a weight that is only evaluated: smallest at an equal error."""
@@ -406,23 +410,30 @@ class _Grid(Quantizer):
         steps = self.rows.steps.astype(np.float32)
         return values, base, self.base is not None, steps, self.rows.labels, row_units
 
-    def key_after(self, new: int, peak: float) -> int:
-        """Choose the thresholds by the chunk in the middle; `self.key` is that of the base's file.
+    def after(self, new: int, peak: float) -> _Grid:
+        """Choose thresholds, and steps for them, by the chunk in the middle; `self.key` is the base's file's.
 
         Weights have a peak at zero. So of residuals whose base is within `peak` steps of it, many are small
         wherever they come from; the others decide.
+
+        Where few elements would move by a step, steps are halved while that stays so: what drawing adds to
+        the error of a file, the product of movement and step, halves each time for few bits.
         """
-        all_bounds = list(chunk_bounds(self.source.dtype.n_units(self.source.shape)))
+        all_bounds = list(chunk_bounds(self.source.n_units))
         bounds = all_bounds[len(all_bounds) // 2]
         values, base, _, steps, labels, row_units = self._inputs(*bounds, self.source.units(*bounds))
         at = sampled(*bounds)
         of_rows = steps[labels[at // row_units]]
         places = (values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]) / of_rows
         is_far = np.abs(base[at - bounds[0]]) > peak * of_rows
-        if np.count_nonzero(is_far) >= MIN_DECIDING:
-            places[~is_far] = np.nan
+        if np.count_nonzero(is_far) < MIN_DECIDING:
+            is_far[:] = True
         drawn = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
-        return key_of(places, drawn, self.key, new)
+        key = key_of(np.where(is_far, places, np.nan), drawn, self.key, new)
+        moving = np.minimum(np.abs(places), 1.0).mean()
+        n_halved = 0 if key == NEAREST or not moving else int(np.log2(LEAST_MOVING / moving))
+        share = 0.5 ** min(max(n_halved, 0), MAX_HALVED)
+        return replace(self, key=key, rows=replace(self.rows, steps=self.rows.steps * share))
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """The largest magnitude that has codes, and what codes stand for."""
