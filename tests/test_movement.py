@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,18 @@ def test_steps_are_halved_where_little_moves(tmp_path: Path, movement: float, ha
     later[WEIGHT] = later[WEIGHT].astype(np.float32)
     written(tmp_path, "1", later, config, "0")
     assert load_steps(tmp_path / "1.ckptz") == pytest.approx(step / 2**halved, rel=1e-6)
+
+
+def test_more_restores_than_usual_want_finer_steps() -> None:
+    given = Grid(step=0.5)
+    usual, many = given.expecting(10), given.expecting(40)
+    assert (usual.step, usual.anchor_step, usual.moments) == (0.5, 0.125, given.moments)
+    assert (many.step, many.anchor_step) == (0.125, 0.03125)
+    assert many.moments is not None
+    assert given.moments is not None
+    assert many.moments.second_step == given.moments.second_step / 4
+    assert many.moments.first_step == given.moments.first_step / 4
+    assert replace(given, anchor_step=1.0).expecting(40).anchor_step == 1.0
 
 
 def load_steps(path: Path) -> float:

@@ -293,9 +293,9 @@ class Grid(Method):
 
         Anchors are finer still: the error of the first stays in the run, however often it restarts.
         """
-        step = self.step * min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
-        anchor_step = step * ANCHOR_SHARE if self.anchor_step is None else self.anchor_step
-        return replace(self.scaled(step), anchor_step=anchor_step)
+        share = min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
+        finer = self._with_step(self.step * share, share)
+        return replace(finer, anchor_step=self.anchor_step or finer.step * ANCHOR_SHARE)
 
     @property
     def multiplier(self) -> float:
@@ -303,14 +303,17 @@ class Grid(Method):
 
     def scaled(self, multiplier: float) -> Self:
         """Scale moments in proportion, up to steps where errors are no longer small."""
+        return self._with_step(multiplier, multiplier)
+
+    def _with_step(self, step: float, share: float) -> Self:
         moments = self.moments
         if moments is not None:
             moments = replace(
                 moments,
-                second_step=min(moments.second_step * multiplier, MAX_SECOND_STEP),
-                first_step=min(moments.first_step * multiplier, MAX_FIRST_STEP),
+                second_step=min(moments.second_step * share, MAX_SECOND_STEP),
+                first_step=min(moments.first_step * share, MAX_FIRST_STEP),
             )
-        return replace(self, step=multiplier, moments=moments)
+        return replace(self, step=step, moments=moments)
 
     def recorded(self, records: Sequence[Record]) -> Self | None:
         """Find the multiplier that most weights have."""
