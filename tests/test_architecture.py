@@ -56,7 +56,7 @@ OWNERS = {
     "pickle": (),
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
-        *("ckptz.torch", "ckptz.api.apply"),
+        *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage"),
     ),

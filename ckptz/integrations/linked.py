@@ -31,16 +31,14 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ckptz.api.read import check_limit
-from ckptz.commands.restore import decoded_chunks
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import LENGTH_BYTES, read_envelope
 from ckptz.container.index import KEY_DIGEST, BaseRef
 from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
-from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, named
-from ckptz.integrations.plain_types import from_plain, to_plain
+from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError
+from ckptz.frameworks.plain_types import to_plain
 from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
@@ -52,10 +50,10 @@ from ckptz.store.needs import needs_of
 from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, base_ref, open_checkpoint, open_file
 from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
+from ckptz.torch import load_state
 from ckptz.training.files import remembering
 from ckptz.training.snapshot import check_dense
 from ckptz.tree.flatten import flatten
-from ckptz.tree.unflatten import unflatten
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name
@@ -404,29 +402,5 @@ def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def read_newest(path: Path, jobs: int | None = None) -> Any:
-    """Read the state that a `Chain` was given for a file, as exactly as it is there; see `read_state`."""
-    return as_exactly_as_may_be(path, functools.partial(read_state, jobs=jobs))
-
-
-def read_state(path: Path, jobs: int | None = None) -> Any:
-    """Read the nested state of a file that a `Chain` wrote, every chunk held against its checksum.
-
-    Raises:
-        FileNotFoundError: no such file.
-        FormatError: it is damaged.
-        MissingBaseError: a file that it is stored against is missing.
-        LimitError: it does not fit into memory.
-    """
-    with contextlib.closing(open_checkpoint(path)) as checkpoint, Workers(jobs) as workers:
-        if checkpoint.container is None:
-            raise FormatError(f"{path}: not a {SUFFIX} file")
-        n_bytes = sum(source.n_bytes for source in checkpoint.tensors.values())
-        check_limit(n_bytes, None, str(path))
-        tree = checkpoint.container.index.tree
-        try:
-            state = unflatten(
-                checkpoint.tensors, tree, None, lambda tensors: decoded_chunks(tensors, workers)
-            )
-            return from_plain(state)
-        except CkptzError as error:
-            raise error if str(path) in str(error) else named(error, str(path)) from None
+    """Read the state that a `Chain` was given for a file, as exactly as it is there; see `load_state`."""
+    return as_exactly_as_may_be(path, functools.partial(load_state, jobs=jobs))

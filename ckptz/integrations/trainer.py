@@ -34,7 +34,6 @@ from ckptz.integrations.linked import (
     job_of,
     on_host,
     read_newest,
-    read_state,
 )
 from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
@@ -42,6 +41,7 @@ from ckptz.pipeline import Job
 from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX
 from ckptz.store.step_files import Kept
+from ckptz.torch import load_state
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.state import check_optimizers_fit, check_training, load_optimizers, optimizer_state
 
@@ -165,7 +165,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if path is None or not path.is_file():
             super()._load_rng_state(checkpoint)
             return
-        set_random_state(read_state(path, 1).get("rng"))
+        set_random_state(load_state(path, jobs=1).get("rng"))
 
 
 def _kept(args: Any) -> Kept:
