@@ -63,7 +63,7 @@ OWNERS = {
     "ml_dtypes": (),
     "vl_convert": (),
 }
-OPTIONAL = ("torch", "ml_dtypes", "vl_convert")
+OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert")
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 

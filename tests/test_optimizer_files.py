@@ -239,6 +239,32 @@ def test_numbers_of_a_file_beside_a_torch_model_follow_its_order(tmp_path: Path)
         assert torch.equal(both[name], weights[name])
 
 
+def test_names_of_a_file_say_whose_moments_they_are(tmp_path: Path) -> None:
+    model, optimizer = written(tmp_path, model="model.safetensors")
+    names = [name for name, _ in Net().named_parameters()]
+    listed = tmp_path / "names.txt"
+    listed.write_text("\n".join(names) + "\n")
+    report = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid(), param_names=listed)
+    assert not any("no parameter" in note or "lossless" in note for note in report.notes)
+    exact, restored = torch.load(optimizer)["state"], load_file(tmp_path / "s.ckptz")
+    assert all(not torch.equal(restored[f"state.{i}.exp_avg"], exact[i]["exp_avg"]) for i in (0, 4, 6))
+
+    for lines, said in (
+        (names[:-1], r"names\.txt: holds 7 names, and the optimizer numbers 8 parameters"),
+        ([*names, "more"], "holds 9 names, and the optimizer numbers 8"),
+        ([*names[:-1], "out.scale"], r"no weight of the checkpoint is called 'out\.scale'"),
+        ([names[1], names[0], *names[2:]], r"'up\.bias' has shape \[96\], and parameter 0 .*\[96, 48\]"),
+        ([*names[:-1], names[0]], "names a parameter twice"),
+    ):
+        listed.write_text("\n".join(lines))
+        with pytest.raises(ConfigError, match=said):
+            compressed(model, optimizer, tmp_path / "no.ckptz", config=Grid(), param_names=listed)
+    listed.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"names\.txt: not a text file in UTF-8"):
+        compressed(model, optimizer, tmp_path / "no.ckptz", config=Grid(), param_names=listed)
+    assert not (tmp_path / "no.ckptz").exists()
+
+
 def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path: Path) -> None:
     net, optimizer = trained(adamw)
     whole = saved_together(tmp_path, net, optimizer)
