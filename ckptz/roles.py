@@ -80,7 +80,7 @@ def load_rules(text: str) -> tuple[Rule, ...]:
 
 _WORDS: Final = "|".join(STATE_ROLES)
 _STATE: Final = re.compile(
-    rf"(?:optimizer\.)?(?:state\.)?(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+)"
+    rf"(?:optimizer\.)?(?:state\.)?(?:(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+))"
 )
 _LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type in LAYER_PATTERNS)
 
