@@ -132,3 +132,10 @@ def test_the_id_is_of_values_and_is_told_anew_when_they_change() -> None:
         model.base.bias[0] += 1
     assert one.of(frozen_weights(model)) != first
     assert one.of({}) is None
+
+
+def test_all_names_of_a_tied_weight_are_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    assert list(frozen_weights(model)) == ["0.weight", "2.weight"]

@@ -26,7 +26,14 @@ Tensors = Mapping[str, torch.Tensor]
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Give the parameters of a model that need no gradient, by name; buffers are not among them."""
     trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-    return {name: tensor for name, tensor in model_state(model).items() if name not in trained}
+    live = model_state(model)
+    frozen = {tensor.data_ptr() for name, tensor in live.items() if name not in trained and tensor.numel()}
+    # PyTorch leaves out one name of a tied parameter alone.
+    return {
+        name: tensor
+        for name, tensor in live.items()
+        if name not in trained or (isinstance(tensor, torch.Tensor) and tensor.data_ptr() in frozen)
+    }
 
 
 class FrozenId:
