@@ -24,7 +24,7 @@ from ckptz.formats.portable import clashes, is_portable
 from ckptz.formats.sharding import PLAIN_SUFFIX, SHARD_SUFFIXES, is_shard_name
 from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
 from ckptz.methods.method import MOMENT_ROLES
-from ckptz.roles import Role, Rule, role_of
+from ckptz.roles import BASES, Role, Rule, role_of
 from ckptz.tree.leaves import TensorRef
 from ckptz.tree.skeleton import parse_tree
 
@@ -126,6 +126,7 @@ class _Entry:
     tensors: Mapping[str, str]  # names by word: "exp_avg" and so on
     shape: tuple[int, ...] | None  # of the parameter, if a state tells it
     label: str | None  # name of the parameter, if the group or the key tells it
+    is_plain: bool  # its moments are those of elements of the parameter
 
 
 Known = tuple[dict[str, Role], list[str]]
@@ -224,14 +225,16 @@ def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> I
         keys, labels = settings.get("params", []), settings.get("param_names")
         labels = labels if isinstance(labels, list) and len(labels) == len(keys) else [None] * len(keys)
         for position, key in enumerate(keys):
+            held = state["state"].get(key, {})
             names = {
                 word: ref.name
-                for word, ref in state["state"].get(key, {}).items()
+                for word, ref in held.items()
                 if isinstance(word, str) and isinstance(ref, TensorRef) and ref.name in tensors
             }
             label = labels[position] or (key if isinstance(key, str) else None)
             whole = next((tensors[names[word]] for word in WHOLE_STATES if word in names), None)
-            yield _Entry(key, group, names, None if whole is None else whole.shape, label)
+            shape = None if whole is None else whole.shape
+            yield _Entry(key, group, names, shape, label, BASES.isdisjoint(held))
 
 
 def _labelled(optimizers: Sequence[Sequence[_Entry]], names: ParameterNames) -> Iterator[list[_Entry]]:
@@ -277,7 +280,8 @@ def _join(
         label = parameters.get(entry.key, f"state.{entry.key}")
         for word, name in entry.tensors.items():
             source = tensors[name]
-            found[name] = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
+            role = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
+            found[name] = role if entry.is_plain else replace(role, role="other")
     return found
 
 

@@ -43,6 +43,7 @@ from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.store.step_files import FROZEN_KEY, Kept
 from ckptz.torch import load_state
+from ckptz.training.files import moment_roles
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.state import check_optimizers_fit, check_training, load_optimizers, optimizer_state
@@ -230,7 +231,8 @@ def _training_job(trainer: Any) -> Job:
         "scheduler": trainer.lr_scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
-    return job_of(on_host(state), trainer.state.global_step, _EXACT)
+    job = job_of(on_host(state), trainer.state.global_step, _EXACT)
+    return replace(job, roles=dict(moment_roles(state["optimizer"], job.tensors)))
 
 
 def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]) -> dict[str, Guide]:

@@ -23,7 +23,7 @@ from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
-from ckptz.roles import Role, Rule, role_of
+from ckptz.roles import BASES, Role, Rule, role_of
 from ckptz.store.resolve import Checkpoint, base_ref
 from ckptz.store.step_files import EXACT_OF_KEY, FROZEN_KEY, METRIC_KEY, POSITION_KEY, FileKind, StepFile
 from ckptz.store.steps import Opener
@@ -111,7 +111,7 @@ class StepState:
         self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
         self.updates = dict(_updates(state, self.rest.tensors))
         self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
-            _moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
+            moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
 
     @property
@@ -150,15 +150,17 @@ def _weight_roles(weights: Mapping[str, TensorSource]) -> Iterator[tuple[str, Ro
             yield name, Role("weight", name.removeprefix(f"{MODEL}."), layer_type)
 
 
-def _moment_roles(
+def moment_roles(
     optimizer: Mapping[str, Any], tensors: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, Role]]:
+    """Say what the tensors of optimizer state are that is kept by the names of parameters."""
     for parameter, state in optimizer.items():
         for key in state:
             name = f"{OPTIMIZER}.{parameter}.{key}"
             if name in tensors:
                 source = tensors[name]
-                yield name, replace(role_of(name, source.shape, source.dtype.is_float), parameter=parameter)
+                role = replace(role_of(name, source.shape, source.dtype.is_float), parameter=parameter)
+                yield name, role if BASES.isdisjoint(state) else replace(role, role="other")
 
 
 def _updates(state: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> Iterator[tuple[str, Update]]:
