@@ -22,7 +22,7 @@ MAX_LAYERS: Final = 4096  # a config may claim as many as it likes, and each tak
 
 @dataclass(frozen=True, slots=True)
 class ParameterNames:
-    """Where names of numbered parameters may come from.
+    """The names of parameters that an optimizer numbers, and where they come from.
 
     Attributes:
         listed_in: a file of the user's with a name on each line, in the order of the optimizer's numbers.
