@@ -17,6 +17,7 @@ from ckptz.container.writer import Written, write_container
 from ckptz.encoding.guide import Guide, Update
 from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of, with_folds
 from ckptz.guidance.owners import known_roles
+from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import checked
@@ -35,6 +36,7 @@ class Job(FileRecord):
     # optimizer state
     roles: Mapping[str, Role] | None = None
     optimizer_names: Collection[str] = ()  # names of tensors that come from a file of optimizer state
+    parameter_names: ParameterNames = NO_NAMES  # where the names of numbered parameters may come from
     # parameters whose moments stand in another file, so that their one-dimensional weights are as exact as
     # they would be beside them
     trained: Collection[str] = ()
@@ -79,7 +81,9 @@ def prepared(job: Job) -> Iterator[Prepared]:
     method = checked(job.config)
     known, notes = dict(job.roles or {}), list[str]()
     if method.is_lossy and job.roles is None:
-        known, notes = known_roles(job.tensors, job.tree, job.role_rules, job.optimizer_names)
+        known, notes = known_roles(
+            job.tensors, job.tree, job.role_rules, job.optimizer_names, names=job.parameter_names
+        )
     everything = {**job.tensors, **job.beside}
     roles = {
         name: known.get(name) or role_of(name, tuple(s.shape), s.dtype.is_float, job.role_rules)

@@ -16,8 +16,9 @@ from ckptz.errors import ConfigError
 
 ROLES: Final = ("weight", "exp_avg", "exp_avg_sq", "factor", "momentum", "other")
 LAYER_TYPES: Final = ("embedding", "attention", "linear", "conv", "norm", "head", "other")
-# What optimizers call their state: Adam, AdamW and Lion, RMSprop, SGD, Adafactor (whose factors are sums
-# over rows and columns of a second moment). Everything else is lossless.
+# What optimizers call their state: Adam, AdamW and Lion, RMSprop, SGD and Muon, Adafactor (whose factors are
+# sums over rows and columns of a second moment), bitsandbytes (whose codes have 8 bits already). Everything
+# else is lossless.
 STATE_ROLES: Final = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
@@ -30,7 +31,10 @@ STATE_ROLES: Final = {
     "col_var": "factor",
     "step": "other",
     "max_exp_avg_sq": "other",
+    **dict.fromkeys(("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"), "other"),
 }
+# SOAP's factors: the moments beside them are in the basis of these, and not of elements of the parameter.
+BASES: Final = frozenset({"GG", "Q"})
 
 # (pattern over the parameter's name, layer type); spec-free, `inspect` shows what matched.
 LAYER_PATTERNS: Final = (
@@ -80,7 +84,7 @@ def load_rules(text: str) -> tuple[Rule, ...]:
 
 _WORDS: Final = "|".join(STATE_ROLES)
 _STATE: Final = re.compile(
-    rf"(?:optimizer\.)?(?:state\.)?(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+)"
+    rf"(?:optimizer\.)?(?:state\.)?(?:(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+))"
 )
 _LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type in LAYER_PATTERNS)
 

@@ -2,11 +2,13 @@
 
     from ckptz.torch import load_file, save_file
 
-`load_file`, `load` and `load_model` also read plain safetensors files.
+`load_file`, `load` and `load_model` also read plain safetensors files. `save_state` and `load_state` keep
+nested states, as `torch.save` and `torch.load` do, without pickle.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +19,36 @@ import safetensors.torch
 import torch
 
 from ckptz.api.apply import apply_
-from ckptz.api.safe_open import PathLike, load_bytes, safe_open
+from ckptz.api.read import check_limit
+from ckptz.api.safe_open import PathLike, checked_path, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
-from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units
+from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units, tensor_bytes
+from ckptz.commands.restore import decoded_chunks
 from ckptz.dtypes import DType
+from ckptz.errors import CkptzError, ConfigError, FormatError, named
+from ckptz.frameworks.plain_types import Mover, from_plain, on_device, to_plain
 from ckptz.frameworks.torch import stored_type
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
-from ckptz.tree.flatten import geometry_of
+from ckptz.parallel import Workers
+from ckptz.store.resolve import SUFFIX, open_checkpoint
+from ckptz.tree.flatten import flatten, geometry_of
+from ckptz.tree.unflatten import unflatten
 from ckptz.wire.policy import LinkPolicy, check_policy
 
 Tensors = dict[str, torch.Tensor]
 
-__all__ = ["apply_", "load", "load_file", "load_model", "save", "save_file", "save_model"]
+__all__ = [
+    "apply_",
+    "load",
+    "load_file",
+    "load_model",
+    "load_state",
+    "save",
+    "save_file",
+    "save_model",
+    "save_state",
+]
 
 
 def save(
@@ -249,6 +268,88 @@ def load_model(
     if strict and (missing or unexpected):
         raise RuntimeError(_mismatch(model, missing, unexpected))
     return missing, unexpected
+
+
+def save_state(
+    state: Any,
+    filename: PathLike,
+    *,
+    config: Method = LOSSLESS,
+    base: PathLike | None = None,
+    jobs: int | None = None,
+) -> None:
+    """Write a nested state to a `.ckptz` file, as `torch.save` would, but without pickle.
+
+    It may hold dicts, lists and tuples of tensors, numbers, text and bytes, with NumPy arrays and scalars,
+    paths, sets, dates and devices among them. Tensors that share memory share it after `load_state`.
+
+    Args:
+        state: what to keep; tensors on any device.
+        filename: the file, replaced if it exists.
+        config: what weights and moments may lose; nothing by default.
+        base: an earlier file to store only the difference to; see `save_file`.
+        jobs: threads, all cores by default.
+
+    Raises:
+        UnsupportedError: a value that could not come back without running code; the message says where.
+        WriteError: the disk is full or fails; what was there stays.
+
+    Example:
+        >>> import torch
+        >>> from ckptz.torch import load_state, save_state
+        >>> save_state({"model": {"weight": torch.ones(2)}, "step": 10, "lr": (0.1, None)}, "run.ckptz")
+        >>> load_state("run.ckptz")
+        {'model': {'weight': tensor([1., 1.])}, 'step': 10, 'lr': (0.1, None)}
+    """
+    move = Mover(torch.device("cpu"))
+    try:
+        flat = flatten(to_plain(state, lambda tensor, _: move(tensor)))
+    except RecursionError:
+        raise ConfigError("the state is nested too deep, or holds itself; save a flatter one") from None
+    save_to_file(flat.tensors, filename, None, config, base, jobs, flat.tree)
+
+
+def load_state(
+    filename: PathLike,
+    map_location: str | torch.device | None = None,
+    *,
+    search_path: Sequence[PathLike] = (),
+    max_decoded_bytes: int | None = None,
+    jobs: int | None = None,
+) -> Any:
+    """Load what `save_state` was given, or the nested state that `ckptz compress` made a file of.
+
+    Args:
+        filename: the file; a delta finds its bases beside it and in `search_path`.
+        map_location: the device of the tensors, the CPU by default.
+        search_path: more folders with bases.
+        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
+        jobs: threads, all cores by default.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: it is damaged, or no `.ckptz` file.
+        MissingBaseError: a file that it is stored against is missing.
+        LimitError: it does not fit into memory.
+
+    Example:
+        >>> from ckptz.torch import load_state, save_state
+        >>> save_state([1, {"seed": (2, 3)}], "seeds.ckptz")
+        >>> load_state("seeds.ckptz")
+        [1, {'seed': (2, 3)}]
+    """
+    path = checked_path(filename)
+    with contextlib.closing(open_checkpoint(path, search_path)) as opened, Workers(jobs) as workers:
+        if opened.container is None:
+            raise FormatError(f"{path}: not a {SUFFIX} file; read it with load_file")
+        check_limit(tensor_bytes(opened.tensors), max_decoded_bytes, path)
+        tree = opened.container.index.tree
+        try:
+            state = unflatten(opened.tensors, tree, None, lambda tensors: decoded_chunks(tensors, workers))
+            found = from_plain(state)
+        except CkptzError as error:
+            raise error if path in str(error) else named(error, path) from None
+    return found if map_location is None else on_device(found, map_location)
 
 
 def _mismatch(model: torch.nn.Module, missing: Iterable[str], unexpected: Iterable[str]) -> str:

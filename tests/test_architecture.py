@@ -56,14 +56,14 @@ OWNERS = {
     "pickle": (),
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
-        *("ckptz.torch", "ckptz.api.apply"),
+        *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage"),
     ),
     "ml_dtypes": (),
     "vl_convert": (),
 }
-OPTIONAL = ("torch", "ml_dtypes", "vl_convert")
+OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert")
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 

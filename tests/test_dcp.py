@@ -33,9 +33,9 @@ from ckptz.formats.inputs import open_input
 from ckptz.formats.pickled import read_pickled
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
-from ckptz.integrations.linked import read_state
 from ckptz.methods.kmeans import KMeans
 from ckptz.store.resolve import open_checkpoint
+from ckptz.torch import load_state
 from tests.support.cli_support import ckptz
 
 OPTIONS = ChainOptions(jobs=1)
@@ -290,7 +290,7 @@ def as_torch_names(value: Any) -> Any:
 def test_a_folder_of_torch_is_compressed_and_restored(tmp_path: Path) -> None:
     source = torch_folder(tmp_path / "source", plain_state())
     ckptz("compress", source, "-o", tmp_path / "packed.ckptz", "--jobs", 1)
-    assert same(read_state(tmp_path / "packed.ckptz"), as_torch_names(plain_state()))
+    assert same(load_state(tmp_path / "packed.ckptz"), as_torch_names(plain_state()))
     ckptz("restore", tmp_path / "packed.ckptz", "--to", "dcp", "-o", tmp_path / "back")
     back = emptied(plain_state())
     with warnings.catch_warnings():

@@ -23,12 +23,13 @@ from ckptz.errors import CkptzError, WriteError
 from ckptz.integrations import linked as linked_files
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE
-from ckptz.integrations.linked import Chain, ChainOptions, drop_unneeded, job_of, read_state
+from ckptz.integrations.linked import Chain, ChainOptions, drop_unneeded, job_of
 from ckptz.integrations.sharded import ShardedCheckpointer
+from ckptz.store import links
 from ckptz.store.resolve import open_checkpoint
 from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
-from ckptz.torch import save_file
+from ckptz.torch import load_state, save_file
 from tests.support.fault_support import ERRORS, Error, copied, each_error, fail_everywhere, unreadable
 from tests.support.sync_support import State, cloned, same
 
@@ -48,7 +49,7 @@ def write(chain: Chain, folder: Path, i: int) -> None:
 
 def check_chain(folder: Path, kept: set[int]) -> None:
     for i in kept:
-        state = read_state(folder / f"{i}.ckpt", 1)
+        state = load_state(folder / f"{i}.ckpt", jobs=1)
         assert state["step"] == i
         assert state["weight"].equal(a_state(i)["weight"])
 
@@ -103,7 +104,8 @@ def test_a_base_that_goes_while_it_is_looked_at_makes_an_anchor(
     elif where == "os.link":
         monkeypatch.setattr(os, "link", at_once(os.link, base))
     else:
-        monkeypatch.setattr(linked_files, where, at_once(getattr(linked_files, where), base))
+        place = links if where == "read_envelope" else linked_files
+        monkeypatch.setattr(place, where, at_once(getattr(place, where), base))
     write(chain, tmp_path, 2)
     monkeypatch.undo()
     check_chain(tmp_path, {2})

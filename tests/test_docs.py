@@ -124,3 +124,34 @@ def test_the_search_of_its_page_runs(run: Path, capsys: pytest.CaptureFixture[st
     assert "x smaller {" in capsys.readouterr().out
     [promise] = ckptz.inspect(run / "step-100.ckptz").quality
     assert (promise.max_drop, promise.is_met) == (0.01, True)
+
+
+# --- which frameworks -------------------------------------------------------------------------------------
+
+ASKED_FOR = (
+    *("DeepSpeed", "FSDP1", "Megatron", "torchtitan", "torchtune", "TRL", "Lightning Fabric", "JAX/orbax"),
+    *("Keras", "MLX", "vLLM", "diffusers", "GGUF", "W&B", "DVC"),
+)
+
+
+def framework_rows() -> dict[str, list[str]]:
+    """Status, way and example of each framework of the page."""
+    text = (ROOT / "docs" / "frameworks.md").read_text("utf-8")
+    section = text.split("## Which frameworks")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {row[0]: [cell.strip(" |") for cell in row[1:]] for row in rows[1:]}
+
+
+def test_every_framework_has_its_row() -> None:
+    rows = framework_rows()
+    assert set(ASKED_FOR) <= set(rows)
+    assert {row[0] for row in rows.values()} == {"supported", "by restoring first", "planned", "never"}
+
+
+@pytest.mark.parametrize("name", [name for name, row in framework_rows().items() if row[0] == "supported"])
+def test_every_supported_framework_has_an_example_that_tests_run(name: str) -> None:
+    found = re.search(r"\(\.\./examples/(\w+\.py)\)", framework_rows()[name][-1])
+    assert found, "no example"
+    others = (path for path in (ROOT / "tests").glob("test_*.py") if path.stem != "test_docs")
+    tests = [path.read_text("utf-8") for path in others]
+    assert any(f'"{found[1]}"' in test and '"examples"' in test for test in tests), "no test runs it"

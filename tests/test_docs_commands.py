@@ -136,6 +136,16 @@ def of_seals() -> None:
     hf_folder(Path("downloaded-model"))
 
 
+def of_frameworks() -> None:
+    for step in (60, 120, 180, 240):
+        folder = Path(f"checkpoint-{step}")
+        folder.mkdir()
+        plain(f"checkpoint-{step}/model", step)
+        an_optimizer()
+        Path("adam.pt").rename(folder / "optimizer.pt")
+        (folder / "trainer_state.json").write_text("{}")
+
+
 def of_transformers() -> None:
     a_project()
     Path("packed").mkdir()
@@ -145,6 +155,7 @@ def of_transformers() -> None:
 PREPARED: dict[str, Callable[[], None]] = {
     "search.md": lambda: (a_project(), an_optimizer())[0],
     "report.md": of_reports,
+    "frameworks.md": of_frameworks,
     "training.md": of_runs,
     "weight-sync.md": of_weights,
     "seals.md": of_seals,

@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from ckptz import KMeans
 from ckptz.errors import ConfigError
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
-from ckptz.integrations.linked import Chain, job_of, read_newest, read_state
+from ckptz.integrations.linked import Chain, job_of, read_newest
 from ckptz.integrations.sharded import ShardedCheckpointer
+from ckptz.torch import load_state
 
 OPTIONS = ChainOptions(config=KMeans(levels=8), jobs=1)
 
@@ -38,7 +39,7 @@ def test_the_newest_file_comes_back_exactly(tmp_path: Path, name: str) -> None:
         path = tmp_path / name.format(step)
         chain.write(path, job_of(a_state(step)))
         assert same(read_newest(path), a_state(step))
-        assert not same(read_state(path), a_state(step)), "a path gives that file's own values"
+        assert not same(load_state(path), a_state(step)), "a path gives that file's own values"
         assert len(residuals(tmp_path)) == 1 + (step > 0 and name != "last.ckpt"), (
             "of this and the one before"
         )
@@ -91,7 +92,7 @@ def test_a_residual_that_is_not_right_is_told_of(tmp_path: Path, wrong: bytes | 
     residual.write_bytes(other.read_bytes()[:-20] if wrong is None else wrong)
     with pytest.warns(RuntimeWarning, match="is restored with what it loses"):
         found = read_newest(tmp_path / "1.ckpt")
-    assert same(found, read_state(tmp_path / "1.ckpt"))
+    assert same(found, load_state(tmp_path / "1.ckpt"))
 
 
 # --- folders of shards ----------------------------------------------------------------------------------

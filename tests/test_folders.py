@@ -20,7 +20,14 @@ from ckptz import pipeline
 from ckptz.codec.units import TensorSource
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import publish
-from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError, UnsupportedError
+from ckptz.errors import (
+    CkptzError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+)
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.portable import check_holds, clashes, is_portable
 from ckptz.formats.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
@@ -546,3 +553,63 @@ def test_torch_shards_must_be_dicts_and_agree_with_their_index(torch_folder: Pat
     torch.save([torch.ones(5)], second)
     with pytest.raises(FormatError, match=f"{second.name}: not a dict"):
         open_input(torch_folder)
+
+
+# --- states beside the model ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_folder(folder: Path) -> Path:
+    """A folder of a trainer: its states beside the shards, some of which only code could read."""
+    torch = pytest.importorskip("torch")
+    torch.save(
+        {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}, folder / "optimizer.pt"
+    )
+    torch.save({"last_epoch": 4, "base_lrs": (1e-3,)}, folder / "scheduler.pt")
+    torch.save({"numpy": np.random.RandomState(1).get_state()}, folder / "rng_state.pth")
+    torch.save({"a": torch.zeros(2)}, folder / "pytorch_model.bin")
+    (folder / "vocab.bin").write_bytes(b"no torch file")
+    return folder
+
+
+def test_states_beside_the_model_are_part_of_it(run_folder: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    compress(run_folder, tmp_path / "packed")
+    carried = {"config.json", "1_Pooling/config.json", "rng_state.pth", "pytorch_model.bin", "vocab.bin"}
+    assert set(contents_of(tmp_path / "packed")) == {"model.ckptz", *carried}
+    opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert {"a", "b", "c", "empty", "state.0.exp_avg"} == set(opened.tensors)
+    found, wanted = contents_of(tmp_path / "restored"), contents_of(run_folder)
+    assert set(found) == set(wanted)
+    for name in set(wanted) - {"optimizer.pt", "scheduler.pt"}:
+        assert found[name] == wanted[name]
+    for name in ("optimizer.pt", "scheduler.pt"):
+        one, other = (torch.load(place / name) for place in (tmp_path / "restored", run_folder))
+        assert repr(one) == repr(other)
+
+
+def test_a_name_that_a_shard_has_too_is_no_error(run_folder: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"a": torch.full((2,), 7)}, run_folder / "ema.pt")
+    compress(run_folder, tmp_path / "packed")
+    opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert {"a", "a~2"} <= set(opened.tensors)
+    assert torch.load(tmp_path / "restored" / "ema.pt")["a"].tolist() == [7, 7]
+
+
+def test_a_large_state_that_stays_as_it_is_is_noted(run_folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"state": torch.zeros(1 << 19), "of": np.float64(1)}, run_folder / "optimizer.pt")
+    opened = open_input(run_folder)
+    assert len(opened.notes) == 1
+    assert "optimizer.pt is carried as it is" in opened.notes[0]
+    assert "numpy" in opened.notes[0]
+    assert "optimizer.pt" in {name for name, _ in opened.carried}
+    opened.close()
+
+
+def test_a_cut_state_is_named(run_folder: Path) -> None:
+    path = run_folder / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(CkptzError, match=r"optimizer\.pt: .*try an intact copy"):
+        open_input(run_folder)

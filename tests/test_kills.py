@@ -24,10 +24,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_state
+from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
+from ckptz.torch import load_state
 from tests.support.checkpointer_support import in_child
 from tests.support.sync_support import State, cloned, same
 
@@ -212,11 +213,11 @@ def test_folders_of_the_trainer_that_were_saved_are_there(tmp_path: Path, n_kill
         if not step:
             return
         folder = tmp_path / "run" / f"checkpoint-{step}"
-        found = read_state(folder / "model.ckptz", 1)
+        found = load_state(folder / "model.ckptz", jobs=1)
         if step in expected:
             assert same({name: found[name] for name in expected[step]}, expected[step])
-        assert read_state(folder / "state.ckptz", 1)["scheduler"]["last_epoch"] == step
-        assert read_state(folder / "rng-00000.ckptz", 1)["rng"]
+        assert load_state(folder / "state.ckptz", jobs=1)["scheduler"]["last_epoch"] == step
+        assert load_state(folder / "rng-00000.ckptz", jobs=1)["rng"]
 
     def job(reported: Reported, rank: int) -> None:
         trainer_job(tmp_path / "run", reported, rank)
@@ -256,7 +257,7 @@ def test_the_only_file_that_is_kept_is_replaced_before_it_goes(tmp_path: Path, n
     def check(step: int) -> None:
         assert (steps() or [0])[-1] >= step
         for found in steps()[-1:]:
-            assert (read_state(tmp_path / f"{found}.ckpt", 1)["weight"] == found).all()
+            assert (load_state(tmp_path / f"{found}.ckpt", jobs=1)["weight"] == found).all()
 
     kill_again_and_again(job, check, n_kills, longest=0.1)
 

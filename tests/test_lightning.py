@@ -41,7 +41,8 @@ from ckptz.errors import (
     UnsupportedError,
     WriteError,
 )
-from ckptz.integrations import linked, plain_types, versions
+from ckptz.frameworks import plain_types
+from ckptz.integrations import linked, versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
 from ckptz.store.resolve import open_checkpoint
 

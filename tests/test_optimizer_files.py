@@ -20,6 +20,7 @@ from ckptz.guidance.owners import Known, known_roles
 from ckptz.methods.grid import Grid
 from ckptz.roles import Rule
 from ckptz.torch import load_file
+from ckptz.training.files import StepState
 from tests.support.cli_support import ckptz
 
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -239,6 +240,32 @@ def test_numbers_of_a_file_beside_a_torch_model_follow_its_order(tmp_path: Path)
         assert torch.equal(both[name], weights[name])
 
 
+def test_names_of_a_file_say_whose_moments_they_are(tmp_path: Path) -> None:
+    model, optimizer = written(tmp_path, model="model.safetensors")
+    names = [name for name, _ in Net().named_parameters()]
+    listed = tmp_path / "names.txt"
+    listed.write_text("\n".join(names) + "\n")
+    report = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid(), param_names=listed)
+    assert not any("no parameter" in note or "lossless" in note for note in report.notes)
+    exact, restored = torch.load(optimizer)["state"], load_file(tmp_path / "s.ckptz")
+    assert all(not torch.equal(restored[f"state.{i}.exp_avg"], exact[i]["exp_avg"]) for i in (0, 4, 6))
+
+    for lines, said in (
+        (names[:-1], r"names\.txt: holds 7 names, and the optimizer numbers 8 parameters"),
+        ([*names, "more"], "holds 9 names, and the optimizer numbers 8"),
+        ([*names[:-1], "out.scale"], r"no weight of the checkpoint is called 'out\.scale'"),
+        ([names[1], names[0], *names[2:]], r"'up\.bias' has shape \[96\], and parameter 0 .*\[96, 48\]"),
+        ([*names[:-1], names[0]], "names a parameter twice"),
+    ):
+        listed.write_text("\n".join(lines))
+        with pytest.raises(ConfigError, match=said):
+            compressed(model, optimizer, tmp_path / "no.ckptz", config=Grid(), param_names=listed)
+    listed.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"names\.txt: not a text file in UTF-8"):
+        compressed(model, optimizer, tmp_path / "no.ckptz", config=Grid(), param_names=listed)
+    assert not (tmp_path / "no.ckptz").exists()
+
+
 def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path: Path) -> None:
     net, optimizer = trained(adamw)
     whole = saved_together(tmp_path, net, optimizer)
@@ -315,6 +342,54 @@ def test_an_unknown_optimizer_stays_lossless(tmp_path: Path) -> None:
     restore(tmp_path / "s.ckptz", tmp_path / "back")
     restored = torch.load(tmp_path / "back" / "odd.pt")
     assert all(torch.equal(restored["state"][i]["hessian"], state[i]["hessian"]) for i in range(3))
+
+
+def state_of(kind: str, shape: tuple[int, int]) -> dict[str, Any]:
+    """What an optimizer keeps of one matrix."""
+    first, second = torch.randn(shape) * 1e-3, torch.rand(shape) * 1e-6
+    if kind == "bf16":
+        return {"step": torch.tensor(9.0), "exp_avg": first.bfloat16(), "exp_avg_sq": second.bfloat16()}
+    if kind == "bitsandbytes":
+        codes = {f"state{i}": torch.randint(0, 256, shape, dtype=torch.uint8) for i in (1, 2)}
+        scales = {f"absmax{i}": torch.rand(36) for i in (1, 2)}
+        return {"step": 9, **codes, **scales, **{f"qmap{i}": torch.linspace(-1, 1, 256) for i in (1, 2)}}
+    if kind == "soap":
+        factors = {name: [torch.rand(n, n) for n in shape] for name in ("GG", "Q")}
+        return {"step": 9, "exp_avg": first, "exp_avg_sq": second, **factors}
+    if kind == "muon":
+        return {"momentum_buffer": first}
+    return {"step": 9, "pre_cond_0": torch.rand(shape[0], shape[0]), "inv_pre_cond_0": torch.rand(shape)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_lossy"), [("bf16", 2), ("bitsandbytes", 0), ("soap", 0), ("shampoo", 0), ("muon", 1)]
+)
+def test_states_of_other_forms_keep_what_is_no_moment(tmp_path: Path, kind: str, n_lossy: int) -> None:
+    """Of two matrices, whose weights are lossy; the state comes back bit for bit but for moments."""
+    torch.manual_seed(0)
+    weights = {f"{i}.weight": torch.randn(96, 96) for i in range(2)}
+    state = {i: state_of(kind, (96, 96)) for i in range(2)}
+    groups = [{"params": [0, 1], "lr": 1e-3}]
+    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "s.pt")
+    [exact] = compress([tmp_path / "s.pt"], tmp_path / "exact.ckptz")
+    restore(exact.output, tmp_path / "exact.pt")
+    assert is_equal(torch.load(tmp_path / "exact.pt"), torch.load(tmp_path / "s.pt"))
+    [report] = compress([tmp_path / "s.pt"], tmp_path / "lossy.ckptz", config=Grid())
+    assert report.n_lossy == 2 + 2 * n_lossy
+    restore(report.output, tmp_path / "lossy.pt")
+    for i, found in torch.load(tmp_path / "lossy.pt")["optimizer"]["state"].items():
+        changed = {name for name, value in state[i].items() if not is_equal(found[name], value)}
+        assert len(changed) == n_lossy
+
+
+def test_what_soap_keeps_does_not_guide_its_weights(tmp_path: Path) -> None:
+    """In the Checkpointer too: its second moments are not those of elements of the weight."""
+    state = {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.ones(4, 4), "GG": [torch.eye(4)]}
+    weights = {"model": {"w": torch.zeros(4, 4)}}
+    whole = {"classes": ["SOAP"], "groups": [], "optimizer": {"w": state}}
+    assert StepState(weights | whole).roles["optimizer.w.exp_avg_sq"].role == "other"
+    del state["GG"]
+    assert StepState(weights | whole).roles["optimizer.w.exp_avg_sq"].role == "exp_avg_sq"
 
 
 # --- training goes on ---------------------------------------------------------------------------

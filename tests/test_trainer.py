@@ -19,7 +19,16 @@ from ckptz.errors import CkptzError, ConfigError, MissingBaseError, UnsupportedE
 from ckptz.integrations import linked
 from ckptz.integrations.trainer import ChainOptions, CkptzTrainerMixin
 from ckptz.integrations.transformers import from_pretrained
-from tests.support.trainer_support import N_SAVES, Trainer, check_equal, checkpoints, final, tokens, trainer
+from tests.support.trainer_support import (
+    N_SAVES,
+    OPTIONS,
+    Trainer,
+    check_equal,
+    checkpoints,
+    final,
+    tokens,
+    trainer,
+)
 from tests.support.transformers_support import make, transformers
 
 pytestmark = [pytest.mark.apps, pytest.mark.usefixtures("deltas_at_any_cost")]
@@ -193,6 +202,36 @@ def test_ways_with_checkpoints_of_their_own_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedError, match="before Trainer"):
         Bare()
+
+
+def test_an_adapter_is_kept_without_the_weights_that_it_adapts(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(**more: Any) -> Any:
+        args = trainer(tmp_path, transformers.Trainer, None, max_steps=3, save_total_limit=None).args
+        torch.manual_seed(1)
+        model = peft.get_peft_model(make("gpt2").train(), peft.LoraConfig(target_modules=["c_attn"], r=2))
+        return Trainer(model, args, train_dataset=tokens(), ckptz=OPTIONS, **more)
+
+    with pytest.raises(UnsupportedError, match="pass trainable_only=True"):
+        adapted()
+    run = adapted(trainable_only=True)
+    run.train()
+    folder = tmp_path / "checkpoint-2"
+    with safe_open(folder / "model.ckptz", "pt") as file:
+        names = set(file.keys())
+        assert "frozen" in file.metadata()
+    assert names
+    assert all("lora_" in name for name in names)
+    assert (folder / "adapter_config.json").is_file()
+    resumed = adapted(trainable_only=True)
+    resumed.train(resume_from_checkpoint=str(folder))
+    check_equal(final(resumed), final(run))
+    other = adapted(trainable_only=True)
+    with torch.no_grad():
+        next(p for p in other.model.parameters() if not p.requires_grad)[0, 0] += 1
+    with pytest.raises(ConfigError, match="without its frozen weights"):
+        other.train(resume_from_checkpoint=str(folder))
 
 
 def test_options_out_of_range_are_refused() -> None:

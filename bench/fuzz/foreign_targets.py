@@ -26,10 +26,11 @@ from ckptz.guidance.files import CalibrationFile, SensitivityFile
 from ckptz.hooks import Calibration, SensitivityTracker
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
-from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_state
+from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.roles import load_rules
 from ckptz.search_run.plans import load_plan, save_plan
 from ckptz.sync import Follower, Publisher
+from ckptz.torch import load_state
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.state import check_training
 from ckptz.tree.flatten import flatten
@@ -247,7 +248,7 @@ def _lightning(folder: Path) -> Target:
 
     def read(data: bytes) -> None:
         path.write_bytes(_with_right_digests(data))
-        read_state(path, 1)
+        load_state(path, jobs=1)
 
     return Target([path.read_bytes()], read)
 
@@ -263,7 +264,7 @@ def _trainer(folder: Path) -> Target:
 
     def read(data: bytes) -> None:
         path.write_bytes(_with_right_digests(data))
-        state = read_state(path, 1)
+        state = load_state(path, jobs=1)
         if isinstance(state, dict) and "rng" in state:
             set_random_state(state["rng"])
         else:

@@ -74,8 +74,12 @@ def save_to_file(
     config: Method,
     base: PathLike | None,
     jobs: int | None,
+    tree: dict[str, Any] | None = None,
 ) -> None:
-    """Write a `.ckptz` file, as a delta if there is a base; it appears whole or not at all."""
+    """Write a `.ckptz` file, as a delta if there is a base; it appears whole or not at all.
+
+    With the `tree` of a nested state, tensors keep their order, and their roles are found by it.
+    """
     path = checked_path(filename)
     check_texts(metadata)
     with contextlib.ExitStack() as held:
@@ -87,7 +91,7 @@ def save_to_file(
                 raise ConfigError(f"{path}: {what}")
         try:
             with publish(path) as sink:
-                _write(sink, tensors, metadata, config, opened, jobs)
+                _write(sink, tensors, metadata, config, opened, jobs, tree)
         except OSError as error:
             raise WriteError(error.errno, f"{path}: could not be saved: {error.strerror or error}") from error
 
@@ -99,16 +103,21 @@ def _write(
     config: Method,
     base: Checkpoint | None,
     jobs: int | None,
+    tree: dict[str, Any] | None = None,
 ) -> None:
     check_texts(metadata)
-    ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
+    if tree is None:
+        ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
+        tensors = dict(ordered)
     job = Job(
-        tensors=dict(ordered),
+        tensors=tensors,
+        tree=tree,
         config=checked(config),
         metadata=metadata,
         base=None if base is None else base_ref(base),
         bases={} if base is None else base.tensors,
-        roles={},  # names alone say what tensors are: nobody would see a note on those of unknown owners
+        # Names alone say what tensors are: nobody would see a note on those of unknown owners.
+        roles={} if tree is None else None,
         base_metadata=base_metadata(base),
     )
     with Workers(jobs) as workers:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +18,18 @@ from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
-from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
+from ckptz.formats.targets import (
+    PathLike,
+    check_carried,
+    check_target,
+    is_same,
+    naming_output,
+    paths,
+    places_for,
+)
 from ckptz.guidance.guides import GuideFiles
 from ckptz.guidance.owners import join
+from ckptz.guidance.parameter_names import ParameterNames
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE, checked
@@ -31,6 +40,7 @@ from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
+from ckptz.store.links import link_chain
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint
 from ckptz.tree.skeleton import parse_tree
 
@@ -85,6 +95,7 @@ class _Run:
     search_path: list[Path]
     role_rules: Sequence[Rule]
     optimizer: Path | None
+    param_names: Path | None
     guide_files: GuideFiles
     search: SearchOptions | None
     workers: Workers
@@ -107,6 +118,7 @@ def compress(
     chain: bool = False,
     step: int | None = None,
     optimizer: PathLike | None = None,
+    param_names: PathLike | None = None,
     read_optimizer: PathLike | None = None,
     calibration: PathLike | None = None,
     sensitivity: PathLike | None = None,
@@ -129,7 +141,10 @@ def compress(
         base: store every input against this `.ckptz` or `.safetensors` file.
         chain: store every input against the one before it, the first against `base` if there is one.
         step: training step to record.
-        optimizer: a file of optimizer state that goes into the same output as the one input.
+        optimizer: a file of optimizer state that goes into the same output as the one input; what stands in a
+            folder that is compressed goes along anyway.
+        param_names: a text file with the name of one parameter on each line, in the order in which the
+            optimizer numbers them; by default they are found by a model's config.json and by shapes.
         read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
         calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
         sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
@@ -163,6 +178,7 @@ def compress(
         search_path=paths(search_path),
         role_rules=role_rules,
         optimizer=_path(optimizer),
+        param_names=_path(param_names),
         guide_files=GuideFiles(
             read_optimizer=_path(read_optimizer),
             calibration=_path(calibration),
@@ -254,7 +270,7 @@ def _compress(
     with contextlib.ExitStack() as held:
         opened = held.enter_context(contextlib.closing(open_input(source, run.search_path)))
         sources = _files_of(opened, source)
-        if run.optimizer is not None:
+        if run.optimizer is not None and not any(is_same(run.optimizer, file) for file in sources):
             optimizer = held.enter_context(contextlib.closing(open_input(run.optimizer)))
             sources += _files_of(optimizer, run.optimizer)
             opened = join(opened, optimizer)
@@ -262,7 +278,8 @@ def _compress(
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
         target, notes = _prepare(opened, source, place, read, run)
-        report = _write(opened, target, base, notes, _Read(read, sources), run)
+        usable = _usable(base, target, notes, is_folder=target != place)
+        report = _write(opened, target, usable, notes, _Read(read, sources), run)
         if not run.chain:
             return report, base
         if base is not None:
@@ -304,7 +321,7 @@ def _prepare(
     opened: Input, source: Path, place: Path, read: Iterable[Path], run: _Run
 ) -> tuple[Path, list[str]]:
     """Give the file to write, and what the user should know of files that go with the tensors."""
-    notes, force = [], run.force or run.is_dry
+    notes, force = list(opened.notes), run.force or run.is_dry
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
     if source.is_dir() and place.suffix != SUFFIX:
@@ -339,7 +356,6 @@ def _write(
     opened: Input, target: Path, base: _Base | None, notes: list[str], read: _Read, run: _Run
 ) -> CompressReport:
     start = time.perf_counter()
-    base = _usable(base, target, notes)
     job = Job(
         tensors=opened.tensors,
         config=run.search.template if run.search else run.config,
@@ -352,6 +368,7 @@ def _write(
         base_metadata=base.metadata if base else None,
         role_rules=run.role_rules,
         optimizer_names=opened.optimizer_names,
+        parameter_names=ParameterNames(run.param_names, Path(opened.name)),
         guide_files=run.guide_files,
     )
     run.progress.start(opened.name, tensor_bytes(opened.tensors))
@@ -427,7 +444,14 @@ def _base_differences(opened: Input, base: _Base | None) -> list[str]:
     return notes + ([f"{len(gone)} tensors of the base are gone, first {gone[0]!r}"] if gone else [])
 
 
-def _usable(base: _Base | None, target: Path, notes: list[str]) -> _Base | None:
+def _linked(base: _Base, folder: Path) -> _Base | None:
+    """Give a base and its own bases names in a folder, so that it is complete; None without links."""
+    with contextlib.closing(open_checkpoint(base.folder / base.ref.file)) as opened:
+        names = link_chain(opened, folder) if opened.container is not None else ()
+    return replace(base, ref=BaseRef(base.ref.content_id, names[0], base.ref.depth)) if names else None
+
+
+def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bool) -> _Base | None:
     """Give the base, unless its chain is at its longest; add to `notes` what follows for the user."""
     if base is None:
         return None
@@ -435,6 +459,8 @@ def _usable(base: _Base | None, target: Path, notes: list[str]) -> _Base | None:
         notes.append(f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its anchor; this is a new anchor")
         return None
     if base.folder.resolve() != target.parent.resolve():
+        if is_folder and (linked := _linked(base, target.parent)) is not None:
+            return linked
         where = f"its base {base.ref.file} is in {base.folder}"
         notes.append(f"{where}; restoring needs both in one folder, or --search-path")
     return base

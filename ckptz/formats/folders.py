@@ -1,4 +1,8 @@
-"""Hugging Face folders: shards of tensors with or without an index, and the files around them."""
+"""Hugging Face folders: shards of tensors with or without an index, and the files around them.
+
+Trainers keep states of their own beside the model: optimizer.pt, scheduler.pt. Those that can be read without
+running code become part of the checkpoint; all other files are carried along as they are.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,26 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import MAX_HEADER_BYTES, strict_json
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import TEMPORARY_SUFFIX
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, named, naming
+from ckptz.errors import (
+    CkptzError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    UnsupportedError,
+    named,
+    naming,
+)
 from ckptz.formats.portable import Spellings, clashes, is_portable
 from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
-from ckptz.formats.torch_files import can_share, load_state
+from ckptz.formats.torch_files import can_share, is_torch_file, load_state
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 from ckptz.tree.flatten import flatten
 
 InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 INDEX_SUFFIX: Final = ".index.json"
 TORCH_SUFFIX: Final = ".bin"
+STATE_SUFFIXES: Final = (".pt", ".pth", TORCH_SUFFIX)
+NOTED_BYTES: Final = 1 << 20  # a file as large as that is missed in the ratio
 _NUMBERED: Final = re.compile(r"(.+)-\d+-of-\d+")
 
 
@@ -44,7 +58,8 @@ class Input:
         left_out: files that would go with them, but are not here or lead out of the folder.
         checkpoint: the opened file with its chain, if it is one of safetensors or ckptz.
         close: releases all files.
-        optimizer_names: tensors that come from a file of optimizer state, joined to this one.
+        notes: what the user should know of files that are carried as they are.
+        optimizer_names: tensors of files that stand beside the model: optimizer state above all.
     """
 
     name: str
@@ -58,6 +73,7 @@ class Input:
     left_out: tuple[str, ...] = ()
     checkpoint: Checkpoint | None = None
     close: Callable[[], None] = lambda: None
+    notes: tuple[str, ...] = ()
     optimizer_names: frozenset[str] = frozenset()
 
 
@@ -95,12 +111,14 @@ def open_folder(folder: Path) -> Input:
     _check_names(folder, layout)
     with ExitStack() as opened:
         shards = _Shards.of_torch if layout.is_torch else _Shards.of_safetensors
-        found = shards(folder, layout, opened)
+        states, notes = _states_beside(folder, layout)
+        found = shards(folder, layout, opened, states)
         _check_places(folder, layout, found.homes)
-        carried, left_out = find_carried(folder, {*layout.files, layout.index_file})
+        carried, left_out = find_carried(folder, {*layout.files, layout.index_file, *states})
         sharding = Sharding(
             found.shards, layout.index_file, layout.index_text, tuple(name for name, _ in carried)
         )
+        beside = {name for shard in found.shards if shard.file in states for name in shard.tensors}
         close = opened.pop_all().close
     first = found.shards[0].metadata
     metadata = first if all(shard.metadata == first for shard in found.shards) else None
@@ -115,7 +133,35 @@ def open_folder(folder: Path) -> Input:
         carried=tuple(carried),
         left_out=tuple(left_out),
         close=close,
+        notes=tuple(notes),
+        optimizer_names=frozenset(beside),
     )
+
+
+def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[str]]:
+    """The states of other torch files of the folder, by name, as far as a tree can hold them; notes."""
+    found, notes, root = {}, [], folder.resolve()
+    for file in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
+        path = folder / file
+        is_state = file.endswith(STATE_SUFFIXES) and not is_model_file(file) and file not in layout.files
+        # What find_carried leaves out stays out; a second form of the weights is carried as it is.
+        if not is_state or not (is_shard_name(file) and is_portable(file) and is_within(path, root)):
+            continue
+        if not is_torch_file(path):
+            continue
+        try:
+            state = load_state(path)
+            flatten(state, can_share=can_share)
+            found[file] = state
+        except (UnsupportedError, ConfigError) as error:  # small ones are: training_args.bin, rng_state.pth
+            if path.stat().st_size > NOTED_BYTES:
+                notes.append(f"{file} is carried as it is: {error}")
+    return found, notes
+
+
+def is_model_file(file: str) -> bool:
+    """Tell whether a torch file of a folder holds weights of the model, and not a state beside them."""
+    return "model" in file
 
 
 def _find_layout(folder: Path) -> _Layout:
@@ -123,7 +169,7 @@ def _find_layout(folder: Path) -> _Layout:
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
     plain = [name for name in names if name.endswith(PLAIN_SUFFIX)]
     # Trainers keep other pickles beside the model, as training_args.bin, which are no shards.
-    torch = [name for name in names if name.endswith(TORCH_SUFFIX) and "model" in name]
+    torch = [name for name in names if name.endswith(TORCH_SUFFIX) and is_model_file(name)]
     for suffix, files in ((PLAIN_SUFFIX, plain), (TORCH_SUFFIX, torch)):
         indexes = [name for name in names if name.endswith(suffix + INDEX_SUFFIX)]
         if len(indexes) > 1:
@@ -197,7 +243,9 @@ class _Shards:
     tree: Any = None
 
     @classmethod
-    def of_safetensors(cls, folder: Path, layout: _Layout, opened: ExitStack) -> _Shards:
+    def of_safetensors(
+        cls, folder: Path, layout: _Layout, opened: ExitStack, beside: Mapping[str, Any]
+    ) -> _Shards:
         shards, tensors, homes = [], dict[str, TensorSource](), dict[str, str]()
         for file in layout.files:
             checkpoint = _open_shard(folder / file)
@@ -206,19 +254,24 @@ class _Shards:
             tensors |= checkpoint.tensors
             metadata = None if checkpoint.metadata is None else dict(checkpoint.metadata)
             shards.append(Shard(file, tuple(checkpoint.tensors), metadata))
-        return cls(tuple(shards), tensors, homes)
+        if not beside:
+            return cls(tuple(shards), tensors, homes)
+        flat = flatten(dict(beside), n_outer=1, can_share=can_share, taken=tensors)
+        shards += [Shard(file, flat.names_under(file)) for file in beside]
+        return cls(tuple(shards), {**tensors, **flat.tensors}, homes, flat.tree)
 
     @classmethod
-    def of_torch(cls, folder: Path, layout: _Layout, _: ExitStack) -> _Shards:
+    def of_torch(cls, folder: Path, layout: _Layout, _: ExitStack, beside: Mapping[str, Any]) -> _Shards:
         states, homes = dict[str, Any](), dict[str, str]()
         for file in layout.files:
             states[file] = load_state(folder / file)
             if not isinstance(states[file], dict):
                 raise FormatError(f"{folder / file}: not a dict of tensors by name")
             _claim(folder, layout, file, states[file], homes)
+        states |= beside
         with naming(str(folder)):
             flat = flatten(states, n_outer=1, can_share=can_share)
-        shards = tuple(Shard(file, flat.names_under(file)) for file in layout.files)
+        shards = tuple(Shard(file, flat.names_under(file)) for file in states)
         return cls(shards, flat.tensors, homes, flat.tree)
 
 

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from ckptz.errors import ConfigError
 
 PathLike: TypeAlias = str | os.PathLike[str]
-INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin")
+INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def paths(many: Iterable[PathLike]) -> list[Path]:
@@ -72,7 +72,7 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:
         ConfigError: says which.
     """
     for source in read:
-        if _is_same(target, source):
+        if is_same(target, source):
             raise ConfigError(f"{target}: the output would replace a file that is read; name another with -o")
     if target.is_dir():
         raise ConfigError(f"{target}: is a folder; name a file with -o")
@@ -93,7 +93,7 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
     """
     for name, source in carried:
         target = folder / name
-        if not os.path.lexists(target) or _is_same(target, source):
+        if not os.path.lexists(target) or is_same(target, source):
             continue
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
@@ -101,7 +101,8 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
             raise ConfigError(f"{target}: exists already; name another folder, or replace it with --force")
 
 
-def _is_same(a: Path, b: Path) -> bool:
+def is_same(a: Path, b: Path) -> bool:
+    """Tell whether two paths are one file."""
     try:
         return a.samefile(b)
     except OSError:

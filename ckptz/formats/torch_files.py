@@ -16,7 +16,7 @@ import numpy as np
 from ckptz.codec.units import TensorSource
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, FormatError, naming
-from ckptz.formats.torch_records import load_torch
+from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC, load_torch
 from ckptz.tree.flatten import Flat, flatten
 from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
 
@@ -50,6 +50,12 @@ def read(path: Path) -> Flat:
     state = load_state(path)
     with naming(str(path)):
         return flatten(state, can_share=can_share)
+
+
+def is_torch_file(path: Path) -> bool:
+    """Tell whether a file begins as `torch.save` begins one."""
+    with path.open("rb") as file:
+        return file.read(len(ZIP_MAGIC)).startswith((ZIP_MAGIC, LEGACY_MAGIC))
 
 
 def load_state(path: Path) -> Any:

@@ -1,9 +1,10 @@
 """A model and its optimizer: two files as one checkpoint, and whose moments an optimizer's numbers are.
 
 torch's optimizers number their state by the order of their parameter groups. The parameter of a number is
-found by the names that newer groups carry, by the order of the model where that is a torch state too, or
-by a shape that nothing else has. Where none of this decides, and where a moment belongs to no weight of the
-checkpoint at all, the state stays lossless and a note names it: nothing is guessed.
+found by the names that the user or newer groups give, by the order of the model where that is a torch state
+too, by a shape that nothing else has, or by the order of the model that a config.json describes. Where none
+of this decides, and where a moment belongs to no weight of the checkpoint at all, the state stays lossless
+and a note names it: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from ckptz.errors import ConfigError
 from ckptz.formats.inputs import Input
 from ckptz.formats.portable import clashes, is_portable
 from ckptz.formats.sharding import PLAIN_SUFFIX, SHARD_SUFFIXES, is_shard_name
+from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
 from ckptz.methods.method import MOMENT_ROLES
-from ckptz.roles import Role, Rule, role_of
+from ckptz.roles import BASES, Role, Rule, role_of
 from ckptz.tree.leaves import TensorRef
 from ckptz.tree.skeleton import parse_tree
 
@@ -63,7 +65,7 @@ def join(model: Input, optimizer: Input) -> Input:
         sharding=Sharding(tuple(shards), sharding.index_file, sharding.index_text, sharding.carried),
         tree=_joint_tree(parts),
         checkpoint=None,
-        optimizer_names=frozenset(optimizer.tensors),
+        optimizer_names=model.optimizer_names | frozenset(optimizer.tensors),
     )
 
 
@@ -124,6 +126,7 @@ class _Entry:
     tensors: Mapping[str, str]  # names by word: "exp_avg" and so on
     shape: tuple[int, ...] | None  # of the parameter, if a state tells it
     label: str | None  # name of the parameter, if the group or the key tells it
+    is_plain: bool  # its moments are those of elements of the parameter
 
 
 Known = tuple[dict[str, Role], list[str]]
@@ -140,6 +143,7 @@ def known_roles(
     rules: Sequence[Rule] = (),
     own: Collection[str] = (),
     model_tree: Any = None,
+    names: ParameterNames = NO_NAMES,
 ) -> Known:
     """Find the parameters of numbered optimizer state, and say what stays unknown.
 
@@ -149,9 +153,13 @@ def known_roles(
         rules: the user's rows of the table of roles, which nothing here overrules.
         own: names of tensors that come from a file of optimizer state.
         model_tree: the tree of the weights, if that is another one.
+        names: where names of numbered parameters may come from.
 
     Returns:
         The roles of tensors where names alone do not say them, and notes for the user.
+
+    Raises:
+        ConfigError: the names that the user gives are not those of this checkpoint.
     """
     found: dict[str, Role] = {}
     notes: list[str] = []
@@ -162,8 +170,9 @@ def known_roles(
     ordered = {ref.name for ref in _refs(root)}
     if model_tree is not None:
         ordered |= {ref.name for ref in _refs(parse_tree(model_tree).root)}
-    for state in states:
-        found |= _join(state, tensors, roles, inside, ordered, notes)
+    optimizers = [list(_entries(state, tensors)) for state in states]
+    for entries in _labelled(optimizers, names):
+        found |= _join(entries, tensors, roles, inside, ordered, notes, names)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
     found = {name: role for name, role in found.items() if name not in given}
     found |= _strangers({**roles, **found}, inside, given, tensors, notes)
@@ -216,55 +225,93 @@ def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> I
         keys, labels = settings.get("params", []), settings.get("param_names")
         labels = labels if isinstance(labels, list) and len(labels) == len(keys) else [None] * len(keys)
         for position, key in enumerate(keys):
+            held = state["state"].get(key, {})
             names = {
                 word: ref.name
-                for word, ref in state["state"].get(key, {}).items()
+                for word, ref in held.items()
                 if isinstance(word, str) and isinstance(ref, TensorRef) and ref.name in tensors
             }
             label = labels[position] or (key if isinstance(key, str) else None)
             whole = next((tensors[names[word]] for word in WHOLE_STATES if word in names), None)
-            yield _Entry(key, group, names, None if whole is None else whole.shape, label)
+            shape = None if whole is None else whole.shape
+            yield _Entry(key, group, names, shape, label, BASES.isdisjoint(held))
+
+
+def _labelled(optimizers: Sequence[Sequence[_Entry]], names: ParameterNames) -> Iterator[list[_Entry]]:
+    """The parameters of each optimizer, under the names that the user gives for all of them in order."""
+    listed, n = names.listed(), sum(map(len, optimizers))
+    if names.listed_in is not None and len(listed) != n:
+        raise ConfigError(
+            f"{names.listed_in}: holds {len(listed)} names, and the optimizer numbers {n} parameters; give "
+            "one on each line, in the order of the numbers"
+        )
+    labels = iter(listed)
+    for entries in optimizers:
+        yield [replace(entry, label=next(labels, entry.label)) for entry in entries]
 
 
 def _join(
-    state: Mapping[Any, Any],
+    entries: Sequence[_Entry],
     tensors: Mapping[str, TensorSource],
     roles: Mapping[str, Role],
     inside: Collection[str],
-    ordered: Collection[str],
+    ordered: set[str],
     notes: list[str],
+    names: ParameterNames,
 ) -> dict[str, Role]:
     """Find the roles of one optimizer's state by the names of its parameters."""
-    entries = list(_entries(state, tensors))
-    names = [name for entry in entries for name in entry.tensors.values()]
-    if not names:
+    if not any(entry.tensors for entry in entries):
         return {}
-    weights, is_ordered = [], True
-    for name, source in tensors.items():
-        if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name):
-            weights.append(_Weight(roles[name].parameter, source.shape))
-            # A safetensors file has its tensors in an order of its own.
-            is_ordered = is_ordered and name in ordered
-    parameters, fault = _match(entries, weights, is_ordered=is_ordered)
+    weights = {
+        name: _Weight(roles[name].parameter, source.shape)
+        for name, source in tensors.items()
+        if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name)
+    }
+    # A safetensors file has its tensors in an order of its own.
+    parameters, fault = _parameters(entries, list(weights.values()), ordered >= set(weights), names)
     if fault and weights:
         unknown = next(n for e in entries if e.key not in parameters for n in e.tensors.values())
         notes.append(
-            f"optimizer state {unknown!r} and others have no parameter's name: {fault}; save the optimizer "
-            "with names in its parameter groups, or the model with torch.save"
+            f"optimizer state {unknown!r} and others have no parameter's name: {fault}; give them with "
+            "--param-names, or save the model with torch.save"
         )
     found = {}
     for entry in entries:
         label = parameters.get(entry.key, f"state.{entry.key}")
         for word, name in entry.tensors.items():
             source = tensors[name]
-            found[name] = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
+            role = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
+            found[name] = role if entry.is_plain else replace(role, role="other")
     return found
+
+
+def _parameters(
+    entries: Sequence[_Entry], weights: Sequence[_Weight], is_ordered: bool, names: ParameterNames
+) -> tuple[dict[Any, str], str]:
+    """The parameter of each key, and what kept the others from being found."""
+    if names.listed_in is not None:
+        _check_listed(entries, weights, names.listed_in)
+    parameters, fault = _match(entries, weights, is_ordered=is_ordered)
+    return (fault and _match_by_model(entries, weights, names)) or (parameters, fault)
+
+
+def _check_listed(entries: Sequence[_Entry], weights: Sequence[_Weight], listed_in: Path) -> None:
+    shapes = {weight.parameter: weight.shape for weight in weights}
+    for entry in entries:
+        label = (entry.label or "").removeprefix("model.")
+        if entry.tensors and label not in shapes:
+            raise ConfigError(f"{listed_in}: no weight of the checkpoint is called {entry.label!r}")
+        if entry.tensors and entry.shape not in (None, shapes[label]):
+            raise ConfigError(
+                f"{listed_in}: {entry.label!r} has shape {list(shapes[label])}, and parameter {entry.key} of "
+                f"the optimizer {list(entry.shape or ())}; give the names in the order of the numbers"
+            )
 
 
 def _match(
     entries: Sequence[_Entry], weights: Sequence[_Weight], *, is_ordered: bool
 ) -> tuple[dict[Any, str], str]:
-    """The parameter of each key, and what kept the others from being found."""
+    """The same by the checkpoint alone."""
     shapes = {weight.parameter: weight.shape for weight in weights}
     labels = {entry.key: (entry.label or "").removeprefix("model.") for entry in entries}
     if all(label in shapes for label in labels.values()):
@@ -276,6 +323,21 @@ def _match(
     if is_whole and all(entry.shape in (None, weight.shape) for entry, weight in pairs):
         return {entry.key: weight.parameter for entry, weight in pairs}, ""
     return _match_by_shape(entries, weights, is_ordered=is_ordered)
+
+
+def _match_by_model(
+    entries: Sequence[_Entry], weights: Sequence[_Weight], names: ParameterNames
+) -> tuple[dict[Any, str], str] | None:
+    """The same by the model that a folder describes; None if there is none, or two ways that differ."""
+    by_name = {weight.parameter: weight for weight in weights}
+    ways = []
+    for order in names.orders():
+        known = [name.removeprefix("model.") for name in order]
+        own = [by_name[name] for name in known if name in by_name]
+        parameters, fault = _match(entries, own, is_ordered=True)
+        if not fault and parameters not in ways:
+            ways.append(parameters)
+    return (ways[0], "") if len(ways) == 1 else None
 
 
 def _match_by_shape(

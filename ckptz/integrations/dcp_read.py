@@ -25,10 +25,10 @@ from torch.futures import Future
 from ckptz.api.safe_open import PathLike, safe_open
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CorruptionError
+from ckptz.frameworks.plain_types import from_plain
 from ckptz.frameworks.torch import torch_dtype
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.integrations.linked import as_exactly_as_may_be
-from ckptz.integrations.plain_types import from_plain
 from ckptz.store.resolve import open_checkpoint
 from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import unflatten

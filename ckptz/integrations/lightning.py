@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import lightning
-import torch
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
 
 from ckptz.api.safe_open import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.frameworks.plain_types import on_device
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, on_host, read_newest
-from ckptz.integrations.plain_types import on_device
 from ckptz.integrations.versions import warn_untested
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
@@ -123,7 +122,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         self._chain.go_on_from(place)
         if map_location is None or isinstance(map_location, dict) or callable(map_location):
             return checkpoint
-        moved: dict[str, Any] = on_device(checkpoint, torch.device(map_location))
+        moved: dict[str, Any] = on_device(checkpoint, map_location)
         return moved
 
     def remove_checkpoint(self, path: PathLike) -> None:

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import glob
 import os
-import secrets
 import threading
 import time
 import warnings
@@ -31,16 +30,14 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ckptz.api.read import check_limit
-from ckptz.commands.restore import decoded_chunks
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.envelope import LENGTH_BYTES, read_envelope
-from ckptz.container.index import KEY_DIGEST, BaseRef
+from ckptz.container.envelope import LENGTH_BYTES
+from ckptz.container.index import BaseRef
 from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
-from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, named
-from ckptz.integrations.plain_types import from_plain, to_plain
+from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError
+from ckptz.frameworks.plain_types import to_plain
 from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
@@ -48,17 +45,16 @@ from ckptz.methods.table import checked
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
+from ckptz.store.links import BASE_PREFIX, digest_of, link_chain
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, base_ref, open_checkpoint, open_file
 from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
+from ckptz.torch import load_state
 from ckptz.training.files import remembering
 from ckptz.training.snapshot import check_dense
 from ckptz.tree.flatten import flatten
-from ckptz.tree.unflatten import unflatten
 
-BASE_PREFIX: Final = "base-"  # begins the second names of bases
-N_DIGITS: Final = 16  # of the index's digest, in such a name
 EXACT: Final = ".exact-"  # before the same in the name of a residual
 N_REMEMBERED: Final = 8  # files of which one may become the next base
 LIGHTNING_SUFFIX: Final = ".ckpt"
@@ -270,7 +266,7 @@ def residual_of(path: Path, named: Path | None = None) -> Path:
         named: what it will be called, if it has another name now.
     """
     named = path if named is None else named
-    return named.with_name(f"{named.stem}{EXACT}{_digest(path)}{SUFFIX}")
+    return named.with_name(f"{named.stem}{EXACT}{digest_of(path)}{SUFFIX}")
 
 
 def residuals_of(path: Path) -> list[Path]:
@@ -282,36 +278,6 @@ def _unlink_residuals(path: Path, *, with_own: bool = True) -> None:
     for residual in residuals_of(path):
         if with_own or residual != residual_of(path):
             residual.unlink(missing_ok=True)
-
-
-def _digest(path: Path) -> str:
-    """Give digits that only this very file has: others may have the same values, and other codes for them."""
-    with contextlib.closing(FileBytes(path)) as source:
-        digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
-    return digest[:N_DIGITS]
-
-
-def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
-    """Give every file of an open chain a name in a folder.
-
-    Returns:
-        The names, nearest first; none if the file system does not do that.
-
-    Raises:
-        OSError: a file of the chain is not there any more.
-    """
-    digest = _digest(Path(base.files[0].name))
-    refs = [file.index.base for file in base.files if isinstance(file, Container)]
-    names = (f"{BASE_PREFIX}{digest}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
-    for file, name in zip(base.files, names, strict=True):
-        try:
-            os.link(file.name, folder / name)
-        except FileExistsError:
-            if not (name.startswith(BASE_PREFIX) or (folder / name).samefile(file.name)):
-                return ()
-        except OSError:
-            return ()
-    return names
 
 
 def drop_unneeded(folder: Path) -> tuple[str, ...]:
@@ -404,29 +370,5 @@ def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def read_newest(path: Path, jobs: int | None = None) -> Any:
-    """Read the state that a `Chain` was given for a file, as exactly as it is there; see `read_state`."""
-    return as_exactly_as_may_be(path, functools.partial(read_state, jobs=jobs))
-
-
-def read_state(path: Path, jobs: int | None = None) -> Any:
-    """Read the nested state of a file that a `Chain` wrote, every chunk held against its checksum.
-
-    Raises:
-        FileNotFoundError: no such file.
-        FormatError: it is damaged.
-        MissingBaseError: a file that it is stored against is missing.
-        LimitError: it does not fit into memory.
-    """
-    with contextlib.closing(open_checkpoint(path)) as checkpoint, Workers(jobs) as workers:
-        if checkpoint.container is None:
-            raise FormatError(f"{path}: not a {SUFFIX} file")
-        n_bytes = sum(source.n_bytes for source in checkpoint.tensors.values())
-        check_limit(n_bytes, None, str(path))
-        tree = checkpoint.container.index.tree
-        try:
-            state = unflatten(
-                checkpoint.tensors, tree, None, lambda tensors: decoded_chunks(tensors, workers)
-            )
-            return from_plain(state)
-        except CkptzError as error:
-            raise error if str(path) in str(error) else named(error, str(path)) from None
+    """Read the state that a `Chain` was given for a file, as exactly as it is there; see `load_state`."""
+    return as_exactly_as_may_be(path, functools.partial(load_state, jobs=jobs))

@@ -18,6 +18,8 @@ from ckptz.api.safe_open import PathLike, safe_open
 from ckptz.container.byte_source import FileBytes
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, named
+from ckptz.formats.folders import is_model_file
+from ckptz.formats.sharding import torch_names
 from ckptz.frameworks.torch import torch_dtype
 from ckptz.store.resolve import SUFFIX, open_file
 from ckptz.tree.leaves import TensorRef
@@ -91,10 +93,12 @@ class Reader:
     jobs: int | None = None
 
     def tensors(self, file: Path) -> dict[str, Any]:
-        """Read all tensors, by the names of the state that was saved."""
+        """Read the tensors of the model, by the names of the state that was saved."""
         with self._open(file) as handle:
-            stored = handle.get_tensors()
-        return {name: stored[key] for name, key in _names(file, stored)}
+            pairs = _names(file, handle.keys())
+            stored = handle.get_tensors() if len(pairs) >= len(handle.keys()) else None
+            stored = stored or {key: handle.get_tensor(key) for key in {key for _, key in pairs}}
+        return {name: stored[key] for name, key in pairs}
 
     def slices(self, file: Path) -> dict[str, Any]:
         """Give tensors that are decoded later, but for those with several names; they keep the file open."""
@@ -120,9 +124,16 @@ def _names(file: Path, stored: Iterable[str]) -> list[tuple[str, str]]:
         return [(key, key) for key in sorted(stored)]
     try:
         tree = parse_tree(index.tree)
-        tree.check_names(set(stored))
-        states = tree.root.values() if index.sharding is not None else [tree.root]
-        return sorted(pair for state in states for pair in _names_of_state(state))
+        tree.check_names(torch_names(index.tree, index.sharding) if index.sharding else set(stored))
+        if index.sharding is None:
+            return sorted(_names_of_state(tree.root))
+        pairs: list[tuple[str, str]] = []
+        for shard in index.sharding.shards:
+            if shard.file not in tree.root:
+                pairs += [(name, name) for name in shard.tensors]
+            elif is_model_file(shard.file):  # and no optimizer beside it
+                pairs += _names_of_state(tree.root[shard.file])
+        return sorted(pairs)
     except CkptzError as error:
         raise named(error, str(file)) from None
 

@@ -13,6 +13,7 @@ docs/frameworks.md.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +35,16 @@ from ckptz.integrations.linked import (
     job_of,
     on_host,
     read_newest,
-    read_state,
 )
 from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
 from ckptz.pipeline import Job
 from ckptz.roles import Rule
-from ckptz.store.resolve import SUFFIX
-from ckptz.store.step_files import Kept
+from ckptz.store.resolve import SUFFIX, open_checkpoint
+from ckptz.store.step_files import FROZEN_KEY, Kept
+from ckptz.torch import load_state
+from ckptz.training.files import moment_roles
+from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.state import check_optimizers_fit, check_training, load_optimizers, optimizer_state
 
@@ -74,14 +77,18 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
     Args:
         args: for the Trainer.
         ckptz: how checkpoints are stored.
+        trainable_only: leave out parameters that need no gradient, which adapters of PEFT need: their content
+            id stands in the metadata, and the model must hold them when a checkpoint is resumed from.
         kwargs: for the Trainer.
 
     Raises:
-        UnsupportedError: FSDP, DeepSpeed, XLA or an adapter, which have checkpoints of their own; or this
-            version of transformers lacks what the mixin overrides.
+        UnsupportedError: FSDP, DeepSpeed or XLA, which have checkpoints of their own; an adapter without
+            `trainable_only`; or this version of transformers lacks what the mixin overrides.
     """
 
-    def __init__(self, *args: Any, ckptz: ChainOptions = DEFAULTS, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, ckptz: ChainOptions = DEFAULTS, trainable_only: bool = False, **kwargs: Any
+    ) -> None:
         parent = super()
         if missing := [name for name in _OVERRIDDEN if not hasattr(parent, name)]:
             raise UnsupportedError(
@@ -90,8 +97,9 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
                 f"{TESTED[1][0]}.{TESTED[1][1]}.*"
             )
         super().__init__(*args, **kwargs)
-        _check_plain(self)
+        _check_plain(self, trainable_only)
         self._ckptz = ckptz
+        self._ckptz_frozen = FrozenId() if trainable_only else None
         kept = _kept(self.args)
         self._ckptz_chains = {name: Chain(ckptz, RunFiles(kept)) for name in (MODEL_NAME, STATE_NAME)}
 
@@ -105,11 +113,16 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         folder, model = Path(output_dir), _unwrapped(self)
         make_folder(folder)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        parts = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
+        parts = [getattr(model, "config", None), getattr(model, "generation_config", None), processing]
+        parts += getattr(model, "peft_config", {}).values()
         for part in parts:
             if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
-        job = job_of(on_host(dict(model.state_dict())), self.state.global_step)
+        frozen = {} if self._ckptz_frozen is None else frozen_weights(model)
+        state = {name: value for name, value in model.state_dict().items() if name not in frozen}
+        job = job_of(on_host(state), self.state.global_step)
+        if self._ckptz_frozen is not None and (frozen_id := self._ckptz_frozen.of(frozen)) is not None:
+            job = replace(job, metadata={FROZEN_KEY: frozen_id})
         if self._ckptz.config.is_lossy:
             job = replace(job, guides=_guides(job.tensors, _training_job(self).tensors))
         self._ckptz_chains[MODEL_NAME].write(folder / MODEL_NAME, job)
@@ -165,7 +178,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if path is None or not path.is_file():
             super()._load_rng_state(checkpoint)
             return
-        set_random_state(read_state(path, 1).get("rng"))
+        set_random_state(load_state(path, jobs=1).get("rng"))
 
 
 def _kept(args: Any) -> Kept:
@@ -176,14 +189,18 @@ def _kept(args: Any) -> Kept:
     return Kept(last=max(1, limit - is_best_kept), best=int(is_best_kept))
 
 
-def _check_plain(trainer: Any) -> None:
+def _check_plain(trainer: Any, trainable_only: bool) -> None:
     """Refuse what saves its state in ways of its own."""
     ways = {
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "XLA": trainer.args.device.type == "xla",
-        "an adapter": hasattr(trainer.model, "peft_config"),
     }
+    if hasattr(trainer.model, "peft_config") and not trainable_only:
+        raise UnsupportedError(
+            "CkptzTrainerMixin: the model has an adapter, and its other weights are frozen; pass "
+            "trainable_only=True to keep what is trained"
+        )
     for name, is_used in ways.items():
         if is_used:
             raise UnsupportedError(
@@ -214,7 +231,8 @@ def _training_job(trainer: Any) -> Job:
         "scheduler": trainer.lr_scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
-    return job_of(on_host(state), trainer.state.global_step, _EXACT)
+    job = job_of(on_host(state), trainer.state.global_step, _EXACT)
+    return replace(job, roles=dict(moment_roles(state["optimizer"], job.tensors)))
 
 
 def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]) -> dict[str, Guide]:
@@ -232,4 +250,6 @@ def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSourc
 def _load_weights(trainer: Any, path: Path, model: Any) -> None:
     state = read_newest(path, trainer._ckptz.jobs)
     target = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+    with contextlib.closing(open_checkpoint(path)) as opened:
+        state = with_frozen(target, state, opened.metadata, str(path))
     trainer._issue_warnings_after_load(target.load_state_dict(state, strict=False))

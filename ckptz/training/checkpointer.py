@@ -37,6 +37,7 @@ from ckptz.training.budget_search import (
 )
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost
+from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.snapshot import Snapshot
@@ -92,10 +93,11 @@ class _Taken:
 
     state: dict[str, Any]
     coded: dict[str, CodedSource]
+    frozen: str | None
 
     def flat(self) -> StepState:
         """Give the snapshot as the tensors of its files, without copies."""
-        return StepState(self.state, self.coded)
+        return StepState(self.state, self.coded, self.frozen)
 
 
 class Checkpointer:
@@ -123,6 +125,8 @@ class Checkpointer:
             or a file that one was saved to.
         extra: by name, what else the run needs: anything with `state_dict` and `load_state_dict`
             (scheduler, scaler, data loader), a dict of plain values and tensors, a `torch.Generator`.
+        trainable_only: leave out parameters that need no gradient, as beside adapters. Their content id
+            stands in the metadata, and a restore wants the model to hold them.
         every: `maybe_save` saves steps that are multiples of this.
         keep: which steps stay, and which stay exact; see `KeepPolicy`.
         anchor_every: at least every so many saves a file needs no other; 1 to 64. Between them, files hold
@@ -169,6 +173,7 @@ class Checkpointer:
         budget: Budget | Sequence[Budget] | None = None,
         calibration: CalibrationLike | None = None,
         extra: Mapping[str, Extra] | None = None,
+        trainable_only: bool = False,
         every: int | None = None,
         keep: KeepPolicy = KEEP_LAST,
         anchor_every: int = 16,
@@ -193,6 +198,7 @@ class Checkpointer:
         self._config, self._keep = config, keep
         self._expected = (USUAL_RESTORES if keep.exact == 0 else 0) if restores is None else restores
         self._n_restores = 0
+        self._frozen = FrozenId() if trainable_only else None
         self._calibration = calibration
         check_calibration(calibration, config if self._search is None else self._search.template)
         self._every, self._is_background = every, background
@@ -325,14 +331,17 @@ class Checkpointer:
         Deltas are coded here: which level keeps what training has moved depends on the base. So is what is
         to be exact too, and so has to come here anyway.
         """
+        frozen = {} if self._frozen is None else frozen_weights(self.model)
         state = self._state()
+        state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in frozen}
         coded: dict[str, CodedSource] = {}
         is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
         if is_alone and self._store.next_is_anchor("weights", self._rule):
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config_now, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
-        return _Taken(self._snapshot.take(state), coded)
+        frozen_id = None if self._frozen is None else self._frozen.of(frozen)
+        return _Taken(self._snapshot.take(state), coded, frozen_id)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -450,12 +459,15 @@ class Checkpointer:
         self, weights: StepReader, state: StepReader | None
     ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
         """The model's part and the rest, checked; nothing is changed."""
-        check_model_fits(self.model, model_of(weights.outline(), weights), weights.name)
+        outline = model_of(weights.outline(), weights)
+        outline = with_frozen(self.model, outline, weights.metadata, weights.name)
+        check_model_fits(self.model, outline, weights.name)
         if state is not None:
             found = rest_of(state.outline(), state)
             check_optimizers_fit(self.model, self._optimizers, found, state.name)
             check_extras_fit(self.extra, found["extra"], state.name)
         model = model_of(weights.load(self._restore_jobs), weights)
+        model |= {name: value for name, value in outline.items() if name not in model}
         return model, None if state is None else rest_of(state.load(self._restore_jobs), state)
 
     def discard_after(self, step: int) -> None:

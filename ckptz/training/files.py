@@ -23,9 +23,9 @@ from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
-from ckptz.roles import Role, Rule, role_of
+from ckptz.roles import BASES, Role, Rule, role_of
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.store.step_files import EXACT_OF_KEY, METRIC_KEY, POSITION_KEY, FileKind, StepFile
+from ckptz.store.step_files import EXACT_OF_KEY, FROZEN_KEY, METRIC_KEY, POSITION_KEY, FileKind, StepFile
 from ckptz.store.steps import Opener
 from ckptz.tree.flatten import flatten
 from ckptz.tree.leaves import DTypeName, Size, TensorRef
@@ -87,6 +87,7 @@ class StepState:
     Args:
         state: nested; the weights under `MODEL`, what goes into the other file under other names.
         coded: weights by name that are codes already, and so not in `state`.
+        frozen: content id of weights that are left out, or None.
 
     Attributes:
         weights: of the first file.
@@ -97,8 +98,12 @@ class StepState:
     """
 
     def __init__(
-        self, state: Mapping[str, Any], coded: Mapping[str, TensorSource] = MappingProxyType({})
+        self,
+        state: Mapping[str, Any],
+        coded: Mapping[str, TensorSource] = MappingProxyType({}),
+        frozen: str | None = None,
     ) -> None:
+        self.frozen = {} if frozen is None else {FROZEN_KEY: frozen}
         uncoded = _part({MODEL: state[MODEL]})
         more = {f"{MODEL}.{name}": source for name, source in coded.items()}
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
@@ -106,7 +111,7 @@ class StepState:
         self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
         self.updates = dict(_updates(state, self.rest.tensors))
         self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
-            _moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
+            moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
 
     @property
@@ -145,15 +150,17 @@ def _weight_roles(weights: Mapping[str, TensorSource]) -> Iterator[tuple[str, Ro
             yield name, Role("weight", name.removeprefix(f"{MODEL}."), layer_type)
 
 
-def _moment_roles(
+def moment_roles(
     optimizer: Mapping[str, Any], tensors: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, Role]]:
+    """Say what the tensors of optimizer state are that is kept by the names of parameters."""
     for parameter, state in optimizer.items():
         for key in state:
             name = f"{OPTIMIZER}.{parameter}.{key}"
             if name in tensors:
                 source = tensors[name]
-                yield name, replace(role_of(name, source.shape, source.dtype.is_float), parameter=parameter)
+                role = replace(role_of(name, source.shape, source.dtype.is_float), parameter=parameter)
+                yield name, role if BASES.isdisjoint(state) else replace(role, role="other")
 
 
 def _updates(state: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> Iterator[tuple[str, Update]]:
@@ -204,7 +211,7 @@ class StepEncoder:
         restored: Opener,
     ) -> Written:
         """Write the weights; see `ckptz.store.steps.WeightsEncoder`."""
-        metadata = {POSITION_KEY: str(position)}
+        metadata = {POSITION_KEY: str(position), **self._state.frozen}
         if self._metric is not None:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
@@ -231,6 +238,8 @@ class StepEncoder:
         part = self._state.exact[kind]
         job = Job(tensors=part.tensors, tree=part.tree, roles=self._state.roles, guides={})
         file = StepFile(self._step, kind).name  # which it does not have yet
+        if kind == "weights":
+            metadata = {**metadata, **self._state.frozen}
         return self._write(kind, sink, job, lossy, metadata, file)
 
     def _against(self, kind: FileKind, base: Checkpoint | None) -> WhatMayBeLost:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -142,7 +142,10 @@ class _Leaf:
 
 
 def flatten(
-    state: Any, n_outer: int = 0, can_share: Callable[[frozenset[str]], bool] = lambda dtypes: True
+    state: Any,
+    n_outer: int = 0,
+    can_share: Callable[[frozenset[str]], bool] = lambda dtypes: True,
+    taken: Collection[str] = (),
 ) -> Flat:
     """Take a nested state apart; the tensors share its memory.
 
@@ -150,6 +153,7 @@ def flatten(
         state: what `torch.load` gave.
         n_outer: outer levels whose keys do not go into the tensors' names.
         can_share: whether tensors of these types of torch may lie in one memory.
+        taken: names that other tensors of the file have.
 
     Raises:
         UnsupportedError: a value that cannot be kept; the message says where and of what type.
@@ -166,7 +170,7 @@ def flatten(
         return found[-1].node
 
     root = pack_node(state, leaf)
-    storing = _Storing(n_outer)
+    storing = _Storing(n_outer, taken)
     for group in _by_storage(found):
         _check_types(group, can_share)
         storing.add(group)
@@ -283,10 +287,11 @@ class _Storing:
     """Decides how storages are stored, one after another."""
 
     n_outer: int
+    taken: Collection[str]
     tensors: dict[str, TensorSource] = field(default_factory=dict)
     outer: dict[str, Path] = field(default_factory=dict)
     storages: list[list[str]] = field(default_factory=list)
-    _taken: Counter[str] = field(default_factory=Counter)
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, group: list[_Leaf]) -> None:
         geometry = group[0].geometry
@@ -301,9 +306,9 @@ class _Storing:
         if base.startswith(RESERVED_PREFIX) or base == "__metadata__":
             base = f"tensor.{base}"
         name = base
-        while name in self.tensors:
-            self._taken[base] += 1
-            name = f"{base}~{self._taken[base] + 1}"
+        while name in self.tensors or name in self.taken:
+            self._counts[base] += 1
+            name = f"{base}~{self._counts[base] + 1}"
         self.outer[name] = path[: self.n_outer]
         return name
 

@@ -24,6 +24,7 @@ Examples:
   ckptz compress step-200.safetensors --base step-100.ckptz --step 200
   ckptz compress step-*.safetensors --chain -o run/
   ckptz compress hf-model-folder/ -o packed/
+  ckptz compress checkpoint-*/ --chain --method grid -o run/   with the optimizer's state of a Trainer
   ckptz compress training.pt                     a torch checkpoint, read without running code
   ckptz compress model.safetensors --method kmeans --levels 16 --protect 0.005
   ckptz compress model.safetensors --optimizer optimizer.pt --method grid -o state.ckptz
@@ -55,6 +56,12 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 @click.option("--roles", type=PATH, metavar="FILE", help="TOML file that says which tensors are what.")
 @click.option(
     "--optimizer", type=PATH, metavar="FILE", help="Optimizer state, stored in the same file as INPUT."
+)
+@click.option(
+    "--param-names",
+    type=PATH,
+    metavar="FILE",
+    help="Names of the parameters that the optimizer numbers, one on each line.",
 )
 @click.option(
     "--read-optimizer",

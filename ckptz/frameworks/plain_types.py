@@ -157,14 +157,55 @@ def _dict_from_plain(value: dict[Any, Any]) -> Any:
     return value
 
 
-def on_device(value: Any, device: torch.device) -> Any:
-    """Bring the tensors of a nested value to a device."""
+def on_device(value: Any, device: torch.device | str) -> Any:
+    """Bring the tensors of a nested value to a device; see `Mover`."""
+    return _moved(value, Mover(torch.device(device)))
+
+
+def _moved(value: Any, move: Mover) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return move(value)
+    if isinstance(value, Namespace):
+        _moved(vars(value), move)
     if isinstance(value, dict):
         for key, item in value.items():
-            value[key] = on_device(item, device)
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(on_device(item, device) for item in value)
-    return value
+            value[key] = _moved(item, move)
+    if isinstance(value, list):
+        value[:] = [_moved(item, move) for item in value]
+    return tuple(_moved(item, move) for item in value) if type(value) is tuple else value
+
+
+class Mover:
+    """Brings tensors to a device; those that share memory, or are one, do so there too.
+
+    Args:
+        device: where to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # With each the one that it was made of, whose address nobody else has as long as it is there.
+        self._memories: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give the tensor there; one of a kind that has no memory of its own, and a subclass, stays."""
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if not is_plain or tensor.device == self._device or tensor.device.type == "meta":
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, self._copy(tensor)
+        return self._made[id(tensor)][1]
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        source = tensor.detach().resolve_conj().resolve_neg()
+        memory = source.untyped_storage()
+        key = memory.data_ptr() or id(memory)
+        if key not in self._memories:
+            whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+            self._memories[key] = memory, whole.to(self._device).untyped_storage()
+        place = source.storage_offset(), source.shape, source.stride()
+        made = torch.empty(0, dtype=source.dtype, device=self._device).set_(self._memories[key][1], *place)
+        if type(tensor) is torch.nn.Parameter:
+            return torch.nn.Parameter(made, tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,51 @@
+"""Second names, hard links, of the files that a delta needs, in the delta's own folder.
+
+So a folder is complete by itself, and its bases take no room twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Final
+
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.envelope import read_envelope
+from ckptz.container.index import KEY_DIGEST
+from ckptz.container.reader import Container
+from ckptz.store.resolve import SUFFIX, Checkpoint
+
+BASE_PREFIX: Final = "base-"  # begins the second names of bases
+N_DIGITS: Final = 16  # of the index's digest, in such a name
+
+
+def digest_of(path: Path) -> str:
+    """Give digits that only this very file has: others may have the same values, and other codes for them."""
+    with contextlib.closing(FileBytes(path)) as source:
+        digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
+    return digest[:N_DIGITS]
+
+
+def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
+    """Give every file of an open chain a name in a folder.
+
+    Returns:
+        The names, nearest first; none if the file system does not do that.
+
+    Raises:
+        OSError: a file of the chain is not there any more.
+    """
+    digest = digest_of(Path(base.files[0].name))
+    refs = [file.index.base for file in base.files if isinstance(file, Container)]
+    names = (f"{BASE_PREFIX}{digest}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
+    for file, name in zip(base.files, names, strict=True):
+        try:
+            os.link(file.name, folder / name)
+        except FileExistsError:
+            if not (name.startswith(BASE_PREFIX) or (folder / name).samefile(file.name)):
+                return ()
+        except OSError:
+            return ()
+    return names

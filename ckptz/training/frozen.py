@@ -1,0 +1,82 @@
+"""Weights that training leaves as they are, and checkpoints leave out: what tells them from others.
+
+A checkpoint of what is trained alone names the content id of the rest in its metadata. A restore wants a
+model that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from ckptz.container.plain import content_id_of
+from ckptz.errors import ConfigError
+from ckptz.store.step_files import FROZEN_KEY
+from ckptz.torch import source_of
+from ckptz.training.snapshot import check_dense
+from ckptz.training.state import model_state
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Give the parameters of a model that need no gradient, by name; buffers are not among them."""
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    live = model_state(model)
+    frozen = {tensor.data_ptr() for name, tensor in live.items() if name not in trained and tensor.numel()}
+    # PyTorch leaves out one name of a tied parameter alone.
+    return {
+        name: tensor
+        for name, tensor in live.items()
+        if name not in trained or (isinstance(tensor, torch.Tensor) and tensor.data_ptr() in frozen)
+    }
+
+
+class FrozenId:
+    """Gives the content id of frozen weights, which are read whole only when they have changed."""
+
+    def __init__(self) -> None:
+        self._of: object = None
+        self._id: str | None = None
+
+    def of(self, frozen: Tensors) -> str | None:
+        """Give the id that stands for these; None for none."""
+        for name, tensor in frozen.items():
+            check_dense(tensor, name)
+        now = [(name, tensor.data_ptr(), tensor._version) for name, tensor in frozen.items()]
+        if now != self._of:
+            sources = {name: source_of(name, tensor.detach().contiguous()) for name, tensor in frozen.items()}
+            self._of, self._id = now, content_id_of(sources) if sources else None
+        return self._id
+
+
+def with_frozen(
+    model: nn.Module, saved: Mapping[str, Any], metadata: Mapping[str, str] | None, where: str
+) -> dict[str, Any]:
+    """Add to saved weights those that were left out, as the model holds them.
+
+    Args:
+        model: what is restored.
+        saved: weights of a checkpoint, by name.
+        metadata: of its file.
+        where: names the file in messages.
+
+    Raises:
+        ConfigError: the model holds other weights than those that were left out.
+    """
+    wanted = (metadata or {}).get(FROZEN_KEY)
+    if wanted is None:
+        return dict(saved)
+    frozen = {name: tensor for name, tensor in model_state(model).items() if name not in saved}
+    if FrozenId().of(frozen) != wanted:
+        first = next(iter(frozen), "none")
+        raise ConfigError(
+            f"{where}: was saved without its frozen weights, and the {len(frozen)} that the model holds in "
+            f"their places (first {first!r}) are others; load the weights that training began with into the "
+            "model, and add the same adapters, before this is restored"
+        )
+    return {**frozen, **saved}

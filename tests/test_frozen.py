@@ -1,0 +1,141 @@
+"""Checkpoints of what is trained: frozen weights stay out, and a restore wants the model to hold them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  # torch is optional
+
+from ckptz import Checkpointer, Grid, KeepPolicy  # noqa: E402
+from ckptz.errors import ConfigError  # noqa: E402
+from ckptz.torch import load_file  # noqa: E402
+from ckptz.training.frozen import FrozenId, frozen_weights  # noqa: E402
+
+FROZEN = r"without its frozen weights.* \(first 'base\.weight'\) are others"
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it, and a buffer that training moves."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.base(x) + self.up(self.down(x)))
+
+
+def trained(n_steps: int, model: Adapted | None = None) -> tuple[Adapted, Any]:
+    model = model or Adapted()
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    step(model, optimizer, n_steps)
+    return model, optimizer
+
+
+def step(model: Adapted, optimizer: Any, n_steps: int) -> None:
+    for i in range(n_steps):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+
+
+def saved(folder: Path, **more: Any) -> Adapted:
+    model, optimizer = trained(3)
+    with Checkpointer(folder, model, optimizer, trainable_only=True, jobs=1, **more) as checkpointer:
+        checkpointer.save(3)
+    return model
+
+
+def test_frozen_weights_stay_out_and_the_run_goes_on(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    stored = load_file(tmp_path / "step-00000003.ckptz")
+    assert {"model.down.weight", "model.up.weight", "model.norm.running_mean"} <= set(stored)
+    assert not any("base" in name for name in stored)
+    other, optimizer = trained(0)
+    with Checkpointer(tmp_path, other, optimizer, trainable_only=True, jobs=1) as checkpointer:
+        assert checkpointer.restore_latest() == 3
+    for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    step(other, optimizer, 2)
+    whole, whole_optimizer = trained(3)
+    step(whole, whole_optimizer, 2)
+    assert all(map(torch.equal, other.state_dict().values(), whole.state_dict().values()))
+
+
+def test_a_restore_wants_the_frozen_weights(tmp_path: Path) -> None:
+    saved(tmp_path)
+    other, optimizer = trained(0, Adapted(seed=1))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    for trainable_only in (True, False):  # the file says what it is
+        with Checkpointer(tmp_path, other, optimizer, trainable_only=trainable_only) as checkpointer:
+            with pytest.raises(ConfigError, match=FROZEN):
+                checkpointer.restore(3)
+            with pytest.raises(ConfigError, match="load the weights that training began with"):
+                checkpointer.restore(3, weights_only=True)
+    assert all(map(torch.equal, other.state_dict().values(), before.values())), "nothing was changed"
+    right, optimizer = trained(0)
+    with Checkpointer(tmp_path, right, optimizer) as checkpointer:
+        assert checkpointer.restore(3) == 3
+
+
+def test_lossy_steps_have_exact_heads_and_know_what_is_frozen(tmp_path: Path) -> None:
+    model = saved(tmp_path, config=Grid(min_elements=1), keep=KeepPolicy(last=2))
+    other, optimizer = trained(0)
+    with Checkpointer(tmp_path, other, optimizer, trainable_only=True, jobs=1) as checkpointer:
+        checkpointer.restore(3)
+        assert checkpointer.restored is not None
+        assert checkpointer.restored.is_exact
+        assert torch.equal(other.up.weight, model.up.weight)
+        with torch.no_grad():
+            other.base.weight[0, 0] += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(ConfigError, match="frozen weights"):
+                checkpointer.restore(3)
+
+
+def test_whole_checkpoints_restore_whatever_is_frozen_now(tmp_path: Path) -> None:
+    model, optimizer = trained(2)
+    with Checkpointer(tmp_path, model, optimizer, jobs=1) as checkpointer:
+        checkpointer.save(2)
+    other, optimizer = trained(0, Adapted(seed=1))
+    with Checkpointer(tmp_path, other, optimizer, trainable_only=True, jobs=1) as checkpointer:
+        checkpointer.restore(2)
+    assert torch.equal(other.base.weight, model.base.weight)
+
+
+def test_without_frozen_weights_nothing_is_left_out(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with Checkpointer(tmp_path, model, trainable_only=True, jobs=1) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.restore(1)
+    assert set(load_file(tmp_path / "step-00000001.ckptz")) == {"model.weight", "model.bias"}
+
+
+def test_the_id_is_of_values_and_is_told_anew_when_they_change() -> None:
+    model, one = Adapted(), FrozenId()
+    frozen = frozen_weights(model)
+    assert list(frozen) == ["base.weight", "base.bias"]
+    first = one.of(frozen)
+    assert first == FrozenId().of(frozen_weights(Adapted()))
+    with torch.no_grad():
+        model.base.bias[0] += 1
+    assert one.of(frozen_weights(model)) != first
+    assert one.of({}) is None
+
+
+def test_all_names_of_a_tied_weight_are_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    assert list(frozen_weights(model)) == ["0.weight", "2.weight"]

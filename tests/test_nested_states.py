@@ -1,0 +1,158 @@
+"""`save_state` and `load_state`: what `torch.save` is given comes back, without pickle."""
+
+from __future__ import annotations
+
+import struct
+from argparse import Namespace
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptz
+
+torch = pytest.importorskip("torch")
+
+from ckptz import Grid  # noqa: E402  # torch is optional
+from ckptz.errors import ConfigError, FormatError, UnsupportedError  # noqa: E402
+from ckptz.frameworks.plain_types import on_device  # noqa: E402
+from ckptz.torch import load_state, save_file, save_state  # noqa: E402
+from tests.support.script_states import STATES, nanogpt  # noqa: E402
+
+
+def facts(value: Any) -> Any:
+    """What two equal values have in common, all parts of them included; NaN equals itself."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return value.dtype, value.shape, value.stride(), value.requires_grad, raw
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, Namespace):
+        return items(vars(value))
+    if isinstance(value, dict):
+        return items(value), getattr(value, "__dict__", None), getattr(value, "default_factory", None)
+    return [(type(item), facts(item)) for item in value] if isinstance(value, list | tuple) else value
+
+
+def items(mapping: dict[Any, Any]) -> list[Any]:
+    return [(key, type(value), facts(value)) for key, value in mapping.items()]
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    assert (type(found), facts(found)) == (type(wanted), facts(wanted))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_states_of_public_scripts_come_back(name: str, tmp_path: Path) -> None:
+    state = STATES[name]()
+    save_state(state, tmp_path / "state.ckptz", jobs=1)
+    found = load_state(tmp_path / "state.ckptz", jobs=1)
+    assert_equal(found, state)
+    assert_equal(state, STATES[name]())  # what was saved is as it was
+
+
+def test_what_is_one_stays_one_and_views_share_their_memory(tmp_path: Path) -> None:
+    memory = torch.arange(12.0)
+    weight = torch.nn.Parameter(torch.ones(3))
+    state = {"all": memory, "part": memory[2:8].reshape(2, 3).T, "tied": [weight, weight]}
+    save_state(state, tmp_path / "state.ckptz")
+    for found in (
+        load_state(tmp_path / "state.ckptz"),
+        on_device(load_state(tmp_path / "state.ckptz"), "cpu"),
+    ):
+        assert_equal(found, state)
+        assert found["tied"][0] is found["tied"][1]
+        found["all"][3] = -1
+        assert found["part"][1, 0] == -1, "they share their memory"
+
+
+def test_another_device_keeps_what_is_shared(tmp_path: Path) -> None:
+    memory = torch.arange(6.0)
+    shared = Namespace(pair=({"a": memory, "b": memory[2:]}, [torch.nn.Parameter(memory)]), other=np.ones(2))
+    save_state(shared, tmp_path / "state.ckptz")
+    found = load_state(tmp_path / "state.ckptz", "meta")  # the one device that every machine has
+    (two, [weight]) = found.pair
+    a, b = two["a"], two["b"]
+    assert a.device.type == b.device.type == weight.device.type == "meta"
+    assert type(weight) is torch.nn.Parameter
+    assert (b.storage_offset(), b.stride()) == (2, (1,))
+    assert a.untyped_storage()._cdata == b.untyped_storage()._cdata == weight.untyped_storage()._cdata
+    assert found.other.sum() == 2, "an array stays where arrays are"
+
+
+def test_later_states_are_deltas_and_methods_lose_what_they_may(tmp_path: Path) -> None:
+    state = nanogpt()
+    state["model"]["wide"] = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    save_state(state, tmp_path / "1.ckptz")
+    state["model"]["wide"] += 1e-6
+    save_state(state, tmp_path / "2.ckptz", base=tmp_path / "1.ckptz")
+    assert_equal(load_state(tmp_path / "2.ckptz"), state)
+    sizes = [(tmp_path / f"{i}.ckptz").stat().st_size for i in (1, 2)]
+    assert sizes[1] < sizes[0] / 2
+    save_state(state, tmp_path / "lossy.ckptz", config=Grid())
+    found = load_state(tmp_path / "lossy.ckptz")
+    assert (tmp_path / "lossy.ckptz").stat().st_size < sizes[0] / 3
+    assert not torch.equal(found["model"]["wide"], state["model"]["wide"])
+    found["model"]["wide"] = state["model"]["wide"]
+    assert found["config"] == state["config"]
+    assert_equal(found["optimizer"]["param_groups"], state["optimizer"]["param_groups"])
+
+
+def test_the_file_of_a_torch_file_is_read_as_its_state(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.ones(3)}, "step": 3}
+    torch.save(state, tmp_path / "state.pt")
+    ckptz.compress(tmp_path / "state.pt")
+    assert_equal(load_state(tmp_path / "state.ckptz"), state)
+    save_state(state, tmp_path / "own.ckptz")
+    assert ckptz.restore(tmp_path / "own.ckptz").kind == "pt", "and the other way round"
+    assert_equal(torch.load(tmp_path / "own.pt", weights_only=True), state)
+    save_file({"a": torch.ones(3)}, tmp_path / "flat.ckptz")
+    assert_equal(load_state(tmp_path / "flat.ckptz"), {"a": torch.ones(3)})
+
+
+class Settings:
+    """A class of the user."""
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Settings(), r"'run\.hooks\.1': a value of type .*Settings cannot be kept without running code"),
+        (len, r"'run\.hooks\.1': a value of type builtin_function"),
+        (np.array(["a"], dtype=object), r"'run\.hooks\.1': a value of type numpy\.ndarray"),
+        (torch.ones(2).to_sparse(), r"'run\.hooks\.1': a sparse_coo tensor"),
+        (torch.empty(2, device="meta"), r"'run\.hooks\.1': a tensor on device meta"),
+        ({Settings(): 1}, r"'run\.hooks\.1\.key': a value of type"),
+    ],
+)
+def test_what_cannot_be_kept_is_named_with_its_place(value: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        save_state({"run": {"hooks": [1, value]}}, tmp_path / "state.ckptz")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    state: dict[str, Any] = {}
+    state["self"] = state
+    with pytest.raises(ConfigError, match="holds itself"):
+        save_state(state, tmp_path / "state.ckptz")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(FormatError, match=r"a\.safetensors: not a \.ckptz file; read it with load_file"):
+        load_state(tmp_path / "a.safetensors")
+    with pytest.raises(FileNotFoundError):
+        load_state(tmp_path / "none.ckptz")
+
+
+def test_a_defaultdict_keeps_no_code(tmp_path: Path) -> None:
+    save_state({"a": defaultdict(lambda: 3, {"b": 1})}, tmp_path / "state.ckptz")
+    found = load_state(tmp_path / "state.ckptz")["a"]
+    assert (type(found), found.default_factory, dict(found)) == (defaultdict, None, {"b": 1})
