@@ -44,7 +44,7 @@ FLOORS = (
     ("integrations",),
 )
 FLOOR_OF = {f"ckptz.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1}
+FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1, "ckptz.__main__": len(FLOORS) + 2}
 
 # Third parties have owners; what one may lack loads inside functions elsewhere.
 OWNERS = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, jobs_option, json_option, search_path_option
+from ckptz_cli.options import PATH, jobs_option, search_path_option, session_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -39,8 +39,7 @@ Examples:
 @click.option("--exit-code", is_flag=True, help=f"End with exit code {DIFFERENT} if the tensors differ.")
 @jobs_option
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def diff(
     session: Session,

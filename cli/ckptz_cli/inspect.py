@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, json_option, search_path_option
+from ckptz_cli.options import PATH, search_path_option, session_options
 from ckptz_cli.session import Session
 
 EPILOG = """\b
@@ -21,8 +21,7 @@ Examples:
 @click.argument("file", type=PATH)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path, ...]) -> None:
     """Show what a .ckptz file holds, without decoding it.

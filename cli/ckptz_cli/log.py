@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, json_option, search_path_option
+from ckptz_cli.options import PATH, search_path_option, session_options
 from ckptz_cli.progress import is_terminal
 from ckptz_cli.session import Session
 
@@ -39,8 +39,7 @@ Examples:
     help="With --watch: how often to look.",
 )
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def log(session: Session, folder: Path, watch: bool, interval: float, search_path: tuple[Path, ...]) -> None:
     """List the checkpoints of a folder, each below the one it is stored against.

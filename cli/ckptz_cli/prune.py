@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import COUNT, PATH, debug_option, json_option
+from ckptz_cli.options import COUNT, PATH, session_options
 from ckptz_cli.session import Session
 
 EPILOG = """\b
@@ -41,8 +41,7 @@ Examples:
     "--after", type=click.IntRange(min=0), metavar="STEP", help="First remove all steps after this one."
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def prune(
     session: Session,
