@@ -93,7 +93,7 @@ def test_the_package_is_the_program(
 
 
 def test_a_folder_in_the_place_of_a_file_is_told_as_one(tmp_path: Path) -> None:
-    assert ckptz("inspect", tmp_path, fails=True).error.endswith("Is a directory; name a file in it")
+    assert ckptz("rebase", tmp_path, fails=True).error.endswith("Is a directory; name a file in it")
 
 
 def test_a_traceback_is_shown_if_asked_for_before_or_after_the_verb(tmp_path: Path) -> None:

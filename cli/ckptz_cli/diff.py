@@ -53,7 +53,8 @@ def diff(
 ) -> None:
     """Show what changed from checkpoint A to checkpoint B, tensor by tensor.
 
-    Each may be a .ckptz, .safetensors or torch file, or a folder of shards. The exit code is 0 even if they
+    Each may be a .ckptz, .safetensors or torch file, a folder of shards, or one of .ckptz files, of which
+    the newest is taken. The exit code is 0 even if they
     differ, unless --exit-code is given.
     """
     import ckptz
