@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-apps test-slow coverage fuzz lint types docs check format bench
+.PHONY: help demo test test-apps test-slow coverage fuzz lint types docs check format man bench
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -57,6 +57,10 @@ check: lint types docs test test-apps ## lint, types, site and tests: what a cha
 format: $(DEV) ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+man: $(DEV) ## man pages of the program and every verb, in build/man
+	mkdir -p build/man
+	$(BIN)/click-man ckptz --target build/man
 
 bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 40 minutes; see bench/README.md
 	$(BIN)/python -m bench.product.lossless

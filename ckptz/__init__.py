@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptz.commands.fold import apply, export, fold
     from ckptz.commands.inspect import inspect
     from ckptz.commands.log import log
+    from ckptz.commands.prune import prune
     from ckptz.commands.rebase import rebase
     from ckptz.commands.report import report
     from ckptz.commands.restore import restore
@@ -63,6 +64,7 @@ __all__ = [
     "fold",
     "inspect",
     "log",
+    "prune",
     "rebase",
     "register",
     "report",
@@ -97,6 +99,7 @@ _HOMES: Final = {
     "resume_check": "ckptz.commands.resume_check",
     "diff": "ckptz.commands.diff",
     "log": "ckptz.commands.log",
+    "prune": "ckptz.commands.prune",
     "report": "ckptz.commands.report",
     "fold": "ckptz.commands.fold",
     "export": "ckptz.commands.fold",

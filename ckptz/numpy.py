@@ -144,8 +144,9 @@ def _sources(tensor_dict: Mapping[str, NDArray[Any]]) -> dict[str, ArraySource]:
 
 def _source(name: str, array: NDArray[Any]) -> ArraySource:
     if not isinstance(array, np.ndarray):
-        # safetensors fails on the first attribute that is missing: the same class, said in words.
-        raise AttributeError(f"tensor {name!r} is a {type(array).__name__}, not a numpy array")
+        # safetensors fails on the first attribute that is missing.
+        what = f"{type(array).__name__!r} object has no attribute 'dtype'"
+        raise AttributeError(f"{what}: tensor {name!r} is no numpy array")
     code = DTYPE_CODES.get(array.dtype.name)
     if code is None or code == "F4":
         raise DTypeError(

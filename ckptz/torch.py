@@ -353,11 +353,11 @@ def load_state(
 
 
 def _mismatch(model: torch.nn.Module, missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    lines = [f"the file does not fit {type(model).__name__}; pass strict=False to load what does:"]
-    if missing:
-        lines.append(f"missing key(s): {sorted(missing)}")
-    if unexpected:
-        lines.append(f"unexpected key(s): {sorted(unexpected)}")
+    lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
+    for what, names in (("Missing", missing), ("Unexpected", unexpected)):
+        if names:
+            spelled = ", ".join(f'"{name}"' for name in sorted(names))
+            lines.append(f"{what} key(s) in state_dict: {spelled}")
     return "\n    ".join(lines)
 
 
@@ -390,8 +390,9 @@ def _duplicates(tensors: Mapping[str, torch.Tensor], preferred: Iterable[str] = 
         complete = sorted(name for name in names if _is_complete(tensors[name]))
         if not complete:
             raise RuntimeError(
-                f"tensors {sorted(names)} are parts of a memory that none of them covers whole; "
-                "clone them, or use save_file"
+                "Error while trying to find names to remove to save state dict, but found no suitable name "
+                f"to keep for saving amongst: {set(names)}. None is covering the entire storage; clone them, "
+                "or use save_file"
             )
         kept = next((name for name in complete if name in wanted), complete[0])
         duplicates[kept] = sorted(name for name in names if name != kept)
@@ -425,29 +426,38 @@ def _sources(tensors: Tensors) -> dict[str, TensorSource]:
 
 def _check(tensors: Tensors) -> None:
     if not isinstance(tensors, dict):
-        raise ValueError(f"tensors must be a dict of PyTorch tensors by name, got {type(tensors).__name__}")
+        raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"tensor {name!r} is a {type(tensor).__name__}, not a PyTorch tensor")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"tensor {name!r} is sparse; pass its .to_dense(), which may be much larger")
+            what = f"expected torch.Tensor but received {type(tensor)}"
+            raise ValueError(f"Key `{name}` is invalid, {what}")
+    if sparse := [name for name, tensor in tensors.items() if tensor.layout != torch.strided]:
+        raise ValueError(
+            f"You are trying to save a sparse tensors: `{sparse}` which this library does not support. You "
+            "can make it a dense tensor before saving with `.to_dense()` but be aware this might make a much "
+            "larger file than needed."
+        )
     if shared := [set(names) for names in _groups(tensors) if len(names) > 1]:
         raise RuntimeError(
-            f"tensors share memory and would be stored twice: {shared}; "
-            "use save_model, or clone all but one of each"
+            "Some tensors share memory, this will lead to duplicate memory on disk and potential differences "
+            f"when loading them again: {shared}; use save_model, or clone all but one of each"
         )
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(
-                f"tensor {name!r} is not contiguous; pass its .contiguous(), or use save_model "
-                "with force_contiguous=True"
+                f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either "
+                "means you are trying to save tensors which are reference of each other in which case it's "
+                "recommended to save only the full tensors, and reslice at load time, or simply call "
+                "`.contiguous()` on your tensor to pack it before saving. Or use save_model(..., "
+                "force_contiguous=True), read the docs for potential caveats."
             )
 
 
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
     """Give the units of a dense, contiguous tensor without gradient, on any device; messages say `name`."""
     if tensor.device.type == "meta":
-        raise NotImplementedError(f"tensor {name!r} is on the meta device and has no values to save")
+        # These words, like those above, are safetensors' own: its callers look for them.
+        raise NotImplementedError(f"Cannot copy out of meta tensor; no data! (tensor {name!r})")
     dtype, shape = stored_type(name, tensor)
     if not tensor.numel():
         return ArraySource(dtype, shape, np.empty(0, UNIT_TYPES[dtype.unit_bytes]))

@@ -306,20 +306,6 @@ def test_writing_to_a_tensor_leaves_the_file_alone(place: tuple[Library, Path]) 
             assert handle.get_tensor("line")[:2].tolist() == [0, 1]
 
 
-def test_messages_that_programs_look_for(place: tuple[Library, Path]) -> None:
-    library, folder = place
-    handle = library.safe_open(folder / FILE, "pt")
-    with pytest.raises(SafetensorError, match="File does not contain tensor zz"):
-        handle.get_tensor("zz")
-    handle.__exit__(None, None, None)
-    with pytest.raises(SafetensorError, match="File is closed"):
-        handle.keys()
-    with pytest.raises(SafetensorError, match="framework xx is invalid"):
-        library.safe_open(folder / FILE, "xx")
-    with pytest.raises(SafetensorError, match="device zz is invalid"):
-        library.safe_open(folder / FILE, "pt", "zz")
-
-
 def test_arrays_that_need_ml_dtypes(place: tuple[Library, Path]) -> None:
     library, folder = place
     code = f"""

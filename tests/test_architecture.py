@@ -44,7 +44,7 @@ FLOORS = (
     ("integrations",),
 )
 FLOOR_OF = {f"ckptz.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1}
+FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1, "ckptz.__main__": len(FLOORS) + 2}
 
 # Third parties have owners; what one may lack loads inside functions elsewhere.
 OWNERS = {
@@ -222,6 +222,7 @@ DELETES = {
     # Others' files, by the rule.
     "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",
     "ckptz.store.retention": "steps that no rule keeps: needs of those that stay were read",
+    "ckptz.commands.prune": "checkpoints that no rule keeps, where no store does it: needs were read",
     "ckptz.integrations.linked": "what a framework does not want, and bases: needs of what stays were read",
     "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
     "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",

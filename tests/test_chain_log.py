@@ -191,7 +191,7 @@ def test_a_rebased_file_stands_alone_and_keeps_what_is_on_it(run: Path) -> None:
     assert tree(logged(run)[0]) == [
         (0, "z.ckptz", "anchor"),
         (1, "b.ckptz", "delta"),
-        (0, "a.ckptz", "rebased"),
+        (0, "a.ckptz", "anchor"),
         (1, "c.ckptz", "delta"),
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -76,12 +77,23 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str]) -> None:
 
 def test_no_arguments_show_the_help() -> None:
     run = ckptz(fails=True)
-    assert run.exit_code == 2
-    assert "compress" in run.stdout + run.stderr
+    assert (run.exit_code, run.stdout, run.stderr) == (2, ckptz("--help").stdout, "")
+    assert ckptz("-h").stdout == run.stdout
+    assert ckptz("fold", "-h").stdout == ckptz("fold", "--help").stdout
+
+
+def test_the_package_is_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ckptz", "log", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("ckptz", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.split() == ckptz("log", "--help").stdout.split()
 
 
 def test_a_folder_in_the_place_of_a_file_is_told_as_one(tmp_path: Path) -> None:
-    assert ckptz("inspect", tmp_path, fails=True).error.endswith("Is a directory; name a file in it")
+    assert ckptz("rebase", tmp_path, fails=True).error.endswith("Is a directory; name a file in it")
 
 
 def test_a_traceback_is_shown_if_asked_for_before_or_after_the_verb(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from ckptz import inspect
 from ckptz.codec.frame import FrameHeader
 from ckptz.container.caches import HeaderCache
-from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
+from ckptz_cli.main import main
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, temporaries, write_plain
 
 
 def shell(redirection: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -70,6 +72,44 @@ def test_options_stand_before_or_after_the_verb(option: str, chain: Chain) -> No
     assert before.stdout == after.stdout
     if option == "--json":
         assert json.loads(before.stdout)["depth"] == 0
+
+
+@pytest.mark.parametrize("line", [("-q", "inspect"), ("inspect", "-q"), ("inspect", "--quiet")], ids=" ".join)
+def test_a_quiet_verb_says_only_what_is_asked_for_and_errors(line: tuple[str, ...], chain: Chain) -> None:
+    run = ckptz(*line, chain.delta)
+    assert (run.stdout, run.stderr) == ("", "")
+    assert ckptz(*line, "--json", chain.delta).json["depth"] == 1
+    assert ckptz(*line, chain.first, fails=True).error
+    assert ckptz("inspect", chain.delta).stdout
+
+
+def test_a_quiet_verb_has_no_notes(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    assert "note" in ckptz("compress", folder, "-o", tmp_path / "a.ckptz").stderr
+    assert not ckptz("compress", folder, "-o", tmp_path / "b.ckptz", "-q").stderr
+
+
+@pytest.mark.parametrize("verb", main.commands)
+def test_every_verb_can_be_quiet_and_print_json(verb: str) -> None:
+    options = {name for option in main.commands[verb].params for name in option.opts}
+    assert {"-q", "--quiet", "--json", "--debug"} <= options
+
+
+def complete(*words: str) -> list[str]:
+    """What a shell is told that may stand in the place of the last word."""
+    env = {
+        "_CKPTZ_COMPLETE": "zsh_complete",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    return CliRunner().invoke(main, [], env=env).stdout.split("\n")[1::3]
+
+
+def test_shells_complete_verbs_options_and_values() -> None:
+    assert complete("ckptz", "re") == ["restore", "report", "resume-check", "rebase"]
+    assert complete("ckptz", "restore", "--t") == ["--to"]
+    assert complete("ckptz", "restore", "--to", "d") == ["dcp"]
+    assert complete("ckptz", "restore", "mod") == ["mod"]  # of the type "file", which the shell lists itself
 
 
 def test_roles_that_are_no_text_are_one_line(chain: Chain) -> None:

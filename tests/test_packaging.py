@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from collections.abc import Callable
@@ -21,6 +23,9 @@ from ckptz._version import __version__
 
 ROOT = Path(__file__).parent.parent
 TREE = ("ckptz", "cli", "pyproject.toml", "README.md", "LICENSE")
+
+
+INTERPRETERS = ("3.11", "3.12", "3.13")  # for which the wheel was tried
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -82,6 +87,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return next(folder.glob("*.tar.gz"))
+
+
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def installed(
     request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
@@ -103,6 +115,32 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
+def test_the_first_page_has_no_links_that_lead_nowhere(wheel: Path) -> None:
+    text = zipfile.ZipFile(wheel).read(f"ckptz-{__version__}.dist-info/METADATA").decode()
+    page = text.partition("\n\n")[2]
+    assert "# ckptz" in page
+    assert "training" in page
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", page)
+    for version in INTERPRETERS:
+        assert f"Classifier: Programming Language :: Python :: {version}" in text
+
+
+@pytest.mark.apps
+def test_the_source_distribution_holds_the_pages_and_what_the_tests_need(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    committed = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").iterdir()}
+    assert committed <= names
+    assert {
+        "CONTRIBUTING.md",
+        "README.md",
+        "Makefile",
+        "tests/test_packaging.py",
+        "cli/ckptz_cli/main.py",
+    } <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "build"))]
+
+
 def test_an_installed_ckptz_is_its_own(installed: Environment, tmp_path: Path) -> None:
     code = "import ckptz, ckptz_cli; print(ckptz.__file__, ckptz_cli.__file__, sep='\\n')"
     for line in run(installed.script("python"), "-c", code, cwd=tmp_path).split():
@@ -119,3 +157,20 @@ def test_an_installed_ckptz_round_trips_a_file(installed: Environment, tmp_path:
     run(ckptz, "restore", "model.ckptz", "-o", "restored.safetensors", cwd=tmp_path)
     np.testing.assert_array_equal(load_file(tmp_path / "restored.safetensors")["weights"], weights)
     assert (tmp_path / "model.ckptz").stat().st_size < weights.nbytes
+
+
+@pytest.mark.apps
+@pytest.mark.parametrize("version", INTERPRETERS)
+def test_the_wheel_works_with_every_version_that_it_names(version: str, wheel: Path, tmp_path: Path) -> None:
+    """With the dependencies that pip finds for that version, and nothing else."""
+    interpreter = shutil.which(f"python{version}")
+    if (
+        interpreter is None
+        or subprocess.run([interpreter, "-V"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"there is no python{version} here")
+    run(interpreter, "-m", "venv", tmp_path / "environment", cwd=tmp_path)
+    environment = Environment(tmp_path / "environment")
+    run(environment.script("python"), "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    test_an_installed_ckptz_round_trips_a_file(environment, tmp_path)
+    assert run(environment.script("python"), "-m", "ckptz", "--version", cwd=tmp_path).startswith("ckptz ")

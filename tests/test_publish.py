@@ -232,3 +232,13 @@ def test_a_folder_is_made_where_it_was_named_or_not_at_all(tmp_path: Path) -> No
     with pytest.raises(FileNotFoundError):
         make_folder(tmp_path / "missing" / "folder", parents=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_errors_name_the_file_that_was_asked_for_not_the_temporary(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as opening:
+        write(tmp_path / "gone" / "a")
+    with pytest.raises(IsADirectoryError) as renaming, publish(tmp_path / "b"):
+        (tmp_path / "b").mkdir()
+    for caught, name in ((opening, "gone/a"), (renaming, "b")):
+        assert str(caught.value).endswith(f"'{tmp_path / name}'")
+    assert not temporaries(tmp_path)

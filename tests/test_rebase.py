@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +18,10 @@ from ckptz.commands import rebase as rebase_module
 from ckptz.commands.compress import MAX_WRITTEN_DEPTH
 from ckptz.container import index
 from ckptz.container.byte_source import MemoryBytes
+from ckptz.container.inline_writer import NeededBase, write_inline
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, UnsupportedError
+from ckptz.parallel import Workers
 from ckptz.store.resolve import open_checkpoint, open_source
 from ckptz.torch import apply_, load_file, save_file
 from tests.support.cli_support import (
@@ -65,19 +68,18 @@ def stored_frames(path: Path) -> dict[str, bytes]:
 # --- what goes in and what stays ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [(), KMEANS], ids=["lossless", "kmeans"])
-def test_a_rebased_file_needs_no_other_and_serves_those_that_need_it(
-    tmp_path: Path, method: tuple[Any, ...]
-) -> None:
+def test_codes_stay_and_serve_those_that_need_them(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    contents = a_run(run, 5, *method)
+    contents = a_run(run, 5, *KMEANS)
     before = stored_frames(run / "3.ckptz")
+    lossy = [tensor.name for tensor in inspect(run / "3.ckptz").tensors if tensor.lossy]
     chain_bytes = sum((run / f"{i}.ckptz").stat().st_size for i in range(4))
     report = ckptz("rebase", run / "3.ckptz", "--json").json
     for i in range(3):
         (run / f"{i}.ckptz").unlink()
     assert [content_of(run / f"{i}.ckptz") for i in (3, 4)] == contents[3:]
-    assert before.items() <= stored_frames(run / "3.ckptz").items()
+    after = stored_frames(run / "3.ckptz")
+    assert {name: after[name] for name in lossy} == {name: before[name] for name in lossy}
     assert (report["depth"], [base["file"] for base in report["bases"]]) == (
         3,
         ["2.ckptz", "1.ckptz", "0.ckptz"],
@@ -87,30 +89,49 @@ def test_a_rebased_file_needs_no_other_and_serves_those_that_need_it(
     assert not temporaries(run)
 
 
-def test_the_content_id_and_all_records_stay(chain: Chain) -> None:
-    ckptz("compress", chain.second, "--base", chain.anchor, "--step", 7, "--force")
-    before = ckptz("inspect", chain.delta, "--json").json
-    ckptz("rebase", chain.delta)
-    after = ckptz("inspect", chain.delta, "--json").json
+def test_what_has_no_codes_is_encoded_anew_and_as_small_as_an_export(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    contents = a_run(run, 5)
+    exported = ckptz("export", run / "3.ckptz", "-o", tmp_path / "exported.ckptz", "--json").json
+    report = ckptz("rebase", run / "3.ckptz", "--json").json
+    for i in range(3):
+        (run / f"{i}.ckptz").unlink()
+    assert [content_of(run / f"{i}.ckptz") for i in (3, 4)] == contents[3:]
+    assert (report["depth"], report["bases"]) == (0, [])
+    assert report["stored_bytes"] <= 1.01 * exported["stored_bytes"] < 0.8 * report["chain_bytes"]
+    assert features_of(run / "3.ckptz") == "lossless"
+    assert "stands alone, " in ckptz("rebase", run / "4.ckptz").stdout
+
+
+def test_the_content_id_and_all_records_stay(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    a_run(run, 2, *KMEANS)
+    third = write_plain(run / "2.safetensors", a_state(drift=0.01, n=6000))
+    ckptz("compress", third, "--base", run / "1.ckptz", "--step", 7, *KMEANS)
+    before = ckptz("inspect", run / "2.ckptz", "--json").json
+    ckptz("rebase", run / "2.ckptz")
+    after = ckptz("inspect", run / "2.ckptz", "--json").json
     assert before["step"] == 7
-    for key in ("content_id", "step", "metadata", "depth", "tensors"):
+    for key in ("content_id", "step", "metadata", "depth"):
         assert before[key] == after[key], key
+    assert [t["lossy"] for t in before["tensors"]] == [t["lossy"] for t in after["tensors"]]
+    assert [t for t in before["tensors"] if t["lossy"]] == [t for t in after["tensors"] if t["lossy"]]
     assert [(m["file"], m["content_id"]) for m in before["chain"]] == [
         (m["file"], m["content_id"]) for m in after["chain"]
     ]
     assert after["chain"][0]["is_inline"]
-    text = ckptz("inspect", chain.delta).stdout
-    assert "stands alone with 1 inline bases" in text
+    text = ckptz("inspect", run / "2.ckptz").stdout
+    assert "stands alone with 2 inline bases" in text
     assert "within the file" in text
 
 
 def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
-    first = {**a_state(), "gone": ("U8", (3,), b"abc")}
-    second = {**a_state(drift=0.01), "new": ("U8", (3,), b"xyz")}
+    first, second = a_state(n=6000), a_state(drift=0.01, n=6000)
+    first["gone"], second["new"] = first["layer.weight"], second["layer.weight"]
     paths = [
         write_plain(tmp_path / f"{i}.safetensors", state) for i, state in enumerate((first, second, second))
     ]
-    ckptz("compress", *paths, "--chain")
+    ckptz("compress", *paths, "--chain", *KMEANS)
     rebased = rebase(tmp_path / "2.ckptz", tmp_path / "alone.ckptz")
     wanted = {base.file: base.n_tensors for base in rebased.bases}
     with contextlib.closing(open_checkpoint(tmp_path / "alone.ckptz")) as alone:
@@ -121,7 +142,7 @@ def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
     assert not {"new", "gone"} & names[1]
 
 
-def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path) -> None:
+def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`a` of the base is decoded by classes of `b`, which nothing else needs."""
     zeros, tables = bytes(4), b"\1" + b"\0\0\0" + varint(256) + b"\0"
     by_b = plan(rules=[b"\1" + varint(1) + b"b"], rest=tables)
@@ -130,12 +151,13 @@ def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path) -> None:
     base = {"content_id": anchor.content_id(), "file": "0.ckptz", "depth": 1}
     delta = File({"a": Frame(plan(predictor=1, mode=2))}, features="delta,lossless", index={"base": base})
     (tmp_path / "1.ckptz").write_bytes(delta.bytes())
+    monkeypatch.setattr("ckptz.store.rebase._is_anew", lambda frame: False)  # as if it had codes
     assert rebase(tmp_path / "1.ckptz").bases[0].n_tensors == 2
     (tmp_path / "0.ckptz").unlink()
     ckptz("verify", tmp_path / "1.ckptz")
 
 
-def test_a_plain_base_goes_in_as_frames(chain: Chain) -> None:
+def test_a_plain_base_may_go(chain: Chain) -> None:
     ckptz("compress", chain.second, "--base", chain.first, "--force")
     chain.anchor.unlink()
     ckptz("rebase", chain.delta)
@@ -144,7 +166,7 @@ def test_a_plain_base_goes_in_as_frames(chain: Chain) -> None:
 
 
 def test_bases_that_a_base_carries_within_go_in_too(tmp_path: Path) -> None:
-    contents = a_run(tmp_path / "run", 4)
+    contents = a_run(tmp_path / "run", 4, *KMEANS)
     paths = [tmp_path / "run" / f"{i}.ckptz" for i in range(4)]
     ckptz("rebase", paths[2])
     report = ckptz("rebase", paths[3], "--json").json
@@ -170,7 +192,7 @@ def test_folders_and_trees_come_back(tmp_path: Path) -> None:
 
 def test_deltas_count_what_is_within(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    a_run(run, 3)
+    a_run(run, 3, *KMEANS)
     ckptz("rebase", run / "2.ckptz")
     third = write_plain(run / "3.safetensors", a_state(drift=0.01, n=6000))
     [report] = compress([third], base=run / "2.ckptz")
@@ -181,14 +203,13 @@ def test_deltas_count_what_is_within(tmp_path: Path) -> None:
     assert [m.depth for m in inspect(run / "3.ckptz").chain] == [2, 1, 0]
 
 
-def test_a_rebased_file_at_the_longest_depth_leads_to_a_new_anchor(tmp_path: Path) -> None:
+def test_what_is_encoded_anew_begins_a_chain(tmp_path: Path) -> None:
     state = {"w": ("U8", (3,), b"abc")}
     paths = [write_plain(tmp_path / f"{i:02}.safetensors", state) for i in range(MAX_WRITTEN_DEPTH + 1)]
     *_, last = compress(paths, chain=True)
-    assert rebase(Path(last.output)).depth == MAX_WRITTEN_DEPTH
+    assert (last.depth, rebase(Path(last.output)).depth) == (MAX_WRITTEN_DEPTH, 0)
     [report] = compress([paths[0]], tmp_path / "next.ckptz", base=Path(last.output))
-    assert (report.depth, report.base) == (0, None)
-    assert "new anchor" in report.notes[0]
+    assert report.base == Path(last.output).name
 
 
 # --- who reads it ---------------------------------------------------------------------------------
@@ -196,7 +217,7 @@ def test_a_rebased_file_at_the_longest_depth_leads_to_a_new_anchor(tmp_path: Pat
 
 def test_every_reader_reads_it(tmp_path: Path) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone.ckptz"
-    contents = a_run(run, 3)
+    contents = a_run(run, 3, *KMEANS)
     ckptz("rebase", run / "2.ckptz", "-o", alone)
     wanted = load_file(run / "2.ckptz")
     first = run / "0.ckptz"
@@ -237,25 +258,27 @@ def test_it_is_applied_to_live_tensors_like_an_anchor(tmp_path: Path, check: Any
 
 
 def test_a_reader_that_does_not_know_the_feature_says_so(
-    chain: Chain, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ckptz("rebase", chain.delta)
+    run = tmp_path / "run"
+    a_run(run, 2, *KMEANS)
+    ckptz("rebase", run / "1.ckptz")
     monkeypatch.setattr("ckptz.container.index.KNOWN_FEATURES", frozenset({"lossless", "delta", "maps"}))
-    with pytest.raises(UnsupportedError, match=r"step-2\.ckptz: required feature 'inline'"):
-        content_of(chain.delta)
+    with pytest.raises(UnsupportedError, match=r"1\.ckptz: required feature 'inline'"):
+        content_of(run / "1.ckptz")
 
 
 def test_features_are_those_that_are_used(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    a_run(run, 1, *KMEANS)
-    exact = write_plain(run / "1.safetensors", a_state(drift=0.1, n=6000))
+    a_run(run, 2, *KMEANS)
+    exact = write_plain(run / "2.safetensors", a_state(drift=0.1, n=6000))
     ckptz("compress", exact, "--base", run / "0.ckptz")
-    assert features_of(run / "1.ckptz") == "delta,lossless"
-    ckptz("rebase", run / "1.ckptz")
-    assert features_of(run / "1.ckptz") == "inline,lossless,maps"
-    ckptz("rebase", run / "0.ckptz", "-o", tmp_path / "copy.ckptz")
-    assert features_of(tmp_path / "copy.ckptz") == features_of(run / "0.ckptz") == "lossless,maps"
-    assert content_of(tmp_path / "copy.ckptz") == content_of(run / "0.ckptz")
+    assert features_of(run / "2.ckptz") == "delta,lossless"
+    for file, features in (("2", "lossless"), ("1", "inline,lossless,maps"), ("0", "lossless,maps")):
+        before = content_of(run / f"{file}.ckptz")
+        ckptz("rebase", run / f"{file}.ckptz", "-o", tmp_path / f"{file}.ckptz")
+        assert features_of(tmp_path / f"{file}.ckptz") == features
+        assert content_of(tmp_path / f"{file}.ckptz") == before
 
 
 # --- nothing is lost ------------------------------------------------------------------------------
@@ -331,8 +354,8 @@ def test_the_new_file_is_read_back_before_the_old_one_goes(
     """A disk that writes other bytes than it was given: the file is whole, and so is what is reported."""
     write = rebase_module.write_inline
 
-    def faulty(sink: BinaryIO, *arguments: Any) -> int:
-        n_bytes = write(sink, *arguments)
+    def faulty(sink: BinaryIO, *arguments: Any, **options: Any) -> int:
+        n_bytes = write(sink, *arguments, **options)
         sink.flush()
         damaged(Path(sink.name))
         return n_bytes
@@ -367,8 +390,17 @@ def a_small_file(folder: Path) -> bytes:
     states = [{n: ("U8", (40,), bytes([i + k]) * 40) for k, n in enumerate("abc")} for i in range(3)]
     paths = [write_plain(folder / f"{i}.safetensors", state) for i, state in enumerate(states)]
     *_, last = compress(paths, chain=True, jobs=1)
-    rebase(Path(last.output), jobs=1)
-    return Path(last.output).read_bytes()
+    sink = io.BytesIO()
+    with contextlib.closing(open_checkpoint(last.output)) as opened, Workers(1) as workers:
+        refs = [file.index.base for file in opened.files if isinstance(file, Container)]
+        bases = [
+            NeededBase(content_id=ref.content_id, file=ref.file, tensors=file.tensors)
+            for ref, file in zip(refs, opened.files[1:], strict=False)
+            if ref is not None
+        ]
+        assert opened.container is not None
+        write_inline(sink, opened.container, bases, workers)
+    return sink.getvalue()
 
 
 def test_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 PathLike: TypeAlias = str | os.PathLike[str]
 
 
+class _NoSuchFile(FileNotFoundError):
+    """Says that a file is missing in the words of safetensors."""
+
+    def __str__(self) -> str:
+        return f"{self.strerror}: {self.filename}"
+
+
 class _Opened:
     """An open checkpoint, shared by a handle and its slices; closed when the last of them lets go."""
 
@@ -145,7 +152,10 @@ class safe_open:
     ) -> Any:
         path = checked_path(filename)
         name, place, served_by = parse_framework(framework), parse_device(device), parse_backend(backend)
-        checkpoint = open_checkpoint(path, search_path)
+        try:
+            checkpoint = open_checkpoint(path, search_path)
+        except FileNotFoundError as error:
+            raise _NoSuchFile(*error.args[:2], error.filename) from None
         if checkpoint.container is None:
             checkpoint.close()
             return safetensors.safe_open(path, framework, device, backend=backend)

@@ -42,6 +42,7 @@ from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.links import link_chain
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint
+from ckptz.store.runs import step_of
 from ckptz.tree.skeleton import parse_tree
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
@@ -62,7 +63,7 @@ class CompressReport(Shown):
     content_id: str  # identity of the values
     base: str | None  # file name of the base, or None
     depth: int  # deltas between the output and its anchor
-    step: int | None  # training step, if it was given
+    step: int | None  # training step, as given, or as metadata or names have it
     seconds: float  # time taken
     notes: tuple[str, ...] = ()  # what the user should know
     search: SearchReport | None = None  # how the configuration was found, if it was searched for
@@ -139,8 +140,9 @@ def compress(
         search: find the configuration for budgets; `config` stays lossless then.
         budget: the same with all else by default: what may be lost, measured on the decoded tensors.
         base: store every input against this `.ckptz` or `.safetensors` file.
-        chain: store every input against the one before it, the first against `base` if there is one.
-        step: training step to record.
+        chain: store every input against the one before it, the first against `base` if there is one; where
+            the names of all have steps, in the order of these.
+        step: training step to record; by default that of the input's metadata, or of its name.
         optimizer: a file of optimizer state that goes into the same output as the one input; what stands in a
             folder that is compressed goes along anyway.
         param_names: a text file with the name of one parameter on each line, in the order in which the
@@ -169,8 +171,9 @@ def compress(
         Traceback (most recent call last):
         FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
+    sources = [Path(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
     run = _Run(
-        sources=[Path(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs),
+        sources=_by_step(sources) if chain else sources,
         config=checked(config),
         chain=chain,
         step=step,
@@ -195,6 +198,12 @@ def compress(
             if on_report is not None:
                 on_report(report)
     return tuple(reports)
+
+
+def _by_step(sources: list[Path]) -> list[Path]:
+    """The same by step, which shells do not list them by, if each has one of its own in its name."""
+    steps = {step: source for source in sources if (step := step_of(source)) is not None}
+    return [steps[step] for step in sorted(steps)] if len(steps) == len(sources) else sources
 
 
 def _path(given: PathLike | None) -> Path | None:
@@ -338,6 +347,12 @@ def _prepare(
     return place, notes
 
 
+def _step_of(opened: Input, run: _Run) -> int | None:
+    container = opened.checkpoint.container if opened.checkpoint is not None else None
+    recorded = run.step if container is None or run.step is not None else container.index.step
+    return step_of(Path(opened.name), recorded, opened.metadata)
+
+
 @dataclass(frozen=True, slots=True)
 class _Read:
     """Files that an output is made from: all of them, and those of the input itself."""
@@ -360,7 +375,7 @@ def _write(
         tensors=opened.tensors,
         config=run.search.template if run.search else run.config,
         metadata=opened.metadata,
-        step=run.step,
+        step=_step_of(opened, run),
         sharding=opened.sharding,
         tree=opened.tree,
         base=base.ref if base else None,
@@ -392,7 +407,7 @@ def _write(
         content_id=written.content_id,
         base=base.ref.file if base else None,
         depth=base.ref.depth if base else 0,
-        step=run.step,
+        step=job.step,
         seconds=time.perf_counter() - start,
         notes=tuple(notes),
         search=search,

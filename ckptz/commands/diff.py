@@ -17,7 +17,7 @@ from ckptz.bits.checksum import xxh64
 from ckptz.codec.plan import Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.reader import FrameSource, check_empty
-from ckptz.formats.inputs import open_input
+from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.floats import Units
 from ckptz.pages.notebook import Shown
@@ -114,7 +114,7 @@ def diff(
     """Compare two checkpoints; a few chunks of each are in memory at a time.
 
     Args:
-        first: A, whatever can be compressed.
+        first: A, whatever can be compressed, or a folder of which it is the newest `.ckptz` file.
         second: B.
         sort: "change" by rms change relative to rms, "max" by the largest change, "share" by the share of
             units changed, all descending behind what cannot be compared; or "name".
@@ -130,8 +130,8 @@ def diff(
     """
     start = time.perf_counter()
     with contextlib.ExitStack() as held:
-        a = held.enter_context(contextlib.closing(open_input(Path(first), paths(search_path))))
-        b = held.enter_context(contextlib.closing(open_input(Path(second), paths(search_path))))
+        a = held.enter_context(contextlib.closing(open_any(Path(first), paths(search_path))))
+        b = held.enter_context(contextlib.closing(open_any(Path(second), paths(search_path))))
         workers = held.enter_context(Workers(jobs))
         pairs = _pairs(a.tensors, b.tensors)
         progress.start(f"{a.name} and {b.name}", sum(pair.n_bytes for pair in pairs if pair.is_read))

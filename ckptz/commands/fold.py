@@ -15,7 +15,7 @@ from ckptz.container.byte_source import FileBytes
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.container.reader import Container
-from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError
+from ckptz.errors import ConfigError, FormatError, MissingBaseError
 from ckptz.formats.targets import PathLike, check_target, naming_output, paths
 from ckptz.methods.lossless import Lossless
 from ckptz.pages.notebook import Shown
@@ -31,6 +31,7 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
+from ckptz.store.runs import newest_checkpoint
 from ckptz.store.step_files import StepFile
 
 RANGE: Final = ".."
@@ -56,7 +57,7 @@ class DeltaReport(Shown):
 
 
 def find_step(text: str, folder: Path) -> Path:
-    """Find the file that `text` names, or one in `folder` that records this step, standing alone if possible.
+    """Find the file that `text` names, or one in `folder` that is of this step, standing alone if possible.
 
     A step of a Checkpointer is exact if it may be: its residual is found in place of its lossy file.
 
@@ -66,16 +67,11 @@ def find_step(text: str, folder: Path) -> Path:
     """
     if Path(text).exists() or not text.isdigit():
         return Path(text)
-    found = []
-    for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(FileBytes(path))) as file:
-            if isinstance(file, Container) and file.index.step == int(text):
-                found.append((file.index.depth, path))
-    if not found:
+    path = newest_checkpoint(folder, int(text))
+    if path is None:
         raise ConfigError(
             f"{folder}: no .ckptz file here records step {text}; name the file itself, or another --folder"
         )
-    path = min(found)[1]
     step_file = StepFile.parse(path.name)
     exact = path if step_file is None else path.with_name(step_file.exact.name)
     return exact if exact.exists() else path

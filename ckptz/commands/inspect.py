@@ -22,6 +22,7 @@ from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.notebook import Shown
 from ckptz.roles import role_of
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_file
+from ckptz.store.runs import checkpoint_in
 
 Level = Container | PlainFile | InlineFrames
 CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in CoderId}
@@ -95,14 +96,15 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
     """Describe a `.ckptz` file; no tensor is decoded, and bases may be missing.
 
     Args:
-        path: the file.
+        path: the file, or a folder, of which it is the newest checkpoint.
         search_path: folders to look for bases in, after the file's own.
 
     Raises:
         FileNotFoundError: no such file.
         FormatError: not a `.ckptz` file, or damaged.
+        ConfigError: a folder without one.
     """
-    path = Path(path)
+    path = checkpoint_in(Path(path))
     try:
         checkpoint = open_checkpoint(path, paths(search_path))
     except CkptzError as error:

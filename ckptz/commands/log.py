@@ -19,6 +19,7 @@ from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.notebook import Shown
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
+from ckptz.store.runs import is_base_name, run_files, step_of
 from ckptz.store.step_files import EXACT_OF_KEY, StepFile
 
 EntryKind = Literal["anchor", "delta", "exact", "rebased", "plain", "missing", "broken"]
@@ -29,13 +30,13 @@ Tell = Callable[[Exception], None]
 class LogEntry:
     """One checkpoint of a folder, or a base of one."""
 
-    file: str  # its name, or its path where it is in another folder
+    file: str  # its name, with its folder where that is another one
     # an anchor, a delta, what makes a lossy file exact, or a file that carries its bases within; a plain
     # safetensors file that deltas are stored against; a base that is not here; a file that cannot be read
     kind: EntryKind
     parent: str | None = None  # `file` of the entry that it is stored against, or None
     level: int = 0  # how far it stands from the root of its tree
-    step: int | None = None  # training step, if it is recorded
+    step: int | None = None  # training step, if it is recorded or in a name
     content_id: str | None = None  # identity of the values, where it is known without reading them
     depth: int = 0  # deltas between it and its anchor
     n_tensors: int = 0  # tensors in it
@@ -78,7 +79,7 @@ def log(
     """Describe the checkpoints of a folder; broken files and missing bases are told of and shown as such.
 
     Args:
-        folder: where to look; folders within it are not looked into.
+        folder: where to look, and in its folders that are called after a step, as those of the Trainer.
         search_path: more folders that bases may be in.
         tell: is given the error of every file that cannot be read and of every base that is not found.
 
@@ -92,7 +93,7 @@ def log(
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
     elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
-    own = [_marked(_look(path, path.name, tell)) for path in _files(folder, SUFFIX)]
+    own = [_marked(_look(path, path.relative_to(folder).as_posix(), tell)) for path in run_files(folder)]
     others = [
         _look(path, str(path), lambda error: None) for where in elsewhere for path in _files(where, SUFFIX)
     ]
@@ -133,9 +134,9 @@ def _look(path: Path, name: str, tell: Tell) -> _LoggedFile:
 
 
 def _marked(found: _LoggedFile) -> _LoggedFile:
-    """Tell of a step's file whether a marker hides it."""
+    """Tell of a file whether a marker hides it, or its name says that only others need it."""
     file = StepFile.parse(found.path.name)
-    is_hidden = file is not None and (found.path.parent / file.marker).exists()
+    is_hidden = is_base_name(found.path) or (file is not None and (found.path.parent / file.marker).exists())
     return replace(found, entry=replace(found.entry, is_hidden=is_hidden))
 
 
@@ -159,7 +160,7 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile
     entry = replace(
         sizes,
         kind=delta if index.base else "rebased" if index.inline else "anchor",
-        step=index.step,
+        step=step_of(path, index.step, index.metadata),
         content_id=index.content_id,
         depth=index.depth,
         n_lossy=sum(tensor.lossy is not None for tensor in index.tensors),

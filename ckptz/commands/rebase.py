@@ -1,4 +1,4 @@
-"""`ckptz rebase`: a delta and all that it is decoded from, in one file; values and codes stay as they are."""
+"""`ckptz rebase`: a delta as a file that needs no other, of the same values and codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptz.formats.targets import PathLike, check_target, naming_output, paths
 from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
-from ckptz.store.rebase import needed_bases
+from ckptz.store.rebase import standing_alone
 from ckptz.store.resolve import open_checkpoint, open_source
 
 
@@ -58,9 +58,11 @@ def rebase(
     search_path: Sequence[PathLike] = (),
     progress: Progress = SILENT,
 ) -> RebaseReport:
-    """Make a delta stand alone: write it with the frames of its bases that it is decoded from.
+    """Make a delta stand alone.
 
-    The new file is read back whole, and every value held against its checksum, before it gets its name.
+    Lossless tensors are encoded anew, as `export` does. Frames of quantization maps, by whose codes later
+    deltas may be grouped, are copied with those of their bases. The new file is read back whole, and every
+    value held against its checksum, before it gets its name.
     Deltas that were made from `path` go on working with it.
 
     Args:
@@ -87,13 +89,14 @@ def rebase(
         target = path if output is None else output
         if output is not None:
             check_target(output, [Path(file.name) for file in checkpoint.files], force=force)
-        bases, n_decoded = needed_bases(checkpoint), tensor_bytes(checkpoint.tensors)
+        tensors, bases = standing_alone(checkpoint)
+        n_decoded = tensor_bytes(checkpoint.tensors)
         is_changed = output is not None or container.outer_base is not None
         if is_changed:
             workers = held.enter_context(Workers(jobs))
-            progress.start(checkpoint.name, bytes_to_write(container, bases) + n_decoded)
+            progress.start(checkpoint.name, bytes_to_write(tensors, bases) + n_decoded)
             with naming_output(target), publish(target, [path]) as sink:
-                write_inline(sink, container, bases, workers, progress.advance)
+                write_inline(sink, container, bases, workers, progress.advance, tensors=tensors)
                 sink.flush()
                 _verify(Path(sink.name), target, container.index.content_id, workers, progress)
         return RebaseReport(

@@ -20,7 +20,7 @@ from ckptz.codec.units import TensorSource, Units, chunk_bounds
 from ckptz.commands.diff import NUMBERS, Difference, Pair, difference_of, sums_of
 from ckptz.container.byte_source import FileBytes
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.formats.inputs import open_input
+from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.notebook import Shown
 from ckptz.parallel import Workers
@@ -154,7 +154,7 @@ def _open(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -
     tensors: dict[str, TensorSource] = {}
     values: dict[str, str] = {}
     for file in _files(path):
-        opened = held.enter_context(contextlib.closing(open_input(file, search_path)))
+        opened = held.enter_context(contextlib.closing(open_any(file, search_path)))
         tensors |= opened.tensors
         values |= {} if opened.tree is None else dict(_values(parse_tree(opened.tree).root))
     return _OpenState(tensors, values)

@@ -1,11 +1,12 @@
 """Writes a file that carries its bases within. Implements spec/06-container.md#inline-bases.
 
-Frames are copied byte for byte, so values and codes stay what they were. What to carry is the caller's
-affair: nothing of chains is known here.
+Frames are copied byte for byte, so values and codes stay what they were; tensors that come without a frame
+are stored losslessly. What to carry is the caller's affair: nothing of chains is known here.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -33,6 +34,8 @@ from ckptz.container.writer import blob, reserved_header_bytes
 from ckptz.methods.lossless import EXACT
 from ckptz.parallel import Workers
 
+Tensors = Mapping[str, TensorSource]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededBase:
@@ -46,7 +49,7 @@ class NeededBase:
 
     content_id: str
     file: str
-    tensors: Mapping[str, TensorSource]
+    tensors: Tensors
 
 
 def write_inline(
@@ -55,26 +58,30 @@ def write_inline(
     bases: Sequence[NeededBase],
     workers: Workers,
     progress: Progress | None = None,
+    *,
+    tensors: Tensors | None = None,
 ) -> int:
     """Write the checkpoint in `container` with its bases, as one file; returns its size in bytes.
 
     Args:
         sink: an empty file, which must seek.
         container: the file whose tensors, metadata and records are kept.
-        bases: nearest first; a base that is a plain file is stored losslessly.
+        bases: nearest first.
         workers: threads.
-        progress: called with the bytes of each piece that is done, as stored or, of a plain file, decoded.
+        progress: called with the bytes of each piece that is done, as stored or, without a frame, decoded.
+        tensors: the tensors of `container`, where some shall be stored anew; by default its frames.
 
     Raises:
         ChecksumError: stored bytes were changed.
         ConfigError: more tensors than one header or index may have.
     """
+    tensors = container.tensors if tensors is None else tensors
     features = _features(container, bases)
     names = [inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))]
-    names = [*container.tensors, *names]
-    reserved = reserved_header_bytes(names, bytes_to_write(container, bases), features)
+    names = [*tensors, *names]
+    reserved = reserved_header_bytes(names, bytes_to_write(tensors, bases), features)
     writing = _Writing(sink, reserved, workers, progress)
-    own = writing.level(container.tensors)
+    own = writing.level(tensors)
     inline = tuple(InlineBase(b.content_id, b.file, writing.level(b.tensors)) for b in bases)
     records = {entry.name: entry.lossy for entry in container.index.tensors}
     entries = tuple(msgspec.structs.replace(entry, lossy=records[entry.name]) for entry in own)
@@ -84,9 +91,9 @@ def write_inline(
     return writing.finish(index, features)
 
 
-def bytes_to_write(container: Container, bases: Sequence[NeededBase]) -> int:
+def bytes_to_write(tensors: Tensors, bases: Sequence[NeededBase]) -> int:
     """Count the bytes that `progress` is told of in all."""
-    levels = (container.tensors, *(base.tensors for base in bases))
+    levels = (tensors, *(base.tensors for base in bases))
     sources = (source for tensors in levels for source in tensors.values())
     return sum((source.entry if isinstance(source, FrameSource) else source).n_bytes for source in sources)
 
@@ -108,20 +115,25 @@ class _Writing:
         self._offset = 0
         sink.seek(reserved)
 
-    def level(self, tensors: Mapping[str, TensorSource]) -> tuple[TensorEntry, ...]:
-        """Write all tensors of one checkpoint, which are frames all of them or none; their entries."""
-        frames = {name: source for name, source in tensors.items() if isinstance(source, FrameSource)}
-        if frames:
-            assert len(frames) == len(tensors)
-            return tuple(self._copied(name, frame) for name, frame in frames.items())
-        return tuple(self._encoded(tensors))
+    def level(self, tensors: Tensors) -> tuple[TensorEntry, ...]:
+        """Write all tensors of one checkpoint, in order: frames as they are, others anew; their entries."""
+        entries: list[TensorEntry] = []
+        for is_frame, run in itertools.groupby(
+            tensors.items(), lambda item: isinstance(item[1], FrameSource)
+        ):
+            sources = dict(run)
+            if is_frame:
+                entries += [self._copied(name, frame) for name, frame in sources.items()]  # type: ignore[arg-type]
+            else:
+                entries += self._encoded(sources)
+        return tuple(entries)
 
     def _copied(self, name: str, source: FrameSource) -> TensorEntry:
         entry = copy_frame(self._sink, self._offset, source, self._progress)
         self._offset += entry.n_bytes
         return msgspec.structs.replace(entry, name=name, lossy=None)
 
-    def _encoded(self, tensors: Mapping[str, TensorSource]) -> Iterator[TensorEntry]:
+    def _encoded(self, tensors: Tensors) -> Iterator[TensorEntry]:
         start, exact = self._offset, Contents(FileRecord(), dict.fromkeys(tensors, EXACT))
         where = self._sink, self._reserved + start
         frames = write_frames(*where, tensors, exact, self._workers, self._progress)

@@ -100,7 +100,10 @@ class Publication:
         # The name says nothing of the target's, which may be as long as the file system allows.
         temporary = target.with_name(f".{self._owner}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
         try:
-            with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            with (
+                _naming(temporary, target),
+                open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
+            ):
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -112,7 +115,8 @@ class Publication:
     def commit(self) -> None:
         """Give all files their names."""
         for temporary, target in self._staged:
-            os.replace(temporary, target)
+            with _naming(temporary, target):
+                os.replace(temporary, target)
         for folder in dict.fromkeys(target.parent for _, target in self._staged):
             sync_folder(folder)
 
@@ -120,6 +124,17 @@ class Publication:
         """Remove the files that have no name yet."""
         for temporary, _ in self._staged:
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(temporary: Path, target: Path) -> Iterator[None]:
+    """Let errors of the system name the file that was asked for, not the one that becomes it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or str(error.filename) != str(temporary):
+            raise
+        raise OSError(error.errno, error.strerror, str(target)) from None
 
 
 def mode_for(target: Path, like: Iterable[Path]) -> int:

@@ -19,6 +19,7 @@ from ckptz.formats.targets import stem_of
 from ckptz.formats.torch_files import TORCH_SUFFIXES, read
 from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint
+from ckptz.store.runs import newest_checkpoint
 
 ACCEPTED: Final = (
     "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "
@@ -55,6 +56,21 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     flat = read(path)
     # What it is read from goes with its last tensor, so nothing stays open.
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
+
+
+def open_any(path: Path, search_path: Sequence[Path] = ()) -> Input:
+    """Open what `open_input` does, or the newest checkpoint of a folder that holds `.ckptz` files only.
+
+    Raises:
+        CkptzError, OSError: see there.
+    """
+    try:
+        return open_input(path, search_path)
+    except ConfigError:
+        found = newest_checkpoint(path) if path.is_dir() else None
+        if found is None:
+            raise
+    return open_input(found, search_path)
 
 
 def _is_torch_file(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """safetensors' own index rules: those of its numpy slices, and of every slice under backend="pread".
 
 Ints, slices with bounds inside the tensor and a positive step, and one ellipsis. What it refuses is
-refused here with the same class of error; only its crash on reversed bounds is an error of ours.
+refused here with the same class of error in its own words; only its crash on reversed bounds is an error
+of ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ckptz.errors import CkptzError
 from ckptz.frameworks.window import Window, row_major_strides
 
 Shape = tuple[int, ...]
-_Bounds: TypeAlias = tuple[int, int | None, int]  # start, stop, step
+_Bounds: TypeAlias = tuple[int | None, int | None, int]  # start, stop, step
 _MAX_INT: Final = (1 << 31) - 1
 _MAX_STEP: Final = (1 << 63) - 1
 _MAX_BOUND: Final = (1 << 64) - 1
@@ -31,9 +32,10 @@ def select(index: Any, shape: Shape) -> tuple[Window, Shape]:
     """
     items = _items(index, len(shape))
     picks = [_pick(item, d, shape[d] if d < len(shape) else 0) for d, item in enumerate(items)]
+    spelled = f"Error during slicing [{', '.join(map(_spelled, picks))}] with shape {list(shape)}: "
     if len(picks) > len(shape):
-        raise CkptzError(f"{len(picks)} indexes for a tensor of {len(shape)} dimensions")
-    bounds = [_in_range(pick, d, shape[d]) for d, pick in enumerate(picks)]
+        raise CkptzError(f"{spelled}more slicing indexes than dimensions in tensor")
+    bounds = [_in_range(pick, d, shape[d], spelled) for d, pick in enumerate(picks)]
     bounds += [(0, n, 1, True) for n in shape[len(picks) :]]
     return _window(bounds, shape)
 
@@ -51,12 +53,12 @@ def _items(index: Any, n_dims: int) -> list[Any]:
     """One item a dimension, as far as the index goes; its ellipsis is spelled out."""
     if isinstance(index, list):
         if index:
-            raise CkptzError("a list of positions is not an index here; take a slice, an int or an ellipsis")
+            raise CkptzError("Non empty lists are not implemented; take a slice, an int or an ellipsis")
         return [slice(0, 0)]
     items = list(index) if isinstance(index, tuple) else [index]
     at = [position for position, item in enumerate(items) if item is Ellipsis]
     if len(at) > 1:
-        raise CkptzError("an index has at most one ellipsis")
+        raise CkptzError("Only one ellipsis (...) is allowed in slice index")
     missing = max(n_dims - len(items) + 1, 0)
     return items if not at else items[: at[0]] + [slice(None)] * missing + items[at[0] + 1 :]
 
@@ -74,19 +76,18 @@ def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
     if not isinstance(item, slice):
         number = _as_int(item)
         if number is None:
-            raise CkptzError(
-                f"index {dim} is {type(item).__name__} {item!r:.40}; take a slice, an int or an ellipsis"
-            )
+            what = "expected slice, int, or ellipsis"
+            raise CkptzError(f"Unsupported slice index at position {dim}: {what}, got {type(item).__name__}")
         if number + size < 0:
-            raise CkptzError(f"index {number} is out of range for dimension {dim} of size {size}")
+            raise CkptzError(f"Invalid index {number} for dimension {dim} of size {size}")
         return number + size if number < 0 else number
-    start = 0 if item.start is None else _bound(item.start)
+    start = None if item.start is None else _bound(item.start)
     stop = None if item.stop is None else _bound(item.stop)
     step = 1 if item.step is None else operator.index(item.step)
     if abs(step) > _MAX_STEP:
         raise OverflowError(f"slice step {step} is too large")
     if step < 1:
-        raise CkptzError(f"a slice needs a step of at least 1, got {step}")
+        raise CkptzError(f"Slice step must be a positive integer, got {step}")
     return start, stop, step
 
 
@@ -97,12 +98,22 @@ def _bound(value: Any) -> int:
     return number
 
 
-def _in_range(pick: int | _Bounds, dim: int, size: int) -> tuple[int, int, int, bool]:
+def _spelled(pick: int | _Bounds) -> str:
+    if isinstance(pick, int):
+        return str(pick)
+    start, stop, step = pick
+    first, last = ("" if bound is None else bound for bound in (start, stop))
+    return f"{first}:{last}" if step == 1 else f"{first}:{last}:{step}"
+
+
+def _in_range(pick: int | _Bounds, dim: int, size: int, spelled: str) -> tuple[int, int, int, bool]:
     """(start, stop, step, whether the dimension stays)."""
     start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
-    stop = size if stop is None else stop
+    start, stop = start or 0, size if stop is None else stop
     if start >= size or stop > size:
-        raise CkptzError(f"index {max(start, stop - 1)} is out of range for dimension {dim} of size {size}")
+        beyond = start if start >= size else stop - 1
+        what = f"index {beyond} out of bounds for tensor dimension #{dim} of size {size}"
+        raise CkptzError(f"{spelled}{what}")
     if stop < start:
         raise CkptzError(f"slice {start}:{stop} of dimension {dim} ends before it begins")
     return start, stop, step, not isinstance(pick, int)

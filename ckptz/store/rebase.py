@@ -6,28 +6,48 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.inline_writer import NeededBase
-from ckptz.container.reader import Container, FrameSource
+from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.store.resolve import Checkpoint
 
 Tensors = Mapping[str, TensorSource]
 
 
-def needed_bases(checkpoint: Checkpoint) -> tuple[NeededBase, ...]:
-    """Give what the tensors of a checkpoint are decoded from beside their own frames, nearest base first.
+def standing_alone(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, ...]]:
+    """Give the tensors of a checkpoint for a file of its own, and the bases that go with them, nearest first.
+
+    Frames with codes stay as they are, since later deltas may group by these, and so do frames without a
+    base. All others are given as values, to be encoded anew: that takes less room than what they are made
+    from.
 
     Raises:
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base lacks a tensor that is needed.
     """
     needed: list[NeededBase] = []
-    above: Tensors = checkpoint.tensors
+    own = above = _kept_or_anew(checkpoint.tensors)
     for base in _bases(checkpoint):
         names = _with_companions(_names_in_base(above), base.tensors)
         if not names:
             break
-        above = {name: source for name, source in base.tensors.items() if name in names}
+        above = _kept_or_anew({name: source for name, source in base.tensors.items() if name in names})
         needed.append(NeededBase(content_id=base.content_id, file=base.file, tensors=above))
-    return tuple(needed)
+    return own, tuple(needed)
+
+
+def _kept_or_anew(tensors: Tensors) -> Tensors:
+    """The same values, without the frame where that would need a base only for them."""
+    for source in tensors.values():
+        if isinstance(source, FrameSource):
+            source.check_base()
+    return {
+        name: CachedFrame(source) if isinstance(source, FrameSource) and _is_anew(source) else source
+        for name, source in tensors.items()
+    }
+
+
+def _is_anew(frame: FrameSource) -> bool:
+    plan = frame.header.plan
+    return plan.needs_base and plan.quant_map is None
 
 
 def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:
@@ -45,12 +65,11 @@ def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:
 
 def _names_in_base(tensors: Tensors) -> list[str]:
     """Tensors of the next base that frames of `tensors` are decoded from."""
-    names = []
-    for name, source in tensors.items():
-        if isinstance(source, FrameSource):
-            source.check_base()
-            names += [name] if source.header.plan.needs_base else []
-    return names
+    return [
+        n
+        for n, source in tensors.items()
+        if isinstance(source, FrameSource) and source.header.plan.needs_base
+    ]
 
 
 def _with_companions(names: Iterable[str], tensors: Tensors) -> set[str]:

@@ -186,7 +186,7 @@ class StepStore:
                 base=None if base is None else base.file,
                 base_id=None if base is None else base.content_id,
                 position=_position(index),
-                metric=_number(metadata.get(METRIC_KEY)),
+                metric=number_of(metadata.get(METRIC_KEY)),
                 weights=metadata.get(WEIGHTS_KEY),
                 exact_of=metadata.get(EXACT_OF_KEY),
                 tensor_bytes=sum(dtype_of(one.dtype).n_bytes(one.shape) for one in index.tensors),
@@ -477,7 +477,8 @@ def _whole(text: str | None, default: int) -> int:
     return int(text) if text is not None and text.isdecimal() and len(text) < 10 else default
 
 
-def _number(text: str | None) -> float | None:
+def number_of(text: str | None) -> float | None:
+    """Read a number from metadata; None for what is none."""
     if text is None:
         return None
     try:

@@ -48,9 +48,16 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
     metavar="FILE",
     help="Store each input as a delta: what changed since this checkpoint.",
 )
-@click.option("--chain", is_flag=True, help="Store each input as a delta to the one before it.")
 @click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Training step, which the file records."
+    "--chain",
+    is_flag=True,
+    help="Store each input as a delta to the one before it, by the steps in their names.",
+)
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Training step, which the file records (default: that of the metadata or the name).",
 )
 @search_options
 @click.option("--roles", type=PATH, metavar="FILE", help="TOML file that says which tensors are what.")

@@ -43,10 +43,12 @@ folder_option = click.option(
 @writing_options
 @click.pass_obj
 def rebase(session: Session, /, file: Path, output: Path | None, **how: Any) -> None:
-    """Make a delta stand alone: copy the parts of its bases that it needs into the file.
+    """Make a delta stand alone, so that its bases can go.
 
-    Values and content id stay the same, so deltas that were made from FILE go on working. The new file is
-    about as large as the chain was. FILE is replaced after the new one was read back and checked.
+    Values and content id stay the same, so deltas that were made from FILE go on working. Lossless tensors
+    are encoded anew. Lossy ones keep their codes, which later deltas may need, and take along the parts of
+    their bases that these need: that part is about as large as its chain was. FILE is replaced after the
+    new one was read back and checked.
     """
     import ckptz
     from ckptz_cli.render_chains import rebased_line

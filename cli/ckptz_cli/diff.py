@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, jobs_option, json_option, search_path_option
+from ckptz_cli.options import PATH, jobs_option, search_path_option, session_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -39,8 +39,7 @@ Examples:
 @click.option("--exit-code", is_flag=True, help=f"End with exit code {DIFFERENT} if the tensors differ.")
 @jobs_option
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def diff(
     session: Session,
@@ -54,7 +53,8 @@ def diff(
 ) -> None:
     """Show what changed from checkpoint A to checkpoint B, tensor by tensor.
 
-    Each may be a .ckptz, .safetensors or torch file, or a folder of shards. The exit code is 0 even if they
+    Each may be a .ckptz, .safetensors or torch file, a folder of shards, or one of .ckptz files, of which
+    the newest is taken. The exit code is 0 even if they
     differ, unless --exit-code is given.
     """
     import ckptz

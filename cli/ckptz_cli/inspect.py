@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, json_option, search_path_option
+from ckptz_cli.options import PATH, search_path_option, session_options
 from ckptz_cli.session import Session
 
 EPILOG = """\b
@@ -17,15 +17,14 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
-@click.argument("file", type=PATH)
+@click.command(epilog=EPILOG, short_help="Show what a .ckptz file holds, without decoding it.")
+@click.argument("file", type=PATH, metavar="FILE|DIR")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path, ...]) -> None:
-    """Show what a .ckptz file holds, without decoding it.
+    """Show what a .ckptz file holds, or the newest one of a folder, without decoding it.
 
     That is its format, content id, chain, metadata, sizes, what was promised and measured, and how tensors
     are stored. It works even if the base is missing.

@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, json_option, search_path_option
+from ckptz_cli.options import PATH, search_path_option, session_options
 from ckptz_cli.progress import is_terminal
 from ckptz_cli.session import Session
 
@@ -39,13 +39,13 @@ Examples:
     help="With --watch: how often to look.",
 )
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def log(session: Session, folder: Path, watch: bool, interval: float, search_path: tuple[Path, ...]) -> None:
     """List the checkpoints of a folder, each below the one it is stored against.
 
-    DIR is the working folder by default. Nothing is decoded. Files that cannot be read and bases that are
+    DIR is the working folder by default: a run of a Checkpointer, the Trainer or Lightning, or what ckptz
+    compress --chain wrote. Nothing is decoded. Files that cannot be read and bases that are
     missing are listed too; the first of them decides the exit code.
 
     With --watch, Ctrl-C ends well, problems decide nothing, and --json prints one line for each change.
@@ -79,10 +79,12 @@ def _changes(folder: Path, interval: float) -> Iterator[None]:
 
 def _stamp(folder: Path) -> list[tuple[str, int, int]]:
     """Names, times and sizes of the checkpoints of a folder, and of what hides them."""
+    from ckptz.store.runs import run_files
+
     stamps = []
     try:
-        for path in folder.iterdir():
-            if path.name.endswith(SHOWN):
+        for path in (*folder.iterdir(), *run_files(folder)):
+            if path.name.endswith(SHOWN) or path.parent != folder:
                 with contextlib.suppress(FileNotFoundError):  # it went meanwhile
                     facts = path.stat()
                     stamps.append((path.name, facts.st_mtime_ns, facts.st_size))

@@ -19,9 +19,10 @@ from ckptz._version import __version__
 from ckptz_cli.compress import compress
 from ckptz_cli.deltas import apply, export, fold, rebase
 from ckptz_cli.diff import diff
+from ckptz_cli.errors import USAGE
 from ckptz_cli.inspect import inspect
 from ckptz_cli.log import log
-from ckptz_cli.options import debug_option, json_option
+from ckptz_cli.options import session_options
 from ckptz_cli.prune import prune
 from ckptz_cli.report import report
 from ckptz_cli.restore import restore
@@ -42,9 +43,16 @@ Examples:
 
 \b
 Exit codes:
-  0 done, 1 an error in ckptz, 2 wrong usage, 3 damaged file, 4 unsupported, 5 file or base missing,
-  6 budget not kept (written without loss), 7 disk, 10 differ (diff --exit-code, resume-check),
-  130 interrupted
+    0  done
+    1  an error in ckptz
+    2  wrong usage
+    3  damaged file
+    4  unsupported
+    5  file or base missing
+    6  budget not kept (written without loss)
+    7  disk
+   10  differ (diff --exit-code, resume-check)
+  130  interrupted
 """
 
 
@@ -57,10 +65,10 @@ class Program(click.Group):
         session = Session(words)
         with _unwinding_when_terminated():
             try:
-                super().main(words, "ckptz", standalone_mode=False, obj=session)
+                super().main(words or ["--help"], "ckptz", standalone_mode=False, obj=session)
             except Exception as error:
                 session.fail(error)
-            sys.exit(session.finish())
+            sys.exit(session.finish() or (0 if words else USAGE))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the verbs in the order of their use, not of the alphabet."""
@@ -97,7 +105,7 @@ def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) ->
         context.exit()
 
 
-@click.group(cls=Program, epilog=EPILOG)
+@click.group(cls=Program, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
     is_flag=True,
@@ -106,8 +114,7 @@ def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) ->
     callback=_show_version,
     help="Print the version of ckptz and of its format.",
 )
-@json_option
-@debug_option
+@session_options
 def main() -> None:
     """Make training checkpoints smaller, and get them back.
 

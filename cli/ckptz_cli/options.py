@@ -8,6 +8,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from ckptz_cli.progress import QUIET
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -42,12 +44,24 @@ def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...])
     return values[0] if values else None
 
 
-# Read from the command line by `Session`, so that they work before or after the verb.
-debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, help="Show where an error was raised."
-)
-json_option = click.option(
-    "--json", is_flag=True, expose_value=False, help="Print the report as one JSON object on stdout."
+def _be_quiet(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        context.meta[QUIET] = True
+
+
+# What every verb has, before or after its name. `Session` reads the last two from the command line itself.
+session_options = together(
+    click.option(
+        *("-q", "--quiet"),
+        is_flag=True,
+        expose_value=False,
+        callback=_be_quiet,
+        help="Print only errors, and what --json asks for.",
+    ),
+    click.option(
+        "--json", is_flag=True, expose_value=False, help="Print the report as one JSON object on stdout."
+    ),
+    click.option("--debug", is_flag=True, expose_value=False, help="Show where an error was raised."),
 )
 
 jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
@@ -61,4 +75,4 @@ search_path_option = click.option(
 )
 
 # What every verb has that writes a file, at the end of its help.
-writing_options = together(jobs_option, force_option, search_path_option, json_option, debug_option)
+writing_options = together(jobs_option, force_option, search_path_option, session_options)

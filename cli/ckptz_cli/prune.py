@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import COUNT, PATH, debug_option, json_option
+from ckptz_cli.options import COUNT, PATH, session_options
 from ckptz_cli.session import Session
 
 EPILOG = """\b
@@ -41,8 +41,7 @@ Examples:
     "--after", type=click.IntRange(min=0), metavar="STEP", help="First remove all steps after this one."
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def prune(
     session: Session,
@@ -59,13 +58,15 @@ def prune(
 ) -> None:
     """Remove the steps of a training run that no rule keeps.
 
-    The newest step always stays. A file that other files are still stored against is hidden, and removed
-    when they are. Without rules, only unfinished files of killed writers are removed.
+    DIR is a run of a Checkpointer, the Trainer or Lightning, or what ckptz compress --chain wrote. The
+    newest step always stays. A file that other files are still stored against stays too, a Checkpointer's
+    hidden, until they are removed. Without rules, only unfinished files of killed writers are removed.
 
     Files step-*.exact.ckptz make steps exact whose other files are lossy. They go with their steps, or
     before, by --keep-exact.
     """
-    from ckptz.store.retention import keep_policy, prune_folder
+    import ckptz
+    from ckptz.store.retention import keep_policy
     from ckptz_cli.render_chains import pruned_text
 
     policy = keep_policy(
@@ -74,7 +75,7 @@ def prune(
         lower_is_better=not higher_is_better,
         exact=keep_exact,
     )
-    report = prune_folder(folder, policy, after=after, dry_run=dry_run)
+    report = ckptz.prune(folder, policy, after=after, dry_run=dry_run)
     session.show(report, pruned_text(report))
     for note in report.notes:
         session.note(note)

@@ -38,7 +38,7 @@ def compressed_line(report: CompressReport) -> str:
 
 def _promise(report: CompressReport) -> str:
     if report.search is None or not report.search.quality:
-        return "no promise, errors in inspect"
+        return "no promise, errors in inspect --tensors"
     return "; ".join(map(quality_text, report.search.quality))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, force_option, jobs_option, json_option, search_path_option
+from ckptz_cli.options import PATH, force_option, jobs_option, search_path_option, session_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -37,8 +37,7 @@ Examples:
 @jobs_option
 @force_option
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def report(
     session: Session,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ckptz_cli.diff import DIFFERENT
-from ckptz_cli.options import PATH, debug_option, jobs_option, json_option, search_path_option
+from ckptz_cli.options import PATH, jobs_option, search_path_option, session_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -35,8 +35,7 @@ Ends with 0 if nothing differs, and with {DIFFERENT} if something does.
 )
 @jobs_option
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def resume_check(
     session: Session,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, force_option, jobs_option, json_option
+from ckptz_cli.options import PATH, force_option, jobs_option, session_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -22,8 +22,7 @@ Examples:
 @click.argument("files", nargs=-1, required=True, type=PATH, metavar="FOLDER|FILE...")
 @force_option
 @jobs_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def seal(session: Session, files: tuple[Path, ...], force: bool, jobs: int | None) -> None:
     """Write checksums of files that are not .ckptz into one small file beside them; ckptz verify checks them.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 
-from ckptz_cli.progress import is_terminal, progress_bar
+from ckptz_cli.progress import is_quiet, is_terminal, progress_bar
 from ckptz_cli.search_options import is_search
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def view_of(given: Mapping[str, Any]) -> Iterator[tuple[Progress, OnTrial]]:
 
 @contextlib.contextmanager
 def _search_view(*, is_verbose: bool) -> Iterator[OnTrial]:
-    if not is_terminal(sys.stderr):
+    if is_quiet() or not is_terminal(sys.stderr):
         yield _line if is_verbose else _nothing
         return
     from rich.console import Console

@@ -19,7 +19,7 @@ import click
 
 from ckptz.pages.words import printable
 from ckptz_cli.errors import Failure, failure_of
-from ckptz_cli.progress import is_terminal
+from ckptz_cli.progress import is_quiet, is_terminal
 
 STDOUT: Final = "standard output"
 
@@ -65,7 +65,8 @@ class Session:
 
     def note(self, text: str) -> None:
         """Print a note for the user, on stderr."""
-        _tell(f"ckptz: note: {printable(text)}")
+        if not is_quiet():
+            _tell(f"ckptz: note: {printable(text)}")
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error."""
@@ -85,7 +86,7 @@ class Session:
 
     def say(self, text: str) -> None:
         """Print a result that is text only."""
-        if not self.as_json:
+        if not (self.as_json or is_quiet()):
             self._print(text + "\n")
 
     def _print(self, text: str) -> None:
@@ -95,7 +96,7 @@ class Session:
         try:
             if sys.stdout is None and text:
                 raise OSError(errno.EBADF, "is closed", STDOUT)
-            click.echo(text, nl=False)
+            click.echo(text, nl=False, file=sys.stdout)  # named, or click writes past a bar that is drawn
         except OSError as error:
             self._is_heard = False
             if not isinstance(error, BrokenPipeError):  # then the reader has gone, as `head` does
@@ -114,7 +115,7 @@ class Session:
 
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # nowhere is left to say it
-        click.echo(line, err=True)
+        click.echo(line, file=sys.stderr)
 
 
 def _silence_stdout() -> None:

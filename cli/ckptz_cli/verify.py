@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckptz_cli.options import PATH, debug_option, jobs_option, json_option, search_path_option
+from ckptz_cli.options import PATH, jobs_option, search_path_option, session_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
 
@@ -24,8 +24,7 @@ Examples:
 @click.option("--against", type=PATH, metavar="ORIGINAL", help="Also compare with this checkpoint.")
 @jobs_option
 @search_path_option
-@json_option
-@debug_option
+@session_options
 @click.pass_obj
 def verify(
     session: Session,

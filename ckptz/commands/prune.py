@@ -1,0 +1,194 @@
+"""`ckptz prune`: removes the checkpoints of a folder that no rule keeps, whoever wrote them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.reader import Container
+from ckptz.errors import CkptzError, ConfigError, MissingBaseError
+from ckptz.store.needs import needs_of
+from ckptz.store.places import LocalFolder
+from ckptz.store.remote import place_of
+from ckptz.store.resolve import Path_, open_file
+from ckptz.store.retention import KEEP_ALL, KeepPolicy, PruneReport, prune_folder
+from ckptz.store.runs import inode_of, is_base_name, run_files, step_of
+from ckptz.store.step_files import METRIC_KEY, StepFile
+from ckptz.store.steps import number_of
+
+RESIDUAL: Final = ".exact-"  # in the name of what makes a file of the Trainer or Lightning exact
+
+
+def prune(
+    folder: Path_, keep: KeepPolicy = KEEP_ALL, *, after: int | None = None, dry_run: bool = False
+) -> PruneReport:
+    """Remove the steps of a run that no rule keeps; bases of those that stay are left.
+
+    Args:
+        folder: a run of a `Checkpointer`, also behind an fsspec URL, of the Trainer or Lightning, or what
+            `compress` made of several files. Nobody writes to it meanwhile.
+        keep: the rules. Those for weights alone are for runs of a `Checkpointer`.
+        after: remove every step after this one first, to go on from there.
+        dry_run: only say what would be done.
+
+    Raises:
+        ConfigError: there are no steps, none would be left, or somebody writes to the folder.
+
+    Example:
+        >>> import numpy as np, ckptz
+        >>> from ckptz.numpy import save_file
+        >>> for step in (1, 2, 3):
+        ...     save_file({"weight": np.ones(2)}, f"step-{step}.ckptz")
+        >>> ckptz.prune(".", ckptz.KeepPolicy(last=2)).removed
+        ('step-1.ckptz',)
+    """
+    place = place_of(folder)
+    local = Path(place.name) if isinstance(place, LocalFolder) else None
+    if local is None or not local.is_dir() or any(StepFile.parse(path.name) for path in local.iterdir()):
+        return prune_folder(folder, keep, after=after, dry_run=dry_run)
+    return _prune_run(local, keep, after, dry_run)
+
+
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """What goes as one: a file, or a folder that is called after a step.
+
+    Attributes:
+        name: within the run.
+        path: where it is.
+        files: the checkpoint files in it.
+        step: its step, or None.
+        ids: content ids of what it holds.
+        base_ids: those of what it is stored against and does not hold itself.
+        metric: as it was recorded, or None.
+        error: why it cannot be read, or None.
+    """
+
+    name: str
+    path: Path
+    files: tuple[Path, ...]
+    step: int | None
+    ids: frozenset[str] = frozenset()
+    base_ids: frozenset[str] = frozenset()
+    metric: float | None = None
+    error: Exception | None = None
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is there for itself: no second name of a base, nor what makes another file exact."""
+        return not (is_base_name(self.path) or self.is_residual)
+
+    @property
+    def is_residual(self) -> bool:
+        """Whether it makes another file exact."""
+        return RESIDUAL in self.path.name
+
+    def remove(self) -> None:
+        """Delete it."""
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+def _units_of(folder: Path) -> list[_Unit]:
+    """The checkpoints of a folder, and what is there for their sake."""
+    files: dict[Path, list[Path]] = {}
+    for path in run_files(folder, with_links=True):
+        files.setdefault(path if path.parent == folder else path.parent, []).append(path)
+    return [_unit(path.name, path, tuple(found)) for path, found in files.items()]
+
+
+def _unit(name: str, path: Path, files: tuple[Path, ...]) -> _Unit:
+    step, metric, ids, base_ids = None, None, set(), set()
+    try:
+        for file in files:
+            with contextlib.closing(open_file(FileBytes(file))) as opened:
+                if not isinstance(opened, Container):
+                    continue
+                index = opened.index
+                metadata = index.metadata or {}
+                ids.add(index.content_id)
+                base_ids |= set() if index.base is None else {index.base.content_id}
+                step = step_of(file, index.step, metadata) if step is None else step
+                metric = number_of(metadata.get(METRIC_KEY)) if metric is None else metric
+    except (CkptzError, OSError) as error:
+        return _Unit(name, path, files, step_of(files[0]), error=error)
+    return _Unit(name, path, files, step, frozenset(ids), frozenset(base_ids - ids), metric)
+
+
+def _bases_of(unit: _Unit, units: Sequence[_Unit]) -> list[_Unit]:
+    """What a unit is stored against, by second names where there are some; raises if that cannot be told."""
+    if unit.error is not None:
+        raise unit.error
+    found: list[_Unit] = []
+    for base_id in unit.base_ids:
+        bases = [other for other in units if base_id in other.ids and other is not unit]
+        if not bases and any(other.error for other in units):
+            raise MissingBaseError("its base is not here, or cannot be read")
+        found += [base for base in bases if is_base_name(base.path)] or bases
+    return found
+
+
+def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool) -> PruneReport:
+    start, units = time.perf_counter(), _units_of(folder)
+    if keep.weights is not None:
+        raise ConfigError(f"{folder}: its files are whole checkpoints; leave out the rules for weights alone")
+    steps = {u.step for u in units if u.step is not None and u.is_checkpoint}
+    if not steps:
+        raise ConfigError(f"{folder}: holds no steps; name the run's own folder")
+    kept = _kept(folder, units, keep, steps, after)
+    gone = {u for u in units if after is not None and u.step is not None and u.step > after}
+    rest = [u for u in units if u not in gone]
+    needs = needs_of(
+        {*kept, *(u for u in rest if u.error)}, lambda unit: _bases_of(unit, rest), lambda _: rest
+    )
+    hidden = (needs.known | needs.doubtful) - kept
+    removed = sorted(
+        {*units} - kept - hidden, key=lambda u: (not u.is_residual, -(u.step or 0), is_base_name(u.path))
+    )
+    staying = {inode_of(file): file for u in units if u not in removed for file in u.files}
+    going = {inode_of(file): file for u in removed for file in u.files}
+    sizes = [
+        sum(file.stat().st_size for file in files)
+        for files in (staying.values(), (file for inode, file in going.items() if inode not in staying))
+    ]
+    if not dry_run:
+        for unit in removed:
+            unit.remove()
+    return PruneReport(
+        folder=str(folder),
+        steps=tuple(sorted({u.step for u in kept if u.step is not None and u.is_checkpoint})),
+        weights_only=(),
+        exact=tuple(sorted({u.step for u in kept if u.step is not None and u.is_residual})),
+        hidden=tuple(sorted(u.name for u in hidden)),
+        removed=tuple(u.name for u in removed),
+        kept_bytes=sizes[0],
+        removed_bytes=sizes[1],
+        dry_run=dry_run,
+        seconds=time.perf_counter() - start,
+        notes=needs.notes,
+    )
+
+
+def _kept(
+    folder: Path, units: Sequence[_Unit], keep: KeepPolicy, steps: AbstractSet[int], after: int | None
+) -> set[_Unit]:
+    """What the rules keep, and what has no step."""
+    left = {step for step in steps if after is None or step <= after}
+    if not left:
+        raise ConfigError(f"{folder}: no step would be left to go on from; name one that is there")
+    chosen = keep.kept(left, {u.step: u.metric for u in units if u.step in left and u.metric is not None})
+    heads = keep.heads(chosen)
+    return {
+        u
+        for u in units
+        if not is_base_name(u.path) and (u.step is None or u.step in (heads if u.is_residual else chosen))
+    }

@@ -1,0 +1,125 @@
+"""Checkpoints of a folder, whoever wrote them: `ckptz compress`, the Trainer, Lightning or a Checkpointer.
+
+run/step-100.ckptz                       a file of its own
+run/epoch=0-step=100.ckpt                the same under the name that Lightning gives it
+run/checkpoint-100/model.ckptz           a folder of the Trainer, or one that was compressed
+run/base-4f1c0a9b7d2e6853.ckptz          a second name of a file that others are stored against
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.reader import Container
+from ckptz.errors import CkptzError, ConfigError
+from ckptz.store.resolve import SUFFIX, open_file
+from ckptz.store.step_files import StepFile
+
+LIGHTNING_SUFFIX: Final = ".ckpt"  # of torch files, too
+STEP_KEYS: Final = ("step", "global_step")  # in the metadata of what is compressed
+_STEP: Final = r"(?:global_?)?(?:step|checkpoint|iter|iteration)[-_=]?(\d{1,18})"
+_IN_NAME: Final = re.compile(rf"(?<![a-z]){_STEP}(?!\d)", re.IGNORECASE)
+_FOLDER: Final = re.compile(_STEP, re.IGNORECASE)
+_BASE: Final = re.compile(r"base-[0-9a-f]{16}\.ckptz")
+_WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*")
+_HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
+
+
+def step_of(path: Path, recorded: int | None = None, metadata: Mapping[str, str] | None = None) -> int | None:
+    """Find the step of a checkpoint: as recorded, or in its metadata, its name, or its folder's name."""
+    if recorded is not None:
+        return recorded
+    for text in ((metadata or {}).get(key, "") for key in STEP_KEYS):
+        if text.isascii() and text.isdigit() and len(text) <= 18:
+            return int(text)
+    whole = Path(os.path.abspath(path))
+    found = _IN_NAME.findall(whole.name)
+    return int(found[-1]) if found else step_of_folder(whole.parent)
+
+
+def step_of_folder(folder: Path) -> int | None:
+    """Find the step that a folder is called after; None for any other name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
+def is_base_name(path: Path) -> bool:
+    """Tell whether this is a second name, which a file has only for those that are stored against it."""
+    return _BASE.fullmatch(path.name) is not None
+
+
+def run_files(folder: Path, *, with_links: bool = False) -> list[Path]:
+    """List the checkpoint files of a folder, and of the folders in it that are called after a step.
+
+    Args:
+        folder: which.
+        with_links: each by every name that it has; otherwise once.
+    """
+    entries = list(folder.iterdir())
+    for sub in [path for path in entries if step_of_folder(path) is not None and path.is_dir()]:
+        entries += sub.iterdir()
+    found: dict[object, Path] = {}
+    for path in sorted(entries, key=lambda path: (is_base_name(path), path)):
+        with contextlib.suppress(FileNotFoundError):  # it went meanwhile
+            if _is_checkpoint(path):
+                found.setdefault(path if with_links else inode_of(path), path)
+    return sorted(found.values())
+
+
+def inode_of(path: Path) -> tuple[int, int]:
+    """Give what all names of a file have in common."""
+    facts = path.stat()
+    return facts.st_dev, facts.st_ino
+
+
+def _is_checkpoint(path: Path) -> bool:
+    if path.name.startswith(".") or not path.is_file():
+        return False
+    if path.suffix != LIGHTNING_SUFFIX:
+        return path.suffix == SUFFIX
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)[-1:] == b"{"  # and no torch file
+
+
+def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
+    """Find the file with the weights of a folder's last step, or of `step`; standing alone if possible.
+
+    Files that cannot be read are passed over.
+    """
+    found = []
+    for path in run_files(folder):
+        with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(FileBytes(path))) as file:
+            if isinstance(file, Container):
+                index = file.index
+                at = step_of(path, index.step, index.metadata)
+                if step is None or at == step:
+                    found.append((at is None, -(at or 0), is_aside(path), index.depth, path))
+    return min(found)[-1] if found else None
+
+
+def checkpoint_in(path: Path) -> Path:
+    """Give the newest checkpoint of a folder, or any other path as it is.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    if not path.is_dir():
+        return path
+    found = newest_checkpoint(path)
+    if found is None:
+        raise ConfigError(f"{path}: holds no {SUFFIX} file that can be read; name a file, or another folder")
+    return found
+
+
+def is_aside(path: Path) -> bool:
+    """Tell whether the name says that a file holds no weights, or only for others or with others."""
+    file = StepFile.parse(path.name)
+    if file is not None:
+        return file.kind == "state" or file.is_exact
+    return is_base_name(path) or _WITHOUT_WEIGHTS.fullmatch(path.name) is not None or ".exact-" in path.name

@@ -1,0 +1,210 @@
+"""Folders of checkpoints, whoever wrote them: their steps, and what the verbs make of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptz as library
+from ckptz import KeepPolicy, compress, inspect, log, prune
+from ckptz.errors import ConfigError
+from ckptz.store.runs import step_of
+from tests.support.cli_support import a_state, ckptz, content_of, hf_folder, write_plain
+
+STEPS = (8, 9, 10, 11)
+
+
+def plain(folder: Path, steps: tuple[int, ...] = STEPS, name: str = "step-{}.safetensors") -> list[Path]:
+    """Plain checkpoints of some steps."""
+    states = ((step, a_state(drift=0.001 * step, n=500)) for step in steps)
+    return [write_plain(folder / name.format(step), state) for step, state in states]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A chain of four steps as `compress` writes it, from names in the order of a shell."""
+    files = sorted(plain(tmp_path))
+    ckptz("compress", *files, "--chain", "-o", tmp_path / "run", "--jobs", 1)
+    for file in files:
+        file.unlink()
+    return tmp_path / "run"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [
+        *(("step-200.safetensors", 200), ("model_step_0100.pt", 100), ("epoch=1-step=20.ckpt", 20)),
+        *(("checkpoint-500", 500), ("checkpoint-500/model.safetensors", 500), ("global_step100/x.pt", 100)),
+        *(("iter_0001000", 1000), ("run/step5.ckptz", 5), ("checkpoint-7/step-8.ckptz", 8)),
+        *(("model.safetensors", None), ("model-00001-of-00002.safetensors", None), ("footstep-3.pt", None)),
+        *(("7.ckptz", None), ("my-step-3-runs/model.ckptz", None), ("step-.ckptz", None)),
+    ],
+)
+def test_names_have_steps(path: str, step: int | None) -> None:
+    assert step_of(Path("/data") / path) == step
+
+
+def test_the_step_comes_from_the_option_the_metadata_or_the_name(tmp_path: Path) -> None:
+    given: list[tuple[dict[str, str] | None, int | None, int]] = [
+        *((({"step": "3"}, 5, 5)), ({"step": "3"}, None, 3), ({"global_step": "4"}, None, 4)),
+        *(({"step": "three"}, None, 9), (None, None, 9)),
+    ]
+    for metadata, option, expected in given:
+        file = write_plain(tmp_path / "step-9.safetensors", a_state(n=100), metadata)
+        [report] = compress(file, tmp_path / "out.ckptz", step=option, force=True)
+        assert (report.step, inspect(report.output).step) == (expected, expected)
+    [again] = compress(tmp_path / "out.ckptz", tmp_path / "step-77.ckptz")
+    assert again.step == 9  # what a .ckptz file records goes on
+
+
+def test_a_chain_goes_by_steps_though_shells_do_not(run: Path) -> None:
+    entries = log(run).entries
+    assert [(e.file, e.step, e.depth) for e in entries] == [
+        (f"step-{s}.ckptz", s, i) for i, s in enumerate(STEPS)
+    ]
+
+
+def test_files_that_record_no_step_have_that_of_their_name(tmp_path: Path) -> None:
+    for step, file in zip(STEPS, plain(tmp_path, name="{}.safetensors"), strict=True):
+        ckptz("compress", file, "-o", tmp_path / f"step-{step}.ckptz")
+    assert inspect(tmp_path / "step-9.ckptz").step is None
+    assert [entry.step for entry in log(tmp_path).entries] == list(STEPS)
+    ckptz("fold", "8..10", "--folder", tmp_path, "-o", tmp_path / "folded.ckptz")
+    assert content_of(tmp_path / "folded.ckptz") == content_of(tmp_path / "step-10.ckptz")
+
+
+# --- chains of compress ---------------------------------------------------------------------------
+
+
+def test_a_chain_is_pruned_but_for_what_is_needed(run: Path) -> None:
+    before = content_of(run / "step-9.ckptz")
+    report = prune(run, KeepPolicy(last=1))
+    assert (report.steps, report.removed, len(report.hidden)) == ((11,), (), 3)
+    assert ckptz("prune", run, "--after", 9, "--dry-run").stdout.count("would remove step-1") == 2
+    report = prune(run, after=9)
+    assert (report.steps, report.removed) == ((8, 9), ("step-11.ckptz", "step-10.ckptz"))
+    assert names(run) == ["step-8.ckptz", "step-9.ckptz"]
+    assert report.kept_bytes == sum(path.stat().st_size for path in run.iterdir())
+    assert content_of(run / "step-9.ckptz") == before
+
+
+def test_a_rebased_file_frees_its_chain(run: Path) -> None:
+    before = content_of(run / "step-11.ckptz")
+    ckptz("rebase", run / "step-11.ckptz")
+    assert ckptz("prune", run, "--keep-last", 1, "--json").json["steps"] == [11]
+    assert names(run) == ["step-11.ckptz"]
+    assert content_of(run / "step-11.ckptz") == before
+
+
+def test_what_has_no_step_or_cannot_be_read_stays(run: Path) -> None:
+    (run / "step-10.ckptz").write_bytes(b"damaged")
+    ckptz("compress", write_plain(run / "other.safetensors", a_state(n=100)))
+    report = prune(run, KeepPolicy(last=1))
+    assert report.removed == ()
+    assert "step-10.ckptz cannot be read" in report.notes[0]
+    assert {"other.ckptz", "other.safetensors"} <= set(names(run))
+
+
+def test_the_best_stay_by_their_metric(tmp_path: Path) -> None:
+    for step, metric in ((1, "0.5"), (2, "0.1"), (3, "0.9")):
+        file = write_plain(tmp_path / f"step-{step}.safetensors", a_state(n=100), {"metric": metric})
+        ckptz("compress", file, "-o", tmp_path / f"step-{step}.ckptz")
+        file.unlink()
+    assert prune(tmp_path, KeepPolicy(last=1, best=1)).steps == (2, 3)
+    assert names(tmp_path) == ["step-2.ckptz", "step-3.ckptz"]
+
+
+def test_prunes_that_are_refused(run: Path, tmp_path: Path) -> None:
+    for keep, after, what in (
+        (KeepPolicy(weights=KeepPolicy()), None, "whole checkpoints"),
+        (KeepPolicy(), 7, "no step would be left"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            prune(run, keep, after=after)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match="holds no steps"):
+        prune(tmp_path / "none")
+    assert len(names(run)) == 4
+
+
+# --- folders of the Trainer and Lightning -----------------------------------------------------------
+
+
+def linked(folder: Path, place: Callable[[int], Path]) -> list[Path]:
+    """What the adapters write: each against the one before, whose second name stands beside it."""
+    import torch
+
+    from ckptz.integrations.linked import Chain, job_of
+
+    chain, paths = Chain(), []
+    weights = torch.linspace(-1, 1, 4000)
+    for step in STEPS:
+        paths.append(folder / place(step))
+        chain.write(paths[-1], job_of({"model": weights + step * 1e-5, "step": step}))
+    return paths
+
+
+KINDS: dict[str, Callable[[int], Path]] = {
+    "trainer": lambda step: Path(f"checkpoint-{step}/model.ckptz"),
+    "lightning": lambda step: Path(f"epoch=0-step={step}.ckpt"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_of_frameworks_are_listed_folded_and_pruned(kind: str, tmp_path: Path) -> None:
+    paths = linked(tmp_path, KINDS[kind])
+    contents = [content_of(path) for path in paths]
+    seen = [(e.file, e.step) for e in log(tmp_path).entries]
+    assert seen == [(path.relative_to(tmp_path).as_posix(), s) for path, s in zip(paths, STEPS, strict=True)]
+    assert log(tmp_path).stored_bytes == sum(path.stat().st_size for path in paths)
+    ckptz("fold", "8..10", "--folder", tmp_path, "-o", paths[0].parent / "folded.ckptz")
+    assert content_of(paths[0].parent / "folded.ckptz")[0] == contents[2][0]
+    (paths[0].parent / "folded.ckptz").unlink()
+    assert inspect(tmp_path).file == str(paths[-1])
+    assert ckptz("diff", paths[-1], tmp_path, "--exit-code").exit_code == 0
+    report = prune(tmp_path, KeepPolicy(last=2))
+    assert report.steps == (10, 11)
+    assert not any(path.exists() for path in paths[:2])
+    assert [content_of(path) for path in paths[2:]] == contents[2:]
+    assert [entry.is_hidden for entry in log(tmp_path).entries].count(False) == 2
+    inodes = {os.stat(path).st_ino: os.stat(path).st_size for path in tmp_path.rglob("*") if path.is_file()}
+    assert report.kept_bytes == sum(inodes.values())
+
+
+def test_torch_files_beside_are_no_checkpoints_of_ours(tmp_path: Path) -> None:
+    linked(tmp_path, KINDS["lightning"])
+    (tmp_path / "epoch=0-step=7.ckpt").write_bytes(b"PK\x03\x04" + bytes(50))
+    assert len(log(tmp_path).entries) == len(STEPS)
+    assert "epoch=0-step=7.ckpt" not in prune(tmp_path, KeepPolicy(last=1)).removed
+
+
+# --- folders in the place of files ------------------------------------------------------------------
+
+
+def test_a_folder_is_compared_with_what_it_was_packed_to(tmp_path: Path) -> None:
+    folder, packed = hf_folder(tmp_path / "hf"), tmp_path / "packed"
+    packed.mkdir()
+    ckptz("compress", folder, "-o", packed)
+    assert library.diff(folder, packed).is_equal
+    assert library.diff(packed, folder).is_equal
+    assert inspect(packed).shards == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    assert ckptz("inspect", packed).stdout == ckptz("inspect", packed / "model.ckptz").stdout
+
+
+def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
+    arguments: list[tuple[Any, ...]] = [("inspect", tmp_path), ("diff", tmp_path, tmp_path)]
+    for line in arguments:
+        run = ckptz(*line, fails=True)
+        assert run.exit_code == 2
+        assert f"{tmp_path}: " in run.error

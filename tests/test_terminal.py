@@ -1,0 +1,172 @@
+"""What somebody sees who runs a verb on a terminal: its first and last lines, Ctrl-C, and 60 columns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckptz_cli.main import main
+from tests.support.cli_support import ckptz
+from tests.support.terminal import Case, Shown, shown
+
+NARROW = 60
+PACE = re.compile(r"\d+\.\d\ds,[\d.]+MB/s|\d+\.\d\ds")
+
+
+def a_folder(folder: Path) -> Path:
+    """Three steps as plain files, a chain of them, and a file that was loaded elsewhere."""
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(64, 64)).astype(np.float32)
+    for step in (1, 2, 3):
+        weight = weight + np.float32(1e-4) * rng.normal(size=weight.shape).astype(np.float32)
+        save_file(
+            {"blocks.0.weight": weight, "blocks.0.bias": weight[0]}, folder / f"step-{step}.safetensors"
+        )
+    ckptz(
+        "compress",
+        *(folder / f"step-{step}.safetensors" for step in (1, 2, 3)),
+        "--chain",
+        "-o",
+        folder / "run",
+    )
+    return folder
+
+
+def squeezed(text: str) -> str:
+    """What a text says, however its lines are broken and long it took."""
+    return PACE.sub("", "".join(text.split()))
+
+
+# --- in short -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def in_short(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
+    folder = tmp_path_factory.mktemp("in-short")
+    for name in "ab":
+        save_file({"w": np.arange(4000, dtype=np.float32)}, folder / f"{name}.safetensors")
+    lines = (
+        ["compress", "a.safetensors", "b.safetensors"],
+        [],
+        ["inspect", "a.ckptz"],
+        ["verify", "a.ckptz", "-q"],
+    )
+    return shown(Case(line, str(folder), NARROW) for line in lines)
+
+
+def test_results_stand_above_the_bar_that_is_drawn_meanwhile(in_short: list[Shown]) -> None:
+    compressed = in_short[0]
+    assert compressed.exit_code == 0
+    assert compressed.is_tidy
+    assert "b.safetensors" in compressed.raw  # the bar
+    text = squeezed("".join(compressed.lines))
+    assert re.fullmatch(r"a\.ckptz:16kB->.*,b\.ckptz:16kB->.*,2files:32kB->.*,", text)
+    assert re.search(r"\x1b\[2K\r?a\.ckptz: ", compressed.raw)  # on a line that was cleared
+
+
+def test_the_program_alone_prints_its_help_line_by_line(in_short: list[Shown]) -> None:
+    alone = in_short[1]
+    assert (alone.exit_code, alone.lines[0]) == (2, "Usage: ckptz [OPTIONS] COMMAND [ARGS]...")
+    assert "  compress      Compress checkpoints, by default without" in alone.lines
+    assert alone.lines[-1].split() == ["130", "interrupted"]
+
+
+def test_a_narrow_terminal_cuts_no_word_and_no_value(in_short: list[Shown]) -> None:
+    text = "\n".join(in_short[2].lines)
+    assert "bits/element" in text
+    assert "…" not in text
+
+
+def test_a_quiet_verb_shows_nothing(in_short: list[Shown]) -> None:
+    assert (in_short[3].exit_code, in_short[3].raw) == (0, "")
+
+
+# --- every verb -----------------------------------------------------------------------------------
+
+# The command line, then what the first line and the last one begin or end with.
+VERBS = {
+    "compress": (["step-1.safetensors", "step-2.safetensors"], r"step-1\.ckptz: 16\.6 kB -> ", r"MB/s$"),
+    "restore": (
+        ["run/step-3.ckptz", "-o", "back.safetensors"],
+        r"back\.safetensors: 16\.6 kB in 2 ",
+        r"MB/s$",
+    ),
+    "inspect": (
+        ["run/step-3.ckptz", "--tensors"],
+        r"file +run/step-3\.ckptz$",
+        r"slice decodes +1 chunk x 3$",
+    ),
+    "verify": (["run"], r"run/step-1\.ckptz: ok; 2 stored chunks", r"MB/s$"),
+    "seal": (["step-3.safetensors"], r"step-3\.safetensors\.ckptz-seal\.json: ", r"MB/s$"),
+    "log": (["run"], r"checkpoint +", r"run: 3 files, "),
+    "report": (["run", "-o", "page.html"], r"page\.html: a page of ", r"in a browser$"),
+    "diff": (["step-1.safetensors", "step-2.safetensors"], r"tensor +", r"largest [\d.e-]+$"),
+    "resume-check": (["step-1.safetensors", "step-1.safetensors"], r"step-1\.safetensors and ", r" s$"),
+    "rebase": (["run/step-3.ckptz", "-o", "alone.ckptz"], r"alone\.ckptz: stands alone", r" s$"),
+    "prune": (["run", "--after", "2", "--dry-run"], r"would remove step-3\.ckptz$", r"1 files, [\d.]+ kB$"),
+    "fold": (["run/step-1.ckptz..run/step-3.ckptz", "-o", "folded.ckptz"], r"folded\.ckptz: ", r" s$"),
+    "apply": (
+        ["folded.ckptz", "--to", "step-1.safetensors", "-o", "new.safetensors"],
+        r"new\.safetensors: ",
+        r" s$",
+    ),
+    "export": (["run/step-3.ckptz", "-o", "export.ckptz"], r"export\.ckptz: ", r" s$"),
+}
+TABLES = ("inspect", "log", "diff")
+
+
+@pytest.fixture(scope="module")
+def all_verbs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Shown, str]]:
+    """What each verb shows on a terminal, and what it prints elsewhere."""
+    folders = [a_folder(tmp_path_factory.mktemp(name)) for name in ("shown", "plain")]
+    found = shown(Case([verb, *args], str(folders[0]), NARROW) for verb, (args, _, _) in VERBS.items())
+    plain = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folders[1])
+        plain = [ckptz(verb, *args).stdout for verb, (args, _, _) in VERBS.items()]
+    return dict(zip(VERBS, zip(found, plain, strict=True), strict=True))
+
+
+@pytest.mark.apps
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_on_a_terminal(verb: str, all_verbs: dict[str, tuple[Shown, str]]) -> None:
+    found, plain = all_verbs[verb]
+    _, first, last = VERBS[verb]
+    assert found.exit_code == 0, found.lines
+    assert found.is_tidy
+    assert re.match(first, found.lines[0]), found.lines
+    assert re.search(last, found.lines[-1]), found.lines
+    if verb not in TABLES:  # which are laid out for their terminal
+        assert squeezed("".join(found.lines)) == squeezed(plain)
+
+
+@pytest.mark.apps
+def test_every_verb_is_shown() -> None:
+    assert set(VERBS) == set(main.commands)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Shown]]:
+    """What each verb shows that is interrupted as it opens its first file; it leaves no other files."""
+    folder = a_folder(tmp_path_factory.mktemp("interrupted"))
+    ckptz("fold", f"{folder}/run/step-1.ckptz..{folder}/run/step-3.ckptz", "-o", folder / "folded.ckptz")
+    before = sorted(folder.rglob("*"))
+    found = shown(
+        Case([verb, *args], str(folder), NARROW, is_interrupted=True) for verb, (args, _, _) in VERBS.items()
+    )
+    assert sorted(folder.rglob("*")) == before
+    return folder, dict(zip(VERBS, found, strict=True))
+
+
+@pytest.mark.apps
+@pytest.mark.parametrize("verb", VERBS)
+def test_ctrl_c_is_one_line(verb: str, interrupted: tuple[Path, dict[str, Shown]]) -> None:
+    found = interrupted[1][verb]
+    assert found.exit_code == 130
+    assert found.is_tidy
+    assert [line for line in found.lines if line.strip("^C")] == ["ckptz: interrupted"]
