@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import threading
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ckptz.container import byte_source, checked_index, needed, reader
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.caches import MAX_IDLE_ELEMENTS, ChunkCache, HeaderCache
 from ckptz.container.envelope import build_header, read_envelope, strict_json
-from ckptz.container.index import Index, pack_index
+from ckptz.container.index import Index, TensorEntry, pack_index, parse_index
 from ckptz.container.needed import MAX_FRAMES, Decoded, Held, Node, gather
 from ckptz.container.reader import Container, FrameSource
 from ckptz.dtypes import dtype_of
@@ -195,6 +196,17 @@ def test_a_string_of_json_has_no_half_of_a_surrogate_pair() -> None:
         else:
             with pytest.raises(CorruptionError, match="it: not valid JSON"):
                 strict_json(text.encode(), "it")
+
+
+def test_json_means_the_same_as_we_write_it_and_with_blanks() -> None:
+    entry = TensorEntry("w", "F32", (2, 3), 0, 40, "0" * 16)
+    packed = pack_index(Index("by hand", "0" * 64, (entry,), metadata={"a": "ä"}, tree={"x": [1, 0.5, None]}))
+    text = zlib.decompress(packed[1:])
+    spaced = json.dumps(json.loads(text), indent=1).encode()
+    assert parse_index(b"\0" + spaced) == parse_index(b"\0" + text) == parse_index(packed)
+    for twice in (b'{"a":1,"a":1}', b'{"a": 1, "a": 1}'):
+        with pytest.raises(CorruptionError, match="a key occurs twice"):
+            strict_json(twice, "it")
 
 
 def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

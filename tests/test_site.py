@@ -130,6 +130,15 @@ def test_the_citation_names_the_version_and_both_papers() -> None:
     assert papers == {"arXiv:2306.11800", "arXiv:2401.07788"}
 
 
+def test_the_figures_of_the_pages_are_those_of_the_results() -> None:
+    report, summary = (pytest.importorskip(f"bench.core.{name}") for name in ("report", "summary"))
+    rows = summary.readme_rows(summary.read_rows("demo"))
+    assert [{name: str(value) for name, value in row.items()} for row in rows] == summary.read_rows("readme")
+    for page in report.PAGES:
+        text = page.read_text("utf-8")
+        assert report.rendered(text) == text, page
+
+
 # --- the hook -------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,9 @@ def row_of(what: str, run: Path, rounds: int, limits: tuple[float, float, float]
     """Measure one page; limits are of seconds, megabytes, and seconds to the first paint."""
     with tempfile.TemporaryDirectory(prefix="ckptz-report-") as folder:
         page = Path(folder) / "report.html"
+        begin = os.times()
         seconds = statistics.median(timed(lambda: make(run, page)) for _ in range(rounds))
+        cpu = (os.times().children_user - begin.children_user) / rounds
         megabytes = page.stat().st_size / 1e6
         picture = PICTURE if "demo" in what else None
         paint = statistics.median(painted(browser, page, picture) for _ in range(rounds))
@@ -74,6 +76,7 @@ def row_of(what: str, run: Path, rounds: int, limits: tuple[float, float, float]
     return {
         "page of": what,
         "seconds": f"{seconds:.2f}",
+        "CPU seconds": f"{cpu:.2f}",
         "MB": f"{megabytes:.3f}",
         "first paint s": f"{paint:.2f}",
         "target": f"< {limits[0]:g} s, < {limits[1]:g} MB, painted < {limits[2]:g} s",

@@ -22,7 +22,6 @@ from ckptz.container.index import (
     OPTIONAL_PREFIX,
     RESERVED_PREFIX,
     Index,
-    TensorEntry,
     check_version,
     content_id,
     features_of,
@@ -61,7 +60,7 @@ def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
     _check_places(frames, index)
     _check_entries(index)
     _check_bases(index, features)
-    found = content_id((e.name, e.dtype, e.shape, _checksum(e)) for e in index.tensors)
+    found = content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in index.tensors)
     if found != index.content_id:
         raise CorruptionError("the content id does not match the tensors' checksums")
     return index, features
@@ -81,13 +80,8 @@ def _check_entries(index: Index) -> None:
         if entry.name.startswith(RESERVED_PREFIX):
             raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
         dtype_of(entry.dtype).n_bytes(entry.shape)
-        _checksum(entry)
-
-
-def _checksum(entry: TensorEntry) -> int:
-    if not _CHECKSUM.fullmatch(entry.checksum):
-        raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
-    return int(entry.checksum, 16)
+        if not _CHECKSUM.fullmatch(entry.checksum):
+            raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
 
 
 def _check_bases(index: Index, features: set[str]) -> None:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Annotated, Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
@@ -80,10 +80,8 @@ _DECODER: Final = json.JSONDecoder(
 
 def strict_json(text: bytes, what: str) -> Any:
     """Parse JSON in UTF-8, without duplicate keys, numbers no double holds, or half surrogate pairs."""
-    # Python objects take a hundred times the bytes of the shortest values they stand for.
-    if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_VALUES:
-        raise CorruptionError(f"{what}: more than {MAX_JSON_VALUES} values")
-    if (value := _as_written(text)) is not None:
+    check_number(text, what)
+    if (value := as_written(text, Any)) is not None:
         return value
     try:
         value = _DECODER.decode(text.decode())
@@ -97,13 +95,19 @@ def strict_json(text: bytes, what: str) -> Any:
     return value
 
 
-def _as_written(text: bytes) -> Any:
-    """Parse JSON that is to the byte what we write of its value, or give None.
+def check_number(text: bytes, what: str) -> None:
+    """Refuse more values than are parsed: objects take a hundred times the bytes of the shortest values."""
+    if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_VALUES:
+        raise CorruptionError(f"{what}: more than {MAX_JSON_VALUES} values")
+
+
+def as_written(text: bytes, kind: Any) -> Any:
+    """Parse JSON that is to the byte what we write of its value, a `kind`; give None for any other.
 
     Such text has every key once and no value that JSON does not have, which costs far more to see otherwise.
     """
     try:
-        value = msgspec.json.decode(text)
+        value = msgspec.json.decode(text, type=kind)
         return value if msgspec.json.encode(value) == text.rstrip(b" ") else None
     except (msgspec.DecodeError, RecursionError, ValueError):
         return None
@@ -137,7 +141,11 @@ def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
     metadata = raw.pop("__metadata__", None)
     if metadata is not None and not is_text_map(metadata):
         raise CorruptionError("header: __metadata__ is not a map of strings")
-    regions = sorted((_region(name, row) for name, row in raw.items()), key=lambda r: (r.begin, r.end))
+    try:
+        rows = msgspec.convert(raw, dict[str, _Row])
+    except msgspec.ValidationError:
+        raise _malformed(raw) from None
+    regions = sorted((_region(name, row) for name, row in rows.items()), key=lambda r: (r.begin, r.end))
     position = 0
     for region in regions:
         if region.begin != position:
@@ -155,26 +163,39 @@ def is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and set(map(type, value.values())) <= {str}
 
 
-def _are_counts(values: list[Any]) -> bool:
-    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 1 << 63
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-_FIELDS: Final = {"dtype", "shape", "data_offsets"}
+class _Row(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """An entry of the header."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
 
 
-def _region(name: str, row: Any) -> Region:
-    if not isinstance(row, dict) or row.keys() != _FIELDS:
+def _is_row(row: Any) -> bool:
+    try:
+        return bool(msgspec.convert(row, _Row))
+    except msgspec.ValidationError:
+        return False
+
+
+def _malformed(raw: Mapping[str, Any]) -> CorruptionError:
+    """Make the error for the first entry that is not one."""
+    name, row = next((name, row) for name, row in raw.items() if not _is_row(row))
+    has_fields = isinstance(row, dict) and row.keys() == set(_Row.__struct_fields__)
+    what = "is malformed" if has_fields else "must have the fields dtype, shape and data_offsets"
+    return CorruptionError(f"tensor {name!r}: its header entry {what}")
+
+
+def _region(name: str, row: _Row) -> Region:
+    dtype, (begin, end) = dtype_of(row.dtype), row.data_offsets
+    if end - begin != dtype.n_bytes(row.shape):
         raise CorruptionError(
-            f"tensor {name!r}: its header entry must have the fields dtype, shape and data_offsets"
+            f"tensor {name!r}: {end - begin} bytes do not fit {row.dtype} {list(row.shape)}"
         )
-    shape, offsets = row["shape"], row["data_offsets"]
-    is_valid = isinstance(row["dtype"], str) and isinstance(shape, list) and isinstance(offsets, list)
-    if not is_valid or len(offsets) != 2 or not _are_counts([*shape, *offsets]):
-        raise CorruptionError(f"tensor {name!r}: its header entry is malformed")
-    dtype, (begin, end) = dtype_of(row["dtype"]), offsets
-    if end - begin != dtype.n_bytes(shape):
-        raise CorruptionError(f"tensor {name!r}: {end - begin} bytes do not fit {row['dtype']} {shape}")
-    return Region(name, dtype, tuple(shape), begin, end)
+    return Region(name, dtype, row.shape, begin, end)
 
 
 def build_header(

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from ckptz._version import __version__
-from ckptz.container.envelope import is_text_map, strict_json
+from ckptz.container.envelope import Count, as_written, check_number, is_text_map, strict_json
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 
 FORMAT_NAME: Final = "ckptz"
@@ -36,8 +36,7 @@ KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
 KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
 
 
-# Bounded where they enter, so that no arithmetic on them can overflow or take long.
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# Bounded where they enter, so that no arithmetic on them can overflow or take long; so is `Count`.
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-frame.md#shape
 
@@ -235,6 +234,9 @@ def parse_index(raw: bytes) -> Index:
 def _parse_text(text: bytes) -> Index:
     if len(text) > MAX_INDEX_BYTES:
         raise CorruptionError("index: larger than 64 MiB")
+    check_number(text, "index")
+    if (index := as_written(text, Index)) is not None:
+        return index
     raw = strict_json(text, "index")
     try:
         # Metadata may have millions of keys, which need not be copied to be checked.
