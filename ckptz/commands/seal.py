@@ -23,8 +23,8 @@ import msgspec
 from ckptz.bits.checksum import combine, xxh64, xxh64_of_parts
 from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.envelope import strict_json
-from ckptz.container.index import Count, Shape, writer_name
+from ckptz.container.envelope import Count, strict_json
+from ckptz.container.index import Shape, writer_name
 from ckptz.container.plain import PlainFile
 from ckptz.container.publish import publish
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, SealError, UnsupportedError, named

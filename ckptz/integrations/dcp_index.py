@@ -17,7 +17,8 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from ckptz.container.index import Count, Shape
+from ckptz.container.envelope import Count
+from ckptz.container.index import Shape
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
 from ckptz.formats.boxes import problem_of_parts
