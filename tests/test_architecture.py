@@ -218,6 +218,7 @@ DELETES = {
     "ckptz.store.remote": "downloads; and the same",
     "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",
     "ckptz.store.lock": "its own lease",
+    "ckptz_cli.streams": "its own copies of streams",
     "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",
     # Others' files, by the rule.
     "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",

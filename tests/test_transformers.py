@@ -364,8 +364,8 @@ def test_damage_is_an_error_and_no_model(way: str, tmp_path: Path) -> None:
 
 def test_what_is_no_folder_of_a_model_is_refused(tmp_path: Path) -> None:
     original, packed = folders("gpt2")
-    with pytest.raises(ConfigError, match="snapshot_download"):
-        from_pretrained(AUTO["gpt2"], "nobody/nothing")
+    with pytest.raises(ConfigError, match="name on the Hub"):
+        from_pretrained(AUTO["gpt2"], tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"no model\.ckptz.*none"):
         from_pretrained(AUTO["gpt2"], original)
     for name in ("state_dict", "gguf_file"):
@@ -395,3 +395,20 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         found = doctest.testmod(integration)
     assert found.attempted > 10
     assert found.failed == 0
+
+
+def test_a_name_on_the_hub_is_fetched_without_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, packed = folders("gpt2")
+    asked: dict[str, Any] = {}
+
+    def stand_in(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(packed)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", stand_in)
+    loaded = from_pretrained(AUTO["gpt2"], "org/name", revision="v1")
+    assert (asked["name"], asked["revision"]) == ("org/name", "v1")
+    assert "*.ckptz" in asked["allow_patterns"]
+    assert "*.safetensors" not in asked["allow_patterns"]
+    wanted = from_pretrained(AUTO["gpt2"], packed).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptz.codec.units import TensorSource, tensor_bytes
+from ckptz.container.byte_source import path_of
 from ckptz.container.index import BaseRef
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.writer import Written
@@ -171,7 +172,7 @@ def compress(
         Traceback (most recent call last):
         FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
-    sources = [Path(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
+    sources = [path_of(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
     run = _Run(
         sources=_by_step(sources) if chain else sources,
         config=checked(config),
@@ -207,7 +208,7 @@ def _by_step(sources: list[Path]) -> list[Path]:
 
 
 def _path(given: PathLike | None) -> Path | None:
-    return None if given is None else Path(given)
+    return None if given is None else path_of(given)
 
 
 def _search_of(
@@ -262,7 +263,7 @@ def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
 def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
     checkpoint = open_checkpoint(path, search_path)
     try:
-        stamps = _stamps(Path(file.name) for file in checkpoint.files)
+        stamps = _stamps(path_of(file.name) for file in checkpoint.files)
         metadata = base_metadata(checkpoint)
         return _Base(
             base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, checkpoint.close, metadata
@@ -319,7 +320,7 @@ def _check_restorable(opened: Input) -> None:
 def _files_of(opened: Input, source: Path) -> list[Path]:
     """Name the files that hold the tensors of an input."""
     if opened.checkpoint is not None:
-        return [Path(file.name) for file in opened.checkpoint.files]
+        return [path_of(file.name) for file in opened.checkpoint.files]
     if opened.kind == "dcp":
         return dcp_files(source)
     shards = opened.sharding.shards if opened.sharding else ()
@@ -350,7 +351,7 @@ def _prepare(
 def _step_of(opened: Input, run: _Run) -> int | None:
     container = opened.checkpoint.container if opened.checkpoint is not None else None
     recorded = run.step if container is None or run.step is not None else container.index.step
-    return step_of(Path(opened.name), recorded, opened.metadata)
+    return step_of(path_of(opened.name), recorded, opened.metadata)
 
 
 @dataclass(frozen=True, slots=True)

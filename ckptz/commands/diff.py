@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.plan import Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
+from ckptz.container.byte_source import path_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
@@ -130,8 +130,8 @@ def diff(
     """
     start = time.perf_counter()
     with contextlib.ExitStack() as held:
-        a = held.enter_context(contextlib.closing(open_any(Path(first), paths(search_path))))
-        b = held.enter_context(contextlib.closing(open_any(Path(second), paths(search_path))))
+        a = held.enter_context(contextlib.closing(open_any(path_of(first), paths(search_path))))
+        b = held.enter_context(contextlib.closing(open_any(path_of(second), paths(search_path))))
         workers = held.enter_context(Workers(jobs))
         pairs = _pairs(a.tensors, b.tensors)
         progress.start(f"{a.name} and {b.name}", sum(pair.n_bytes for pair in pairs if pair.is_read))

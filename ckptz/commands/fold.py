@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 
 from ckptz.codec.units import tensor_bytes
 from ckptz.commands.restore import decoded_chunks
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import open_bytes, path_of
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.container.reader import Container
@@ -65,8 +65,8 @@ def find_step(text: str, folder: Path) -> Path:
         FileNotFoundError: there is no such file.
         ConfigError: no file of the folder records the step.
     """
-    if Path(text).exists() or not text.isdigit():
-        return Path(text)
+    if not text.isdigit() or Path(text).exists():
+        return path_of(text)
     path = newest_checkpoint(folder, int(text))
     if path is None:
         raise ConfigError(
@@ -130,7 +130,7 @@ def fold(
         FormatError, MissingBaseError: A or B cannot be read.
     """
     start, output = time.perf_counter(), Path(output)
-    first_path, last_path = find_range(text, Path(folder))
+    first_path, last_path = find_range(text, path_of(folder))
     with contextlib.ExitStack() as held:
         first = held.enter_context(contextlib.closing(open_checkpoint(first_path, paths(search_path))))
         last = held.enter_context(contextlib.closing(open_checkpoint(last_path, paths(search_path))))
@@ -182,7 +182,7 @@ def export(
     start, output = time.perf_counter(), Path(output)
     if output.suffix not in (SUFFIX, PLAIN_SUFFIX):
         raise ConfigError(f"{output}: export writes {SUFFIX} or {PLAIN_SUFFIX} files; name one with -o")
-    path = find_step(str(text), Path(folder))
+    path = find_step(str(text), path_of(folder))
     with (
         contextlib.closing(open_checkpoint(path, paths(search_path))) as checkpoint,
         Workers(jobs) as workers,
@@ -223,7 +223,7 @@ def apply(
         ConfigError: the output cannot be written.
         FormatError: a file is damaged.
     """
-    start, delta, base = time.perf_counter(), Path(delta), Path(base)
+    start, delta, base = time.perf_counter(), path_of(delta), path_of(base)
     output = None if output is None else Path(output)
     with contextlib.ExitStack() as held:
         held.enter_context(contextlib.closing(opened := open_checkpoint(base, paths(search_path))))
@@ -249,7 +249,7 @@ def apply(
 
 
 def _open_delta(path: Path) -> Container:
-    file = open_file(FileBytes(path))
+    file = open_file(open_bytes(path))
     if isinstance(file, Container):
         return file
     file.close()
@@ -277,7 +277,7 @@ def _write_plain(sink: BinaryIO, checkpoint: Checkpoint, workers: Workers, progr
 
 
 def _files(*checkpoints: Checkpoint) -> list[Path]:
-    return [Path(file.name) for checkpoint in checkpoints for file in checkpoint.files]
+    return [path_of(file.name) for checkpoint in checkpoints for file in checkpoint.files]
 
 
 def _report(

@@ -11,7 +11,7 @@ from typing import Final
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import open_bytes, path_of
 from ckptz.container.index import LossyRecord, QualityRecord
 from ckptz.container.needed import MAX_FRAMES
 from ckptz.container.plain import PlainFile
@@ -104,11 +104,11 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
         FormatError: not a `.ckptz` file, or damaged.
         ConfigError: a folder without one.
     """
-    path = checkpoint_in(Path(path))
+    path = checkpoint_in(path_of(path))
     try:
         checkpoint = open_checkpoint(path, paths(search_path))
     except CkptzError as error:
-        with contextlib.closing(open_file(FileBytes(path))) as alone:  # damaged itself, it says so again
+        with contextlib.closing(open_file(open_bytes(path))) as alone:  # damaged itself, it says so again
             return described(_require_container(alone, path), None, str(error))
     with contextlib.closing(checkpoint):
         return described(_require_container(checkpoint.files[0], path), checkpoint, None)

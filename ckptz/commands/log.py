@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptz.codec.units import tensor_bytes
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import open_bytes, path_of
 from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container
@@ -87,7 +87,7 @@ def log(
         FileNotFoundError: no such folder.
         ConfigError: it is a file.
     """
-    folder, tell = Path(folder), tell or (lambda error: None)
+    folder, tell = path_of(folder), tell or (lambda error: None)
     if not folder.exists():
         raise FileNotFoundError(ENOENT, strerror(ENOENT), str(folder))
     if not folder.is_dir():
@@ -125,7 +125,7 @@ def _report(folder: Path, own: Iterable[_LoggedFile], entries: tuple[LogEntry, .
 
 def _look(path: Path, name: str, tell: Tell) -> _LoggedFile:
     try:
-        with contextlib.closing(open_file(FileBytes(path))) as file:
+        with contextlib.closing(open_file(open_bytes(path))) as file:
             return _describe(path, name, file)
     except (CkptzError, OSError) as error:
         tell(error)
@@ -171,7 +171,7 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile
 
 def _may_be_base(plain: Path, delta: Container) -> bool:
     """Tell whether a plain file has what the delta needs, by names, dtypes and shapes."""
-    with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(FileBytes(plain))) as file:
+    with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(open_bytes(plain))) as file:
         return isinstance(file, PlainFile) and fits(file, delta)
     return False
 
@@ -230,7 +230,7 @@ class _Tree:
         ]
         if usable:
             return self._show(min(usable, key=lambda found: found.path.name != ref.file))
-        with contextlib.closing(open_file(FileBytes(delta.path))) as file:
+        with contextlib.closing(open_file(open_bytes(delta.path))) as file:
             assert isinstance(file, Container)
             fitting = [path for path in self._plain if _may_be_base(path, file)]
         named = [path for path in fitting if path.name == ref.file]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import open_bytes
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, MissingBaseError
 from ckptz.store.needs import needs_of
@@ -49,10 +49,10 @@ def prune(
         >>> ckptz.prune(".", ckptz.KeepPolicy(last=2)).removed
         ('step-1.ckptz',)
     """
-    place = place_of(folder)
+    place = place_of(str(folder))
     local = Path(place.name) if isinstance(place, LocalFolder) else None
     if local is None or not local.is_dir() or any(StepFile.parse(path.name) for path in local.iterdir()):
-        return prune_folder(folder, keep, after=after, dry_run=dry_run)
+        return prune_folder(str(folder), keep, after=after, dry_run=dry_run)
     return _prune_run(local, keep, after, dry_run)
 
 
@@ -110,7 +110,7 @@ def _unit(name: str, path: Path, files: tuple[Path, ...]) -> _Unit:
     step, metric, ids, base_ids = None, None, set(), set()
     try:
         for file in files:
-            with contextlib.closing(open_file(FileBytes(file))) as opened:
+            with contextlib.closing(open_file(open_bytes(file))) as opened:
                 if not isinstance(opened, Container):
                     continue
                 index = opened.index

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptz.codec.units import tensor_bytes
 from ckptz.commands.restore import decoded_chunks
 from ckptz.commands.verify import check_stored_bytes
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import FileBytes, path_of
 from ckptz.container.inline_writer import bytes_to_write, write_inline
 from ckptz.container.publish import publish
 from ckptz.errors import CorruptionError, FormatError
@@ -79,7 +79,7 @@ def rebase(
         MissingBaseError: a base is not found.
         ConfigError: the output cannot be written.
     """
-    start, path, output = time.perf_counter(), Path(path), None if output is None else Path(output)
+    start, path, output = time.perf_counter(), path_of(path), None if output is None else Path(output)
     with contextlib.ExitStack() as held:
         checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
         container = checkpoint.container
@@ -88,7 +88,7 @@ def rebase(
             raise FormatError(f"{checkpoint.name}: {what}")
         target = path if output is None else output
         if output is not None:
-            check_target(output, [Path(file.name) for file in checkpoint.files], force=force)
+            check_target(output, [path_of(file.name) for file in checkpoint.files], force=force)
         tensors, bases = standing_alone(checkpoint)
         n_decoded = tensor_bytes(checkpoint.tensors)
         is_changed = output is not None or container.outer_base is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptz.codec.units import TensorSource, Units, tensor_bytes
+from ckptz.container.byte_source import path_of
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
@@ -23,6 +24,7 @@ from ckptz.formats.portable import check_holds
 from ckptz.formats.sharding import write_folder, written_files
 from ckptz.formats.targets import (
     PathLike,
+    beside,
     check_carried,
     check_target,
     naming_output,
@@ -104,7 +106,7 @@ def restore(
         ConfigError: the output exists or would replace a file that is read.
         UnsupportedError: a folder whose file names this system cannot hold.
     """
-    start, path, output = time.perf_counter(), Path(path), None if output is None else Path(output)
+    start, path, output = time.perf_counter(), path_of(path), None if output is None else Path(output)
     with contextlib.closing(open_input(path, paths(search_path))) as opened:
         checkpoint = opened.checkpoint
         if opened.kind != "ckptz" or checkpoint is None:
@@ -144,9 +146,9 @@ def _kind_of(opened: Input, asked: OutputKind | None) -> Written:
 def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *, force: bool) -> Path:
     """The file or folder to write; nothing in its place may be lost."""
     assert opened.checkpoint is not None
-    read = [Path(file.name) for file in opened.checkpoint.files]
+    read = [path_of(file.name) for file in opened.checkpoint.files]
     if kind == "dcp":
-        target = path.with_name(f"{stem_of(path)}.dcp") if output is None else output
+        target = beside(path) / f"{stem_of(path)}.dcp" if output is None else output
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target}: is not an empty folder; name a new one with -o")
         return target
@@ -154,7 +156,7 @@ def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *,
         [target] = places_for([path], output, ".pt" if kind == "pt" else PLAIN_SUFFIX)
         check_target(target, read, force=force)
         return target
-    folder = path.parent if output is None else output
+    folder = beside(path) if output is None else output
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; use -o FOLDER")
     assert opened.sharding is not None
@@ -191,7 +193,7 @@ def _notes(opened: Input, kind: Written) -> tuple[str, ...]:
 
 
 def _write(kind: Written, target: Path, opened: Input, chunks: Chunks) -> None:
-    tensors, tree, like = opened.tensors, opened.tree, [Path(opened.name)]
+    tensors, tree, like = opened.tensors, opened.tree, [path_of(opened.name)]
     if kind == "dcp":
         write_dcp(target, tensors, tree, chunks, like)
     elif kind == "pt":

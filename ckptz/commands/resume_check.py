@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptz.codec.units import TensorSource, Units, chunk_bounds
 from ckptz.commands.diff import NUMBERS, Difference, Pair, difference_of, sums_of
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import FileBytes, path_of
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
@@ -124,10 +124,10 @@ def resume_check(
             f"tolerance {tolerance}: is for losses, and at least 0; tensors are compared by bits"
         )
     if losses:
-        n_equal, found = _compare_losses(Path(first), Path(second), tolerance)
+        n_equal, found = _compare_losses(path_of(first), path_of(second), tolerance)
     else:
         with contextlib.ExitStack() as held:
-            a, b = (_open(Path(path), paths(search_path), held) for path in (first, second))
+            a, b = (_open(path_of(path), paths(search_path), held) for path in (first, second))
             n_equal, found = _compare_states(a, b, held.enter_context(Workers(jobs)), progress)
     return ResumeReport(
         first=str(first),

@@ -22,7 +22,7 @@ import msgspec
 
 from ckptz.bits.checksum import combine, xxh64, xxh64_of_parts
 from ckptz.codec.units import TensorSource
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import FileBytes, is_url
 from ckptz.container.envelope import Count, strict_json
 from ckptz.container.index import Shape, writer_name
 from ckptz.container.plain import PlainFile
@@ -118,6 +118,8 @@ def seal(
         ConfigError: sealed already, or a `.ckptz` file, which holds checksums of its own.
         FormatError: a file is damaged already.
     """
+    if is_url(path):
+        raise ConfigError(f"{path}: a seal stands beside its files; seal them where they are local")
     start, path = time.perf_counter(), Path(path)
     target = _seal_path(path)
     here, left_out = _files_of(path)

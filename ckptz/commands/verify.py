@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ckptz.codec.units import TensorSource, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.commands.seal import FoundSeal, Reading, check_seal, find_seal
+from ckptz.container.byte_source import is_url, path_of
 from ckptz.container.index import Sharding, content_id
 from ckptz.container.reader import Container, FrameSource, check_empty
 from ckptz.dtypes import dtype_of
@@ -99,10 +100,10 @@ def verify(
         MissingBaseError: the chain is incomplete.
     """
     start = time.perf_counter()
-    if against is None and (sealed := find_seal(Path(path))) is not None:
+    if against is None and not is_url(path) and (sealed := find_seal(Path(path))) is not None:
         return _verify_sealed(Path(path), sealed, jobs, progress, start)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
-        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(Path(path), paths(search_path))))
+        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
         if checkpoint.container is None and against is None:
             raise ConfigError(
                 f"{path}: a plain file holds no checksums; write some with ckptz seal while it is whole, or "
@@ -110,7 +111,7 @@ def verify(
             )
         originals: Tensors = {}
         if against is not None:
-            original = open_input(Path(against), paths(search_path))
+            original = open_input(path_of(against), paths(search_path))
             opened.callback(original.close)
             check_same_layout(checkpoint, original)
             originals = original.tensors

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import os
+import shutil
 import stat
+import tempfile
+import threading
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Final, Protocol
 
 import numpy as np
 
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.kernels.floats import Bytes
 
+_FILE_URL: Final = "file://"
 MAX_READ = 1 << 30  # one read call moves at most about 2 GiB on Linux
 
 
@@ -31,6 +37,86 @@ class ByteSource(Protocol):
 def _check_end(source: ByteSource, end: int) -> None:
     if end > source.size:
         raise TruncatedError(f"{source.name}: is cut off: it has {source.size} bytes and should have {end}")
+
+
+def path_of(given: str | os.PathLike[str]) -> Path:
+    """Give the path that somebody named; of an fsspec URL such as "s3://bucket/run" what reads like one.
+
+    Raises:
+        ConfigError: the library for URLs is not installed, or knows nothing of this kind.
+    """
+    text = str(given) if is_url(given) else os.fspath(given)
+    if text.startswith(_FILE_URL):
+        return Path(text.removeprefix(_FILE_URL))
+    if isinstance(given, Path) or not is_url(text):
+        return Path(text)
+    try:  # optional, and slow to load: only a URL asks for it
+        made: Path = importlib.import_module("upath").UPath(given)
+        made.exists()  # loads what speaks the protocol
+        return made
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{text}: cannot be read: {error}; pip install 'ckptz[remote]'") from None
+
+
+def is_url(path: object) -> bool:
+    """Tell whether this names something behind a URL, or is a path of such, as `path_of` gives it."""
+    return hasattr(path, "fs") or (isinstance(path, str) and "://" in path)
+
+
+def local_copy(path: Path) -> BinaryIO:
+    """Bring a file here, as one that goes when it is closed; its `name` can be opened until then."""
+    copy = tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=path.suffix)  # noqa: SIM115
+    try:
+        with path.open("rb") as file:
+            shutil.copyfileobj(file, copy)
+        copy.flush()
+    except BaseException:
+        copy.close()
+        raise
+    return copy  # type: ignore[return-value]  # a wrapper that reads, writes and seeks like a file
+
+
+class UrlBytes:
+    """A file behind a URL, read by ranges, or brought here whole if there are none; threads share it."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._lock = threading.Lock()
+        try:
+            self._file = self._opened(path)
+            self.size = self._file.seek(0, os.SEEK_END)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
+        except Exception as error:  # file systems behind URLs have errors of their own
+            raise OSError(errno.EIO, str(error) or type(error).__name__, self.name) from error
+
+    @staticmethod
+    def _opened(path: Path) -> BinaryIO:
+        file: BinaryIO = path.open("rb")
+        if file.seekable():
+            return file
+        file.close()
+        return local_copy(path)
+
+    def read(self, offset: int, n_bytes: int) -> Bytes:
+        _check_end(self, offset + n_bytes)
+        with self._lock:
+            self._file.seek(offset)
+            data = self._file.read(n_bytes)
+        if len(data) < n_bytes:
+            what = f"{self.name}: only {len(data)} of {n_bytes} bytes came through; try again"
+            raise OSError(errno.EIO, what)
+        return np.frombuffer(bytearray(data), np.uint8)
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
+
+
+def open_bytes(path: str | os.PathLike[str]) -> ByteSource:
+    """Open a file of this machine, or behind a URL."""
+    found = path_of(path)
+    return UrlBytes(found) if is_url(found) else FileBytes(found)
 
 
 class FileBytes:

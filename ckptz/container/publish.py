@@ -95,6 +95,8 @@ class Publication:
         Raises:
             ConfigError: something that is no file is in the place.
         """
+        if "://" in str(path):
+            raise ConfigError(f"{path}: only local files are written; name one with -o")
         target = Path(path)
         mode = mode_for(target, like)
         # The name says nothing of the target's, which may be as long as the file system allows.
@@ -148,7 +150,7 @@ def mode_for(target: Path, like: Iterable[Path]) -> int:
     except FileNotFoundError:
         found = READ_WRITE
         for source in like:
-            found &= source.stat().st_mode
+            found &= READ_WRITE if hasattr(source, "fs") else source.stat().st_mode  # behind a URL
     else:
         if not (stat.S_ISREG(found) or stat.S_ISDIR(found)):  # of a folder the rename has its own error
             raise ConfigError(f"{target}: is not a regular file; write elsewhere")

@@ -8,6 +8,7 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Final
 
+from ckptz.container.byte_source import is_url, local_copy, path_of
 from ckptz.container.envelope import MAX_HEADER_BYTES
 from ckptz.container.index import Sharding
 from ckptz.errors import CkptzError, ConfigError, named
@@ -41,7 +42,7 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         FormatError: damaged.
         UnsupportedError: a torch file that needs code, or something newer than this ckptz.
     """
-    path = Path(path)
+    path = path_of(path)
     if path.is_dir():
         if not is_dcp(path):
             return open_folder(path)
@@ -53,7 +54,11 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         raise ConfigError(f"{path}: not a regular file; give {ACCEPTED}")
     if not _is_torch_file(path):
         return _of_checkpoint(path, search_path)
-    flat = read(path)
+    if is_url(path):
+        with local_copy(path) as copy:
+            flat = read(Path(copy.name))
+    else:
+        flat = read(path)
     # What it is read from goes with its last tensor, so nothing stays open.
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
 

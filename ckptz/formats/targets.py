@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from ckptz.container.byte_source import is_url, path_of
 from ckptz.errors import ConfigError
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -17,13 +18,20 @@ INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin", ".ckpt
 
 def paths(many: Iterable[PathLike]) -> list[Path]:
     """Make paths of what callers give."""
-    return [Path(one) for one in many]
+    return [path_of(one) for one in many]
 
 
 def stem_of(path: Path) -> str:
     """Give the name without a checkpoint's suffix; other dots belong to the name."""
-    name = Path(os.path.abspath(path)).name  # "." and a trailing slash have none of their own
+    name = (
+        path.name if is_url(path) else Path(os.path.abspath(path)).name
+    )  # "." and a trailing slash have none of their own
     return name.removesuffix(Path(name).suffix) if Path(name).suffix in INPUT_SUFFIXES else name
+
+
+def beside(path: Path) -> Path:
+    """Give the folder for what is made of a file: its own, or the working folder for one behind a URL."""
+    return Path() if is_url(path) else path.parent
 
 
 def places_for(sources: Sequence[Path], output: Path | None, suffix: str) -> list[Path]:
@@ -36,7 +44,7 @@ def places_for(sources: Sequence[Path], output: Path | None, suffix: str) -> lis
         ConfigError: two sources would go to the same place.
     """
     if output is None:
-        places = [s if s.is_dir() else s.with_name(f"{stem_of(s)}{suffix}") for s in sources]
+        places = [s if s.is_dir() else beside(s) / f"{stem_of(s)}{suffix}" for s in sources]
     elif len(sources) == 1 and (sources[0].is_dir() or not output.is_dir()):
         places = [output]
     elif output.exists() and not output.is_dir():
@@ -52,7 +60,7 @@ def _distinct_stems(sources: Sequence[Path]) -> list[str]:
     stems = [stem_of(source) for source in sources]
     taken = Counter(stems)
     return [
-        f"{Path(os.path.abspath(source)).parent.name}-{stem}" if taken[stem] > 1 else stem
+        f"{source.absolute().parent.name}-{stem}" if taken[stem] > 1 else stem
         for source, stem in zip(sources, stems, strict=True)
     ]
 

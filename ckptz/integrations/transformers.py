@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import re
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import huggingface_hub
 import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel, modeling_utils
@@ -61,7 +63,8 @@ def from_pretrained(
     Args:
         model_class: `AutoModel` or any other automatic class, or the class of a model.
         folder: what `ckptz compress FOLDER -o OUTPUT` writes, or any with `model.ckptz`,
-            `pytorch_model.ckptz` or numbered shards of these. Other weights in it are not looked at.
+            `pytorch_model.ckptz` or numbered shards of these. Other weights in it are not looked at. Or the
+            name of such on the Hub, "org/name", of which huggingface_hub keeps a copy.
         model_args: for the model's `__init__`.
         files: the `.ckptz` files to load, where they have other names.
         low_memory: decode each tensor when transformers takes it, which leaves no second copy of the
@@ -92,6 +95,7 @@ def from_pretrained(
         >>> type(from_pretrained(AutoModel, "packed")).__name__
         'BertModel'
     """
+    folder = _fetched(folder, kwargs)
     place = _place(folder, kwargs)
     paths = weight_files(place, kwargs.get("variant")) if files is None else named_files(place, files)
     if not paths:
@@ -109,11 +113,24 @@ def from_pretrained(
     return loaded
 
 
+def _fetched(folder: PathLike, kwargs: Mapping[str, Any]) -> PathLike:
+    """The folder itself, or where huggingface_hub keeps what has this name on the Hub, less other weights."""
+    if not _HUB_NAME.fullmatch(os.fspath(folder)) or Path(folder).is_dir():
+        return folder
+    options = {name: kwargs[name] for name in _FOR_HUB if kwargs.get(name) is not None}
+    return str(huggingface_hub.snapshot_download(os.fspath(folder), allow_patterns=_FETCHED, **options))
+
+
+_HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_FOR_HUB: Final = ("revision", "cache_dir", "token", "force_download", "local_files_only")
+_FETCHED: Final = [f"*{SUFFIX}", "*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
 def _place(folder: PathLike, kwargs: Mapping[str, Any]) -> Path:
     """The folder of the weights."""
     place = Path(folder) / (kwargs.get("subfolder") or "")
     if not place.is_dir():
-        raise ConfigError(f"{place}: not a folder; get it first, as with huggingface_hub.snapshot_download")
+        raise ConfigError(f"{place}: neither a folder nor a name on the Hub such as org/name")
     for name in ("state_dict", "gguf_file"):
         if kwargs.get(name) is not None:
             raise ConfigError(f"{name}: the weights come from the {SUFFIX} files of {place}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptz.codec.units import TensorSource
-from ckptz.container.byte_source import ByteSource, FileBytes
+from ckptz.container.byte_source import ByteSource, open_bytes, path_of
 from ckptz.container.envelope import read_envelope
 from ckptz.container.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, is_ckptz
 from ckptz.container.plain import PlainFile, content_id_of, metadata_checksum
@@ -91,9 +91,9 @@ def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoin
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
     """
-    where = Path(path)
-    folders = (where.parent, *map(Path, search_path))
-    return open_source(FileBytes(where), folders)
+    where = path_of(path)
+    folders = (where.parent, *map(path_of, search_path))
+    return open_source(open_bytes(where), folders)
 
 
 def open_source(source: ByteSource, folders: Sequence[Path] = ()) -> Checkpoint:
@@ -139,7 +139,7 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
     metadata = delta.base_metadata()
     for path in _candidates(ref, folders):
         try:
-            file = open_file(FileBytes(path))
+            file = open_file(open_bytes(path))
         except (CkptzError, OSError) as error:
             unusable.append(str(error))
             continue

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import is_url, open_bytes
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.store.resolve import SUFFIX, open_file
@@ -38,7 +38,7 @@ def step_of(path: Path, recorded: int | None = None, metadata: Mapping[str, str]
     for text in ((metadata or {}).get(key, "") for key in STEP_KEYS):
         if text.isascii() and text.isdigit() and len(text) <= 18:
             return int(text)
-    whole = Path(os.path.abspath(path))
+    whole = path if is_url(path) else Path(os.path.abspath(path))
     found = _IN_NAME.findall(whole.name)
     return int(found[-1]) if found else step_of_folder(whole.parent)
 
@@ -72,8 +72,10 @@ def run_files(folder: Path, *, with_links: bool = False) -> list[Path]:
     return sorted(found.values())
 
 
-def inode_of(path: Path) -> tuple[int, int]:
+def inode_of(path: Path) -> tuple[int | str, int]:
     """Give what all names of a file have in common."""
+    if is_url(path):
+        return str(path), 0
     facts = path.stat()
     return facts.st_dev, facts.st_ino
 
@@ -94,7 +96,10 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
     """
     found = []
     for path in run_files(folder):
-        with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(FileBytes(path))) as file:
+        with (
+            contextlib.suppress(CkptzError, OSError),
+            contextlib.closing(open_file(open_bytes(path))) as file,
+        ):
             if isinstance(file, Container):
                 index = file.index
                 at = step_of(path, index.step, index.metadata)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
@@ -21,7 +20,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         ConfigError: there is none.
     """
     left = leftovers(folder)
-    names = sorted(e.name for e in os.scandir(folder) if e.name.endswith(SUFFIX) and e.name not in left)
+    names = sorted(e.name for e in folder.iterdir() if e.name.endswith(SUFFIX) and e.name not in left)
     if not names:
         raise ConfigError(
             f"{folder}: holds no {SUFFIX} files; name a folder of checkpoints, or write checksums of other "
@@ -37,7 +36,7 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
     What cannot be read is for `verify_file` to complain of.
     """
     found = []
-    with contextlib.closing(StepStore(folder)) as store:
+    with contextlib.closing(StepStore(str(folder))) as store:
         sizes = store.listing().sizes
         for file, n_bytes in sorted(sizes.items()):
             of = StepFile(file.step, file.kind if file.is_exact else "weights")
@@ -54,5 +53,5 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
 
 def leftovers(folder: Path) -> tuple[str, ...]:
     """Name the files that a killed writer left; the next writer and `ckptz prune` remove them."""
-    with contextlib.closing(StepStore(folder)) as store:
+    with contextlib.closing(StepStore(str(folder))) as store:
         return store.listing().leftovers

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from ckptz_cli.progress import QUIET
+from ckptz_cli.streams import streamed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -25,11 +26,19 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 class _Path(click.Path):
-    """A path; an empty one, as an unset variable gives, is not taken for the working folder."""
+    """A path or a URL; an empty one, as an unset variable gives, is not taken for the working folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("a path is empty", param, ctx)
+        if value == "-" and param is not None and ctx is not None:
+            return streamed(param.name == "output", ctx)
+        if isinstance(value, str) and "://" in value:
+            if param is not None and param.name == "output":
+                self.fail(f"{value}: only local files are written", param, ctx)
+            from ckptz.container.byte_source import path_of
+
+            return path_of(value)
         return super().convert(value, param, ctx)
 
 

@@ -13,15 +13,15 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 import click
 
 from ckptz.pages.words import printable
 from ckptz_cli.errors import Failure, failure_of
 from ckptz_cli.progress import is_quiet, is_terminal
-
-STDOUT: Final = "standard output"
+from ckptz_cli.streams import STDOUT
 
 
 class Session:
@@ -37,6 +37,7 @@ class Session:
         self.exit_code = 0
         self._document: dict[str, Any] = {}
         self._is_heard = True
+        self.streams: dict[str, str] = {}  # files that stand for streams, and what messages call them
 
     def show(self, report: Any, text: str) -> None:
         """Show the report of a command that has one."""
@@ -66,7 +67,7 @@ class Session:
     def note(self, text: str) -> None:
         """Print a note for the user, on stderr."""
         if not is_quiet():
-            _tell(f"ckptz: note: {printable(text)}")
+            _tell(f"ckptz: note: {printable(self._named(text))}")
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error."""
@@ -80,14 +81,22 @@ class Session:
     def finish(self) -> int:
         """Print what is left, and give the exit code."""
         if self.as_json and self._document:
-            self._print(json.dumps(self._document, indent=1) + "\n")
+            self._print(self._named(json.dumps(self._document, indent=1)) + "\n")
         self._print("")  # flushes what click printed itself
         return self.exit_code
 
     def say(self, text: str) -> None:
         """Print a result that is text only."""
-        if not (self.as_json or is_quiet()):
-            self._print(text + "\n")
+        if STDOUT in self.streams.values():
+            self.note(text)
+        elif not (self.as_json or is_quiet()):
+            self._print(self._named(text) + "\n")
+
+    def _named(self, text: str) -> str:
+        """Call files that stand for streams by the names of these."""
+        for file, stream in self.streams.items():
+            text = text.replace(file, stream)
+        return text
 
     def _print(self, text: str) -> None:
         """Write to stdout; a verb goes on where that fails, and the exit code tells."""
@@ -107,6 +116,7 @@ class Session:
         if self.is_debug:
             traceback.print_exception(error, file=sys.stderr)
         failure = failure_of(error)
+        failure = replace(failure, message=self._named(failure.message))
         _tell(f"ckptz: {failure.message}")
         self.exit_code = self.exit_code or failure.exit_code
         self._document.setdefault("error", _fields(failure))
