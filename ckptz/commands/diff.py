@@ -31,15 +31,30 @@ Tensors = Mapping[str, TensorSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDiff:
-    """One tensor. Changes are from A to B; where they are not known or do not apply they are None.
+class Compared:
+    """One tensor of A and B.
 
     Attributes:
         name: its name.
         kind: whether it is bit for bit equal, and if not, what differs. "retyped" has another dtype and
             the same shape.
-        dtype_a: safetensors' code in A, `dtype_b` in B.
+        dtype_a: safetensors' code in A, `dtype_b` in B; None for what is no tensor there.
         shape_a: dimensions in A, `shape_b` in B.
+    """
+
+    name: str
+    kind: Difference
+    dtype_a: str | None = None
+    dtype_b: str | None = None
+    shape_a: tuple[int, ...] | None = None
+    shape_b: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDiff(Compared):
+    """One tensor. Changes are from A to B; where they are not known or do not apply they are None.
+
+    Attributes:
         changed_share: share of the units, most of them elements, with other bits; of a retyped tensor with
             another value.
         max_change: largest absolute difference.
@@ -51,12 +66,6 @@ class TensorDiff:
             stored by maps without a predictor.
     """
 
-    name: str
-    kind: Difference
-    dtype_a: str | None = None
-    dtype_b: str | None = None
-    shape_a: tuple[int, ...] | None = None
-    shape_b: tuple[int, ...] | None = None
     changed_share: float | None = None
     max_change: float | None = None
     rms_change: float | None = None

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ckptz.codec.units import TensorSource, Units, chunk_bounds
-from ckptz.commands.diff import NUMBERS, Difference, Pair, difference_of, sums_of
+from ckptz.commands.diff import NUMBERS, Compared, Difference, Pair, difference_of, sums_of
 from ckptz.container.byte_source import FileBytes, path_of
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import open_any
@@ -38,15 +38,12 @@ _REST: Final = ("rng", "extra", "groups", "classes")  # what a Checkpointer save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstDifference:
+class FirstDifference(Compared):
     """The first difference that was found; fields that do not apply are None.
 
     Attributes:
         part: where it is.
         name: of a tensor or of a plain value, with dots; of losses the step.
-        kind: as `TensorDiff.kind`.
-        dtype_a: safetensors' code in A, `dtype_b` in B; None for what is no tensor.
-        shape_a: dimensions in A, `shape_b` in B.
         position: index of the first element that differs.
         value_a: that element, or the plain value or loss, as text, and in bits where the text is the same;
             `value_b` in B.
@@ -55,12 +52,6 @@ class FirstDifference:
     """
 
     part: Part
-    name: str
-    kind: Difference
-    dtype_a: str | None = None
-    dtype_b: str | None = None
-    shape_a: tuple[int, ...] | None = None
-    shape_b: tuple[int, ...] | None = None
     position: tuple[int, ...] | None = None
     value_a: str | None = None
     value_b: str | None = None

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import click
 
 from ckptz_cli.options import PATH, jobs_option, search_path_option, session_options
 from ckptz_cli.progress import progress_bar
 from ckptz_cli.session import Session
-
-if TYPE_CHECKING:
-    from ckptz.commands.diff import Sort
 
 DIFFERENT: Final = 10  # no code of an error, so that a script can tell them apart
 
@@ -41,29 +38,17 @@ Examples:
 @search_path_option
 @session_options
 @click.pass_obj
-def diff(
-    session: Session,
-    first: Path,
-    second: Path,
-    top: int | None,
-    sort: Sort,
-    exit_code: bool,
-    jobs: int | None,
-    search_path: tuple[Path, ...],
-) -> None:
+def diff(session: Session, /, first: Path, second: Path, exit_code: bool, **how: Any) -> None:
     """Show what changed from checkpoint A to checkpoint B, tensor by tensor.
 
     Each may be a .ckptz, .safetensors or torch file, a folder of shards, or one of .ckptz files, of which
-    the newest is taken. The exit code is 0 even if they
-    differ, unless --exit-code is given.
+    the newest is taken. The exit code is 0 even if they differ, unless --exit-code is given.
     """
     import ckptz
     from ckptz_cli.render_chains import diffed_text
 
     with progress_bar() as progress:
-        report = ckptz.diff(
-            first, second, sort=sort, top=top, jobs=jobs, search_path=search_path, progress=progress
-        )
+        report = ckptz.diff(first, second, progress=progress, **how)
     session.show(report, diffed_text(report))
     if exit_code and not report.is_equal:
         session.exit_code = DIFFERENT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -39,15 +40,7 @@ Examples:
 @search_path_option
 @session_options
 @click.pass_obj
-def report(
-    session: Session,
-    paths: tuple[Path, ...],
-    output: Path,
-    histograms: tuple[str, ...],
-    jobs: int | None,
-    force: bool,
-    search_path: tuple[Path, ...],
-) -> None:
+def report(session: Session, /, paths: tuple[Path, ...], output: Path, **how: Any) -> None:
     """Write a page that shows where the bytes are, what was lost, and how a run grew.
 
     PATH is a folder, and the page shows the run and the newest step from inside; or .ckptz files; or two
@@ -63,16 +56,7 @@ def report(
 
     problems: list[Exception] = []
     with progress_bar() as progress:
-        made = ckptz.report(
-            paths,
-            output,
-            histograms=histograms,
-            search_path=search_path,
-            force=force,
-            jobs=jobs,
-            tell=problems.append,
-            progress=progress,
-        )
+        made = ckptz.report(paths, output, tell=problems.append, progress=progress, **how)
     session.show(made, reported_line(made))
     for problem in problems:
         session.fail(problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -37,15 +38,7 @@ Ends with 0 if nothing differs, and with {DIFFERENT} if something does.
 @search_path_option
 @session_options
 @click.pass_obj
-def resume_check(
-    session: Session,
-    first: Path,
-    second: Path,
-    losses: bool,
-    tolerance: float,
-    jobs: int | None,
-    search_path: tuple[Path, ...],
-) -> None:
+def resume_check(session: Session, /, first: Path, second: Path, **how: Any) -> None:
     """Name the first thing in which two saved states, or the losses of two runs, differ.
 
     A and B may be any checkpoints, or DIR@STEP for both files of a step that a Checkpointer wrote. Weights
@@ -59,15 +52,7 @@ def resume_check(
     from ckptz_cli.render_chains import resumed_line
 
     with progress_bar() as progress:
-        report = ckptz.resume_check(
-            first,
-            second,
-            losses=losses,
-            tolerance=tolerance,
-            jobs=jobs,
-            search_path=search_path,
-            progress=progress,
-        )
+        report = ckptz.resume_check(first, second, progress=progress, **how)
     session.show(report, resumed_line(report))
     if not report.is_equal:
         session.exit_code = DIFFERENT
