@@ -25,7 +25,7 @@ CELL = re.compile(r"^\| `(ckptz [a-z-]+ [^`]*)` \|", re.MULTILINE)
 SPAN = re.compile(r"`(ckptz [a-z][a-z-]+[^`]*)`")
 PROGRAMS = ("ckptz", "pip", "make", "python")
 NETWORK = ("pip install",)  # the only commands that no test runs
-A_WORD = re.compile(r"\b[A-Z_]{4,}\b|\b[AB]\b|NAME\*|\.\.\.")  # what stands for something of the reader's
+A_WORD = re.compile(r"\b[A-Z_]{3,}\b|\b[AB]\b|NAME\*|\.\.\.")  # what stands for something of the reader's
 
 QUALITY = """
 import torch
