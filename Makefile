@@ -21,7 +21,7 @@ demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-
 	$(BIN)/python -m bench.demo
 
 test: $(DEV) ## the test suite, in two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-apps: $(DEV) ## the demo, transformers, Trainer, Lightning, accelerate, and ranks in several processes
 	$(BIN)/python -m pytest -m 'apps and not slow'

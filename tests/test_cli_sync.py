@@ -230,6 +230,7 @@ def test_apply_says_what_it_needs(run: Path) -> None:
 # --- the example --------------------------------------------------------------------------------
 
 
+@pytest.mark.apps
 def test_the_example_ends_with_the_same_weights_everywhere(tmp_path: Path) -> None:
     script = ROOT / "examples" / "weight_sync.py"
     assert len(script.read_text().splitlines()) < 80

@@ -149,6 +149,7 @@ def test_an_installed_ckptz_is_its_own(installed: Environment, tmp_path: Path) -
     assert "compress" in run(installed.script("ckptz"), "--help", cwd=tmp_path)
 
 
+@pytest.mark.apps  # compiles kernels anew
 def test_an_installed_ckptz_round_trips_a_file(installed: Environment, tmp_path: Path) -> None:
     weights = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
     save_file({"weights": weights}, tmp_path / "model.safetensors", metadata={"step": "7"})

@@ -230,6 +230,7 @@ def test_a_chain_searches_file_after_file(folder: Path) -> None:
     assert all(one["search"]["quality"][0]["data_digest"] == "sha256:feed" for one in run.json["files"])
 
 
+@pytest.mark.apps
 def test_two_processes_find_what_one_thread_finds(folder: Path) -> None:
     found: dict[int, Any] = {}
     for workers in (1, 2):
@@ -317,7 +318,7 @@ def test_an_evaluation_that_fails_in_mid_search_leaves_nothing(folder: Path) -> 
     assert not left_in(folder)
 
 
-@pytest.mark.parametrize("n_calls", [1, 2, 6])
+@pytest.mark.parametrize("n_calls", [1, 2, 3])
 def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n_calls: int) -> None:
     quality, output = Quality(folder / "exact.safetensors"), folder / "out.ckptz"
 
