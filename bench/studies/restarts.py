@@ -71,6 +71,7 @@ def grid(step: float, second: float = MOMENTS.second_step, first: float = MOMENT
 
 ARMS: Final[Mapping[str, Arm]] = {
     "grid, default": Arm(config=Grid()),
+    "grid, all steps halved": Arm(config=Grid().scaled(0.5)),
     "grid, step 0.5": Arm(config=grid(0.5)),
     "grid, step 2": Arm(config=grid(2.0)),
     "grid, to ship": Arm(config=Grid(purpose="ship"), restores=0),
