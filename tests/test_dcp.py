@@ -307,8 +307,10 @@ def test_a_delta_of_two_folders_of_torch(tmp_path: Path) -> None:
     later["model"]["0.weight"] += 1e-3
     second = torch_folder(tmp_path / "second", later)
     ckptz("compress", first, second, "--chain", "-o", tmp_path / "run", "--jobs", 1)
-    files = sorted((tmp_path / "run").rglob("*.ckptz"))
-    assert len(files) == 2
+    anchor, link, delta = sorted((tmp_path / "run").rglob("*.ckptz"))
+    assert (anchor.name, delta.name) == ("first.ckptz", "second.ckptz")
+    assert link.parent == delta.parent
+    assert link.samefile(anchor)
 
 
 def test_a_file_that_is_restored_to_where_something_is(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ PREPARED: dict[str, Callable[[], None]] = {
 # --- the tests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("page", "commands"), blocks())
+@pytest.mark.parametrize(("page", "commands"), list(blocks()))
 def test_the_commands_of_every_page_run(
     page: str, commands: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

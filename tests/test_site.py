@@ -162,7 +162,7 @@ def test_links_follow_pages_to_their_places(hook: object) -> None:
         return hook.on_page_markdown(f"[a]({link})", page=Page(place))  # type: ignore[attr-defined, no-any-return]
 
     assert moved("index.md", "docs/search.md") == "[a](search.md)"
-    assert moved("search.md", "../spec/README.md#x") == "[a](spec/README.md#x)"
+    assert moved("search.md", "../spec/README.md#the-ckptz-format") == "[a](spec/README.md#the-ckptz-format)"
     assert moved("search.md", "../README.md") == "[a](index.md)"
     assert moved("spec/05-frame.md", "../docs/glossary.md") == "[a](../glossary.md)"
     assert moved("search.md", "https://a.b/c.md") == "[a](https://a.b/c.md)"
