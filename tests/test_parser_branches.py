@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
+import tempfile
 import threading
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -16,16 +19,24 @@ import pytest
 from ckptz.bits.checksum import xxh64
 from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.units import ArraySource
+from ckptz.codec.units import ArraySource, ChunkSources
 from ckptz.container import byte_source, checked_index, needed, reader
-from ckptz.container.byte_source import FileBytes, MemoryBytes
+from ckptz.container.byte_source import FileBytes, MemoryBytes, UrlBytes, path_of
 from ckptz.container.caches import MAX_IDLE_ELEMENTS, ChunkCache, HeaderCache
 from ckptz.container.envelope import build_header, read_envelope, strict_json
 from ckptz.container.index import Index, TensorEntry, pack_index, parse_index
 from ckptz.container.needed import MAX_FRAMES, Decoded, Held, Node, gather
+from ckptz.container.publish import Publication
 from ckptz.container.reader import Container, FrameSource
 from ckptz.dtypes import dtype_of
-from ckptz.errors import ConfigError, CorruptionError, FormatError, LimitError, TruncatedError
+from ckptz.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    LimitError,
+    MissingBaseError,
+    TruncatedError,
+)
 from tests.support.spec_files import File, Frame, open_bytes
 
 UNITS = np.zeros(8, np.uint32)
@@ -234,6 +245,95 @@ def test_a_source_without_a_frame_has_no_codes() -> None:
     assert (source.stored, source.n_codes) == (None, None)
     units, codes = source.units_and_codes(1, 3)
     assert (units.tobytes(), codes) == (b"\2\3", None)
+
+
+def test_sources_of_a_chunk_that_are_not_open() -> None:
+    none = ChunkSources(0, 2)
+    with pytest.raises(MissingBaseError, match="stored against a base"):
+        none.base_units()
+    with pytest.raises(MissingBaseError, match="grouped by the codes"):
+        none.base_codes()
+    with pytest.raises(CorruptionError, match="'v', which is not open"):
+        none.units_of("v")
+    base = ArraySource.from_buffer(dtype_of("U8"), (4,), b"\1\2\3\4")
+    assert ChunkSources(1, 3, base, reads_both=True).base_units().tobytes() == b"\2\3"
+    assert ChunkSources(1, 3, base, reads_both=True).base_codes() is None
+
+
+# --- bytes behind URLs ----------------------------------------------------------------------------
+
+
+def test_bytes_behind_a_url_are_read_by_ranges() -> None:
+    path = path_of("memory://parser/bytes")
+    path.write_bytes(b"0123456789")
+    source = UrlBytes(path)
+    assert (source.size, source.read(3, 4).tobytes()) == (10, b"3456")
+    with pytest.raises(TruncatedError, match="should have 11"):
+        source.read(10, 1)
+    source.size = 20  # it was so long when it was opened
+    with pytest.raises(OSError, match="only 2 of 5 bytes came through"):
+        source.read(8, 5)
+    source.close()
+    with pytest.raises(FileNotFoundError, match="memory://parser/none"):
+        UrlBytes(path_of("memory://parser/none"))
+
+
+def test_what_has_no_ranges_is_brought_here(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(b"0123456789")
+    pipe = OneWay(path)
+    source = UrlBytes(pipe)  # type: ignore[arg-type]  # what it asks of a path
+    assert source.read(3, 4).tobytes() == b"3456"
+    source.close()
+    pipe.fault = RuntimeError("the line is dead")
+    with pytest.raises(OSError, match="the line is dead"):
+        UrlBytes(pipe)  # type: ignore[arg-type]
+
+
+def test_a_url_that_breaks_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pipe = OneWay(tmp_path / "bytes")
+    (tmp_path / "bytes").write_bytes(b"0")
+    monkeypatch.setattr(shutil, "copyfileobj", pipe.fails)
+    with pytest.raises(OSError, match="the line is dead"):
+        UrlBytes(pipe)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["bytes"]
+
+
+class OneWay:
+    """A path whose file cannot seek."""
+
+    suffix = ""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fault: Exception | None = None
+
+    def open(self, mode: str) -> BinaryIO:
+        if self.fault is not None:
+            raise self.fault
+        read, write = os.pipe()
+        os.write(write, self.path.read_bytes())
+        os.close(write)
+        return os.fdopen(read, mode)  # type: ignore[return-value]
+
+    def fails(self, *_: object) -> None:
+        raise OSError(5, "the line is dead")
+
+
+def test_paths_of_urls() -> None:
+    assert path_of("file:///tmp/x") == path_of("/tmp/x") == Path("/tmp/x")
+    assert path_of(Path("a")) == Path("a")
+    with pytest.raises(ConfigError, match="nothing://x: cannot be read"):
+        path_of("nothing://x")
+
+
+def test_files_are_written_here_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="only local files are written"), Publication().file("s3://b/x"):
+        pass
+    with pytest.raises(OSError, match="other"), Publication().file(tmp_path / "x"):
+        raise OSError(5, "other", "elsewhere")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_index_that_no_reader_accepts_is_not_written() -> None:
