@@ -8,6 +8,7 @@ no duplicate keys.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -102,14 +103,14 @@ def strict_json(text: bytes, what: str) -> Any:
 
 
 def _n_keys(value: Any) -> int:
-    """Count the keys of a value of JSON at all depths."""
-    if not isinstance(value, dict | list):
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    own = len(value) if isinstance(value, dict) else 0
-    if not {dict, list} & set(map(type, inner)):  # millions of strings, say
-        return own
-    return own + sum(map(_n_keys, inner))
+    """Count the keys of a value of JSON at all depths; level by level, as there may be millions."""
+    n, level = 0, [value] if isinstance(value, dict | list) else []
+    while level:
+        maps = [one for one in level if type(one) is dict]
+        n += sum(map(len, maps))
+        inner = (one.values() if type(one) is dict else one for one in level)
+        level = [one for one in itertools.chain.from_iterable(inner) if type(one) in (dict, list)]
+    return n
 
 
 def check_number(text: bytes, what: str) -> None:
