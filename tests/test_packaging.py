@@ -129,8 +129,8 @@ def test_the_first_page_has_no_links_that_lead_nowhere(wheel: Path) -> None:
 def test_the_source_distribution_holds_the_pages_and_what_the_tests_need(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    committed = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").iterdir()}
-    assert committed <= names
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= names
     assert {
         "CONTRIBUTING.md",
         "README.md",

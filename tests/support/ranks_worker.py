@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptz import Grid, KMeans
+from ckptz.codec.units import SourceOf
 from ckptz.errors import WriteError
 from ckptz.integrations import dcp_write
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
@@ -219,13 +220,10 @@ class _Failing(_Gathered):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         [source] = self.pieces["odd"]
-        self.pieces["odd"] = [_Unreadable(source.dtype, source.shape)]
+        self.pieces["odd"] = [_Unreadable(source)]
 
 
-class _Unreadable:
-    def __init__(self, dtype: Any, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
-
+class _Unreadable(SourceOf):
     def units(self, begin: int, end: int) -> Any:
         raise OSError(5, "Input/output error")
 
