@@ -10,18 +10,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
-from ckptz import KeepPolicy, KeepRules
+from ckptz import KeepPolicy, KeepRules, compress
 from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import ConfigError, WriteError
 from ckptz.store.lock import FileLock, Holder, Lease
 from ckptz.store.places import LocalFolder
-from ckptz.store.retention import keep_policy, prune_folder
+from ckptz.store.retention import KEEP_ALL, _decide, keep_policy, prune_folder
 from ckptz.store.spool import Spool
-from ckptz.store.step_files import ChainRule, Listing, StepFile
+from ckptz.store.step_files import KINDS, ChainRule, FileFacts, Listing, StepFile
 from ckptz.store.steps import StepStore
 from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 from tests.support.cli_support import ckptz
@@ -178,6 +180,62 @@ def test_weights_outlive_their_state(tmp_path: Path) -> None:
         *(f"step-0000000{step}.ckptz" for step in (3, 4, 5)),
         "step-00000005.state.ckptz",
     }
+
+
+def weights_alone(folder: Path, step: int) -> None:
+    """A step as the command line writes it: under this name, and without a state."""
+    save_file({"w": np.full(8, step, "f4")}, folder / "w.safetensors")
+    compress(folder / "w.safetensors", folder / StepFile(step, "weights").name, step=step or None)
+    (folder / "w.safetensors").unlink()
+
+
+def test_weights_that_never_had_a_state_are_steps(tmp_path: Path) -> None:
+    for step in range(4):
+        weights_alone(tmp_path, step)
+    before = names_in(tmp_path)
+    report = prune_folder(tmp_path, KEEP_ALL)
+    assert (report.removed, report.weights_only) == ((), (0, 1, 2, 3))
+    assert names_in(tmp_path) == before | {".ckptz-lock"}
+    report = prune_folder(tmp_path, KeepPolicy(last=1, every=2))
+    assert (report.weights_only, report.steps) == ((0, 2, 3), ())
+
+
+def test_weights_stay_without_rules_and_when_going_back(tmp_path: Path) -> None:
+    policy = KeepPolicy(last=1, weights=KeepRules(last=3))
+    saved_run(tmp_path, 5, keep=policy, anchor_every=1)
+    weights_alone(tmp_path, 6)
+    assert prune_folder(tmp_path, KEEP_ALL).weights_only == (3, 4, 6)
+    with Run().checkpointer(tmp_path, background=False, keep=policy, anchor_every=1) as checkpointer:
+        checkpointer.discard_after(5)
+        assert checkpointer.weights_steps() == (3, 4, 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
+    """Whatever files are there: no prune takes the newest weights, the newest whole step, or all."""
+    steps = st.sets(st.integers(0, 9), max_size=6)
+    weights, states = data.draw(steps), data.draw(steps)
+    rules = st.builds(
+        KeepRules,
+        last=st.none() | st.integers(1, 3),
+        every=st.none() | st.integers(1, 4),
+        best=st.integers(0, 2),
+    )
+    alone, exact = data.draw(st.none() | rules), data.draw(st.none() | st.integers(0, 2))
+    whole = {key: getattr(data.draw(rules), key) for key in ("last", "every", "best")}
+    policy = KeepPolicy(**whole, weights=alone, exact=exact)
+    files = {StepFile(step, "weights") for step in weights} | {StepFile(step, "state") for step in states}
+    listing = Listing(dict.fromkeys(files, 1), frozenset(), ())
+    facts = {file: FileFacts(file.name, None, None, 0, None, None, None, 1) for file in files}
+    kept, hidden, notes = _decide(listing, facts, {}, policy)
+    assert not hidden
+    assert not notes
+    newest = {*listing.full_steps[-1:]}
+    assert {StepFile(step, kind) for step in newest for kind in KINDS} <= kept
+    assert {StepFile(step, "weights") for step in listing.weights_steps[-1:]} <= kept
+    if policy.last is None and alone is None:
+        assert kept >= files
 
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
@@ -350,6 +408,7 @@ def test_half_written_files_are_removed_by_the_next_writer_and_nobody_elses(tmp_
 # --- the command line ---------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_prune_says_what_it_would_do_and_does_it(tmp_path: Path) -> None:
     saved_run(tmp_path, 4, anchor_every=2)
     before = names_in(tmp_path)
@@ -370,6 +429,7 @@ def test_prune_after_goes_back_to_a_step(tmp_path: Path) -> None:
     assert loss_after(tmp_path) == (2, losses[3])
 
 
+@pytest.mark.usefixtures("deltas_at_any_cost")
 def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Path) -> None:
     saved_run(tmp_path, 3, keep=KEEP_TWO)
     done = ckptz("verify", tmp_path)

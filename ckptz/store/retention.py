@@ -2,7 +2,8 @@
 
 A file that no rule keeps is deleted, unless a kept one is stored against it, at whatever distance: then
 it is hidden, and goes when the last that needs it goes. Files are deleted from the newest step to the
-oldest, so at no moment does one lack its base, and a prune that was killed is finished by the next. A step
+oldest, so at no moment does one lack its base, and a prune that was killed is finished by the next. The
+newest weights stay under every rule, whether they have a state or not, and without rules all do. A step
 of which a file cannot be read, or its base not be found, keeps every older step as it is; see needs.py.
 
 A residual makes a lossy file of a kept step exact. It is never hidden, and goes before all others.
@@ -100,6 +101,11 @@ class KeepPolicy(KeepRules):
         """Times that files of each kind stay, for those who weigh what a new one is stored against."""
         both = (self,) if self.weights is None else (self, self.weights)
         return {"weights": _kept(*both), "state": _kept(self)}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no rule lets a step go."""
+        return self.last is None and self.weights is None
 
     def heads(self, steps: Iterable[int]) -> set[int]:
         """Choose those of the steps that stay which also stay exact."""
@@ -270,9 +276,11 @@ def _decide(
     """(files that stay, files that stay only because those need them, notes)."""
     metrics = {file.step: fact.metric for file, fact in facts.items() if fact.metric is not None}
     full = policy.kept(listing.full_steps, metrics)
-    weights = full if policy.weights is None else full | policy.weights.kept(listing.weights_steps, metrics)
+    weights = full | _weights_kept(listing, metrics, policy)
     kept = {StepFile(step, "state") for step in full} | {StepFile(step, "weights") for step in weights}
-    heads = policy.heads(full)
+    if policy.keeps_all:
+        kept |= {file for file in listing.sizes if not file.is_exact} - listing.hidden
+    heads = policy.heads(full if full and policy.exact is not None else weights)
     kept |= {file for file in listing.sizes if file.is_exact and file.step in heads}
     needs = needs_of(
         {*kept, *(file for file in unread if not file.is_exact)},  # residuals are dropped unread
@@ -282,6 +290,18 @@ def _decide(
     )
     kept |= needs.doubtful - listing.hidden
     return kept, set(needs.known | needs.doubtful) - kept, needs.notes
+
+
+def _weights_kept(listing: Listing, metrics: Mapping[int, float], policy: KeepPolicy) -> set[int]:
+    """Steps of which the weights stay, state or not.
+
+    Without rules for weights, those that go on after the newest whole step are steps of their own: all of a
+    folder that holds no state, what `compress` added to a run, or half of a save that was killed.
+    """
+    if policy.weights is not None:
+        return policy.weights.kept(listing.weights_steps, metrics)
+    newest = -1 if policy.keeps_all else max(listing.full_steps, default=-1)
+    return policy.kept((step for step in listing.weights_steps if step > newest), metrics)
 
 
 def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:

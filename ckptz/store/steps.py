@@ -177,7 +177,7 @@ class StepStore:
             if not isinstance(opened, Container):
                 raise FormatError(f"{opened.name}: not a .ckptz file")
             index = opened.index
-            if index.step != file.step:
+            if index.step not in (file.step, None):
                 raise CorruptionError(f"{opened.name}: holds step {index.step}; it was renamed")
             metadata = index.metadata or {}
             base = index.base
