@@ -122,7 +122,7 @@ CALLERS = {
     "residual_codes": {"methods/grid.py", "quant/rounding.py"},
     "put": {"wire/frames.py"},
     "mask_at": {"wire/frames.py"},
-    "top_mask": {"wire/frames.py", "wire/feedback.py"},
+    "top_mask": {"wire/frames.py"},
     "dequantize": {"wire/frames.py"},
     "quantize": {"wire/frames.py"},
 }

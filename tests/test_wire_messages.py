@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from bench.studies.paper_b.experimental import Detector
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import PRESETS, RAW, Adaptive, LinkPolicy, TopK, Uniform, cap
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
-from ckptz.wire.feedback import SampleBuffers, describe_memory, state_bytes
+from ckptz.wire.feedback import MEMORIES, SampleBuffers, describe_memory, state_bytes
 from ckptz.wire.frames import BITMAP, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
 from ckptz.wire.state import Place
@@ -52,7 +53,7 @@ CODECS: list[Codec] = [
 MILLION = 1 << 20
 
 
-FEEDBACKS = (None, "ef", "ef21", "aqsgd", "ef-mixed")
+FEEDBACKS = (None, "ef", "ef21", "aqsgd", "ef-mixed")  # the last one as the study of the paper sends it
 COMMON = [("F32", None), ("BF16", "ef21"), ("F16", None)]
 RARE = [
     (dtype, kind) for dtype in ("F32", "BF16", "F16") for kind in FEEDBACKS if (dtype, kind) not in COMMON
@@ -394,11 +395,21 @@ def test_a_state_that_no_link_saved_is_refused(feedback: Any, name: str, change:
         Link(0, 1, policy).load_state_dict(state | {"wire/0-1/sideways/0/0/tx/seq": state[name]})
 
 
-def test_a_level_that_no_link_saved_is_refused() -> None:
-    policy = LinkPolicy(forward=Adaptive(Uniform(8), Uniform(2)))
-    for numbers in (np.zeros(3), np.zeros(4, np.int64), np.array([np.nan, 0, 0, 0])):
-        with pytest.raises(WireError, match="not 4 numbers of a level"):
-            Link(0, 1, policy).load_state_dict({"wire/0-1/forward/0/level": numbers})
+def test_the_level_in_a_state_of_an_older_version_is_passed_over() -> None:
+    link = Link(0, 1, LinkPolicy(forward=Adaptive(Uniform(8), Uniform(2))))
+    link.load_state_dict({"wire/0-1/forward/0/level": np.zeros(4)})
+    assert link.state_dict() == {}
+
+
+def test_ef_mixed_is_sent_by_the_study_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(MEMORIES, "ef-mixed")
+    sender, receiver = ends(LinkPolicy(forward=TopK(0.1), feedback="ef-mixed"))
+    with pytest.raises(ConfigError, match="ef-mixed is received, and sent by"):
+        sender.send(FORWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+    monkeypatch.setitem(MEMORIES, "ef-mixed", MEMORIES["ef"])
+    message = sender.send(FORWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0)).message
+    monkeypatch.delitem(MEMORIES, "ef-mixed")
+    assert (receiver.receive(FORWARD, message, dtype_of("F32"), SHAPE, Place(0)) != 0).sum() == 5 * 111
 
 
 def test_samples_of_another_size_are_refused() -> None:
@@ -504,20 +515,23 @@ def test_the_formula_for_memory_is_what_a_link_holds() -> None:
 # --- levels -------------------------------------------------------------------------------------
 
 
-def test_the_level_follows_the_change_of_the_gradient() -> None:
-    levels = Adaptive(Uniform(8), Uniform(2), threshold=0.2, window=5)
-    pair, sizes = ends(LinkPolicy(forward=levels, backward=levels)), []
+def test_the_level_of_the_study_follows_the_change_of_the_gradient() -> None:
+    detector, levels = Detector(Adaptive(Uniform(8), Uniform(2), threshold=0.2, window=5)), []
     for step in range(30):
-        scale = 1.0 if step < 20 else 3.0
-        place = Place(step)
-        forward, _ = across(pair, f32_units(rng(step).standard_normal(N)), place)
-        message, _ = across(pair, f32_units(scale * rng(step).standard_normal(N)), place, back=True)
-        sizes.append((len(forward) > 3000, len(message) > 3000))
-    for direction in (0, 1):
-        mild = [size[direction] for size in sizes]
-        assert mild == [True] * 10 + [False] * 15 + [True] * 5
-    pair[0].state.restart_detectors()
-    assert not pair[0].state.level(FORWARD, Place(30))
+        levels.append(detector.is_strong(step))
+        detector.observe(step, np.inf if step == 3 else 4.0 if step < 20 else 36.0)
+    assert levels == [False] * 10 + [True] * 15 + [False] * 5
+
+
+def test_a_message_has_the_level_that_its_sender_chose() -> None:
+    levels = Adaptive(Uniform(8), Uniform(2))
+    pair, sizes = ends(LinkPolicy(forward=levels, backward=levels)), []
+    for step in range(4):
+        pair[0].strong[FORWARD], pair[1].strong[BACKWARD] = step % 2 == 1, step > 1
+        place, units = Place(step), f32_units(rng(step).standard_normal(N))
+        forward, _ = across(pair, units, place)
+        sizes.append((len(forward) < 2000, len(across(pair, units, place, back=True)[0]) < 2000))
+    assert sizes == [(False, False), (True, False), (False, True), (True, True)]
 
 
 def test_codecs_and_policies_refuse_nonsense() -> None:
@@ -527,7 +541,6 @@ def test_codecs_and_policies_refuse_nonsense() -> None:
         lambda: TopK(0),
         lambda: TopK(0.1, 4),  # type: ignore[arg-type]
         lambda: LinkPolicy(forward=RAW, backward=TopK(0.1), reuse=True),
-        lambda: LinkPolicy(forward=Uniform(4), feedback="ef-mixed"),
         lambda: LinkPolicy(feedback=(None, "aqsgd")),
         lambda: LinkPolicy(feedback="ef22"),  # type: ignore[arg-type]
         lambda: Link(0, 1, "fast"),
@@ -541,10 +554,11 @@ def test_codecs_and_policies_refuse_nonsense() -> None:
 
 
 def test_a_reused_mask_brings_its_level() -> None:
-    levels = Adaptive(TopK(0.2), TopK(0.05), threshold=10.0, window=1)
+    levels = Adaptive(TopK(0.2), TopK(0.05))
     policy = LinkPolicy(forward=levels, backward=levels, reuse=True)
     pair, sizes = ends(policy), set()
     for step in range(4):
+        pair[0].strong[FORWARD] = step > 1
         across(pair, f32_units(rng(step).standard_normal(N)), Place(step))
         sizes.add(len(across(pair, f32_units(rng(step).standard_normal(N)), Place(step), back=True)[0]))
     assert len(sizes) == 2
@@ -555,15 +569,3 @@ def test_a_reused_mask_brings_its_level() -> None:
         pair[0].receive(
             BACKWARD, rewritten(message, flags=flags ^ Flag.STRONG), dtype_of("F32"), SHAPE, Place(4)
         )
-
-
-def test_an_evaluation_has_the_level_of_the_last_message() -> None:
-    levels = Adaptive(Uniform(8), Uniform(2), threshold=10.0, window=1)
-    pair = ends(LinkPolicy(forward=levels))
-    sizes = []
-    for step in range(3):
-        units = f32_units(rng(step).standard_normal(N))
-        across(pair, units, Place(step))
-        across(pair, units, Place(step), back=True)
-        sizes.append(len(across(pair, units, Place(step, is_eval=True))[0]))
-    assert sizes[0] > 3 * sizes[2]

@@ -23,7 +23,7 @@ from bench.core.measure import machine, save_rows, timed, verdict
 from bench.core.report import finish
 from ckptz.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
-from ckptz.wire import LinkPolicy, TopK, Uniform
+from ckptz.wire import LinkPolicy, TensorLink, TopK, Uniform
 from ckptz.wire.codecs import plan_of
 from ckptz.wire.endpoint import Link
 from ckptz.wire.frames import encode_frame
@@ -47,6 +47,7 @@ POLICIES = {
     "q4, EF21": LinkPolicy(forward=Uniform(4), feedback="ef21"),
 }
 IN_TORCH = ("q8", "q4", "Top10, bitmap, 8-bit values")
+TORCH_TENSOR, LEAST = ", torch tensor", 1.5  # GB/s of q4, encoded and decoded
 REUSE = "Top10, positions reused"
 
 
@@ -79,6 +80,29 @@ class Case:
         return timed(lambda: self._links[1].receive(FORWARD, self.message, F32, self._shape, place))
 
 
+class OfTensors(Case):
+    """A torch tensor on the CPU, as stages send it."""
+
+    def _pair(self) -> Any:
+        return tuple(TensorLink(0, 1, self._policy) for _ in range(2))
+
+    def encode(self) -> float:
+        """See `Case.encode`."""
+        place, self._step[0] = Place(self._step[0]), self._step[0] + 1
+
+        def run() -> None:
+            self.message = self._links[0].send(FORWARD, self._units, place)[0]
+
+        return timed(run)
+
+    def decode(self) -> float:
+        """See `Case.decode`."""
+        place, self._step[1] = Place(self._step[1]), self._step[1] + 1
+        return timed(
+            lambda: self._links[1].receive(FORWARD, self.message, torch.float32, self._shape, place)  # type: ignore[call-arg]
+        )
+
+
 class Reused(Case):
     """Gradients at the activation's positions; only the way back is timed."""
 
@@ -106,8 +130,11 @@ def make_cases(values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> dict[str
     cases = {name: Case(policy, units, shape, wire_cpu) for name, policy in POLICIES.items()}
     cases[REUSE] = Reused(PRESETS["paper_top10"], units, shape, wire_cpu)
     as_torch = torch.from_numpy(values.view(np.int32))
+    for name in ("q8", "q4"):
+        tensor = torch.from_numpy(values).view(shape)
+        cases[name + TORCH_TENSOR] = OfTensors(POLICIES[name], tensor, shape, None)
     for name in IN_TORCH:
-        cases[f"{name}, torch"] = Case(POLICIES[name], as_torch, shape, wire_torch)
+        cases[f"{name}, torch kernels"] = Case(POLICIES[name], as_torch, shape, wire_torch)
     return cases
 
 
@@ -137,6 +164,8 @@ def _speed_rows(
         row |= {"target": "", "verdict": ""}
         if name == "q4":
             row |= {"target": "encode / memcpy >= 0.25", "verdict": verdict(encode / memcpy >= 0.25)}
+        if name == "q4" + TORCH_TENSOR:
+            row |= {"target": f"both >= {LEAST} GB/s", "verdict": verdict(min(encode, decode) >= LEAST)}
         rows.append(row)
     for name in extra:
         row = {"codec": name, "encode GB/s": f"{speeds[name]:.3f}"}

@@ -81,12 +81,6 @@ def mix_64(word: int) -> int:
 # --- the largest of each sample -----------------------------------------------------------------
 
 
-def exclude(patterns: Patterns, mask: Bytes) -> Patterns:
-    """Give magnitudes plus one, and zero under the mask [n]: what is chosen next is not chosen twice."""
-    up = np.minimum((patterns & np.uint32(0x7FFFFFFF)) + np.uint32(1), np.uint32(0x7FFFFFFF))
-    return np.where(mask != 0, np.uint32(0), up).astype(np.uint32)
-
-
 def popcounts(mask: Bytes, n_samples: int) -> list[int]:
     """Count the ones of each sample of a mask [n]."""
     return mask.reshape(n_samples, -1).sum(axis=1, dtype=np.int64).tolist()
@@ -145,9 +139,3 @@ def saturate(patterns: Patterns, largest: float) -> Patterns:
 def all_finite(patterns: Patterns) -> bool:
     """Tell whether no pattern [n] is an infinity or NaN."""
     return not bool(((patterns & np.uint32(INFINITY)) == INFINITY).any())
-
-
-def squared_norm(patterns: Patterns) -> float:
-    """Sum up the squares of values [n], in double."""
-    values = patterns.view(np.float32).astype(np.float64)
-    return float(values @ values)

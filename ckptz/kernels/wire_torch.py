@@ -214,11 +214,6 @@ def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
     return ((magnitudes > prefix[:, None]) | first).to(torch.uint8).view(-1)
 
 
-def exclude(patterns: Tensor, mask: Tensor) -> Tensor:
-    up = ((_wide(patterns) & 0x7FFFFFFF) + 1).clamp(max=0x7FFFFFFF)
-    return torch.where(mask != 0, 0, up).to(torch.int32)
-
-
 def take(patterns: Tensor, mask: Tensor, k: int) -> Tensor:
     """Take the values under the mask; the rank of each is its place: no size is asked of the device."""
     place = torch.where(mask != 0, mask.to(torch.int64).cumsum(0) - 1, k)
@@ -278,8 +273,3 @@ def saturate(patterns: Tensor, largest: float) -> Tensor:
 
 def all_finite(patterns: Tensor) -> bool:
     return not bool(((patterns & INFINITY) == INFINITY).any())
-
-
-def squared_norm(patterns: Tensor) -> float:
-    values = patterns.view(torch.float32).to(torch.float64)
-    return float(values @ values)

@@ -13,8 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ckptz.wire.adaptive import Adaptive
-    from ckptz.wire.codecs import RAW, Raw, TopK, Uniform
+    from ckptz.wire.codecs import RAW, Adaptive, Raw, TopK, Uniform
     from ckptz.wire.endpoint import Link
     from ckptz.wire.feedback import describe_memory
     from ckptz.wire.link import TensorLink
@@ -53,7 +52,7 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES: Final = ("policy", "codecs", "adaptive", "endpoint", "feedback", "sockets")
+_HOMES: Final = ("policy", "codecs", "endpoint", "feedback", "sockets")
 _TORCH_HOMES: Final = ("link", "loopback", "stage")
 
 

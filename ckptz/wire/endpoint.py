@@ -20,9 +20,8 @@ from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, WireError
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
-from ckptz.wire.adaptive import Adaptive
-from ckptz.wire.codecs import KINDS, RAW, CodecId, TensorPlan
-from ckptz.wire.feedback import Memory, MixedFeedback
+from ckptz.wire.codecs import RAW, Adaptive, CodecId, TensorPlan
+from ckptz.wire.feedback import Memory
 from ckptz.wire.frames import Frame, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
 from ckptz.wire.policy import LinkPolicy, policy_of
@@ -67,6 +66,9 @@ class Link:
         fixed: every message takes exactly the cap of its plan, for transports that need it.
         same_shape: refuse a tensor whose shape differs from the first one's.
         samples: file and number of samples of AQ-SGD's buffers; in memory by default.
+
+    Attributes:
+        strong: whether messages of a direction that has two codecs take the stronger one.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Link:
         self.state = LinkState(f"{src}-{dst}", self.policy, kernels, like, samples)
         self._fixed, self._same_shape = fixed, same_shape
         self._shapes: dict[tuple[Direction, int], tuple[str, tuple[int, ...]]] = {}
+        self.strong = dict.fromkeys(Direction, False)
         self.sent_bytes = dict.fromkeys(Direction, 0)
         self.raw_bytes = dict.fromkeys(Direction, 0)
 
@@ -121,17 +124,14 @@ class Link:
         received = decode()
         n_bytes = sum(-(-len(part) // 16) * 16 for part in frame.parts)
         self.sent_bytes[direction] += HEADER_BYTES + n_bytes
-        if direction is Direction.BACKWARD:
-            self._observe(Direction.FORWARD, tensor, received)
         return received
 
     def _encode(self, tensor: _Tensor, units: Array) -> tuple[Callable[[], Array], LinkHeader, Frame]:
         direction, place, state = tensor.direction, tensor.place, self.state
         self._check_units(tensor, units)
         self._check_shape(tensor)
-        if direction is Direction.BACKWARD:
-            self._observe(Direction.BACKWARD, tensor, units)
-        strong = state.level(direction, place)
+        kept = state.level_of_mask(place) if self._reuses(direction) else None
+        strong = (self.strong[direction] if kept is None else kept) and self._has_levels(direction)
         memory, plan = state.memory("tx", direction, self._plan(tensor, strong), place)
         if plan.codec == RAW:
             frame = encode_frame(state.kernels, plan, units)
@@ -149,13 +149,10 @@ class Link:
     def _encode_lossy(
         self, tensor: _Tensor, plan: TensorPlan, units: Array, memory: Memory
     ) -> tuple[Callable[[], Array], Frame]:
-        k, mask = self.state.kernels, None
+        k = self.state.kernels
         values = k.to_f32(units, plan.kind)
         target = memory.target(k, values)
-        if plan.reuse:
-            mask = self.state.take_mask(plan, tensor.place)
-        elif isinstance(memory, MixedFeedback):
-            mask = memory.mask(k, plan, values)
+        mask = self.state.take_mask(plan, tensor.place) if plan.reuse else memory.mask(k, plan, values)
         seed = self._seed(tensor) if self.policy.rounding == "stochastic" else None
         frame = encode_frame(k, plan, target, seed=seed, mask=mask, vary=not self._fixed)
         if memory is NOTHING:
@@ -217,8 +214,6 @@ class Link:
         received = self._accepted(plan, memory, decoded, not_finite)
         if tensor.direction is Direction.FORWARD:
             state.keep_mask(plan, place, mask, bool(header.flags & Flag.STRONG))
-        else:
-            self._observe(Direction.FORWARD, tensor, received)
         state.count("rx", tensor.direction, place)
         return received
 
@@ -238,7 +233,7 @@ class Link:
         strong = bool(header.flags & Flag.STRONG)
         if strong and not self._has_levels(tensor.direction):
             _refuse("flags", "the strong level, on a link that has one level")
-        if self.policy.reuse and tensor.direction is Direction.BACKWARD:
+        if self._reuses(tensor.direction):
             kept = self.state.level_of_mask(tensor.place)
             if kept is not None and kept != strong:
                 _refuse("flags", "another level than that of the activation")
@@ -313,20 +308,17 @@ class Link:
 
     def _plan(self, tensor: _Tensor, strong: bool) -> TensorPlan:
         raw = self.is_raw(tensor.place)
-        if self.policy.reuse and tensor.direction is Direction.BACKWARD:
+        if self._reuses(tensor.direction):
             raw = raw or self.state.lacks_mask(tensor.place)
         return self.policy.plan(tensor.direction, tensor.dtype, tensor.shape, strong=strong, raw=raw)
+
+    def _reuses(self, direction: Direction) -> bool:
+        return self.policy.reuse and direction is Direction.BACKWARD
 
     def _has_levels(self, direction: Direction) -> bool:
         choices = [self.policy.choice(direction)]
         choices += [self.policy.forward] if self.policy.reuse else []
         return any(isinstance(choice, Adaptive) for choice in choices)
-
-    def _observe(self, direction: Direction, tensor: _Tensor, units: Array) -> None:
-        """Show a gradient to the detector of a direction."""
-        if tensor.dtype.name in KINDS and isinstance(self.policy.choice(direction), Adaptive):
-            k = self.state.kernels
-            self.state.observe(direction, k.to_f32(units, KINDS[tensor.dtype.name]), tensor.place)
 
     def _header(
         self, end: End, tensor: _Tensor, plan: TensorPlan, memory: Memory, has: tuple[bool, bool], mode: int

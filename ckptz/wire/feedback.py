@@ -7,27 +7,36 @@ Arrays are F32 patterns of one of the wire's kernel modules.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError
-from ckptz.wire.codecs import TensorPlan, TopK
+from ckptz.wire.codecs import TensorPlan
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import Feedback, LinkPolicy
 
 Array = Any
 
 
-class Memory(Protocol):
-    """The state of one slot, as senders and receivers use it."""
+class Memory:
+    """The state of one slot, as senders and receivers use it; this one remembers nothing."""
+
+    array: Array = None
 
     def target(self, k: Any, values: Array) -> Array:
         """Give what to encode in place of `values`, uint32 [n]."""
+        del k
+        return values
+
+    def mask(self, k: Any, plan: TensorPlan, values: Array) -> Array | None:
+        """Give the positions that TopK must take, or None for the greatest."""
 
     def received(self, k: Any, decoded: Array) -> Array:
         """Give what the receiver takes for the tensor, uint32 [n]."""
+        del k
+        return decoded
 
     def keep(self, k: Any, target: Array, decoded: Array) -> None:
         """Update after a message that was finite."""
@@ -36,25 +45,7 @@ class Memory(Protocol):
         """Update after a raw message."""
 
 
-class Nothing:
-    """A slot without any state."""
-
-    def target(self, k: Any, values: Array) -> Array:
-        del k
-        return values
-
-    def received(self, k: Any, decoded: Array) -> Array:
-        del k
-        return decoded
-
-    def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        """Keep no state after a message."""
-
-    def fill(self, k: Any, values: Array) -> None:
-        """Keep no state after a raw message."""
-
-
-class ErrorFeedback(Nothing):
+class ErrorFeedback(Memory):
     """EF: send C(x + e), keep e = x + e - C(x + e). Only the sender has state."""
 
     def __init__(self, error: Array) -> None:
@@ -67,22 +58,7 @@ class ErrorFeedback(Nothing):
         self.array = k.subtract(target, decoded)
 
 
-class MixedFeedback(ErrorFeedback):
-    """EF whose TopK budget is halved: the greatest of x, then the greatest of e among the others.
-
-    Experimental: the paper names the method and defines it in one sentence; this is our reading of it.
-    """
-
-    def mask(self, k: Any, plan: TensorPlan, values: Array) -> Array:
-        """Choose the positions to send: ceil(k / 2) by |x| and the rest by |e|, disjoint."""
-        assert isinstance(plan.codec, TopK)
-        first = k.top_mask(values, plan.n_samples, (plan.k + 1) // 2)
-        if plan.k < 2:
-            return first
-        return first + k.top_mask(k.exclude(self.array, first), plan.n_samples, plan.k // 2)
-
-
-class Following:
+class Following(Memory):
     """EF21: send C(x - a), both ends a += C(x - a), the receiver takes a."""
 
     def __init__(self, follower: Array) -> None:
@@ -103,7 +79,7 @@ class Following:
             self.array = values + 0  # a copy: the caller may write to its tensor
 
 
-MEMORIES = {"ef": ErrorFeedback, "ef-mixed": MixedFeedback, "ef21": Following}
+MEMORIES: dict[str, Any] = {"ef": ErrorFeedback, "ef21": Following}
 TWO_SIDED = ("ef21", "aqsgd")  # the receiver has state too
 
 

@@ -5,11 +5,12 @@ Knows nothing of codecs, tensors or transports: it says which message this is an
 
 from __future__ import annotations
 
+import dataclasses
+import struct
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Final, Self
 
-from ckptz.bits.cursor import ByteReader, ByteWriter
 from ckptz.errors import ChecksumError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.kernels.wire_arrays import mix_64
 
@@ -17,6 +18,7 @@ MAGIC: Final = 0x5A57  # "WZ"
 VERSION: Final = 1
 HEADER_BYTES: Final = 64
 MASK_64: Final = 0xFFFFFFFFFFFFFFFF
+_LAYOUT: Final = struct.Struct("<H6B4H8IQ")  # all but the checksum of the header
 
 
 class Direction(IntEnum):
@@ -79,18 +81,7 @@ class LinkHeader:
 
     def pack(self) -> bytes:
         """Give the 64 bytes."""
-        out = ByteWriter()
-        out.u16(MAGIC)
-        for value in (VERSION, HEADER_BYTES // 16, self.codec, self.param, self.dtype, self.flags):
-            out.u8(value)
-        for value in (self.src, self.dst, self.tensor, self.mode):
-            out.u16(value)
-        for value in (self.step, self.microbatch, self.state_seq, self.plan):
-            out.u32(value)
-        for value in (self.n, self.count, self.payload_bytes, self.batch):
-            out.u32(value)
-        out.u64(self.checksum)
-        body = out.getvalue()
+        body = _LAYOUT.pack(MAGIC, VERSION, HEADER_BYTES // 16, *dataclasses.astuple(self))
         return body + header_checksum(body).to_bytes(8, "little")
 
     @classmethod
@@ -105,25 +96,20 @@ class LinkHeader:
             raise TruncatedError(
                 f"header: a message of {len(raw)} bytes, the header alone takes {HEADER_BYTES}"
             )
-        source = ByteReader(bytes(raw[:HEADER_BYTES]))
-        if source.u16("magic") != MAGIC:
+        magic, version, length, *fields = _LAYOUT.unpack(raw[: _LAYOUT.size])
+        if magic != MAGIC:
             raise CorruptionError("magic: these bytes are not a ckptz message")
-        version, length = source.u8("version"), source.u8("header length")
-        if header_checksum(bytes(raw[: HEADER_BYTES - 8])) != int.from_bytes(raw[56:HEADER_BYTES], "little"):
+        if header_checksum(raw[: _LAYOUT.size]) != int.from_bytes(raw[_LAYOUT.size : HEADER_BYTES], "little"):
             raise ChecksumError("header checksum: the header was changed on its way")
         if version != VERSION or length != HEADER_BYTES // 16:
             raise UnsupportedError(f"version: message version {version} is not known here; upgrade ckptz")
-        fields = [source.u8(name) for name in ("codec", "param", "dtype", "flags")]
-        fields += [source.u16(name) for name in ("src", "dst", "tensor", "mode")]
-        fields += [source.u32(name) for name in ("step", "microbatch", "state_seq", "plan")]
-        fields += [source.u32(name) for name in ("n", "count", "payload_bytes", "batch")]
-        if fields[3] & Flag.UNDEFINED:
-            raise UnsupportedError(f"flags: {fields[3]:#x} sets unknown flags; upgrade ckptz")
-        names = cls.__slots__[:-1]
-        return cls(**dict(zip(names, fields, strict=True)), checksum=source.u64("checksum"))
+        header = cls(*fields)
+        if header.flags & Flag.UNDEFINED:
+            raise UnsupportedError(f"flags: {header.flags:#x} sets unknown flags; upgrade ckptz")
+        return header
 
 
-def header_checksum(body: bytes) -> int:
+def header_checksum(body: bytes | memoryview) -> int:
     """Sum up the first seven words of a header as a payload is."""
     words = (int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body), 8))
     steps = (word + (i + 1) * 0x9E3779B97F4A7C15 for i, word in enumerate(words))

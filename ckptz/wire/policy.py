@@ -15,14 +15,23 @@ from typing import Any, Final, Literal
 from ckptz.bits.checksum import xxh64
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import ConfigError
-from ckptz.wire.adaptive import Adaptive
-from ckptz.wire.codecs import RAW, Codec, TensorPlan, TopK, Uniform, codec_from_dict, codec_to_dict, plan_of
+from ckptz.wire.codecs import (
+    RAW,
+    Adaptive,
+    Choice,
+    Codec,
+    TensorPlan,
+    TopK,
+    Uniform,
+    choice_from_dict,
+    choice_to_dict,
+    plan_of,
+)
 from ckptz.wire.header import Direction
 
 METADATA_KEY: Final = "ckptz.wire.policy"
 Feedback = Literal["ef", "ef21", "ef-mixed", "aqsgd"]
 FEEDBACKS: Final = ("ef", "ef21", "ef-mixed", "aqsgd")
-Choice = Codec | Adaptive
 
 
 class PolicyWarning(UserWarning):
@@ -36,8 +45,8 @@ class LinkPolicy:
     Attributes:
         forward: codec of activations.
         backward: codec of gradients.
-        feedback: "ef21" or "ef-mixed" or "ef" in both directions, "aqsgd" forward only; a pair names each
-            direction by itself; None keeps no state.
+        feedback: "ef21" or "ef" in both directions, "aqsgd" forward only; a pair names each direction by
+            itself; None keeps no state. "ef-mixed" is received, and sent by bench/studies/paper_b alone.
         reuse: gradients take the positions of the activation's TopK, and no positions travel back.
         rounding: "stochastic" is unbiased: the choice for gradients of 2 or 3 bits.
         eval: "same" compresses at inference too, "raw" does not; "auto" is "raw" with EF21 or AQ-SGD.
@@ -70,12 +79,8 @@ class LinkPolicy:
             kind = self.feedback_of(direction)
             if kind not in (None, *FEEDBACKS):
                 raise ConfigError(f"feedback {kind!r} is not one of {', '.join(FEEDBACKS)}")
-            if kind == "ef-mixed" and self.choice(direction) != RAW and not _shares(self.choice(direction)):
-                raise ConfigError("ef-mixed needs TopK in the same direction")
             if kind == "aqsgd" and direction is Direction.BACKWARD:
                 raise ConfigError("aqsgd keeps activations of samples: it is for the forward direction")
-            if kind == "ef-mixed" and self.reuse and direction is Direction.BACKWARD:
-                raise ConfigError("ef-mixed chooses its own positions: it cannot reuse others")
 
     def choice(self, direction: Direction) -> Choice:
         """Give the codec, or pair of codecs, of a direction."""
@@ -125,7 +130,7 @@ class LinkPolicy:
         """Give the policy as text, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
-            record[name] = _choice_to_dict(record[name])
+            record[name] = choice_to_dict(record[name])
         return json.dumps(record, sort_keys=True)
 
     @classmethod
@@ -138,7 +143,7 @@ class LinkPolicy:
         try:
             record = json.loads(text)
             for name in ("forward", "backward"):
-                record[name] = _choice_from_dict(record[name])
+                record[name] = choice_from_dict(record[name])
             if isinstance(record["feedback"], list):
                 record["feedback"] = tuple(record["feedback"])
             return cls(**record)
@@ -160,20 +165,6 @@ class LinkPolicy:
 def _shares(choice: Choice) -> tuple[float, ...]:
     codecs = (choice.mild, choice.strong) if isinstance(choice, Adaptive) else (choice,)
     return tuple(c.share for c in codecs if isinstance(c, TopK))
-
-
-def _choice_to_dict(choice: Choice) -> dict[str, Any]:
-    if not isinstance(choice, Adaptive):
-        return codec_to_dict(choice)
-    levels = {"mild": codec_to_dict(choice.mild), "strong": codec_to_dict(choice.strong)}
-    return {"codec": "adaptive", "threshold": choice.threshold, "window": choice.window} | levels
-
-
-def _choice_from_dict(record: Mapping[str, Any]) -> Choice:
-    if record.get("codec") != "adaptive":
-        return codec_from_dict(record)
-    mild, strong = codec_from_dict(record["mild"]), codec_from_dict(record["strong"])
-    return Adaptive(mild, strong, record["threshold"], record["window"])
 
 
 PRESETS: Final[Mapping[str, LinkPolicy]] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Everything one end of a link remembers: slots, sample buffers, positions to reuse, levels.
+"""Everything one end of a link remembers: slots, sample buffers, positions to reuse.
 
 Implements spec/08-wire.md#state. Knows nothing of messages; `endpoint.py` asks it before and after each.
 """
@@ -17,22 +17,21 @@ from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire as compiled
-from ckptz.wire.adaptive import N_NUMBERS, Adaptive, Detector
 from ckptz.wire.codecs import KINDS, RAW, TensorPlan
-from ckptz.wire.feedback import MEMORIES, TWO_SIDED, Memory, Nothing, PerSample, SampleBuffers
+from ckptz.wire.feedback import MEMORIES, TWO_SIDED, Memory, PerSample, SampleBuffers
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import LinkPolicy
 
 Array = Any
 End = Literal["tx", "rx"]
-NOTHING: Final = Nothing()
+NOTHING: Final = Memory()
 ENTRY: Final = re.compile(  # spec/08-wire.md#names-in-a-checkpoint, behind the prefix of the link
     r"(?P<direction>forward|backward)/(?P<tensor>\d{1,9})/"
-    r"((?P<level>level)|samples/(?P<end>[tr]x)/(?P<samples>ids|rows)"
+    r"(level|samples/(?P<end>[tr]x)/(?P<samples>ids|rows)"
     r"|(?P<microbatch>\d{1,9})/(?P<slot_end>[tr]x)/(?P<slot>seq|state))",
     re.ASCII,
 )
-SENDERS: Final = Nothing()  # the receiver's side of a direction whose state is the sender's alone
+SENDERS: Final = Memory()  # the receiver's side of a direction whose state is the sender's alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,6 @@ class LinkState:
         self._kernels = kernels
         self._slots: dict[tuple[str, Direction, int, int], Slot] = {}
         self._buffers: dict[tuple[str, int], SampleBuffers] = {}
-        self._detectors: dict[tuple[Direction, int], Detector] = {}
         self.masks: dict[tuple[int, int], Kept] = {}
 
     @property
@@ -133,6 +131,8 @@ class LinkState:
             return SENDERS, plan
         if kind == "aqsgd":
             return self._per_sample(end, plan, place)
+        if kind not in MEMORIES:
+            raise ConfigError(f"{kind} is received, and sent by bench/studies/paper_b alone; use ef or ef21")
         slot = self.slot(end, direction, place)
         if slot.memory is None or slot.shape != plan.shape:
             slot.memory = MEMORIES[kind](self.kernels.zeros(plan.n, 4, self._like))
@@ -198,34 +198,6 @@ class LinkState:
         del self.masks[place.microbatch, place.tensor]
         return self.kernels.unpack(kept.packed, 1, plan.n)
 
-    def detector(self, direction: Direction, tensor: int) -> Detector | None:
-        """Find what decides the level of a direction, if it has two."""
-        choice = self._policy.choice(direction)
-        if not isinstance(choice, Adaptive):
-            return None
-        return self._detectors.setdefault((direction, tensor), Detector(choice))
-
-    def observe(self, direction: Direction, gradient: Array, place: Place) -> None:
-        """Show a gradient, as F32 patterns, to the detector of a direction."""
-        detector = self.detector(direction, place.tensor)
-        if detector is not None and not place.is_eval:
-            detector.observe(place.step, self.kernels.squared_norm(gradient))
-
-    def level(self, direction: Direction, place: Place) -> bool:
-        """Tell whether a message takes the strong codec."""
-        detector = self.detector(direction, place.tensor)
-        if place.is_eval:
-            return detector is not None and detector.was_strong
-        kept = self.level_of_mask(place)
-        if direction is Direction.BACKWARD and self._policy.reuse and kept is not None:
-            return kept
-        return detector is not None and detector.is_strong(place.step)
-
-    def restart_detectors(self) -> None:
-        """Go back to the mild codec, as after a change of the learning rate."""
-        for detector in self._detectors.values():
-            detector.restart()
-
     def n_bytes(self) -> int:
         """Count the bytes of state held now, counters aside."""
         arrays = [slot.memory.array for slot in self._slots.values() if slot.memory is not None]
@@ -243,8 +215,6 @@ class LinkState:
         for (end, tensor), buffers in self._buffers.items():
             for part, array in buffers.state().items():
                 out[f"{self._prefix}forward/{tensor}/samples/{end}/{part}"] = array
-        for (direction, tensor), detector in self._detectors.items():
-            out[f"{self._prefix}{direction.word}/{tensor}/level"] = np.array(detector.numbers(), np.float64)
         return out
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -253,7 +223,7 @@ class LinkState:
         Raises:
             WireError: the state lacks an entry, or one is not what this link would have saved.
         """
-        for held in (self._slots, self._buffers, self._detectors, self.masks):
+        for held in (self._slots, self._buffers, self.masks):
             held.clear()
         for name in sorted(state):
             if name.startswith(self._prefix):
@@ -264,11 +234,7 @@ class LinkState:
         if found is None:
             raise WireError(f"wire state: {name} is no entry of a link; start the link without it")
         direction, tensor = Direction[found["direction"].upper()], int(found["tensor"])
-        if found["level"]:
-            detector = self.detector(direction, tensor)
-            if detector is not None:
-                detector.set_numbers(_level(state, name))
-        elif found["samples"] == "ids":
+        if found["samples"] == "ids":
             self._load_samples(state, name, found["end"], tensor)
         elif found["slot"] == "seq":
             slot = self._loaded(state, name, direction)
@@ -302,13 +268,6 @@ def _entry(state: Mapping[str, Any], name: str) -> NDArray[Any]:
     if name not in state:
         raise WireError(f"wire state lacks {name}: it is incomplete; start the link without it")
     return np.asarray(state[name])
-
-
-def _level(state: Mapping[str, Any], name: str) -> list[float]:
-    found = _entry(state, name)
-    if found.shape != (N_NUMBERS,) or found.dtype.kind != "f" or not np.isfinite(found[[0, 3]]).all():
-        raise _misfit(name, f"{_title(found)}, not {N_NUMBERS} numbers of a level")
-    return [float(number) for number in found]
 
 
 def _title(array: NDArray[Any]) -> str:

@@ -29,7 +29,7 @@ Outcomes = Iterator[tuple[str, str, str]]
 SHAPE = (4, 1024)
 SHAPES = ((8, 1024), (4096,), (2, 2048), (64, 64), (2, 4096), (3, 1366), (16, 4096))
 TOP = TopK(0.05)
-LEVELS = Adaptive(TopK(0.2), TopK(0.05), threshold=10.0, window=1)
+LEVELS = Adaptive(TopK(0.2), TopK(0.05))
 IDS = np.arange(4)
 STATE_EVERY = 10  # of so many mutants one is of a state
 
@@ -86,6 +86,7 @@ def transcript(policy: LinkPolicy, directions: Sequence[Any], dtype: str = "F32"
     """Two steps of a link."""
     link, due = Link(0, 1, policy, kernels=wire_cpu), []
     for step in range(2):
+        link.strong = dict.fromkeys((FORWARD, BACKWARD), step == 1)
         place = Place(step, sample_ids=IDS if policy.feedback == "aqsgd" else None)
         for direction in directions:
             values = np.random.default_rng(step).standard_normal(np.prod(SHAPE)) ** 3

@@ -47,7 +47,6 @@ POLICIES: dict[str, LinkPolicy] = {
     "top10-reuse": LinkPolicy(forward=TOP, backward=TOP, reuse=True),
     "ef21": LinkPolicy(forward=TOP, backward=TOP, feedback="ef21", warmup_steps=1),
     "ef": LinkPolicy(forward=TOP, backward=TOP, feedback=(None, "ef")),
-    "ef-mixed": LinkPolicy(forward=TOP, backward=TOP, feedback="ef-mixed"),
     "aqsgd": LinkPolicy(forward=Uniform(2), backward=Q8, feedback="aqsgd"),
 }
 

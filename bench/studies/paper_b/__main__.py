@@ -34,6 +34,7 @@ from torch.nn import functional
 from bench.core.measure import CACHE, machine, read_rows, save_rows
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches
+from bench.studies.paper_b.experimental import StudyLink
 from bench.studies.paper_b.page import write_page, write_picture
 from ckptz.wire import RAW, Adaptive, LinkPolicy, TopK, Uniform, simulate
 
@@ -129,6 +130,8 @@ class Cuts:
     def __init__(self, policy: LinkPolicy, seed: int) -> None:
         del seed
         self.links = [simulate(policy, src=i, dst=i + 1) for i in range(N_CUTS)]
+        for i, link in enumerate(self.links):
+            link.link.link = StudyLink(i, i + 1, policy)
         self.on, self.is_eval, self.ids = True, False, None
 
     def __call__(self, i: int, x: Tensor) -> Tensor:
