@@ -23,7 +23,7 @@ demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-
 test: $(DEV) ## the test suite, in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-apps: $(DEV) ## the demo, transformers, Trainer, Lightning, accelerate, and ranks in several processes
+test-apps: $(DEV) ## the demo, transformers, Trainer, Lightning, ranks, bounds of kernels, every written byte
 	$(BIN)/python -m pytest -m 'apps and not slow'
 
 test-slow: $(DEV) ## the exhaustive sweeps

@@ -179,6 +179,7 @@ SHORT = (1200, 100, 7)
 LONG = (90_000, 10_000, 8)  # of files, and of messages and states; the seed
 
 
+@pytest.mark.apps  # compiles every kernel anew
 @pytest.mark.parametrize("counts", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
 def test_mutants_are_refused_or_read_as_the_second_decoder_reads_them(
     counts: tuple[int, int, int], pytestconfig: pytest.Config
