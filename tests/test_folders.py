@@ -96,6 +96,17 @@ def test_a_sharded_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path)
     assert contents_of(tmp_path / "restored") == contents_of(folder)
 
 
+def test_a_packed_folder_is_its_only_file(folder: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    compress(folder, packed)
+    (packed / "base-0123456789abcdef.ckptz").touch()
+    report = ckptz.restore(packed, tmp_path / "restored")
+    assert report.input == str(packed / "model.ckptz")
+    assert contents_of(tmp_path / "restored") == contents_of(folder)
+    assert ckptz.restore(packed).output == str(packed)
+    assert contents_of(packed).items() > contents_of(folder).items()
+
+
 @pytest.mark.parametrize(
     ("files", "stem"),
     [

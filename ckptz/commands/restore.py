@@ -89,7 +89,7 @@ def restore(
     """Write what a `.ckptz` file holds, as it was before compression.
 
     Args:
-        path: a `.ckptz` file; its bases are looked for in its folder.
+        path: a `.ckptz` file, or the folder that was packed to one; bases are looked for beside it.
         output: a file, or a folder if folders of shards were compressed; by default beside `path`.
         to: what to write; by default what was compressed.
         jobs: threads, all cores by default.
@@ -111,6 +111,7 @@ def restore(
         checkpoint = opened.checkpoint
         if opened.kind != "ckptz" or checkpoint is None:
             raise FormatError(f"{path}: not a .ckptz file, so there is nothing to restore")
+        path = path_of(opened.name) if path.is_dir() else path
         kind = _kind_of(opened, to)
         target = _target_of(opened, path, output, kind, force=force)
         n_bytes = tensor_bytes(opened.tensors)

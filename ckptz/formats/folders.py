@@ -32,6 +32,7 @@ from ckptz.formats.portable import Spellings, clashes, is_portable
 from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
 from ckptz.formats.torch_files import can_share, is_torch_file, load_state
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
+from ckptz.store.runs import is_base_name
 from ckptz.tree.flatten import flatten
 
 InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
@@ -136,6 +137,19 @@ def open_folder(folder: Path) -> Input:
         notes=tuple(notes),
         optimizer_names=frozenset(beside),
     )
+
+
+def packed_in(folder: Path) -> Path | None:
+    """Find the only file that a folder was packed to; None if it holds shards, or several files of ours.
+
+    Second names of bases do not count.
+    """
+    names = [entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith(".")]
+    packed = [name for name in names if name.endswith(SUFFIX) and not is_base_name(folder / name)]
+    is_plain = any(
+        name.endswith(PLAIN_SUFFIX) or (name.endswith(TORCH_SUFFIX) and is_model_file(name)) for name in names
+    )
+    return folder / packed[0] if len(packed) == 1 and not is_plain else None
 
 
 def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[str]]:

@@ -14,7 +14,7 @@ from ckptz.container.index import Sharding
 from ckptz.errors import CkptzError, ConfigError, named
 from ckptz.formats.dcp import is_dcp, open_dcp
 from ckptz.formats.folders import Input as Input
-from ckptz.formats.folders import is_within, open_folder
+from ckptz.formats.folders import is_within, open_folder, packed_in
 from ckptz.formats.sharding import Carried, check_sharding
 from ckptz.formats.targets import stem_of
 from ckptz.formats.torch_files import TORCH_SUFFIXES, read
@@ -33,7 +33,7 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     """Open a file or a folder, by its content.
 
     Args:
-        path: what to open.
+        path: what to open; of a folder that was packed to one file, that file.
         search_path: folders to look for bases of a `.ckptz` file in.
 
     Raises:
@@ -43,11 +43,12 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         UnsupportedError: a torch file that needs code, or something newer than this ckptz.
     """
     path = path_of(path)
-    if path.is_dir():
-        if not is_dcp(path):
-            return open_folder(path)
+    if path.is_dir() and is_dcp(path):
         tensors, tree = open_dcp(path)
         return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
+    if path.is_dir():
+        packed = packed_in(path)
+        return open_folder(path) if packed is None else open_input(packed, search_path)
     if not path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
     if not path.is_file():

@@ -18,6 +18,7 @@ EPILOG = """\b
 Examples:
   ckptz restore model.ckptz                      writes model.safetensors beside it
   ckptz restore model.ckptz -o restored.safetensors
+  ckptz restore packed/checkpoint-64 -o back     a folder, as the Trainer resumes from it
   ckptz restore step-200.ckptz --search-path ../bases
   ckptz restore training.ckptz --to safetensors  a flat file of a torch checkpoint's tensors
   ckptz restore training.ckptz --to dcp          a folder of torch.distributed.checkpoint
