@@ -56,10 +56,12 @@ OWNERS = {
     "pickle": (),
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
+        *("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage"),
     ),
+    "triton": ("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans"),
     "ml_dtypes": (),
     "vl_convert": (),
 }

@@ -80,7 +80,7 @@ OWN = {
     *(
         "_encode_scalar",
         "_encode_segments",
-        "_encoding_tables",
+        "encoding_tables",
         "golomb_pack",
         "_sparse_sizes",
         "_sparse_fill",

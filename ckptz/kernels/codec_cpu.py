@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptz.kernels.coding_cpu import (  # noqa: F401
+    encoding_tables,
     golomb_pack,
     golomb_unpack,
     rans_decode,

@@ -40,7 +40,7 @@ def _lowest_bit(mask: Any) -> Any:
 
 
 @kernel
-def _encoding_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint64]:
+def encoding_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint64]:
     """[n_tables, 256] of reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
 
     With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
@@ -134,9 +134,7 @@ def rans_encode(
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
     words = np.empty(len(symbols) + 1, np.uint16)
     states = np.empty(n_lanes, np.uint32)
-    position = _encode_segments(
-        symbols, ends, table_of, _encoding_tables(frequencies), states, n_lanes, words
-    )
+    position = _encode_segments(symbols, ends, table_of, encoding_tables(frequencies), states, n_lanes, words)
     return states, words[position:]
 
 

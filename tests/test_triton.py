@@ -1,0 +1,163 @@
+"""Kernels for GPUs: equal to the reference, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ckptz.bits.checksum import xxh64
+from ckptz.entropy.frequency import normalise
+from tests.support import reference
+
+planes = pytest.importorskip("ckptz.kernels.triton_planes")
+rans = pytest.importorskip("ckptz.kernels.triton_rans")
+
+pytestmark = pytest.mark.apps
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNIT_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+
+
+def moved(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
+
+
+def back(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.cpu().numpy()
+
+
+def patterns(dtype: Any, min_size: int = 1, max_size: int = 300) -> st.SearchStrategy[Any]:
+    """Units with zeros, ones, signs and exponents of all ones among them."""
+    width = 8 * np.dtype(dtype).itemsize
+    special = [0, 1, 1 << (width - 1), (1 << width) - 1, (1 << (width - 1)) - 1, 0x7F << max(width - 9, 0)]
+    units = st.one_of(st.integers(0, (1 << width) - 1), st.sampled_from([s % (1 << width) for s in special]))
+    return hnp.arrays(dtype, st.integers(min_size, max_size), elements=units)
+
+
+@pytest.mark.parametrize("dtype", UNIT_TYPES)
+@given(st.data())
+@settings(max_examples=8, deadline=None)
+def test_planes_split_alike_and_merge_back(dtype: Any, data: st.DataObject) -> None:
+    units = data.draw(patterns(dtype))
+    base = data.draw(patterns(dtype, len(units), len(units)))
+    for mode in range(5):
+        expected = reference.split_planes(units, base, mode)
+        split = planes.split_planes(moved(units), moved(base), mode)
+        np.testing.assert_array_equal(back(split), expected)
+        merged = moved(np.zeros_like(units))
+        planes.merge_planes(split, moved(base), mode, merged)
+        np.testing.assert_array_equal(back(merged), units)
+
+
+@pytest.mark.parametrize("dtype", UNIT_TYPES)
+@given(st.data())
+@settings(max_examples=8, deadline=None)
+def test_classes_and_histograms_agree(dtype: Any, data: st.DataObject) -> None:
+    units = data.draw(patterns(dtype))
+    chunk = data.draw(st.integers(1, len(units)))
+    classes = reference.magnitude_classes(units)
+    np.testing.assert_array_equal(back(planes.magnitude_classes(moved(units))), classes)
+    split = reference.split_planes(units, units, 0)
+    counts = back(planes.histograms(moved(split), chunk))
+    for j, plane in enumerate(split):
+        for k, begin in enumerate(range(0, len(units), chunk)):
+            np.testing.assert_array_equal(counts[j, k], reference.histogram(plane[begin : begin + chunk]))
+    by_class = planes.class_histogram(moved(classes), moved(split[0]), 256)
+    np.testing.assert_array_equal(back(by_class), reference.class_histogram(classes, split[0], 256))
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_checksums_of_chunks_are_xxh64(data: st.DataObject) -> None:
+    units = data.draw(patterns(np.uint8, max_size=400))
+    chunk = 8 * data.draw(st.integers(1, 40))
+    got = back(planes.xxh64_of_chunks(moved(units), chunk))
+    expected = [xxh64(units[begin : begin + chunk].copy()) for begin in range(0, len(units), chunk)]
+    assert got.tolist() == expected
+
+
+@st.composite
+def stream(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
+    """Codes, the ends of their segments, tables of these, and lanes; every code has a frequency."""
+    lanes = draw(st.sampled_from((1, 4, 32)))
+    n = draw(st.integers(1, 8 * lanes))
+    largest = draw(st.sampled_from((0, 1, 5, 255)))
+    codes = draw(hnp.arrays(np.uint8, n, elements=st.integers(0, largest)))
+    cuts = draw(st.lists(st.integers(0, n), max_size=6))
+    ends = np.array([*sorted(cuts), n], np.int64)
+    table_of = draw(hnp.arrays(np.int64, len(ends), elements=st.integers(0, 1)))
+    return codes, ends, table_of, lanes
+
+
+@given(st.lists(stream(), min_size=1, max_size=3))
+@settings(max_examples=12, deadline=None)
+def test_rans_gives_the_words_of_the_reference_and_decodes_them(drawn: list[Any]) -> None:
+    counts = np.bincount(np.concatenate([codes for codes, *_ in drawn]), minlength=256)
+    tables = np.stack([normalise(counts), normalise(counts.cumsum() * (counts > 0))])
+    n_codes = np.array([len(codes) for codes, *_ in drawn])
+    streams = rans.Streams(
+        np.cumsum(n_codes) - n_codes,
+        n_codes,
+        np.array([lanes for *_, lanes in drawn]),
+        np.array([len(ends) for _, ends, *_ in drawn]),
+        np.concatenate([ends for _, ends, *_ in drawn]),
+        np.concatenate([table_of for *_, table_of, _ in drawn]),
+        tables,
+    )
+    buffer = moved(np.concatenate([codes for codes, *_ in drawn]))
+    words, states, n_words = rans.rans_encode(buffer, streams)
+    lengths, word_at = back(n_words), np.cumsum(n_codes) - back(n_words)
+    for b, (codes, ends, table_of, lanes) in enumerate(drawn):
+        expected = reference.rans_encode(codes, ends, table_of, tables, lanes)
+        np.testing.assert_array_equal(back(states)[b, :lanes], expected[0])
+        np.testing.assert_array_equal(back(words)[word_at[b] :][: lengths[b]], expected[1])
+    decoded = torch.zeros_like(buffer)
+    assert back(rans.rans_decode(words, word_at, lengths, states, streams, decoded)).all()
+    np.testing.assert_array_equal(back(decoded), back(buffer))
+
+
+def test_rans_notices_words_that_are_wrong_missing_or_left_over() -> None:
+    codes = np.random.default_rng(1).binomial(9, 0.4, 500).astype(np.uint8)
+    tables = normalise(np.bincount(codes, minlength=256))[None]
+    one = np.ones(1, np.int64)
+    streams = rans.Streams(0 * one, 500 * one, 32 * one, one, 500 * one, 0 * one, tables)
+    words, states, n_words = rans.rans_encode(moved(codes), streams)
+    n, begin = int(n_words[0]), 500 - int(n_words[0])
+    for flip, at, length in ((1, begin, n), (0, begin, n - 1), (0, begin - 1, n + 1), (0, begin, n)):
+        given = words.clone()
+        given[begin + 7] = int(words[begin + 7]) ^ flip
+        got = rans.rans_decode(given, at * one, length * one, states, streams, moved(np.zeros_like(codes)))
+        assert bool(got[0]) == (not flip and (at, length) == (begin, n))
+
+
+def test_every_kernel_compiles_for_three_generations_of_gpus() -> None:
+    """To machine code, by Triton's own compiler, which needs no GPU; in a process without its interpreter."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, "-m", "tests.support.compile_kernels"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    compiled = {tuple(line.split()[:2]): line for line in done.stdout.splitlines()}
+    launched = {name for module in (planes, rans) for name in kernels_launched(module)}
+    assert set(compiled) == {(name, target) for name in launched for target in ("sm_80", "sm_90", "sm_100")}
+    # What makes a step of the coder short: one vote and one bit count in place of a scan of the warp.
+    for name, target in itertools.product(("_encode", "_decode"), ("sm_80", "sm_90", "sm_100")):
+        assert "popc" in compiled[name, target]
+        assert "redux.sync" in compiled[name, target]
+        assert "shfl" not in compiled[name, target]
+
+
+def kernels_launched(module: Any) -> set[str]:
+    tree = ast.parse(inspect.getsource(module))
+    launches = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {ast.unparse(f.value) for f in launches if isinstance(f, ast.Subscript)}
