@@ -13,10 +13,6 @@ from ckptz.kernels.coding_cpu import (  # noqa: F401
     sparse_split,
     table_unpack,
 )
-from ckptz.kernels.floats import (  # noqa: F401
-    outer_product,
-    round_f64,
-)
 from ckptz.kernels.planes_cpu import (  # noqa: F401
     class_histogram,
     group,
@@ -33,6 +29,7 @@ from ckptz.kernels.values_cpu import (  # noqa: F401
     all_finite,
     from_f32,
     lookup,
+    outer_product,
     pack_codes,
     region_codes,
     to_f32,

@@ -235,6 +235,36 @@ def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 @kernel
+def _outer_rows(rows: Any, columns: Any, begin: int, out: Any, patterns: Any) -> bool:
+    """Multiply floats from element `begin` of the matrix on; tells whether no product may be subnormal.
+
+    `patterns` are the bits of `out` [n].
+    """
+    n, n_tiny = len(columns), uint32(0)
+    i, j, done = begin // n, begin % n, 0
+    while done < len(out):
+        size = min(n - j, len(out) - done)
+        factor, here, part, bits = rows[i], columns[j : j + size], out[done:], patterns[done:]
+        for k in range(size):
+            part[k] = factor * here[k]
+        for k in range(size):
+            n_tiny |= uint32((bits[k] & uint32(0x7F800000)) < uint32(2 << 23))
+        done += size
+        i, j = i + 1, 0
+    return n_tiny == uint32(0)
+
+
+def outer_product(
+    rows: NDArray[np.uint32], columns: NDArray[np.uint32], begin: int, end: int
+) -> NDArray[np.uint32]:
+    products = np.empty(end - begin, np.float32)
+    patterns = products.view(np.uint32)
+    if _outer_rows(rows.view(np.float32), columns.view(np.float32), begin, products, patterns):
+        return patterns
+    return floats.outer_product(rows, columns, begin, end)
+
+
+@kernel
 def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
     if len(rows) == 1:
         row = table[rows[0]]
