@@ -21,7 +21,7 @@ from tests.support.spec_support import ROOT
 
 KERNELS = ROOT / "ckptz" / "kernels"
 DECORATORS = {"kernel", "summing"}
-DOORS = {"cpu", "planning", "rounding", "sparse", "compiled"}  # what calls of kernels go through
+DOORS = {"cpu", "planning", "rounding", "moments", "sparse", "compiled"}  # what calls of kernels go through
 WIRE_NAMES = {"k", "_k", "kernels"}
 
 # Kernels that index by numbers from data: the function that holds them against what they index.
@@ -64,6 +64,8 @@ CHECKED = {
     "_codes_nearest": "ckptz/wire/endpoint.py:_check_units",
     "_codes_random": "ckptz/wire/endpoint.py:_check_units",
     "_range": "ckptz/wire/endpoint.py:_check_units",
+    # as many elements in outer vectors as a tensor has rows and columns
+    "_outer_rows": "ckptz/codec/frame_plan.py:_parse_outer",
     # as many units in a base, or in a tensor that is named, as in the tensor
     "_merge_planes": "ckptz/container/reader.py:base",
     "_restore": "ckptz/container/reader.py:base",
@@ -97,6 +99,8 @@ OWN = {
         "_fill_row",
     ),
     *("partition", "deviation", "thresholds"),
+    *("_indices", "ladder_codes", "ladder_sums", "ladder_counts", "level_codes", "level_sums"),
+    *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
 }
 # Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.
 CALLERS = {
@@ -114,6 +118,7 @@ CALLERS = {
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},
     "add_bits": {"codec/values.py"},
+    "outer_product": {"codec/values.py", "methods/second_moment.py"},
     "merge_planes": {"codec/decode.py", "codec/sparse.py"},
     "magnitude_classes": {"transform/classes.py", "methods/first_moment.py", "methods/lossless.py"},
     "unpack_codes": {"encoding/coded.py"},

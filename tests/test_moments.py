@@ -22,15 +22,26 @@ from ckptz.commands.compress import CompressReport
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, Held
 from ckptz.encoding.draft import Draft, Subject
-from ckptz.kernels import floats
+from ckptz.kernels import floats, moments
 from ckptz.methods.grid import Grid
-from ckptz.methods.second_moment import SecondMoment
+from ckptz.methods.second_moment import LadderQuantizer, Prediction, SecondMoment
 from ckptz.methods.small import Rounding
 from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
-from ckptz.quant.moments import MAX_LEVELS, Ladder, best_ladder, entropy_of, ladder_step, row_labels, rungs_of
+from ckptz.quant.moments import (
+    MAX_LEVELS,
+    Ladder,
+    LevelSums,
+    LogSums,
+    best_ladder,
+    bits_of,
+    ladder_step,
+    row_labels,
+    rungs_of,
+)
 from ckptz.store.resolve import open_checkpoint
 from ckptz.transform.classes import Magnitude, Row
+from tests.support import reference
 from tests.support.frame_support import Case, round_trip
 
 Array = np.ndarray[Any, Any]
@@ -462,19 +473,111 @@ def test_a_held_base_is_read_once() -> None:
 # --- ladders ------------------------------------------------------------------------------------
 
 
-def test_a_ladder_takes_the_nearest_level() -> None:
+LIVE = st.integers(1, 0x7F7FFFFF) | st.integers(1, 200) | st.integers(0x7F000000, 0x7F7FFFFF)
+
+
+def units_of(patterns: list[int], kind: int) -> Array:
+    """Units whose values are about those of F32 patterns."""
+    found = np.array(patterns, np.uint32)
+    return found if kind == floats.F32 else (found >> np.uint32(16)).astype(np.uint16)
+
+
+@pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_ladders_are_those_of_the_reference(kind: int, data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(LIVE | st.just(0), min_size=1, max_size=60))
+    units, width = units_of(numbers, kind), 32 if kind == floats.F32 else 16
+    if kind == floats.F16:
+        units %= np.uint16(0x7C00)
+    n_predicted = data.draw(st.sampled_from([0, len(units)]))
+    every = st.integers(0, (1 << width) - 1)
+    drawn = data.draw(st.lists(every, min_size=n_predicted, max_size=n_predicted))
+    predicted = np.array(drawn, units.dtype)
+    step = data.draw(st.integers(1, 1 << (width - 3)))
+    ladder = Ladder(step, data.draw(st.integers(0, step - 1)))
+    quantizer = LadderQuantizer(Prediction(kind), ladder)
+    indices, is_level, ratios = reference.ladder_indices(units, predicted, quantizer.levels, kind)
+
+    live = indices[is_level & (units != 0)]
+    rungs = rungs_of(*np.unique(live, return_counts=True), int((units == 0).sum()), 1)
+    codes = np.empty(len(units), np.uint8)
+    codes_of = rungs.lowest, rungs.n_levels, rungs.zero_code or 0, rungs.escape_code or 0
+    moments().ladder_codes(units, predicted, quantizer.levels, codes_of, codes)
+    expected = np.where(is_level, indices - rungs.lowest, -1)
+    expected[(expected < 0) | (expected >= rungs.n_levels)] = rungs.escape_code
+    expected[units == 0] = rungs.zero_code or 0
+    np.testing.assert_array_equal(codes, expected)
+
+    first, n = rungs.lowest - 1, 300
+    counts, roots = np.zeros((2, n), np.int64), np.zeros((2, n))
+    found = moments().ladder_sums(units, predicted, quantizer.levels, kind, first, counts, roots)
+    is_counted = is_level & (units != 0) & (indices >= first) & (indices < first + n)
+    at = indices[is_counted] - first
+    np.testing.assert_array_equal(counts.sum(axis=0), np.bincount(at, minlength=n))
+    np.testing.assert_allclose(roots.sum(axis=0), np.bincount(at, ratios[is_counted], n), rtol=1e-12)
+    assert found == ((units == 0).sum(), ((units != 0) & ~is_counted).sum())
+
+
+@given(st.lists(LIVE | st.just(0), min_size=1, max_size=80), st.integers(1, 9), st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_sums_of_logarithms_are_those_of_the_reference(
+    numbers: list[int], n_columns: int, begin: int
+) -> None:
+    patterns = np.array(numbers, np.uint32)
+    shape = ((begin + len(patterns)) // n_columns + 1, n_columns)
+    expected = reference.log_sums(patterns, begin, shape)
+    found = LogSums.of(patterns, begin, shape)
+    np.testing.assert_allclose(found.rows, expected[0], rtol=1e-12, atol=1e-9)
+    np.testing.assert_allclose(found.columns, expected[1], rtol=1e-12, atol=1e-9)
+
+
+def test_products_of_many_mantissas_stay_finite() -> None:
+    patterns = np.full(3000, 0x3FFFFFFF, np.uint32)  # just below 2
+    found = LogSums.of(patterns, 0, (1, 3000)) + LogSums.of(patterns[::-1], 0, (1, 3000))
+    assert found.rows.tolist() == [[pytest.approx(6000)], [6000]]
+    assert LogSums.of(patterns, 0, (3000, 1)).columns.tolist() == [[pytest.approx(3000)], [3000]]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(LIVE | st.just(0), min_size=1, max_size=60))
+    signs = data.draw(st.lists(st.booleans(), min_size=len(numbers), max_size=len(numbers)))
+    patterns = np.array(numbers, np.uint32) | (np.array(signs, np.uint32) << np.uint32(31))
+    labels = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(numbers), max_size=len(numbers))))
+    labels = labels.astype(np.uint8)
+    values = floats.widen_f64(patterns)
+    steps = np.array([0.0, np.abs(values).max() / 20, 1e-3])
+    dead_zone = data.draw(st.sampled_from([0.0, 0.35, 1.0]))
+    indices = reference.level_indices(values, steps[labels], dead_zone)
+    given_floats = patterns, patterns.view(np.float32), labels, steps, dead_zone
+
+    found = LevelSums.none(3)
+    moments().level_sums(*given_floats, found.counts, found.sums)
+    cells, size = labels.astype(np.int64) * 257 + indices + 128, 3 * 257
+    np.testing.assert_array_equal(found.counts.reshape(-1), np.bincount(cells, minlength=size))
+    ratios = np.where(indices != 0, values / np.where(steps > 0, steps, 1.0)[labels], 0.0)
+    np.testing.assert_array_equal(found.sums.reshape(-1), np.bincount(cells, ratios, size))
+
+    codes = np.empty(len(patterns), np.uint8)
+    moments().level_codes(*given_floats, (-2, 7, 9, 128), codes)
+    expected = indices + 2
+    expected[(expected < 0) | (expected >= 7)] = 9
+    np.testing.assert_array_equal(codes, expected)
+
+
+def test_a_ladder_counts_the_nearest_level() -> None:
     ladder = Ladder(step=10, phase=3)
-    distances = np.arange(-40, 40)
-    levels = ladder.distances(ladder.indices(distances))
-    assert np.abs(levels - distances).max() == 5
-    assert set(((levels - 3) % 10).tolist()) == {0}
+    counts = ladder.counts(np.arange(-42.0, 38.0))  # levels at 3, 13, 23 and so on
+    assert counts[counts > 0].tolist() == [10] * 8
 
 
 def test_the_best_phase_holds_what_has_all_grown_alike_in_one_level() -> None:
-    distances = np.random.default_rng(0).integers(1450, 1550, 500)
+    distances = np.random.default_rng(0).integers(1450, 1550, 500).astype(np.float64)
     ladder = best_ladder(distances, 1000)
-    assert entropy_of(ladder.indices(distances)) == 0
-    assert entropy_of(Ladder(1000, 0).indices(distances)) > 300
+    assert bits_of(ladder.counts(distances)) == 0
+    assert bits_of(Ladder(1000, 0).counts(distances)) > 300
 
 
 def test_too_many_levels_keep_the_most_frequent() -> None:

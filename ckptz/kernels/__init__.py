@@ -28,3 +28,4 @@ planning = _door("planning_cpu")  # arithmetic of the encoder's choices
 wire = _door("wire_cpu")
 sparse = _door("sparse_cpu")  # for what changes in few places
 rounding = _door("rounding_cpu")  # to grids
+moments = _door("moments_cpu")  # of optimizers

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.kernels.floats import SCALE, SCALE_BITS, Counts, Frequencies
-
-kernel = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
-summing = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
+from ckptz.kernels.numba_base import kernel, summing
 
 
 @kernel

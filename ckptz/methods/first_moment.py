@@ -23,17 +23,17 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.kernels import cpu, floats
+from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of
 from ckptz.quant.moments import (
+    MAX_INDEX,
     N_LABELS,
     LevelSums,
     Rungs,
     class_roots,
-    first_indices,
     first_map,
     row_labels,
 )
@@ -76,22 +76,33 @@ class StepQuantizer(Quantizer):
 
     def found(self, begin: int, end: int, units: Units) -> LevelSums:
         """Sum the levels of units begin..end by class."""
-        labels = self.classes.labels(begin, end)
-        values, steps = _values(units, self.kind), self.classes.steps[labels]
-        indices = first_indices(values, steps, self.dead_zone)
-        return LevelSums.of(indices, values, steps, labels, len(self.classes.steps))
+        steps = self.classes.steps
+        sums = LevelSums.none(len(steps))
+        moments().level_sums(
+            *_values(units, self.kind),
+            self.classes.labels(begin, end),
+            steps,
+            self.dead_zone,
+            sums.counts,
+            sums.sums,
+        )
+        return sums
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
-        assert self.rungs is not None
-        steps = self.classes.steps[self.classes.labels(begin, end)]
-        codes = first_indices(_values(units, self.kind), steps, self.dead_zone) - self.rungs.lowest
-        codes[(codes < 0) | (codes >= self.rungs.n_levels)] = self.rungs.escape_code or 0
-        return codes.astype(np.uint8)
+        rungs, labels = self.rungs, self.classes.labels(begin, end)
+        assert rungs is not None
+        codes = np.empty(len(units), np.uint8)
+        codes_of = (rungs.lowest, rungs.n_levels, rungs.escape_code or 0, MAX_INDEX + 1)
+        steps = self.classes.steps
+        moments().level_codes(*_values(units, self.kind), labels, steps, self.dead_zone, codes_of, codes)
+        return codes
 
 
-def _values(units: Units, kind: int) -> Floats:
-    return floats.widen_f64(cpu().to_f32(units, kind))
+def _values(units: Units, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    """Give units [n] as F32 patterns and as the floats that these are."""
+    patterns = cpu().to_f32(units, kind)
+    return patterns, patterns.view(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +159,10 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     kind, roots = KINDS[source.dtype.name], class_roots(KINDS[second.dtype.name])
 
     def sums(bounds: Bounds) -> Floats:
-        moments = second.units(*bounds)
-        own = roots[cpu().magnitude_classes(moments)]
-        is_live = (own > 0) & (moments != 0)
-        ratios = _values(source.units(*bounds), kind)[is_live] / own[is_live]
-        return np.array([np.abs(ratios).sum(), is_live.sum()])
+        values = _values(source.units(*bounds), kind)
+        ratios = np.empty(bounds[1] - bounds[0])
+        n_live = moments().root_ratios(*values, second.units(*bounds), roots, ratios)
+        return np.array([ratios[:n_live].sum(), n_live])
 
     total, n_live = summed(run, sums, source)
     return float(total / max(n_live, 1))
@@ -188,7 +198,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Clas
     n_rows, row_units = (n_rows, row_units) if is_cut else (1, n_units)
 
     def power(bounds: Bounds) -> Floats:
-        values = _values(source.units(*bounds), KINDS[source.dtype.name])
+        values = floats.widen_f64(cpu().to_f32(source.units(*bounds), KINDS[source.dtype.name]))
         squares = np.bincount(np.arange(*bounds) // row_units, values * values, n_rows)
         return np.asarray(squares, np.float64)
 

@@ -20,7 +20,7 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import stream_tables
 from ckptz.encoding.draft import Draft, Subject, summed
-from ckptz.kernels import cpu, floats
+from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.floats import Integers, Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
@@ -31,8 +31,7 @@ from ckptz.quant.moments import (
     LogSums,
     Rungs,
     best_ladder,
-    counted,
-    entropy_of,
+    bits_of,
     ladder_step,
     largest_unit,
     rungs_of,
@@ -47,7 +46,6 @@ Bounds = tuple[int, int]
 MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
 MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
 SAMPLE_UNITS: Final = 1 << 16  # decides between predictions
-BLOCK_UNITS: Final = 1 << 16  # worked on at once, so that 64-bit intermediates stay small
 BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
 
 
@@ -60,17 +58,15 @@ class Prediction:
     base: TensorSource | None = None
     outer: Outer | None = None
 
-    def orders(self, begin: int, end: int) -> Integers:
-        """Predict the bit patterns of units begin..end, [end - begin], in the order of the values."""
+    def units(self, begin: int, end: int) -> Units:
+        """Predict units begin..end, [end - begin]; none at all for a prediction of zero."""
         if self.base is not None:
-            units = self.base.units(begin, end)
-        elif self.outer is not None:
-            products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
-            units = cpu().from_f32(products, self.kind)
-        else:
-            units = np.zeros(end - begin, np.uint32 if self.kind == floats.F32 else np.uint16)
-        ordered: Integers = floats.order(units).astype(np.int64)
-        return ordered
+            return self.base.units(begin, end)
+        if self.outer is None:
+            return np.empty(0, np.uint32 if self.kind == floats.F32 else np.uint16)
+        products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
+        units: Units = cpu().from_f32(products, self.kind)
+        return units
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,37 +77,24 @@ class LadderQuantizer(Quantizer):
     ladder: Ladder
     rungs: Rungs | None = None
 
-    def indices(self, begin: int, end: int, units: Units) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        """Find the level of each unit [n].
-
-        Returns:
-            Indices of levels; bit patterns of these in the order of the values; and whether all that this
-            code may come to stand for is a finite number above zero.
-        """
-        predicted = self.prediction.orders(begin, end)
-        indices, restored = np.empty(len(units), np.int64), np.empty(len(units), np.int64)
-        is_restored = np.empty(len(units), np.bool_)
-        zero, margin = 1 << (8 * units.itemsize - 1), self.ladder.step // 2
-        largest = zero + largest_unit(self.prediction.kind)
-        is_absolute = self.prediction.predictor is Predictor.ZERO
-        for at in _blocks(len(units)):
-            distances = floats.order(units[at]).astype(np.int64) - predicted[at]
-            indices[at] = self.ladder.indices(distances)
-            restored[at] = predicted[at] + self.ladder.distances(indices[at])
-            is_restored[at] = (restored[at] + margin <= largest) & (
-                is_absolute | (restored[at] - margin > zero)
-            )
-        return indices, restored, is_restored
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The ladder as the kernels take it."""
+        width = 32 if self.prediction.kind == floats.F32 else 16
+        top, every = 1 << (width - 1), (1 << width) - 1
+        return self.ladder.step, self.ladder.phase, top, every, largest_unit(self.prediction.kind)
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end, uint8 [end - begin]: levels, exact zeros, exceptions."""
-        assert self.rungs is not None
-        indices, _, is_restored = self.indices(begin, end, units)
-        codes = indices - self.rungs.lowest
-        is_level = is_restored & (codes >= 0) & (codes < self.rungs.n_levels)
-        codes[~is_level] = self.rungs.escape_code or 0
-        codes[units == 0] = self.rungs.zero_code or 0
-        return codes.astype(np.uint8)
+        """Give the codes of units begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
+
+        A level is the nearest one, if all that it may come to stand for are finite numbers above zero.
+        """
+        rungs = self.rungs
+        assert rungs is not None
+        codes = np.empty(len(units), np.uint8)
+        codes_of = (rungs.lowest, rungs.n_levels, rungs.zero_code or 0, rungs.escape_code or 0)
+        moments().ladder_codes(units, self.prediction.units(begin, end), self.levels, codes_of, codes)
+        return codes
 
 
 def _fault_of_second(sketch: Sketch) -> str:
@@ -173,8 +156,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _log_sums(source: TensorSource, bounds: Bounds, shape: tuple[int, int]) -> LogSums:
-    patterns = cpu().to_f32(source.units(*bounds), KINDS[source.dtype.name])
-    return LogSums.of(floats.widen_f64(patterns), bounds[0], shape)
+    return LogSums.of(cpu().to_f32(source.units(*bounds), KINDS[source.dtype.name]), bounds[0], shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,67 +194,58 @@ class _Sample:
     def candidate(self, prediction: Prediction, step: int) -> _Candidate:
         """A prediction with the ladder that fits it best, alone or with classes by the base's codes."""
         is_live = self.units != 0
-        predicted = prediction.orders(*self.bounds)[:: self.stride][is_live]
-        distances = floats.order(self.units[is_live]).astype(np.int64) - predicted
+        distances = floats.order(self.units[is_live]).astype(np.float64)
+        predicted = prediction.units(*self.bounds)[:: self.stride]
+        zero = float(1 << (8 * self.units.itemsize - 1))
+        distances -= floats.order(predicted[is_live]) if len(predicted) else zero
         ladder = best_ladder(distances, step) if len(distances) else Ladder(step)
-        indices = ladder.indices(distances)
         scale = self.source.dtype.n_units(self.source.shape) / len(self.units)
-        bits = entropy_of(indices) * scale
+        bits = bits_of(ladder.counts(distances)) * scale if len(distances) else 0.0
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
-        classed = self._classed_bits(indices, is_live) * scale
+        classed = self._classed_bits(ladder, distances, is_live) * scale
         bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
         if self.base_codes is not None and classed < bits * BASE_BIAS * bias:
             return _Candidate(prediction, ladder, classed / BASE_BIAS + side_bits, self.n_base_codes)
         return _Candidate(prediction, ladder, bits / bias + side_bits)
 
-    def _classed_bits(self, indices: Integers, is_live: NDArray[np.bool_]) -> float:
-        if self.base_codes is None or not len(indices):
+    def _classed_bits(
+        self, ladder: Ladder, distances: NDArray[np.float64], is_live: NDArray[np.bool_]
+    ) -> float:
+        if self.base_codes is None or not len(distances):
             return math.inf
         labels = self.base_codes[is_live]
-        return sum(entropy_of(indices[labels == label]) for label in np.unique(labels))
-
-
-def _blocks(n_units: int) -> Iterator[slice]:
-    for at in range(0, n_units, BLOCK_UNITS):
-        yield slice(at, min(at + BLOCK_UNITS, n_units))
+        return sum(bits_of(ladder.counts(distances[labels == label])) for label in np.unique(labels))
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     """How often each level occurs, what it stands for, exact zeros, and elements that no level restores."""
 
-    indices: Integers
-    counts: Integers
-    roots: NDArray[np.float64]  # sum of what roots of the elements are to the root of their level
+    first: int  # level
+    counts: Integers  # of it and those behind it [n]
+    roots: NDArray[np.float64]  # sums of what roots of the elements are to the root of their level [n]
     n_zeros: int
     n_exceptions: int
 
     @classmethod
     def of(cls, quantizer: LadderQuantizer, source: TensorSource, bounds: Bounds) -> _Found:
-        units = source.units(*bounds)
-        kind = quantizer.prediction.kind
-        indices, restored, is_restored = quantizer.indices(*bounds, units)
-        is_live = units != 0
-        is_level = is_live & is_restored
-        levels, counts = counted(indices[is_level])
-        # Of the smallest number above zero, where the lowest level from zero lies below it.
-        patterns = np.maximum(restored[is_level] - (1 << (8 * units.itemsize - 1)), 1).astype(units.dtype)
-        exact, nominal = (cpu().to_f32(u, kind).view(np.float32) for u in (units[is_level], patterns))
-        roots = np.sqrt(exact / nominal)
-        at = np.searchsorted(levels, indices[is_level])
-        sums = np.bincount(at, roots, len(levels)).astype(np.float64)
-        n_live = int(is_live.sum())
-        return cls(levels, counts, sums, len(units) - n_live, n_live - int(counts.sum()))
+        units, kind = source.units(*bounds), quantizer.prediction.kind
+        first, n = quantizer.ladder.span(kind)
+        sums = np.zeros((2, n), np.int64), np.zeros((2, n))
+        predicted = quantizer.prediction.units(*bounds)
+        n_others = moments().ladder_sums(units, predicted, quantizer.levels, kind, first, *sums)
+        counts, roots = (both.sum(axis=0) for both in sums)
+        return cls(first, counts, roots, *n_others)
 
     def __add__(self, other: _Found) -> _Found:
-        indices = np.union1d(self.indices, other.indices)
-        counts, roots = np.zeros(len(indices), np.int64), np.zeros(len(indices))
-        for part in (self, other):
-            at = np.searchsorted(indices, part.indices)
-            counts[at] += part.counts
-            roots[at] += part.roots
-        n_exceptions = self.n_exceptions + other.n_exceptions
-        return _Found(indices, counts, roots, self.n_zeros + other.n_zeros, n_exceptions)
+        n_zeros, n_exceptions = self.n_zeros + other.n_zeros, self.n_exceptions + other.n_exceptions
+        counts, roots = self.counts + other.counts, self.roots + other.roots
+        return _Found(self.first, counts, roots, n_zeros, n_exceptions)
+
+    def rungs(self) -> Rungs:
+        """Give codes to the levels that occur."""
+        used = np.flatnonzero(self.counts)
+        return rungs_of(self.first + used, self.counts[used], self.n_zeros, self.n_exceptions)
 
     def levels(self, ladder: Ladder, rungs: Rungs, prediction: Prediction) -> Integers:
         """Give what each code stands for, from the predictor in units of the last place [n_levels].
@@ -282,12 +255,12 @@ class _Found:
         Drawn thresholds do the same for each element by itself, at six times the bits and more error.
         """
         levels = ladder.distances(rungs.lowest + np.arange(rungs.n_levels))
-        at = self.indices - rungs.lowest
-        is_used = (at >= 0) & (at < rungs.n_levels)
-        shares = self.roots[is_used] / self.counts[is_used]
+        at = slice(rungs.lowest - self.first, rungs.lowest - self.first + rungs.n_levels)
+        used = np.flatnonzero(self.counts[at])
+        shares = self.roots[at][used] / self.counts[at][used]
         octave = 1 << MANTISSA_BITS[prediction.kind]
         shifts = np.rint(2 * octave * np.log2(shares)).astype(np.int64)
-        levels[at[is_used]] += np.clip(shifts, -(ladder.step // 2), ladder.step // 2)
+        levels[used] += np.clip(shifts, -(ladder.step // 2), ladder.step // 2)
         return np.maximum(levels, 1) if prediction.predictor is Predictor.ZERO else levels
 
 
@@ -299,7 +272,7 @@ def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
     found = summed(run, lambda b: _Found.of(quantizer, source, b), source)
     if found.n_exceptions > MAX_EXCEPTIONS * n_units:
         return plan_lossless(source, base, run)
-    rungs = rungs_of(found.indices, found.counts, found.n_zeros, found.n_exceptions)
+    rungs = found.rungs()
     quantizer = replace(quantizer, rungs=rungs)
     levels = found.levels(chosen.ladder, rungs, prediction)
     plan = Plan(

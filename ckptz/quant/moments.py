@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
-from ckptz.kernels import floats
-from ckptz.kernels.floats import Integers, Units
+from ckptz.kernels import floats, moments
+from ckptz.kernels.floats import Integers
 
 Floats = NDArray[np.float64]
 
@@ -24,7 +24,7 @@ MANTISSA_BITS: Final = {floats.F32: 23, floats.BF16: 7, floats.F16: 10}
 MAX_LEVELS: Final = 254  # beside a zero code and an escape code
 N_PHASES: Final = 8  # places of the levels within a step that are tried
 FACTOR_BITS: Final = 2  # of the mantissa of an outer vector: 2^-3, small beside steps of octaves
-MAX_SPAN: Final = 1 << 20  # of numbers that are counted by an array and not by sorting
+MAX_SPAN: Final = 1 << 20  # levels that are counted; steps of less than 2^-10 octaves have more
 MAX_INDEX: Final = 127  # of a first moment's level, on both sides of zero
 N_LABELS: Final = 256  # of a magnitude class
 ROW_LABELS_PER_OCTAVE: Final = 2
@@ -46,18 +46,36 @@ def largest_unit(kind: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Levels at equal distances in the order of bit patterns."""
+    """Levels at equal distances in the order of bit patterns.
 
-    step: int  # from one level to the next, in units of the last place
-    phase: int = 0  # of level 0, from the predictor
+    Attributes:
+        step: from one level to the next, in units of the last place.
+        phase: of level 0, from the predictor.
+        middle: a distance in the midst of those that occur.
+    """
 
-    def indices(self, distances: Integers) -> Integers:
-        """Find the nearest level [n] to each distance [n] from the predictor."""
-        return (distances - self.phase + self.step // 2) // self.step
+    step: int
+    phase: int = 0
+    middle: int = 0
 
     def distances(self, indices: Integers) -> Integers:
         """Give the distances [n] at which levels [n] stand."""
         return indices * self.step + self.phase
+
+    def span(self, kind: int) -> tuple[int, int]:
+        """Give the lowest level that can occur, and how many; MAX_SPAN in the middle if there are more."""
+        reach = (1 << (32 if kind == floats.F32 else 16)) // self.step + 2
+        if 2 * reach < MAX_SPAN:
+            return -reach, 2 * reach
+        return self.middle // self.step - MAX_SPAN // 2, MAX_SPAN
+
+    def counts(self, distances: Floats) -> Integers:
+        """Count the levels nearest to distances [n] from the predictor, n not 0, from the lowest one on."""
+        first = int(distances.min() - self.phase) // self.step
+        last = int(distances.max() - self.phase) // self.step + 1
+        found = np.zeros(min(last - first + 1, MAX_SPAN), np.int64)
+        moments().ladder_counts(distances, self.step, self.phase, first, found)
+        return found
 
 
 def ladder_step(octaves: float, kind: int) -> int:
@@ -65,7 +83,7 @@ def ladder_step(octaves: float, kind: int) -> int:
     return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
 
 
-def best_ladder(distances: Integers, step: int) -> Ladder:
+def best_ladder(distances: Floats, step: int) -> Ladder:
     """Find the phase whose levels take the fewest bits.
 
     Moments that all grow, as young ones do, are a phase away from their base.
@@ -74,30 +92,16 @@ def best_ladder(distances: Integers, step: int) -> Ladder:
         distances: from the predictor [n], n not 0.
         step: of the ladder.
     """
-    middle = int(np.median(distances)) % step
-    ladders = [
-        Ladder(step, phase) for phase in (0, middle, *(step * i // N_PHASES for i in range(1, N_PHASES)))
-    ]
-    return min(ladders, key=lambda ladder: entropy_of(ladder.indices(distances)))
+    middle = int(np.median(distances))
+    phases = (0, middle % step, *(step * i // N_PHASES for i in range(1, N_PHASES)))
+    ladders = [Ladder(step, phase, middle) for phase in phases]
+    return min(ladders, key=lambda ladder: bits_of(ladder.counts(distances)))
 
 
-def counted(numbers: Integers) -> tuple[Integers, Integers]:
-    """Count numbers [n]: those that occur, ascending, and how often."""
-    if not len(numbers):
-        return numbers, numbers
-    lowest = int(numbers.min())
-    if int(numbers.max()) - lowest > MAX_SPAN:
-        values, occurrences = np.unique(numbers, return_counts=True)
-        return values, occurrences
-    counts = np.bincount(numbers - lowest)
-    used = np.flatnonzero(counts)
-    return used + lowest, counts[used]
-
-
-def entropy_of(numbers: Integers) -> float:
-    """Count the bits of an ideal coder of numbers [n]."""
-    _, counts = counted(numbers)
-    return float((counts * np.log2(len(numbers) / counts)).sum())
+def bits_of(counts: Integers) -> float:
+    """Count the bits of an ideal coder of numbers that occur so often [n]."""
+    used = counts[counts > 0]
+    return float((used * np.log2(used.sum() / used)).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +177,11 @@ class LogSums:
     columns: Floats  # the same by column [2, n_columns]
 
     @classmethod
-    def of(cls, values: Floats, begin: int, shape: tuple[int, int]) -> LogSums:
-        """Sum up elements [n] of a matrix of this shape, from element `begin` on."""
-        n_rows, n_columns = shape
-        positions = begin + np.flatnonzero(values > 0)
-        logarithms = np.log2(values[values > 0])
-        row, column = np.divmod(positions, n_columns)
-        return cls(_sums(row, logarithms, n_rows), _sums(column, logarithms, n_columns))
+    def of(cls, patterns: NDArray[np.uint32], begin: int, shape: tuple[int, int]) -> LogSums:
+        """Sum up elements [n], F32 patterns, of a matrix of this shape, from element `begin` on."""
+        sums = cls(np.zeros((2, shape[0])), np.zeros((2, shape[1])))
+        moments().log_sums(patterns, begin, sums.rows, sums.columns)
+        return sums
 
     def __add__(self, other: LogSums) -> LogSums:
         return LogSums(self.rows + other.rows, self.columns + other.columns)
@@ -194,10 +196,6 @@ class LogSums:
         overall = self.rows[0].sum() / max(self.rows[1].sum(), 1)
         # Half of the level in each vector, so that neither over- nor underflows.
         return _rounded_powers(row_means - overall / 2), _rounded_powers(column_means - overall / 2)
-
-
-def _sums(index: Integers, values: Floats, n: int) -> Floats:
-    return np.stack([np.bincount(index, values, n), np.bincount(index, minlength=n)])
 
 
 def _means(sums: Floats) -> Floats:
@@ -224,38 +222,19 @@ def class_roots(kind: int) -> Floats:
     return np.sqrt(np.where(np.isfinite(values), values, 0.0))
 
 
-def first_indices(values: Floats, steps: Floats, dead_zone: float) -> Integers:
-    """Find the level of each value, 0 in the dead zone, and one beyond the last level for what is beyond it.
-
-    Args:
-        values: finite [n].
-        steps: of each, 0 where there is none: such values are level 0 if they are zero.
-        dead_zone: share of a step.
-    """
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratios = np.where(values == 0, 0.0, np.abs(values) / steps)
-    whole = np.minimum(np.maximum(np.rint(ratios), 1), MAX_INDEX + 1)
-    return (np.sign(values) * np.where(ratios < 0.5 + dead_zone, 0, whole)).astype(np.int64)
-
-
 @dataclass(slots=True)
 class LevelSums:
     """Occurrences of each level in each class, and sums of values in steps; chunks add up."""
 
     # [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
     counts: Integers
-    sums: Floats  # of values in steps, the same
+    sums: Floats  # of values in steps, the same; 0 for level 0
 
     @classmethod
-    def of(cls, indices: Integers, values: Floats, steps: Floats, labels: Units, n_classes: int) -> LevelSums:
-        """Count some elements, all arrays [n]."""
-        width = 2 * (MAX_INDEX + 1) + 1
-        cells = labels.astype(np.int64) * width + (indices + MAX_INDEX + 1)
-        ratios = values / np.where(steps > 0, steps, 1.0)
-        shape = (n_classes, width)
-        counts = np.bincount(cells, minlength=n_classes * width).reshape(shape)
-        sums = np.asarray(np.bincount(cells, ratios, n_classes * width), np.float64)
-        return cls(counts, sums.reshape(shape))
+    def none(cls, n_classes: int) -> LevelSums:
+        """Make sums of nothing, for kernels to add to."""
+        shape = (n_classes, 2 * (MAX_INDEX + 1) + 1)
+        return cls(np.zeros(shape, np.int64), np.zeros(shape))
 
     def __add__(self, other: LevelSums) -> LevelSums:
         return LevelSums(self.counts + other.counts, self.sums + other.sums)

@@ -446,6 +446,70 @@ def _scaled(
     return scaled
 
 
+# --- optimizer state ----------------------------------------------------------------------------
+
+
+def ladder_indices(
+    units: Units, predicted: Units, ladder: tuple[int, ...], kind: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], Floats]:
+    """Find the level of each unit [n]; `predicted` are units [n], or none for a prediction of zero.
+
+    Args:
+        units: bit patterns of a kind, not negative.
+        predicted: any bit patterns.
+        ladder: step, phase, bit of the sign, all bits, largest unit.
+        kind: F32, BF16 or F16.
+
+    Returns:
+        Indices of levels; whether all that they may come to stand for is a finite number above zero; and
+        roots of the elements in roots of their level, of the smallest number where that is zero or below.
+    """
+    step, phase, zero, _, largest = ladder
+    origin = order(predicted).astype(np.int64) if len(predicted) else np.full(len(units), zero)
+    indices = (order(units).astype(np.int64) - origin - phase + step // 2) // step
+    restored = origin + indices * step + phase
+    is_level = restored + step // 2 <= zero + largest
+    if len(predicted):
+        is_level &= restored - step // 2 > zero
+    nominal = np.where(is_level, np.maximum(restored - zero, 1), 1).astype(units.dtype)
+    exact, levels = (to_f32(u, kind).view(np.float32) for u in (units, nominal))
+    with np.errstate(over="ignore"):
+        return indices, is_level, np.sqrt(exact / levels)
+
+
+def log_sums(
+    patterns: NDArray[np.uint32], begin: int, shape: tuple[int, int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Sum binary logarithms of F32 patterns [n] above zero, of a matrix from element `begin` on.
+
+    Returns sums and numbers by row [2, n_rows] and by column [2, n_columns].
+    """
+    values = widen_f64(patterns)
+    positions = begin + np.flatnonzero(values > 0)
+    logarithms = np.log2(values[values > 0])
+    by_both = zip(np.divmod(positions, shape[1]), shape, strict=True)
+    rows, columns = (
+        np.stack([np.bincount(index, logarithms, n), np.bincount(index, minlength=n)]) for index, n in by_both
+    )
+    return rows, columns
+
+
+def level_indices(
+    values: NDArray[np.float64], steps: NDArray[np.float64], dead_zone: float
+) -> NDArray[np.int64]:
+    """Find the level of each value, 0 in the dead zone, and 128 or -128 beyond the last level.
+
+    Args:
+        values: finite [n].
+        steps: of each [n], 0 where there is none: such values are level 0 if they are zero.
+        dead_zone: share of a step.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratios = np.where(values == 0, 0.0, np.abs(values) / steps)
+    whole = np.minimum(np.maximum(np.rint(ratios), 1), MAX_MAGNITUDE + 1)
+    return (np.sign(values) * np.where(ratios < 0.5 + dead_zone, 0, whole)).astype(np.int64)
+
+
 # --- gaps between positions ---------------------------------------------------------------------
 
 

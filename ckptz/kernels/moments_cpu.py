@@ -1,0 +1,259 @@
+"""Kernels of optimizer state: levels of second moments in the order of bit patterns, and of first moments.
+
+Encoder only. Ladders are computed in doubles, which hold all distances and their quotients' floors exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float64, int64, uint8, uint32
+
+from ckptz.kernels.numba_base import BLOCK, inlined, kernel, summing
+from ckptz.kernels.values_cpu import _to_f32
+
+EXCEPTION = -(2.0**60)  # instead of an index: the element has no level
+N_FOLDED = 512  # mantissas below 2 whose product stays below infinity
+MANTISSA, UNIT_EXPONENT = 0x000FFFFFFFFFFFFF, 0x3FF0000000000000  # of a double
+
+
+# --- second moments -----------------------------------------------------------------------------
+
+
+@inlined
+def _ordered(unit: Any, top: Any, mask: Any) -> Any:
+    return unit ^ (mask if unit & top else top)
+
+
+@kernel
+def _indices(units: Any, predicted: Any, ladder: Any, indices: Any, nominal: Any) -> None:
+    """Find the level of each unit [n], EXCEPTION if it cannot restore it, and the units of levels [n].
+
+    `predicted` has no elements for a prediction of zero. `ladder` is (step, phase, top bit, all bits, largest
+    unit).
+    """
+    step, phase, top_bit, all_bits, largest = ladder
+    top, mask = uint32(top_bit), uint32(all_bits)
+    half = float64(step // 2)
+    highest, zero = float64(top_bit + largest) - half, float64(top_bit)
+    width, shift = float64(step), half - float64(phase)
+    if len(predicted) == 0:
+        for i in range(len(units)):
+            distance = float64(_ordered(uint32(units[i]), top, mask)) - zero
+            index = np.floor((distance + shift) / width)
+            restored = zero + index * width + float64(phase)
+            nominal[i] = uint32(int64(max(restored - zero, 1.0)))
+            indices[i] = index if restored <= highest else EXCEPTION
+    else:
+        for i in range(len(units)):
+            origin = float64(_ordered(uint32(predicted[i]), top, mask))
+            distance = float64(_ordered(uint32(units[i]), top, mask)) - origin
+            index = np.floor((distance + shift) / width)
+            restored = origin + index * width + float64(phase)
+            nominal[i] = uint32(int64(max(restored - zero, 1.0)))
+            indices[i] = index if (restored <= highest) & (restored - half > zero) else EXCEPTION
+
+
+@kernel
+def ladder_codes(units: Any, predicted: Any, ladder: Any, codes_of: Any, out: Any) -> None:
+    """Write the codes of units [n]; `codes_of` is (lowest level, levels, zero code, escape code)."""
+    lowest, n_levels, zero_code, escape_code = codes_of
+    indices, nominal = np.empty(BLOCK), np.empty(BLOCK, units.dtype)
+    for begin in range(0, len(units), BLOCK):
+        here, codes = units[begin : begin + BLOCK], out[begin : begin + BLOCK]
+        _indices(here, predicted[begin : begin + BLOCK], ladder, indices, nominal)
+        for i in range(len(here)):
+            code = indices[i] - float64(lowest)
+            is_level = (code >= 0.0) & (code < float64(n_levels))
+            code = code if is_level else float64(escape_code)
+            codes[i] = uint8(int64(float64(zero_code) if here[i] == 0 else code))
+
+
+@kernel
+def ladder_sums(
+    units: Any, predicted: Any, ladder: Any, kind: int, first: int, counts: Any, roots: Any
+) -> Any:
+    """Add up occurrences of levels from `first` on, and roots of elements in roots of their level.
+
+    Both are [2, n_levels], by turns, so that equal neighbours need not wait for each other's sum. Returns the
+    number of zeros, and that of elements which none of the levels restores.
+    """
+    n_zeros, n_exceptions = 0, 0
+    indices, nominal = np.empty(BLOCK), np.empty(BLOCK, units.dtype)
+    exact, level = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
+    ratios = np.empty(BLOCK, np.float32)
+    exact_f32, level_f32 = exact.view(np.float32), level.view(np.float32)
+    n_levels = float64(counts.shape[1])
+    for begin in range(0, len(units), BLOCK):
+        here = units[begin : begin + BLOCK]
+        n = len(here)
+        _indices(here, predicted[begin : begin + BLOCK], ladder, indices, nominal)
+        _to_f32(here, kind, exact[:n])
+        _to_f32(nominal[:n], kind, level[:n])
+        for i in range(n):
+            ratios[i] = np.sqrt(exact_f32[i] / level_f32[i])
+        for i in range(n):
+            at = indices[i] - float64(first)
+            if here[i] == 0:
+                n_zeros += 1
+            elif (at >= 0.0) & (at < n_levels):
+                counts[i & 1, int64(at)] += 1
+                roots[i & 1, int64(at)] += float64(ratios[i])
+            else:
+                n_exceptions += 1
+    return n_zeros, n_exceptions
+
+
+@kernel
+def ladder_counts(distances: Any, step: int, phase: int, first: int, counts: Any) -> None:
+    """Count the levels of distances [n] from the predictor, doubles, from `first` on: [n_levels]."""
+    shift = float64(step // 2 - phase)
+    for i in range(len(distances)):
+        at = int64(np.floor((distances[i] + shift) / float64(step))) - first
+        counts[min(max(at, 0), len(counts) - 1)] += 1
+
+
+@summing
+def _row_product(mantissas: Any) -> float:
+    product = 1.0
+    for i in range(len(mantissas)):
+        product *= mantissas[i]
+    return product
+
+
+@kernel
+def _split_floats(patterns: Any, mantissas: Any, bits: Any, exponents: Any, lives: Any) -> None:
+    """Split F32 patterns [n]: mantissas from 1 to 2, exponents, and whether they are above zero.
+
+    `bits` are those of `mantissas`. What is not above zero has mantissa 1 and exponent 0.
+    """
+    for i in range(len(patterns)):
+        exponent, low = patterns[i] >> uint32(23), patterns[i] & uint32(0x7FFFFF)
+        mantissas[i] = float64(low | (uint32(0x800000) if exponent else uint32(0)))
+        exponents[i] = max(int64(exponent), 1) - 150
+        lives[i] = uint32(patterns[i] - uint32(1)) < uint32(0x7FFFFFFF)
+    for i in range(len(patterns)):
+        exponent = (bits[i] >> 52) - 1023 + exponents[i]
+        bits[i] = (bits[i] & MANTISSA) | UNIT_EXPONENT
+        if not lives[i]:
+            bits[i] = UNIT_EXPONENT
+            exponent = 0
+        exponents[i] = exponent
+
+
+@kernel
+def _fold(products: Any, exponents: Any, lives: Any, columns: Any) -> None:
+    for j in range(len(products)):
+        columns[0, j] += np.log2(products[j]) + float64(exponents[j])
+        columns[1, j] += float64(lives[j])
+        products[j], exponents[j], lives[j] = 1.0, 0, 0
+
+
+@kernel
+def log_sums(patterns: Any, begin: int, rows: Any, columns: Any) -> None:
+    """Add up binary logarithms of F32 patterns [n] of a matrix, and the number of those above zero.
+
+    Args:
+        patterns: elements of the matrix from `begin` on; only those above zero count.
+        begin: the first of them.
+        rows: sums and numbers by row [2, n_rows].
+        columns: the same by column [2, n_columns].
+    """
+    n_columns = columns.shape[1]
+    mantissas, exponents = np.empty(N_FOLDED), np.empty(N_FOLDED, np.int64)
+    bits, lives = mantissas.view(np.int64), np.empty(N_FOLDED, np.bool_)
+    products, sums = np.ones(n_columns), np.zeros(n_columns, np.int64)
+    n_lives = np.zeros(n_columns, np.int64)
+    row, column, done, n_rows = begin // n_columns, begin % n_columns, 0, 0
+    while done < len(patterns):
+        n = min(N_FOLDED, n_columns - column, len(patterns) - done)
+        here = patterns[done : done + n]
+        _split_floats(here, mantissas, bits, exponents, lives)
+        own, own_sums, own_lives = products[column:], sums[column:], n_lives[column:]
+        total, n_live = 0, 0
+        for i in range(n):
+            total += exponents[i]
+            n_live += lives[i]
+        for i in range(n):
+            own[i] *= mantissas[i]
+            own_sums[i] += exponents[i]
+            own_lives[i] += lives[i]
+        rows[0, row] += np.log2(_row_product(mantissas[:n])) + float64(total)
+        rows[1, row] += float64(n_live)
+        done, column = done + n, column + n
+        if column == n_columns:
+            row, column, n_rows = row + 1, 0, n_rows + 1
+            if n_rows % (N_FOLDED - 1) == 0:
+                _fold(products, sums, n_lives, columns)
+    _fold(products, sums, n_lives, columns)
+
+
+# --- first moments ------------------------------------------------------------------------------
+
+
+@inlined
+def _size(pattern: Any, value: Any) -> Any:
+    """Magnitude of a float as a double, subnormal ones by integers, which no processor mode flushes."""
+    tiny = float64(pattern & uint32(0x7FFFFF)) * 2.0**-149
+    return abs(float64(value)) if pattern & uint32(0x7F800000) else tiny
+
+
+@inlined
+def _steps_away(size: Any, step: Any, nearest: Any, largest: Any) -> Any:
+    """Level of a magnitude, `nearest` steps of which are level 0; `largest` for all beyond."""
+    ratio = 0.0 if size == 0.0 else size / step
+    return 0.0 if ratio < nearest else min(max(np.rint(ratio), 1.0), float64(largest))
+
+
+@kernel
+def level_codes(
+    patterns: Any, values: Any, labels: Any, steps: Any, dead_zone: Any, codes_of: Any, out: Any
+) -> None:
+    """Write the codes of F32 patterns [n] and their floats [n], in steps by label.
+
+    `codes_of` is (lowest level, number of levels, escape code, level that stands for all beyond).
+    """
+    lowest, n_levels, escape_code, largest = codes_of
+    nearest = 0.5 + dead_zone
+    for i in range(len(out)):
+        level = _steps_away(_size(patterns[i], values[i]), steps[labels[i]], nearest, largest)
+        code = (-level if patterns[i] >> uint32(31) else level) - float64(lowest)
+        is_level = (code >= 0.0) & (code < float64(n_levels))
+        out[i] = uint8(int64(code if is_level else float64(escape_code)))
+
+
+@kernel
+def level_sums(
+    patterns: Any, values: Any, labels: Any, steps: Any, dead_zone: Any, counts: Any, sums: Any
+) -> None:
+    """Add up occurrences of levels by label, and values in steps for all but level 0.
+
+    Both are [n_labels, 2 * largest + 1] of the levels from -largest to largest, which stand for all beyond.
+    """
+    largest = counts.shape[1] // 2
+    nearest = 0.5 + dead_zone
+    for i in range(len(patterns)):
+        label, size = labels[i], _size(patterns[i], values[i])
+        level = int64(_steps_away(size, steps[label], nearest, largest))
+        is_negative = patterns[i] >> uint32(31) != 0
+        at = largest - level if is_negative else largest + level
+        counts[label, at] += 1
+        if level:
+            ratio = size / (steps[label] if steps[label] > 0.0 else 1.0)
+            sums[label, at] += -ratio if is_negative else ratio
+
+
+@kernel
+def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) -> int:
+    """Write magnitudes of floats [n] in roots of their second moments, and return how many have one.
+
+    `roots` are of the magnitude classes of second moments, units [n]; zeros have none.
+    """
+    n = 0
+    shift = uint32(8 * moments.itemsize - 9)
+    for i in range(len(patterns)):
+        root = roots[(uint32(moments[i]) >> shift) & uint32(0xFF)]
+        out[n] = _size(patterns[i], values[i]) / root
+        n += (root > 0.0) & (moments[i] != 0)
+    return n
