@@ -1,0 +1,195 @@
+"""Whole training states on the grid: speed on one thread as a share of memcpy, and where CPU time goes.
+
+    python -m bench.product.whole_state [--weights MILLIONS] [--rounds N] [--folder DIR]
+
+The state is that of a transformer under AdamW, fp32, made up: weights by row, second moments as products of
+rows and columns with noise, first moments by the root of the second. The delta comes a while later in the
+same run: weights have moved by half a grid step, second moments by a third of an octave, first moments are
+others. Files are in a folder in memory; times are those of `save_state` and `load_state` as a whole, with
+planning, checksums and index. Faults are pages that the kernel had to clear, 4 KiB each.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from bench.core.measure import Row, Timing, interleave, machine, parser_of, save_rows, timed, verdict
+from bench.core.report import finish
+from ckptz import Grid
+from ckptz.torch import load_state, save_state
+
+WIDTH, INNER, VOCABULARY = 1024, 4096, 8192
+SPREAD: Final = 0.02
+MOVED: Final = 0.2  # of the spread, half a grid step
+ENCODE_TARGET, RESTORE_TARGET, SYSTEM_TARGET = 1 / 80, 1 / 25, 0.05
+
+State = dict[str, Any]
+
+
+# --- the state ----------------------------------------------------------------------------------
+
+
+def shapes(n_weights: int) -> dict[str, tuple[int, ...]]:
+    """Parameters of a transformer with about so many weights."""
+    found: dict[str, tuple[int, ...]] = {"embedding.weight": (VOCABULARY, WIDTH)}
+    n_left, layer = n_weights - VOCABULARY * WIDTH, 0
+    while n_left > 0:
+        own = {"attn.qkv.weight": (3 * WIDTH, WIDTH), "attn.out.weight": (WIDTH, WIDTH)}
+        own |= {"up.weight": (INNER, WIDTH), "down.weight": (WIDTH, INNER), "norm.weight": (WIDTH,)}
+        found |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+        n_left -= sum(int(np.prod(shape)) for shape in own.values())
+        layer += 1
+    return found
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    """Standard normal numbers."""
+    return torch.from_numpy(rng.standard_normal(shape, np.float32))
+
+
+def states(n_weights: int) -> tuple[State, State]:
+    """A state, and the same a while later."""
+    rng = np.random.default_rng(0)
+    before, after = ({"model": {}, "optimizer": {"state": {}}} for _ in range(2))
+    for i, (name, shape) in enumerate(shapes(n_weights).items()):
+        scale = SPREAD * torch.exp2(0.5 * normal(rng, (shape[0], *(1 for _ in shape[1:]))))
+        weight = scale * normal(rng, shape)
+        level = -24 + 2 * normal(rng, scale.shape[:1] + (1,) * (len(shape) - 1))
+        if len(shape) > 1:
+            level = level + normal(rng, (1, *shape[1:]))
+        level = level + 1.2 * normal(rng, shape)
+        for state, moved, drift in ((before, 0.0, 0.0), (after, MOVED * SPREAD, 0.33)):
+            state["model"][name] = weight + moved * normal(rng, shape)
+            second = torch.exp2(level + drift * normal(rng, shape))
+            first = 0.25 * second.sqrt() * normal(rng, shape)
+            state["optimizer"]["state"][i] = {
+                "step": torch.tensor(1e3),
+                "exp_avg": first,
+                "exp_avg_sq": second,
+            }
+    for state in (before, after):
+        group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
+        state["optimizer"]["param_groups"] = [{**group, "params": list(range(len(state["model"])))}]
+    return before, after
+
+
+def tensors_of(state: State) -> list[torch.Tensor]:
+    """All tensors of a state."""
+    moments = [one[key] for one in state["optimizer"]["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+    return [*state["model"].values(), *moments]
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a call took of the machine."""
+
+    user: float  # CPU seconds
+    system: float
+    faults: int  # pages
+
+
+class Meter:
+    """A case, with what each of its calls used."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work, self.calls = work, list[Used]()
+
+    def __call__(self) -> float:
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = timed(self._work)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        faults = after.ru_minflt - before.ru_minflt
+        self.calls.append(Used(after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, faults))
+        return seconds
+
+    def usual(self, field: str) -> float:
+        """The median of a field, without the call that warmed up."""
+        return statistics.median(getattr(call, field) for call in self.calls[1:])
+
+
+def cases(folder: Path, before: State, after: State) -> dict[str, Meter]:
+    """What is timed, by name."""
+    anchor, delta, other = folder / "anchor.ckptz", folder / "delta.ckptz", folder / "other.ckptz"
+    sources, copies = tensors_of(after), [torch.zeros_like(tensor) for tensor in tensors_of(after)]
+
+    def memcpy() -> None:
+        for copy, source in zip(copies, sources, strict=True):
+            copy.copy_(source)
+
+    save_state(before, anchor, config=Grid(), jobs=1)
+    save_state(after, delta, config=Grid(), base=anchor, jobs=1)
+    return {
+        "memcpy": Meter(memcpy),
+        "anchor, encode": Meter(lambda: save_state(before, other, config=Grid(), jobs=1)),
+        "delta, encode": Meter(lambda: save_state(after, other, config=Grid(), base=anchor, jobs=1)),
+        "anchor, restore": Meter(lambda: load_state(anchor, jobs=1)),
+        "delta, restore": Meter(lambda: load_state(delta, jobs=1)),
+    }
+
+
+def row(case: str, meter: Meter, timing: Timing, memcpy: Timing, raw: int) -> Row:
+    """One case: how it compares with copying the state in memory."""
+    of_memcpy = memcpy.median / timing.median
+    target = (
+        ENCODE_TARGET if case == "delta, encode" else RESTORE_TARGET if case == "delta, restore" else None
+    )
+    user, system = meter.usual("user"), meter.usual("system")
+    is_met = target is None or of_memcpy >= target
+    if case == "delta, encode":
+        is_met &= system <= SYSTEM_TARGET * (user + system)
+    return {
+        "case": case,
+        "best s": f"{timing.best:.3f}",
+        "median s": f"{timing.median:.3f}",
+        "median MB/s": f"{raw / timing.median / 1e6:.0f}",
+        "memcpy is faster": f"{1 / of_memcpy:.1f}x",
+        "target": target and f"<= {1 / target:.0f}x",
+        "user CPU s": f"{user:.2f}",
+        "system CPU s": f"{system:.2f}",
+        "system share": f"{system / max(user + system, 1e-9):.3f}",
+        "faults": f"{meter.usual('faults'):.0f}",
+        "verdict": target and verdict(is_met),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--weights", type=float, default=33.0, help="millions of weights (default 33: 400 MB)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # memcpy is that of one thread
+    before, after = states(int(options.weights * 1e6))
+    raw = sum(tensor.nbytes for tensor in tensors_of(after))
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        meters = cases(Path(place), before, after)
+        timings = interleave(meters, options.rounds)
+        sizes = {
+            f"{name}, encode": (Path(place) / f"{name}.ckptz").stat().st_size for name in ("anchor", "delta")
+        }
+    rows = []
+    for case, meter in meters.items():
+        stored = sizes.get(case)
+        ratio = {"ratio": None if stored is None else f"{raw / stored:.1f}"}
+        rows.append({**row(case, meter, timings[case], timings["memcpy"], raw), **ratio})
+    save_rows("whole_state", rows)
+    finish("whole_state", machine(), rows, state_bytes=raw)
+
+
+if __name__ == "__main__":
+    main()
