@@ -13,7 +13,7 @@ from torch import nn
 from ckptz import Checkpointer, KeepPolicy, KMeans
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
 from ckptz.encoding.coded import bits_for
-from ckptz.kernels import cpu
+from ckptz.kernels import compiled as cpu
 from ckptz.parallel import Workers
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.quant.sketch import Sketch

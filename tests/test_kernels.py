@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.kernels import cpu as cpu_kernels
+from ckptz.kernels import compiled as cpu_kernels
 from tests.support import reference, torch_kernels
 
 UNIT_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)

@@ -36,7 +36,7 @@ from ckptz.bits.cursor import ByteReader
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table, parse_table
 from ckptz.entropy.streams import CoderId, Segments, decode_rans, decode_stream, encode_rans, encode_stream
-from ckptz.kernels import cpu
+from ckptz.kernels import compiled as cpu
 
 N_SYMBOLS: Final = 4 * CHUNK_UNITS
 BITS: Final = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 7.5)

@@ -40,7 +40,7 @@ from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
 from ckptz.search.budget import Budget
-from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
+from ckptz.search_run.options import SearchOptions, SearchReport
 from ckptz.store.links import link_chain
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint
 from ckptz.store.runs import step_of
@@ -421,6 +421,8 @@ def _store(
     """Publish the output: as configured, or as a search finds."""
     try:
         if run.search is not None:
+            from ckptz.search_run.run import SearchRun, search_and_write
+
             found = SearchRun(
                 workers=run.workers,
                 base_paths=(base.folder / base.ref.file,) if base is not None else (),

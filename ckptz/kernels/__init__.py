@@ -1,7 +1,7 @@
 """Arithmetic on arrays, compiled for CPUs or for torch; the tests hold it against its definition in numpy.
 
-`cpu()` and its neighbours are lazy doors: numba loads when the first chunk is encoded or decoded, not on
-import. The first use on a machine compiles, and `notice` says so.
+`cpu()` and its neighbours are lazy doors: numba loads when it pays, not on import, and small work is done
+without it. The first use on a machine compiles, and `notice` says so.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
+
+from ckptz.kernels import plain
 
 
 def _door(module: str) -> Callable[[], Any]:
@@ -23,9 +25,22 @@ def _door(module: str) -> Callable[[], Any]:
     return load
 
 
-cpu = _door("codec_cpu")
-planning = _door("planning_cpu")  # arithmetic of the encoder's choices
+_codec = _door("codec_cpu")
 wire = _door("wire_cpu")
 sparse = _door("sparse_cpu")  # for what changes in few places
 rounding = _door("rounding_cpu")  # to grids
 moments = _door("moments_cpu")  # of optimizers
+
+
+def compiled() -> Any:
+    """Give the compiled kernels of the codec, from now on for everything."""
+    plain.retire()
+    return _codec()
+
+
+def cpu() -> Any:
+    """Give the kernels of the codec: in numpy while there was little to do, then compiled."""
+    return plain if plain.suffices() else compiled()
+
+
+planning = cpu  # arithmetic of the encoder's choices

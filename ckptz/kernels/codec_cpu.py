@@ -22,6 +22,17 @@ from ckptz.kernels.planes_cpu import (  # noqa: F401
     split_planes,
     ungroup,
 )
+from ckptz.kernels.planning_cpu import (  # noqa: F401
+    best_golomb_order,
+    cost_bits,
+    deviation,
+    entropy_bits,
+    merge_neighbours,
+    normalise,
+    partition,
+    shared_cost_bits,
+    used_class_histogram,
+)
 from ckptz.kernels.values_cpu import (  # noqa: F401
     add_bits,
     add_f32,

@@ -11,7 +11,9 @@ from typing import Final
 
 from numba.core import event
 
-NOTICE: Final = "ckptz: compiling kernels for this machine, once (up to 20 s)"
+from ckptz.kernels import cache
+
+NOTICE: Final = "ckptz: compiling kernels that this machine has not used yet (up to 20 s)"
 
 
 class _CompilationNotice(event.Listener):
@@ -26,7 +28,7 @@ class _CompilationNotice(event.Listener):
         if self._is_said or not dispatcher.py_func.__module__.startswith("ckptz."):
             return
         self._is_said = True
-        print(NOTICE, file=sys.stderr, flush=True)
+        print(f"{NOTICE}{cache.note()}", file=sys.stderr, flush=True)
 
     def on_end(self, event: event.Event) -> None:
         """Nothing to say."""

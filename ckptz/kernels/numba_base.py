@@ -12,8 +12,10 @@ import numba
 import numpy as np
 from numba import uint64
 
-kernel = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
-summing = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc"})
+from ckptz.kernels import cache
+
+kernel = numba.njit(cache=cache.is_kept(), nogil=True, boundscheck=False, error_model="numpy")
+summing = numba.njit(cache=cache.is_kept(), nogil=True, error_model="numpy", fastmath={"reassoc"})
 inlined = numba.njit(inline="always")
 
 BLOCK = 4096  # units per pass: a block and its planes stay in the first-level cache

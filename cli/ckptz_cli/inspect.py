@@ -30,7 +30,7 @@ def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path
     are stored. It works even if the base is missing.
     """
     import ckptz
-    from ckptz_cli.render import inspected_text
+    from ckptz_cli.render_inspect import inspected_text
 
     report = ckptz.inspect(file, search_path=search_path)
     session.show(report, inspected_text(report, with_tensors=tensors))

@@ -27,7 +27,7 @@ import torch
 
 import ckptz
 from ckptz.errors import CkptzError
-from ckptz.kernels import cpu
+from ckptz.kernels import compiled as cpu
 from ckptz.numpy import save_file
 from ckptz.store.patch import CHECKS
 from ckptz.store.resolve import open_checkpoint

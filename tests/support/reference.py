@@ -6,8 +6,6 @@ the two equal. Those that the package itself needs in numpy are imported from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,68 +40,22 @@ from ckptz.kernels.floats import (  # noqa: F401 - some are kernels as they are
     to_f32,
     widen_f64,
 )
+from ckptz.kernels.plain import (  # noqa: F401
+    golomb_pack,
+    golomb_unpack,
+    histogram,
+    merge_planes,
+    slot_tables,
+    sparse_merge,
+    sparse_split,
+    split_planes,
+    table_unpack,
+    unorder,
+)
 from ckptz.kernels.rounding_cpu import GOLDEN, MIX_1, MIX_2
 
 Floats = NDArray[np.float32]
 Positions = NDArray[np.int64]
-
-
-# --- bit patterns -------------------------------------------------------------------------------
-
-
-def unorder(units: Units) -> Units:
-    """Undo `order`, units [...]."""
-    top = units.dtype.type(1 << (8 * units.itemsize - 1))
-    return np.where(units & top, units & ~top, ~units)
-
-
-def _rotate(units: Units, n_left: int) -> Units:
-    width = 8 * units.itemsize
-    left, right = units.dtype.type(n_left % width), units.dtype.type((width - n_left) % width)
-    return (units << left) | (units >> right)
-
-
-def _zeros(like: Units) -> Units:
-    """Zeros of the same type, so that subtraction wraps as unsigned."""
-    return np.zeros_like(like)
-
-
-def _zigzag(difference: Units) -> Units:
-    top = difference.dtype.type(8 * difference.itemsize - 1)
-    one = difference.dtype.type(1)
-    return (difference << one) ^ (_zeros(difference) - (difference >> top))
-
-
-def _unzigzag(code: Units) -> Units:
-    one = code.dtype.type(1)
-    return (code >> one) ^ (_zeros(code) - (code & one))
-
-
-def split_planes(units: Units, base: Units, mode: int) -> Bytes:
-    """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first."""
-    if mode == ROTATED:
-        units = _rotate(units, 1)
-    elif mode == XOR:
-        units = units ^ base
-    elif mode == DIFFERENCE:
-        units = _zigzag(units - base)
-    elif mode == ORDERED_DIFFERENCE:
-        units = _zigzag(order(units) - order(base))
-    return np.ascontiguousarray(units.reshape(-1, 1).view(np.uint8).T)
-
-
-def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
-    """Undo `split_planes`, into `out`; each plane is an array [n]."""
-    units = np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1)
-    if mode == ROTATED:
-        units = _rotate(units, 8 * out.itemsize - 1)
-    elif mode == XOR:
-        units = units ^ base
-    elif mode == DIFFERENCE:
-        units = base + _unzigzag(units)
-    elif mode == ORDERED_DIFFERENCE:
-        units = unorder(order(base) + _unzigzag(units))
-    out[:] = units
 
 
 # --- classes ------------------------------------------------------------------------------------
@@ -115,11 +67,6 @@ def magnitude_classes(units: Units) -> Bytes:
         return units & np.uint8(0x7F)
     shift = units.dtype.type(8 * units.itemsize - 9)
     return ((units >> shift) & units.dtype.type(0xFF)).astype(np.uint8)
-
-
-def histogram(symbols: Bytes) -> Counts:
-    """Count the occurrences of each byte: [256]."""
-    return np.bincount(symbols, minlength=256).astype(np.int64)
 
 
 def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
@@ -219,16 +166,6 @@ def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
 # --- rANS ---------------------------------------------------------------------------------------
 
 
-def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    """Make decoding tables [n_tables, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
-    tables = np.zeros((len(frequencies), SCALE), np.uint32)
-    for table, row in zip(tables, frequencies.astype(np.int64), strict=True):
-        starts = np.cumsum(row) - row
-        symbols = np.repeat(np.arange(256), row)
-        table[:] = symbols | (row[symbols] - 1) << 8 | (np.arange(SCALE) - starts[symbols]) << 20
-    return tables
-
-
 def rans_encode(
     symbols: Bytes, ends: Counts, table_of: Counts, frequencies: NDArray[np.uint16], n_lanes: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
@@ -275,89 +212,6 @@ def rans_decode(
             lanes[i % n_lanes] = state
         begin = end
     return position == len(words) and all(state == STATE_LOW for state in lanes)
-
-
-# --- sparse -------------------------------------------------------------------------------------
-
-
-def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
-    """Split symbols: (gap bytes, values) of those other than `common`.
-
-    A gap is the number of common symbols before a value: as many bytes 255 as it holds 255, then the rest.
-    """
-    positions = np.flatnonzero(symbols != common)
-    gaps = np.diff(positions, prepend=-1) - 1
-    parts = [bytes([MAX_GAP_BYTE]) * (gap // MAX_GAP_BYTE) + bytes([gap % MAX_GAP_BYTE]) for gap in gaps]
-    return np.frombuffer(b"".join(parts), np.uint8).copy(), symbols[positions]
-
-
-def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
-    """Write `values` [k] into `out` [n], which holds the common symbol; False if gaps and values disagree."""
-    position, n_values = 0, 0
-    for gap in gaps.tolist():
-        position += gap
-        if gap == MAX_GAP_BYTE:
-            continue
-        if position >= len(out) or n_values == len(values):
-            return False
-        out[position] = values[n_values]
-        position += 1
-        n_values += 1
-    return n_values == len(values) and (len(gaps) == 0 or bool(gaps[-1] != MAX_GAP_BYTE))
-
-
-# --- Exp-Golomb codes ---------------------------------------------------------------------------
-
-
-def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
-    """Pack values as Exp-Golomb codes of `order`, least significant bit first, zero-padded to a byte.
-
-    With u = value + 2^order of b bits: b - 1 - order zero bits, a one bit, then the b - 1 bits below
-    the leading one of u.
-    """
-    bits: list[int] = []
-    for value in values.tolist():
-        u = value + (1 << order)
-        n_low = u.bit_length() - 1
-        bits += [0] * (n_low - order) + [1] + [u >> j & 1 for j in range(n_low)]
-    return np.packbits(np.array(bits, np.uint8), bitorder="little")
-
-
-def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
-    """Decode `n_values` codes into `out`; bytes used, or -1 if they end early or exceed 16 bits."""
-    bits = np.unpackbits(source, bitorder="little").tolist()
-    position = 0
-    for i in range(n_values):
-        n_low = order
-        while position < len(bits) and not bits[position]:
-            position += 1
-            n_low += 1
-        if n_low > MAX_GOLOMB_BITS or position + 1 + n_low > len(bits):
-            return -1
-        low = sum(bit << j for j, bit in enumerate(bits[position + 1 : position + 1 + n_low]))
-        position += 1 + n_low
-        value = (1 << n_low | low) - (1 << order)
-        if value > 0xFFFF:
-            return -1
-        out[i] = value
-    return -1 if any(bits[position : -(-position // 8) * 8]) else -(-position // 8)
-
-
-def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
-    """Read a packed frequency table into `out` [256]; returns the bytes used, or -1 if it is none.
-
-    spec/02-entropy.md#frequency-table: first and last symbol, order, codes of all frequencies but the last.
-    """
-    if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
-        return -1
-    first, last, order = (int(byte) for byte in source[:3])
-    out[:] = 0
-    used = golomb_unpack(source[3:], last - first, order, out[first:last])
-    left = SCALE - int(out.sum(dtype=np.int64))
-    if used < 0 or left < 1:
-        return -1
-    out[last] = left
-    return 3 + used if out[first] else -1
 
 
 # --- rounding by thresholds ---------------------------------------------------------------------

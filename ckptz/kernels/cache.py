@@ -1,0 +1,59 @@
+"""Where compiled kernels are kept, and what users are told where that is not the usual place.
+
+numba keeps them beside the package, else in the home directory, unless NUMBA_CACHE_DIR says where. Containers
+often let neither be written: then a folder of the temporary files does, which none but the user may write.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import numba
+
+config: Final[Any] = numba.config
+
+
+@functools.cache
+def is_kept() -> bool:
+    """Tell whether compiled kernels can be kept for later processes; finds a place if numba finds none."""
+    if _finds_place():
+        return True
+    folder = _temporary()
+    if folder is not None:
+        config.CACHE_DIR = str(folder)
+    return folder is not None and _finds_place()
+
+
+def _finds_place() -> bool:
+    try:
+        numba.njit(cache=True)(_finds_place)
+    except RuntimeError:  # "no locator available"
+        return False
+    return True
+
+
+def _temporary() -> Path | None:
+    """A folder for this user's kernels among the temporary files; None where there is no safe one."""
+    try:
+        folder = Path(tempfile.gettempdir(), f"ckptz-kernels-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except (OSError, AttributeError):  # nothing can be written, or a system without user numbers
+        return None
+    # Kernels are code: nobody else may have put the folder there or write into it.
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if is_own else None
+
+
+def note() -> str:
+    """Say where kernels are kept if it is not the usual place, as the end of a sentence; "" if it is."""
+    if not is_kept():
+        return ", anew in each process: no folder can be written to keep them in; NUMBA_CACHE_DIR names one"
+    if str(_temporary()) == config.CACHE_DIR:
+        return f", kept in {config.CACHE_DIR}, as neither the package nor the home can be written"
+    return ""

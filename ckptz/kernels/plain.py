@@ -1,0 +1,413 @@
+"""What lossless files need, in plain numpy: the start of a process, and the definition of its compiled twin.
+
+Loading compiled kernels takes half a second, and compiling them ten. Work that is done sooner is done here:
+`ckptz.kernels` turns to the compiled ones after `PATIENCE` seconds of it. Both write the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.kernels.floats import (
+    DIFFERENCE,
+    MAX_GAP_BYTE,
+    MAX_GOLOMB_BITS,
+    MAX_TABLE_ORDER,
+    ORDERED_DIFFERENCE,
+    ROTATED,
+    SCALE,
+    SCALE_BITS,
+    STATE_LOW,
+    XOR,
+    Bytes,
+    Counts,
+    Frequencies,
+    Units,
+    order,
+)
+
+PATIENCE: Final = 0.4  # seconds, about what loading numba takes
+MOST_SYMBOLS: Final = 1 << 19  # longer streams are left to the compiled kernels at once
+SMALL_PART: Final = 15  # that numba sorts by insertion
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_spent = [0.0]  # seconds
+
+
+def suffices() -> bool:
+    """Tell whether the work of this process was small so far, and no compiled kernel was needed."""
+    return _spent[0] < PATIENCE
+
+
+def retire() -> None:
+    """Leave all further work to the compiled kernels."""
+    _spent[0] = PATIENCE
+
+
+def _compiled() -> Any:
+    return importlib.import_module("ckptz.kernels").compiled()
+
+
+def __getattr__(name: str) -> Any:
+    """Give a compiled kernel that has no twin here."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(_compiled(), name)
+
+
+def _counted(function: Callable[P, T]) -> Callable[P, T]:
+    """Count the seconds that a function takes."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        begin = time.perf_counter()
+        found = function(*args, **kwargs)
+        _spent[0] += time.perf_counter() - begin
+        return found
+
+    return run
+
+
+# --- bit patterns -------------------------------------------------------------------------------
+
+
+def unorder(units: Units) -> Units:
+    """Undo `order`, units [...]."""
+    top = units.dtype.type(1 << (8 * units.itemsize - 1))
+    return np.where(units & top, units & ~top, ~units)
+
+
+def _rotate(units: Units, n_left: int) -> Units:
+    width = 8 * units.itemsize
+    left, right = units.dtype.type(n_left % width), units.dtype.type((width - n_left) % width)
+    return (units << left) | (units >> right)
+
+
+def _zeros(like: Units) -> Units:
+    """Zeros of the same type, so that subtraction wraps as unsigned."""
+    return np.zeros_like(like)
+
+
+def _zigzag(difference: Units) -> Units:
+    top = difference.dtype.type(8 * difference.itemsize - 1)
+    one = difference.dtype.type(1)
+    return (difference << one) ^ (_zeros(difference) - (difference >> top))
+
+
+def _unzigzag(code: Units) -> Units:
+    one = code.dtype.type(1)
+    return (code >> one) ^ (_zeros(code) - (code & one))
+
+
+@_counted
+def split_planes(units: Units, base: Units, mode: int) -> Bytes:
+    """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first."""
+    if mode == ROTATED:
+        units = _rotate(units, 1)
+    elif mode == XOR:
+        units = units ^ base
+    elif mode == DIFFERENCE:
+        units = _zigzag(units - base)
+    elif mode == ORDERED_DIFFERENCE:
+        units = _zigzag(order(units) - order(base))
+    return np.ascontiguousarray(units.reshape(-1, 1).view(np.uint8).T)
+
+
+@_counted
+def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
+    """Undo `split_planes`, into `out`; each plane is an array [n]."""
+    units = np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1)
+    if mode == ROTATED:
+        units = _rotate(units, 8 * out.itemsize - 1)
+    elif mode == XOR:
+        units = units ^ base
+    elif mode == DIFFERENCE:
+        units = base + _unzigzag(units)
+    elif mode == ORDERED_DIFFERENCE:
+        units = unorder(order(base) + _unzigzag(units))
+    out[:] = units
+
+
+@_counted
+def histogram(symbols: Bytes) -> Counts:
+    """Count the occurrences of each byte: [256]."""
+    return np.bincount(symbols, minlength=256).astype(np.int64)
+
+
+# --- rANS ---------------------------------------------------------------------------------------
+
+
+@_counted
+def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """Make decoding tables [n_tables, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
+    tables = np.zeros((len(frequencies), SCALE), np.uint32)
+    for table, row in zip(tables, frequencies.astype(np.int64), strict=True):
+        starts = np.cumsum(row) - row
+        symbols = np.repeat(np.arange(256), row)
+        table[:] = symbols | (row[symbols] - 1) << 8 | (np.arange(SCALE) - starts[symbols]) << 20
+    return tables
+
+
+def _by_symbol(ends: Counts, table_of: Counts, n_tables: int, n_lanes: int) -> NDArray[np.int64]:
+    """The table of each symbol [steps, n_lanes]; `n_tables` for lanes that have none in the last step."""
+    tables = np.full(-(-int(ends[-1]) // n_lanes) * n_lanes, n_tables, np.int64)
+    tables[: ends[-1]] = np.repeat(table_of, np.diff(ends, prepend=0))
+    return tables.reshape(-1, n_lanes)
+
+
+@_counted
+def rans_encode(
+    symbols: Bytes, ends: Counts, table_of: Counts, frequencies: Frequencies, n_lanes: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """Encode symbols: final lane states [n_lanes] and 16-bit words, in the order the decoder reads them.
+
+    Segment s is symbols[ends[s-1]:ends[s]] and uses frequencies[table_of[s]] [n_tables, 256].
+    """
+    if len(symbols) > MOST_SYMBOLS:
+        states, words = _compiled().rans_encode(symbols, ends, table_of, frequencies, n_lanes)
+        return states, words
+    tables = _by_symbol(ends, table_of, len(frequencies), n_lanes)
+    padded = np.zeros(tables.shape, np.uint8)
+    padded.reshape(-1)[: len(symbols)] = symbols
+    wide = np.zeros((len(frequencies) + 1, 256), np.uint32)
+    wide[:-1] = frequencies
+    wide[-1, 0] = SCALE  # a lane without a symbol keeps its state
+    frequency = wide[tables, padded]
+    start = (np.cumsum(wide, axis=1, dtype=np.uint32) - wide)[tables, padded]
+    rest, limit = np.uint32(SCALE) - frequency, (frequency << np.uint32(32 - SCALE_BITS)) - np.uint32(1)
+    is_full, low = np.empty(tables.shape, np.bool_), np.empty(tables.shape, np.uint16)
+    state, quotient = np.full(n_lanes, STATE_LOW, np.uint32), np.empty(n_lanes, np.uint32)
+    half = np.uint32(16)
+    for i in range(len(tables) - 1, -1, -1):
+        full = np.greater(state, limit[i], is_full[i])
+        low[i] = state
+        np.right_shift(state, half, state, where=full)
+        np.floor_divide(state, frequency[i], quotient)
+        quotient *= rest[i]
+        state += quotient
+        state += start[i]
+    return state, low[is_full]
+
+
+@_counted
+def rans_decode(
+    words: NDArray[np.uint16],
+    states: NDArray[np.uint32],
+    ends: Counts,
+    table_of: Counts,
+    tables: NDArray[np.uint32],
+    out: Bytes,
+) -> bool:
+    """Decode `out` [n]; False unless all words are used and every lane ends in 2^16."""
+    if len(out) > MOST_SYMBOLS:
+        return bool(_compiled().rans_decode(words, states, ends, table_of, tables, out))
+    p = 0
+    idle = np.arange(SCALE, dtype=np.uint64) << np.uint64(20) | np.uint64((SCALE - 1) << 8)
+    flat = np.concatenate((tables.reshape(-1), idle))
+    factor, rest = (flat >> np.uint64(8) & np.uint64(0xFFF)) + np.uint64(1), flat >> np.uint64(20)
+    slots = _by_symbol(ends, table_of, len(tables), len(states)) * SCALE
+    state, mask = states.astype(np.uint64), np.uint64(SCALE - 1)
+    for slot in slots:
+        slot += (state & mask).view(np.int64)
+        state >>= np.uint64(SCALE_BITS)
+        state *= factor[slot]
+        state += rest[slot]
+        low = np.flatnonzero(state < STATE_LOW)
+        if len(low):
+            taken = words[p : p + len(low)]
+            if len(taken) < len(low):
+                return False
+            state[low] = state[low] << np.uint64(16) | taken
+            p += len(low)
+    out[:] = flat[slots.reshape(-1)[: len(out)]]
+    return p == len(words) and bool((state == STATE_LOW).all())
+
+
+# --- sparse -------------------------------------------------------------------------------------
+
+
+@_counted
+def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
+    """Split symbols: (gap bytes, values) of those other than `common`.
+
+    A gap is the number of common symbols before a value: as many bytes 255 as it holds 255, then the rest.
+    """
+    positions = np.flatnonzero(symbols != common)
+    gaps = np.diff(positions, prepend=-1) - 1
+    parts = [bytes([MAX_GAP_BYTE]) * (gap // MAX_GAP_BYTE) + bytes([gap % MAX_GAP_BYTE]) for gap in gaps]
+    return np.frombuffer(b"".join(parts), np.uint8).copy(), symbols[positions]
+
+
+@_counted
+def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
+    """Write `values` [k] into `out` [n], which holds the common symbol; False if gaps and values disagree."""
+    position, n_values = 0, 0
+    for gap in gaps.tolist():
+        position += gap
+        if gap == MAX_GAP_BYTE:
+            continue
+        if position >= len(out) or n_values == len(values):
+            return False
+        out[position] = values[n_values]
+        position += 1
+        n_values += 1
+    return n_values == len(values) and (len(gaps) == 0 or bool(gaps[-1] != MAX_GAP_BYTE))
+
+
+# --- Exp-Golomb codes ---------------------------------------------------------------------------
+
+
+@_counted
+def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
+    """Pack values as Exp-Golomb codes of `order`, least significant bit first, zero-padded to a byte.
+
+    With u = value + 2^order of b bits: b - 1 - order zero bits, a one bit, then the b - 1 bits below
+    the leading one of u.
+    """
+    bits: list[int] = []
+    for value in values.tolist():
+        u = value + (1 << order)
+        n_low = u.bit_length() - 1
+        bits += [0] * (n_low - order) + [1] + [u >> j & 1 for j in range(n_low)]
+    return np.packbits(np.array(bits, np.uint8), bitorder="little")
+
+
+@_counted
+def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
+    """Decode `n_values` codes into `out`; bytes used, or -1 if they end early or exceed 16 bits."""
+    bits = np.unpackbits(source, bitorder="little").tolist()
+    position = 0
+    for i in range(n_values):
+        n_low = order
+        while position < len(bits) and not bits[position]:
+            position += 1
+            n_low += 1
+        if n_low > MAX_GOLOMB_BITS or position + 1 + n_low > len(bits):
+            return -1
+        low = sum(bit << j for j, bit in enumerate(bits[position + 1 : position + 1 + n_low]))
+        position += 1 + n_low
+        value = (1 << n_low | low) - (1 << order)
+        if value > 0xFFFF:
+            return -1
+        out[i] = value
+    return -1 if any(bits[position : -(-position // 8) * 8]) else -(-position // 8)
+
+
+@_counted
+def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
+    """Read a packed frequency table into `out` [256]; returns the bytes used, or -1 if it is none.
+
+    spec/02-entropy.md#frequency-table: first and last symbol, order, codes of all frequencies but the last.
+    """
+    if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
+        return -1
+    first, last, order = (int(byte) for byte in source[:3])
+    out[:] = 0
+    used = golomb_unpack(source[3:], last - first, order, out[first:last])
+    left = SCALE - int(out.sum(dtype=np.int64))
+    if used < 0 or left < 1:
+        return -1
+    out[last] = left
+    return 3 + used if out[first] else -1
+
+
+# --- the encoder's choices ----------------------------------------------------------------------
+
+
+@_counted
+def entropy_bits(counts: Counts) -> float:
+    """Compute the bits of an ideal coder with one table a row, over rows [n, 256]."""
+    bits = 0.0
+    for row in counts.tolist():
+        total, of_row = 0, 0.0
+        for n in filter(None, row):
+            total += n
+            of_row -= n * math.log2(n)
+        bits += of_row + total * math.log2(total) if total else 0.0
+    return bits
+
+
+@_counted
+def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
+    """Compute the bits of one row [256] under `frequencies`; infinite if a symbol has none."""
+    if (frequencies[counts > 0] == 0).any():
+        return math.inf
+    bits = 0.0
+    for n, frequency in zip(counts.tolist(), frequencies.tolist(), strict=True):
+        if n:
+            # In single precision, as the compiled twin takes logarithms of integers of two bytes.
+            bits += n * (SCALE_BITS - float(np.float32(math.log2(frequency))))
+    return bits
+
+
+@_counted
+def normalise(counts: Counts) -> Frequencies:
+    """Scale counts [256] to frequencies [256] that sum to 4096, at least 1 for each symbol that occurs."""
+    used, rare = counts > 0, np.zeros(len(counts), np.bool_)
+    # Symbols too rare for a share of their own get 1; the others divide what is left.
+    while True:
+        scale = (SCALE - np.count_nonzero(rare)) / max(int(counts[~rare].sum()), 1)
+        more = used & ~rare & (counts * scale < 1)
+        if not more.any():
+            break
+        rare |= more
+    frequencies = np.where(rare, 1, counts * scale).astype(np.uint16)
+    missing = SCALE - int(frequencies.sum(dtype=np.int64))
+    if missing:
+        # What rounding down left over goes where one more saves most, one to each.
+        gain = np.divide(counts, frequencies, out=np.full(len(counts), -1.0), where=used)
+        frequencies[_ascending(gain.tolist())[::-1][:missing]] += np.uint16(1)
+    return frequencies
+
+
+def _ascending(values: list[float]) -> list[int]:
+    """Sort indices by their values like numba's quicksort: bytes of files hang on the order of equals."""
+    found = list(range(len(values)))
+    parts = [(0, len(values) - 1)]
+    while parts:
+        low, high = parts.pop()
+        while high - low >= SMALL_PART:
+            i = _parted(values, found, low, high)
+            parts.append((i + 1, high) if high - i > i - low else (low, i - 1))
+            low, high = (low, i - 1) if high - i > i - low else (i + 1, high)
+        found[low : high + 1] = sorted(found[low : high + 1], key=values.__getitem__)
+    return found
+
+
+def _parted(values: list[float], found: list[int], low: int, high: int) -> int:
+    """Put what is below the median of three before it, in place; gives its index."""
+    middle = (low + high) >> 1
+    for a, b in ((low, middle), (middle, high), (low, middle)):
+        if values[found[b]] < values[found[a]]:
+            found[a], found[b] = found[b], found[a]
+    pivot = values[found[middle]]
+    found[high], found[middle] = found[middle], found[high]
+    i, j = low, high - 1
+    while True:
+        while i < high and values[found[i]] < pivot:
+            i += 1
+        while j >= low and pivot < values[found[j]]:
+            j -= 1
+        if i >= j:
+            break
+        found[i], found[j] = found[j], found[i]
+        i, j = i + 1, j - 1
+    found[i], found[high] = found[high], found[i]
+    return i
+
+
+@_counted
+def best_golomb_order(values: NDArray[np.uint16], most: int) -> int:
+    """Choose the order of Exp-Golomb codes, at most `most`, that packs `values` [n] into the fewest bytes."""
+    orders = np.arange(most + 1)
+    n_low = np.frexp(values[:, None] + np.ldexp(1.0, orders))[1] - 1
+    return int((2 * n_low - orders + 1).sum(axis=0).argmin())

@@ -1,0 +1,168 @@
+"""The start of a process: little work needs no compiled kernels, and these need no folder of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba.core import caching, config
+
+from ckptz.entropy.frequency import pack_table
+from ckptz.kernels import cache, compiled, plain
+from tests.support import reference
+
+ROOT = Path(__file__).parent.parent
+ONE_KERNEL = (
+    "import numpy as np; from ckptz.kernels import compiled; compiled().histogram(np.zeros(4, np.uint8))"
+)
+
+
+def draws(seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Counts of symbols [256], many of them equal."""
+    rng = np.random.default_rng(seed)
+    counts = np.zeros(256, np.int64)
+    used = rng.permutation(256)[: rng.integers(1, 257)]
+    n, shares = int(10 ** rng.uniform(0, 6)), rng.dirichlet(np.full(len(used), 10 ** rng.uniform(-2, 1.5)))
+    counts[used] = rng.multinomial(n, shares) if seed % 2 else rng.integers(0, 5, len(used))
+    counts[used[0]] += 1
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_choices_are_the_same_before_and_after_compilation(seed: int) -> None:
+    counts = draws(seed)
+    frequencies = compiled().normalise(counts)
+    np.testing.assert_array_equal(plain.normalise(counts), frequencies)
+    assert plain.entropy_bits(counts[None]) == compiled().entropy_bits(counts[None])
+    assert plain.cost_bits(counts, frequencies) == compiled().cost_bits(counts, frequencies)
+    body = frequencies[np.flatnonzero(frequencies)[0] : 255]
+    assert plain.best_golomb_order(body, 11) == compiled().best_golomb_order(body, 11)
+    assert plain.cost_bits(counts, np.zeros(256, np.uint16)) == np.inf
+    assert len(pack_table(frequencies)) < 700
+
+
+@pytest.mark.parametrize("n_lanes", [1, 4, 32])
+@pytest.mark.parametrize("n", [0, 1, 31, 33, 1500])
+def test_rans_in_numpy_is_that_of_the_definition(n: int, n_lanes: int) -> None:
+    rng = np.random.default_rng(n)
+    tables = np.stack([compiled().normalise(draws(seed)) for seed in (3, 5, 7)])
+    ends, table_of = np.array([n // 3, n // 3, n // 2, n]), np.array([2, 0, 1, 0])
+    segment = np.searchsorted(ends, np.arange(n), side="right")
+    symbols = np.array([rng.choice(256, p=tables[table_of[s]] / 4096) for s in segment], np.uint8)
+    states, words = reference.rans_encode(symbols, ends, table_of, tables, n_lanes)
+    found = plain.rans_encode(symbols, ends, table_of, tables, n_lanes)
+    np.testing.assert_array_equal(found[0], states)
+    np.testing.assert_array_equal(found[1], words)
+    assert (found[0].dtype, found[1].dtype) == (np.uint32, np.uint16)
+    slots, out = plain.slot_tables(tables), np.empty(n, np.uint8)
+    assert plain.rans_decode(words, states, ends, table_of, slots, out)
+    np.testing.assert_array_equal(out, symbols)
+    for wrong in (words[:-1], np.append(words, words[:1]) if n else None):
+        if wrong is not None and len(wrong) != len(words):
+            assert not plain.rans_decode(wrong, states, ends, table_of, slots, out)
+    assert not plain.rans_decode(words, states ^ np.uint32(1 << 20), ends, table_of, slots, out) or not n
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process had just begun."""
+    monkeypatch.setattr(plain, "_spent", [0.0])
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_little_work_is_done_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plain.suffices()
+    plain.rans_encode(np.zeros(9, np.uint8), *_segment(9), 1)
+    assert plain.suffices()
+    monkeypatch.setattr(plain, "PATIENCE", plain._spent[0])
+    assert not plain.suffices()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("call", ["long stream", "kernel without a twin"])
+def test_what_is_long_or_has_no_twin_is_compiled(call: str) -> None:
+    n = plain.MOST_SYMBOLS + 1
+    if call == "long stream":
+        plain.rans_encode(np.zeros(n, np.uint8), *_segment(n), 32)
+    else:
+        plain.magnitude_classes(np.zeros(3, np.uint16))
+    assert not plain.suffices()
+
+
+def _segment(n: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
+    table = np.zeros((1, 256), np.uint16)
+    table[0, :2] = 2048
+    return np.array([n]), np.zeros(1, np.int64), table
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let numba find neither the package nor the home writable."""
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [caching.UserProvidedCacheLocator])
+    monkeypatch.setattr(config, "CACHE_DIR", "")
+    cache.is_kept.cache_clear()
+    yield
+    cache.is_kept.cache_clear()
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_kernels_are_kept_among_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache.is_kept()
+    folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert str(folder) in cache.note()
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("how", ["open to others", "a link", "a file"])
+def test_a_folder_that_others_may_fill_is_not_used(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
+    if how == "open to others":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif how == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.touch()
+    assert not cache.is_kept()
+    assert "NUMBA_CACHE_DIR" in cache.note()
+
+
+def unwritable(folder: Path) -> dict[str, str]:
+    """Copy the package, such that not even root can write kernels beside it; gives the environment."""
+    shutil.copytree(ROOT / "ckptz", folder / "ckptz", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "ckptz" / "kernels" / "__pycache__").touch()
+    (folder / "tmp").mkdir()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NUMBA_", "XDG_"))}
+    own = {"PYTHONPATH": str(folder), "HOME": "/dev/null", "TMPDIR": str(folder / "tmp")}
+    return kept | own | {"PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.mark.apps
+def test_a_machine_without_a_writable_home_or_package_works_and_says_where_kernels_are(
+    tmp_path: Path,
+) -> None:
+    environment = unwritable(tmp_path)
+    said = []
+    for _ in range(2):
+        words = [sys.executable, "-c", ONE_KERNEL]
+        done = subprocess.run(
+            words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert not done.returncode, done.stderr
+        said.append(done.stderr)
+    assert said[0].count("\n") == 1
+    assert str(tmp_path / "tmp") in said[0]
+    assert not said[1]  # the second process finds what the first compiled
