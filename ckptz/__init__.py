@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptz.commands.resume_check import resume_check
     from ckptz.commands.seal import seal
     from ckptz.commands.verify import verify
+    from ckptz.commands.warm_up import warm_up
     from ckptz.errors import CkptzError
     from ckptz.methods.grid import Grid
     from ckptz.methods.kmeans import KMeans
@@ -73,6 +74,7 @@ __all__ = [
     "safe_open",
     "seal",
     "verify",
+    "warm_up",
 ]
 
 _HOMES: Final = {
@@ -95,6 +97,7 @@ _HOMES: Final = {
     "restore": "ckptz.commands.restore",
     "inspect": "ckptz.commands.inspect",
     "verify": "ckptz.commands.verify",
+    "warm_up": "ckptz.commands.warm_up",
     "seal": "ckptz.commands.seal",
     "resume_check": "ckptz.commands.resume_check",
     "diff": "ckptz.commands.diff",

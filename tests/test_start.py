@@ -13,10 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba.core import caching, config
+from safetensors.numpy import save_file
 
+from ckptz.commands.warm_up import warm_up
 from ckptz.entropy.frequency import pack_table
 from ckptz.kernels import cache, compiled, plain
+from ckptz.kernels.notice import NOTICE
+from ckptz.methods.table import METHODS
 from tests.support import reference
+from tests.support.cli_support import ckptz
 
 ROOT = Path(__file__).parent.parent
 ONE_KERNEL = (
@@ -166,3 +171,34 @@ def test_a_machine_without_a_writable_home_or_package_works_and_says_where_kerne
     assert said[0].count("\n") == 1
     assert str(tmp_path / "tmp") in said[0]
     assert not said[1]  # the second process finds what the first compiled
+
+
+def test_a_warm_up_uses_kernels_of_every_method_and_names_their_folder() -> None:
+    ready = warm_up(jobs=1)
+    assert set(METHODS) <= set(ready.methods)
+    assert ready.folder is not None
+    assert Path(ready.folder).is_dir()
+    line = ckptz("warm-up", "--jobs", 1).stdout
+    assert line.startswith("kernels of lossless, kmeans, grid, sparse: ready, kept in ")
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    rng = np.random.default_rng(0)
+    for step in range(2):
+        weights = {"w": rng.standard_normal((1200, 1000)).astype(np.float32)}
+        save_file(weights, tmp_path / f"step-{step}.safetensors")
+    files = [str(tmp_path / f"step-{step}.safetensors") for step in range(2)]
+    said = ""
+    for words in (
+        ("warm-up",),
+        ("compress", *files, "--chain", "-o", str(tmp_path / "lossless")),
+        ("restore", str(tmp_path / "lossless" / "step-1.ckptz"), "--force"),
+        ("compress", *files, "--chain", "-o", str(tmp_path / "kmeans"), "--method", "kmeans"),
+        ("restore", str(tmp_path / "kmeans" / "step-1.ckptz"), "--force"),
+    ):
+        line = [sys.executable, "-m", "ckptz", *words]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+        said += "" if words == ("warm-up",) else done.stderr
+    assert NOTICE not in said

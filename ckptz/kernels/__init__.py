@@ -44,3 +44,9 @@ def cpu() -> Any:
 
 
 planning = cpu  # arithmetic of the encoder's choices
+
+
+def kept_in() -> str | None:
+    """Name the folder in which compiled kernels are kept for later processes; None if there is none."""
+    folder: str | None = compiled().histogram.stats.cache_path
+    return folder

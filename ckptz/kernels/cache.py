@@ -53,7 +53,7 @@ def _temporary() -> Path | None:
 def note() -> str:
     """Say where kernels are kept if it is not the usual place, as the end of a sentence; "" if it is."""
     if not is_kept():
-        return ", anew in each process: no folder can be written to keep them in; NUMBA_CACHE_DIR names one"
+        return "; again in each process, as nothing can be written to keep them: set NUMBA_CACHE_DIR"
     if str(_temporary()) == config.CACHE_DIR:
-        return f", kept in {config.CACHE_DIR}, as neither the package nor the home can be written"
+        return f"; kept in {config.CACHE_DIR}, as neither the package nor the home can be written"
     return ""

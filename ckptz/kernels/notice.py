@@ -13,7 +13,7 @@ from numba.core import event
 
 from ckptz.kernels import cache
 
-NOTICE: Final = "ckptz: compiling kernels that this machine has not used yet (up to 20 s)"
+NOTICE: Final = "ckptz: compiling kernels that were not needed here before (ahead: ckptz warm-up)"
 
 
 class _CompilationNotice(event.Listener):
@@ -28,7 +28,7 @@ class _CompilationNotice(event.Listener):
         if self._is_said or not dispatcher.py_func.__module__.startswith("ckptz."):
             return
         self._is_said = True
-        print(f"{NOTICE}{cache.note()}", file=sys.stderr, flush=True)
+        print(NOTICE + cache.note(), file=sys.stderr, flush=True)
 
     def on_end(self, event: event.Event) -> None:
         """Nothing to say."""

@@ -31,6 +31,7 @@ from ckptz_cli.resume_check import resume_check
 from ckptz_cli.seal import seal
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
+from ckptz_cli.warm_up import warm_up
 
 STOPS: Final = (signal.SIGTERM, signal.SIGHUP)  # from a scheduler, and from a terminal that is closed
 SIGNALLED: Final = 128  # the exit code is this and the signal's number, as shells report it
@@ -142,5 +143,6 @@ for _verb in (
     fold,
     apply,
     export,
+    warm_up,
 ):
     main.add_command(_verb)

@@ -1,0 +1,102 @@
+"""`ckptz warm-up`: compiles ahead what commands need, for images of containers."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
+from ckptz.dtypes import dtype_of
+from ckptz.kernels import compiled, kept_in
+from ckptz.methods.lossless import Lossless
+from ckptz.methods.method import Method
+from ckptz.methods.table import METHODS
+from ckptz.pages.notebook import Shown
+from ckptz.parallel import Workers, default_jobs
+from ckptz.pipeline import Job, write
+from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
+
+DTYPES: Final = ("F32", "BF16", "F16", "F64", "U8")
+SHAPE: Final = (96, 96)  # large enough for all lanes of the coder, and for methods to take it
+CONFIGS: Final[Mapping[str, Method]] = {name: method() for name, method in METHODS.items()} | {
+    "sparse": Lossless(sparse=True)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUpReport(Shown):
+    """The methods whose kernels are compiled, and where these are kept."""
+
+    methods: tuple[str, ...]  # whose kernels are there now
+    folder: str | None  # where they are kept; None if no folder can be written
+    seconds: float  # time taken
+
+
+def warm_up(*, jobs: int | None = None) -> WarmUpReport:
+    """Fill the cache of kernels: compile what writing and reading files need, and keep it for later processes.
+
+    Small checkpoints are written and read by every method. What is kept is of no use to other versions of
+    numba or to other processors.
+
+    Args:
+        jobs: processes that compile side by side, all cores by default; 1 is this process.
+
+    Example:
+        >>> import ckptz
+        >>> ckptz.warm_up(jobs=1).methods
+        ('lossless', 'kmeans', 'grid', 'sparse')
+    """
+    start = time.perf_counter()
+    n_jobs = min(jobs or default_jobs(), len(CONFIGS))
+    if n_jobs == 1:
+        for name in CONFIGS:
+            _write_and_read(name)
+    else:
+        # One process compiles one kernel at a time. A forked one may wait for locks of threads that it lacks.
+        with ProcessPoolExecutor(n_jobs, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(_write_and_read, CONFIGS))
+    return WarmUpReport(methods=tuple(CONFIGS), folder=kept_in(), seconds=time.perf_counter() - start)
+
+
+def _write_and_read(method: str) -> None:
+    """Write and read an anchor and a delta by a method, of weights and of whole states."""
+    compiled()
+    config = CONFIGS[method]
+    for whole in (False, True):
+        old, new = ({name: s for name, s in _state(step) if whole or "model" in name} for step in (0, 1))
+        with tempfile.TemporaryDirectory(prefix="ckptz-") as folder, contextlib.ExitStack() as held:
+            base = held.enter_context(_written(Path(folder, "anchor.ckptz"), Job(tensors=old, config=config)))
+            job = Job(tensors=new, config=config, base=base_ref(base), bases=base.tensors)
+            delta = held.enter_context(_written(Path(folder, "delta.ckptz"), job))
+            for source in delta.tensors.values():
+                source.units(0, source.n_units)
+
+
+def _written(path: Path, job: Job) -> contextlib.closing[Checkpoint]:
+    with path.open("w+b") as sink, Workers(1) as workers:
+        write(sink, job, workers)
+    return contextlib.closing(open_checkpoint(path))
+
+
+def _state(step: int) -> Iterator[tuple[str, TensorSource]]:
+    """Weights and Adam's moments of each dtype, which move a little with the step."""
+    for dtype in map(dtype_of, DTYPES):
+        for name in ("model.{}", "model.{}.bias", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq"):
+            rng, shape = np.random.default_rng(len(name)), SHAPE[: 1 if "bias" in name else 2]
+            values = rng.standard_normal(shape) + step * 0.01 * rng.standard_normal(shape)
+            exact = np.float64 if dtype.unit_bytes == 8 else np.float32
+            patterns = (values**2 if "sq" in name else values).astype(exact).view(f"u{exact().itemsize}")
+            units = (
+                patterns >> patterns.dtype.type(8 * max(patterns.itemsize - dtype.unit_bytes, 0))
+            ).ravel()
+            own = units.astype(UNIT_TYPES[dtype.unit_bytes])
+            yield name.format(dtype.name.lower()), ArraySource(dtype, shape, own)
