@@ -66,6 +66,9 @@ CHECKED = {
     "_range": "ckptz/wire/endpoint.py:_check_units",
     # as many elements in outer vectors as a tensor has rows and columns
     "_outer_rows": "ckptz/codec/frame_plan.py:_parse_outer",
+    # tiles of whole rows, and no more planes than there is room for
+    "_tile_values": "ckptz/wire/frames.py:_decode_tiled",
+    "_unpack_rows": "ckptz/wire/frames.py:_decode_tiled",
     # as many units in a base, or in a tensor that is named, as in the tensor
     "_merge_planes": "ckptz/container/reader.py:base",
     "_restore": "ckptz/container/reader.py:base",
@@ -101,6 +104,7 @@ OWN = {
     *("partition", "deviation", "thresholds"),
     *("_indices", "ladder_codes", "ladder_sums", "ladder_counts", "level_codes", "level_sums"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
+    *("_rotate", "_tile_peaks", "_tile_codes", "_pack_rows"),
 }
 # Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.
 CALLERS = {
@@ -130,6 +134,8 @@ CALLERS = {
     "top_mask": {"wire/frames.py"},
     "dequantize": {"wire/frames.py"},
     "quantize": {"wire/frames.py"},
+    "tile_values": {"wire/frames.py"},
+    "unpack_rows": {"wire/frames.py"},
 }
 
 

@@ -100,6 +100,38 @@ def test_packing_agrees(bits: int, n: int) -> None:
     assert np.array_equal(out, codes)
 
 
+@pytest.mark.parametrize("name", ["normal", "wide", "not finite", "subnormal", "huge", "patterns"])
+@pytest.mark.parametrize("tile", [16, 64, 256])
+@pytest.mark.parametrize("seed", [None, 0x123456789ABCDEF0])
+def test_tiles_agree(name: str, tile: int, seed: int | None) -> None:
+    patterns = np.resize(tensors()[name].view(np.uint32), 12 * 256)
+    row = 512
+    widths = np.array([2, 3, 5, 8, 6, 7])
+    results = []
+    for kernels, convert in ((ref, np.asarray), (wire_cpu, np.asarray), (wire_torch, to_torch)):
+        k: Any = kernels
+        rotated = k.rotate(convert(patterns), tile, False)
+        peaks, wide = k.tile_peaks(rotated, tile), k.wide(convert(widths.astype(np.uint8)))
+        codes = k.tile_codes(rotated, peaks, wide, tile, seed)
+        planes = k.pack_rows(codes, wide, row, 33)
+        values = k.tile_values(peaks, wide, k.unpack_rows(planes, wide, row), tile)
+        results.append([rotated, peaks, codes, planes, values, k.rotate(values, tile, True)])
+    for other in results[1:]:
+        for expected, found in zip(results[0], other, strict=True):
+            back = found if isinstance(found, np.ndarray) else from_torch(found, expected.dtype)
+            assert np.array_equal(expected, back)
+
+
+def test_a_rotation_keeps_the_norm_and_comes_back() -> None:
+    values = rng().standard_normal(1024).astype(np.float32)
+    for tile in (16, 64, 256):
+        rotated = wire_cpu.rotate(values.view(np.uint32), tile, False)
+        norm = np.linalg.norm(rotated.view(np.float32).reshape(-1, tile), axis=1)
+        assert np.allclose(norm, np.linalg.norm(values.reshape(-1, tile), axis=1), rtol=1e-6)
+        back = wire_cpu.rotate(rotated, tile, True).view(np.float32)
+        assert np.abs(back - values).max() < 1e-6
+
+
 @pytest.mark.parametrize("name", tensors())
 def test_top_k_agrees_and_is_exact(name: str) -> None:
     patterns = tensors()[name].view(np.uint32)

@@ -5,6 +5,7 @@ Values are F32 bit patterns. `wire_cpu.py` gives all functions here, `wire_torch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ Bytes = NDArray[np.uint8]
 Patterns = NDArray[np.uint32]
 
 MASK_32 = 0xFFFFFFFF
+TINY = 2.0**-126  # what is smaller becomes +0 after a rotation, whether subnormals are flushed or not
 ALIGN = 16  # bytes; every part of a payload is padded to it
 INFINITY = 0x7F800000
 NAN_SCALE = 0x7FC0  # bf16 scale of a block that holds something not finite
@@ -103,14 +105,32 @@ def gaps_of(where: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.diff(where, prepend=-1) - 1
 
 
-def low_bytes(numbers: NDArray[np.int64]) -> Bytes:
-    """Give the low byte of each number [n]."""
-    return (numbers & 0xFF).astype(np.uint8)
+def narrow(numbers: NDArray[np.int64], n_bytes: int) -> Any:
+    """Give the low bytes of each number [n]."""
+    return numbers.astype(f"<u{n_bytes}")
 
 
-def wide(codes: Bytes) -> NDArray[np.int64]:
-    """Convert bytes [n] to 64-bit integers."""
+def wide(codes: Any) -> NDArray[np.int64]:
+    """Convert unsigned integers [n] to 64-bit integers."""
     return codes.astype(np.int64)
+
+
+def count(n: int, like: Any) -> NDArray[np.int64]:
+    """Give the numbers 0, 1, ... [n], where `like` lives."""
+    del like
+    return np.arange(n)
+
+
+# --- tiles --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def signs_of(tile: int) -> NDArray[np.float64]:
+    """Give the signs of a rotation [tile], 1 or -1; spec/08-wire.md#tiles."""
+    x = np.arange(tile, dtype=np.uint32) * np.uint32(STEP_32)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_32_A)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(MIX_32_B)
+    return np.where((x ^ (x >> np.uint32(16))) >> np.uint32(31), -1.0, 1.0)
 
 
 # --- arithmetic of the per-link state -----------------------------------------------------------
@@ -134,6 +154,11 @@ def saturate(patterns: Patterns, largest: float) -> Patterns:
     limit = np.float32(largest)
     finite = (patterns & np.uint32(INFINITY)) != INFINITY
     return np.where(finite, np.clip(values, -limit, limit), values).astype(np.float32).view(np.uint32)
+
+
+def truth(found: Any) -> bool:
+    """Give a truth value as the kernels' callers hold it."""
+    return bool(found)
 
 
 def all_finite(patterns: Patterns) -> bool:

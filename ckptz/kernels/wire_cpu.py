@@ -15,6 +15,7 @@ from ckptz.kernels.wire_arrays import (
     BF16_MAX,
     DOWN,
     INFINITY,
+    LARGEST_F32,
     MIX_32_A,
     MIX_32_B,
     MIX_64_A,
@@ -23,9 +24,11 @@ from ckptz.kernels.wire_arrays import (
     SMALLEST,
     STEP_32,
     STEP_64,
+    TINY,
     Bytes,
     Patterns,
     as_units,
+    signs_of,
 )
 
 ONE_LESS_31 = np.int32(0x7FFFFFFF)
@@ -315,4 +318,155 @@ def _put(values: Any, mask: Any, out: Any) -> None:
 def put(values: Patterns, mask: Bytes) -> Patterns:
     out = np.empty(len(mask), np.uint32)
     _put(values, mask, out)
+    return out
+
+
+# --- tiles --------------------------------------------------------------------------------------
+
+
+@kernel
+def _rotate(values: Any, bits: Any, signs: Any, inverse: bool, out: Any, out_bits: Any) -> None:
+    tile, quarter = len(signs), len(signs) >> 2
+    root, largest = 1.0 / np.sqrt(np.float64(tile)), np.float64(LARGEST_F32[0])
+    a, b = np.empty(tile, np.float64), np.empty(tile, np.float64)
+    for begin in range(0, len(values), tile):
+        most = uint32(0)
+        for i in range(tile):
+            most = max(most, bits[begin + i] & uint32(0x7FFFFFFF))
+            a[i] = np.float64(values[begin + i]) * (1.0 if inverse else signs[i])
+        if most >= uint32(INFINITY):
+            out_bits[begin : begin + tile] = uint32(0x7FC00000)
+            continue
+        size = 1
+        while size < tile:  # two distances at once, of neighbours; after all rounds each is at its place
+            for i in range(quarter):
+                x, y = a[4 * i] + a[4 * i + 1], a[4 * i] - a[4 * i + 1]
+                z, w = a[4 * i + 2] + a[4 * i + 3], a[4 * i + 2] - a[4 * i + 3]
+                b[i], b[quarter + i], b[2 * quarter + i], b[3 * quarter + i] = x + z, y + w, x - z, y - w
+            a, b = b, a
+            size <<= 2
+        for i in range(tile):
+            value = min(max(a[i] * root, -largest), largest) * (signs[i] if inverse else 1.0)
+            out[begin + i] = np.float32(value if abs(value) >= TINY else 0.0)
+
+
+def rotate(patterns: Patterns, tile: int, inverse: bool) -> Patterns:
+    out = np.empty(len(patterns), np.float32)
+    values = patterns.view(np.float32)
+    _rotate(values, patterns, signs_of(tile), inverse, out, out.view(np.uint32))
+    return out.view(np.uint32)
+
+
+@kernel
+def _tile_peaks(patterns: Any, tile: int, out: Any) -> None:
+    for i in range(len(out)):
+        most = uint32(0)
+        for pattern in patterns[i * tile : (i + 1) * tile]:
+            most = max(most, pattern & uint32(0x7FFFFFFF))
+        if most >= uint32(INFINITY):
+            out[i] = NAN_SCALE
+        elif most:
+            out[i] = min(max((np.int64(most) + 0xFFFF) >> 16, SMALLEST), BF16_MAX)
+
+
+def tile_peaks(patterns: Patterns, tile: int) -> NDArray[np.int64]:
+    out = np.zeros(len(patterns) // tile, np.int64)
+    _tile_peaks(patterns, tile, out)
+    return out
+
+
+@kernel
+def _tile_codes(
+    values: Any, peaks: Any, widths: Any, tile: int, stochastic: bool, seed: Any, one: Any, out: Any
+) -> None:
+    one_f32, per_row = one.view(np.float32), len(peaks) // len(widths)
+    low, high = uint32(seed), uint32(seed >> uint64(32))
+    for i in range(len(peaks)):
+        begin = i * tile
+        here, source = out[begin : begin + tile], values[begin : begin + tile]
+        if peaks[i] == 0 or peaks[i] > BF16_MAX:
+            here[:] = uint8(0)
+            continue
+        one[0] = uint32(peaks[i]) << uint32(16)
+        inverse = 1.0 / np.float64(one_f32[0])
+        most = np.float64((1 << widths[i // per_row]) - 1)
+        half = most * 0.5
+        if stochastic:
+            for j in range(tile):
+                t = np.float64(source[j]) * inverse * half + half + np.float64(_random(begin + j, low, high))
+                here[j] = uint8(np.int32(min(max(t, 0.0), most)))
+        else:
+            for j in range(tile):
+                t = np.float64(source[j]) * inverse * half + half + 0.5
+                here[j] = uint8(np.int32(min(max(t, 0.0), most)))
+
+
+def tile_codes(
+    patterns: Patterns, peaks: NDArray[np.int64], widths: NDArray[np.int64], tile: int, seed: int | None
+) -> Bytes:
+    out, one = np.empty(len(patterns), np.uint8), np.zeros(1, np.uint32)
+    number, values = np.uint64(seed or 0), patterns.view(np.float32)
+    _tile_codes(values, peaks, widths, tile, seed is not None, number, one, out)
+    return out
+
+
+@kernel
+def _tile_values(peaks: Any, widths: Any, codes: Any, tile: int, one: Any, out: Any, bits: Any) -> None:
+    one_f32, per_row = one.view(np.float32), len(peaks) // len(widths)
+    for i in range(len(peaks)):
+        begin, end = i * tile, (i + 1) * tile
+        if peaks[i] > BF16_MAX:
+            bits[begin:end] = uint32(0x7FC00000)
+            continue
+        one[0] = uint32(peaks[i]) << uint32(16)
+        most = np.float64((1 << widths[i // per_row]) - 1)
+        step = np.float64(one_f32[0]) * (1.0 / most)
+        here, source = out[begin:end], codes[begin:end]
+        for j in range(tile):
+            here[j] = np.float32((2.0 * source[j] - most) * step + 0.0)
+
+
+def tile_values(peaks: NDArray[np.int64], widths: NDArray[np.int64], codes: Bytes, tile: int) -> Patterns:
+    out, one = np.empty(len(codes), np.float32), np.zeros(1, np.uint32)
+    _tile_values(peaks, widths, codes, tile, one, out, out.view(np.uint32))
+    return out.view(np.uint32)
+
+
+@kernel
+def _pack_rows(words: Any, widths: Any, row: int, out: Any) -> None:
+    """Of eight codes in a word, the product moves the lowest bits of its bytes into its highest byte."""
+    n, begin = row >> 3, 0
+    for r in range(len(widths)):
+        here = words[r * n : (r + 1) * n]
+        for bit in range(widths[r]):
+            plane = out[begin : begin + n]
+            for i in range(n):
+                ones = (here[i] >> uint64(bit)) & uint64(0x0101010101010101)
+                plane[i] = uint8((ones * uint64(0x0102040810204080)) >> uint64(56))
+            begin += n
+
+
+def pack_rows(codes: Bytes, widths: NDArray[np.int64], row: int, n_planes: int) -> Bytes:
+    out = np.zeros(n_planes * row // 8, np.uint8)
+    _pack_rows(codes.view(np.uint64), widths, row, out)
+    return out
+
+
+@kernel
+def _unpack_rows(planes: Any, widths: Any, row: int, out: Any) -> None:
+    n, begin = row >> 3, 0
+    for r in range(len(widths)):
+        here = out[r * n : (r + 1) * n]
+        for bit in range(widths[r]):
+            plane = planes[begin : begin + n]
+            for i in range(n):
+                each = (uint64(plane[i]) * uint64(0x0101010101010101)) & uint64(0x8040201008040201)
+                ones = ((each + uint64(0x7F7F7F7F7F7F7F7F)) >> uint64(7)) & uint64(0x0101010101010101)
+                here[i] |= ones << uint64(bit)
+            begin += n
+
+
+def unpack_rows(planes: Bytes, widths: NDArray[np.int64], row: int) -> Bytes:
+    out = np.zeros(len(widths) * row, np.uint8)
+    _unpack_rows(planes, widths, row, out.view(np.uint64))
     return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptz.kernels import torch as disk
-from ckptz.kernels.torch import UNIT_TYPES
+from ckptz.kernels.torch import UNIT_TYPES, _narrow, _wide
 from ckptz.kernels.torch import from_f32 as from_f32
 from ckptz.kernels.torch import to_f32 as to_f32
 from ckptz.kernels.wire_arrays import (
@@ -21,6 +21,7 @@ from ckptz.kernels.wire_arrays import (
     BF16_MAX,
     DOWN,
     INFINITY,
+    LARGEST_F32,
     MASK_32,
     MIX_32_A,
     MIX_32_B,
@@ -30,16 +31,14 @@ from ckptz.kernels.wire_arrays import (
     SMALLEST,
     STEP_32,
     STEP_64,
+    TINY,
+    signs_of,
 )
 
 
 def _signed(value: int) -> int:
     """The int64 with the bits of an unsigned 64-bit number."""
     return value - (1 << 64) if value >> 63 else value
-
-
-def _wide(units: Tensor) -> Tensor:
-    return units.to(torch.int64) & ((1 << 8 * units.element_size()) - 1)
 
 
 # --- arrays -------------------------------------------------------------------------------------
@@ -166,11 +165,7 @@ def quantize(patterns: Tensor, block: int, n_bits: int, seed: int | None) -> tup
     n_padded = rows.numel()
     t = t + (0.5 if seed is None else _random_24(seed, n_padded, patterns.device).view(rows.shape))
     codes = torch.where(usable, t.floor().clamp(max=float((1 << n_bits) - 1)), 0.0)
-    return _narrow_16(offset), _narrow_16(scale), codes.to(torch.uint8).view(-1)[:n]
-
-
-def _narrow_16(wide_patterns: Tensor) -> Tensor:
-    return ((wide_patterns ^ 0x8000) - 0x8000).to(torch.int16)
+    return _narrow(offset, 16), _narrow(scale, 16), codes.to(torch.uint8).view(-1)[:n]
 
 
 def dequantize(offsets: Tensor, scales: Tensor, codes: Tensor, block: int, largest: float) -> Tensor:
@@ -245,12 +240,88 @@ def gaps_of(where: Tensor) -> Tensor:
     return torch.diff(where, prepend=where.new_full((1,), -1)) - 1
 
 
-def low_bytes(numbers: Tensor) -> Tensor:
-    return (numbers & 0xFF).to(torch.uint8)
+wide = _wide
 
 
-def wide(codes: Tensor) -> Tensor:
-    return codes.to(torch.int64)
+def narrow(numbers: Tensor, n_bytes: int) -> Tensor:
+    return _narrow(numbers & ((1 << 8 * n_bytes) - 1), 8 * n_bytes)
+
+
+def count(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, device=like.device)
+
+
+# --- tiles --------------------------------------------------------------------------------------
+
+
+def rotate(patterns: Tensor, tile: int, inverse: bool) -> Tensor:
+    values = patterns.view(torch.float32).to(torch.float64).view(-1, tile)
+    signs = torch.from_numpy(signs_of(tile)).to(patterns.device, non_blocking=True)
+    out = values if inverse else values * signs
+    half = 1
+    while half < tile:
+        pairs = out.view(-1, tile // (2 * half), 2, half)
+        out = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
+        half *= 2
+    out = out.view(-1, tile) * tile**-0.5
+    out = (out * signs if inverse else out).clamp(-LARGEST_F32[0], LARGEST_F32[0])
+    out = torch.where(out.abs() < TINY, 0.0, out).to(torch.float32).view(torch.int32)
+    bad = ((patterns.view(-1, tile) & INFINITY) == INFINITY).any(1, keepdim=True)
+    return torch.where(bad, 0x7FC00000, out).view(-1)
+
+
+def tile_peaks(patterns: Tensor, tile: int) -> Tensor:
+    most = (patterns & 0x7FFFFFFF).view(-1, tile).amax(1).to(torch.int64)
+    up = ((most + 0xFFFF) >> 16).clamp(SMALLEST, BF16_MAX)
+    return torch.where(most >= INFINITY, NAN_SCALE, torch.where(most == 0, 0, up))
+
+
+def _of_tiles(peaks: Tensor, widths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Peaks and greatest codes of tiles [tiles, 1] in double; which are zero, and which not finite."""
+    most = ((1 << widths) - 1).repeat_interleave(len(peaks) // len(widths)).to(torch.float64)
+    bad = peaks >= INFINITY >> 16
+    peak = torch.where(bad, 0, _float_of(peaks)).to(torch.float64)
+    return peak[:, None], most[:, None], (peaks == 0)[:, None], bad[:, None]
+
+
+def tile_codes(patterns: Tensor, peaks: Tensor, widths: Tensor, tile: int, seed: int | None) -> Tensor:
+    peak, most, zero, bad = _of_tiles(peaks, widths)
+    skipped = zero | bad
+    values = torch.where(skipped, 0.0, patterns.view(torch.float32).view(-1, tile)).to(torch.float64)
+    half = most * 0.5
+    t = values * torch.where(skipped, 0.0, torch.ones_like(peak) / peak) * half + half
+    t = t + (0.5 if seed is None else _random_24(seed, t.numel(), t.device).view(t.shape).to(torch.float64))
+    return torch.where(skipped, 0.0, t.floor().clamp(min=0.0).minimum(most)).to(torch.uint8).view(-1)
+
+
+def tile_values(peaks: Tensor, widths: Tensor, codes: Tensor, tile: int) -> Tensor:
+    peak, most, _, bad = _of_tiles(peaks, widths)
+    step = peak * (torch.ones_like(most) / most)
+    values = (2.0 * codes.view(-1, tile).to(torch.float64) - most) * step
+    patterns = (values + 0.0).to(torch.float32).view(torch.int32)
+    return torch.where(bad, 0x7FC00000, patterns).view(-1)
+
+
+def _places(widths: Tensor, n_planes: int) -> Tensor:
+    """The plane of each bit of each row [rows, 8]; n_planes for those that a row lacks."""
+    bit = torch.arange(8, device=widths.device)
+    place = (widths.cumsum(0) - widths)[:, None] + bit
+    return torch.where(bit < widths[:, None], place, n_planes).clamp(max=n_planes)
+
+
+def pack_rows(codes: Tensor, widths: Tensor, row: int, n_planes: int) -> Tensor:
+    planes = torch.zeros(n_planes + 1, row // 8, dtype=torch.uint8, device=codes.device)
+    for bit, place in enumerate(_places(widths, n_planes).unbind(1)):
+        planes[place] = disk.pack_codes(codes >> bit & 1, 1).view(-1, row // 8)
+    return planes[:n_planes].reshape(-1)
+
+
+def unpack_rows(planes: Tensor, widths: Tensor, row: int) -> Tensor:
+    rows = torch.nn.functional.pad(planes.view(-1, row // 8), (0, 0, 0, 1))
+    codes = torch.zeros(len(widths) * row, dtype=torch.uint8, device=planes.device)
+    for bit, place in enumerate(_places(widths, len(rows) - 1).unbind(1)):
+        codes |= unpack(rows[place].view(-1), 1, len(codes)) << bit
+    return codes
 
 
 # --- arithmetic of the per-link state -----------------------------------------------------------
@@ -269,6 +340,10 @@ def saturate(patterns: Tensor, largest: float) -> Tensor:
     finite = (patterns & INFINITY) != INFINITY
     limit = float(np.float32(largest))
     return torch.where(finite, values.clamp(-limit, limit), values).view(torch.int32)
+
+
+def truth(found: Tensor) -> bool:
+    return bool(found)
 
 
 def all_finite(patterns: Tensor) -> bool:

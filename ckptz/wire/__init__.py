@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ckptz.wire.codecs import RAW, Adaptive, Raw, TopK, Uniform
+    from ckptz.wire.codecs import RAW, Adaptive, Raw, Tiled, TopK, Uniform
     from ckptz.wire.endpoint import Link
     from ckptz.wire.feedback import describe_memory
     from ckptz.wire.link import TensorLink
@@ -42,6 +42,7 @@ __all__ = [
     "Raw",
     "SocketLink",
     "TensorLink",
+    "Tiled",
     "TopK",
     "Uniform",
     "cap",

@@ -32,6 +32,7 @@ class CodecId(IntEnum):
     RAW = 0
     UNIFORM = 1
     TOPK = 2
+    TILED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,34 @@ class TopK:
         return self.index == "rice" or (self.index == "auto" and self.share <= RICE_BELOW)
 
 
-Codec = Raw | Uniform | TopK
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """Tiles of a row, each with its own range, and more bits for the rows whose values spread wider.
+
+    After TAH-Quant (arXiv 2506.01352). A row is the last dimension, as one token's activations, if it is
+    a multiple of the tile; else each tile is a row.
+
+    Attributes:
+        bits: mean bits of a code, 2 to 8 in steps of 1/16; a row has 2 to 8.
+        tile: elements that share a range and are rotated together: 16, 64 or 256.
+        rotate: rotate tiles by signs and a Hadamard matrix, which spreads outliers over a tile.
+    """
+
+    bits: float = 4.0
+    tile: int = 64
+    rotate: bool = True
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8 or 16 * self.bits % 1:
+            raise ConfigError(f"bits must be 2 to 8 in steps of 1/16, got {self.bits}")
+        if self.tile not in (16, 64, 256):
+            raise ConfigError(f"tile must be 16, 64 or 256, got {self.tile}")
+
+    def __str__(self) -> str:
+        return f"t{self.bits:g}-tile{self.tile}" + "-plain" * (not self.rotate)
+
+
+Codec = Raw | Uniform | TopK | Tiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +157,7 @@ class Adaptive:
 
 
 Choice = Codec | Adaptive
-_CLASSES: Final[Mapping[str, type[Raw | Uniform | TopK]]] = {"raw": Raw, "uniform": Uniform, "topk": TopK}
+_CLASSES: Final[Mapping[str, type[Codec]]] = {"raw": Raw, "uniform": Uniform, "topk": TopK, "tiled": Tiled}
 
 
 def choice_to_dict(choice: Choice) -> dict[str, Any]:
@@ -215,6 +243,34 @@ class TensorPlan:
         return min(max(int(self.codec.share * size + 0.5), 1), size)
 
     @property
+    def row(self) -> int:
+        """Elements of a row of tiles, which share a number of bits."""
+        assert isinstance(self.codec, Tiled)
+        tile = self.codec.tile
+        return tile if not self.shape or self.shape[-1] % tile else self.shape[-1]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of tiles; the last one is filled up with zeros."""
+        return -(-self.n // self.row)
+
+    @property
+    def n_planes(self) -> int:
+        """Bits of all rows together that a message has room for."""
+        assert isinstance(self.codec, Tiled)
+        return int(self.codec.bits * self.n_rows)
+
+    @property
+    def count(self) -> int:
+        """Blocks, values of TopK, or tiles: the header's `count`."""
+        codec = self.codec
+        if isinstance(codec, Tiled):
+            return self.n_rows * self.row // codec.tile
+        if isinstance(codec, TopK):
+            return self.k * self.n_samples
+        return -(-self.n // self.block) if isinstance(codec, Uniform) else 0
+
+    @property
     def cap(self) -> int:
         """Greatest size of a message, header included; the exact size of one of fixed length."""
         return HEADER_BYTES + self.payload_cap
@@ -231,6 +287,9 @@ class TensorPlan:
             return bitmap + (
                 self._blocks_bytes(n_values, BLOCK, 8) if codec.values == 8 else _padded(2 * n_values)
             )
+        if isinstance(codec, Tiled):
+            planes = self.n_planes * self.row // 8
+            return _padded(2 + self.count) + _padded((self.n_rows + 1) // 2) + _padded(planes)
         return _padded(self.raw_bytes)
 
     @staticmethod
@@ -246,13 +305,15 @@ class TensorPlan:
     @property
     def codec_id(self) -> CodecId:
         """Id of the codec in force."""
-        codecs = {Uniform: CodecId.UNIFORM, TopK: CodecId.TOPK}
+        codecs = {Uniform: CodecId.UNIFORM, TopK: CodecId.TOPK, Tiled: CodecId.TILED}
         return codecs.get(type(self.codec), CodecId.RAW)
 
     @property
     def param(self) -> int:
-        """Bits of a code or a value."""
+        """Bits of a code or a value; 1/16 bits of tiles."""
         codec = self.codec
+        if isinstance(codec, Tiled):
+            return int(16 * codec.bits)
         return codec.bits if isinstance(codec, Uniform) else codec.values if isinstance(codec, TopK) else 0
 
 

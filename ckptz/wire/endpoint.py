@@ -20,7 +20,7 @@ from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, WireError
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
-from ckptz.wire.codecs import RAW, Adaptive, CodecId, TensorPlan
+from ckptz.wire.codecs import RAW, Adaptive, TensorPlan
 from ckptz.wire.feedback import Memory
 from ckptz.wire.frames import Frame, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
@@ -329,14 +329,11 @@ class Link:
         flags |= Flag.STRONG * strong | Flag.NOT_FINITE * not_finite | Flag.EVAL * place.is_eval
         ids = place.sample_ids
         batch = 0 if ids is None else xxh64(np.ascontiguousarray(ids, "<i8")) & 0xFFFFFFFF
-        count = -(-plan.n // plan.block) if plan.codec_id is CodecId.UNIFORM else 0  # of blocks
-        if plan.codec_id is CodecId.TOPK:
-            count = plan.k * plan.n_samples
         return LinkHeader(
             *(plan.codec_id, plan.param, plan.dtype.id, int(flags)),
             *(self.src, self.dst, place.tensor, mode),
             *(place.step, place.microbatch, self.state.seq(end, direction, place)),
-            *(plan.id ^ self.policy.digest, plan.n, count, 0, batch, 0),
+            *(plan.id ^ self.policy.digest, plan.n, plan.count, 0, batch, 0),
         )
 
     def _seed(self, tensor: _Tensor) -> int:

@@ -19,12 +19,13 @@ from ckptz.bits.cursor import ByteReader
 from ckptz.entropy.streams import decode_stream, encode_stream
 from ckptz.errors import CorruptionError
 from ckptz.kernels import floats, wire_arrays
-from ckptz.wire.codecs import BLOCK, TensorPlan, TopK, Uniform
+from ckptz.wire.codecs import BLOCK, TensorPlan, Tiled, TopK, Uniform
 
 Array = Any  # of numpy, or of torch
 PACKED, RANS = 0, 1  # modes of uniform payloads
 BITMAP, RICE = 0, 1  # modes of TopK payloads: RICE + r has r low bits
 MAX_RICE: Final = 16
+ZERO_TILE, NAN_TILE, MOST_STEPS = 255, 254, 253  # of a tile's range below the greatest, in 1/8 octaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,11 @@ def _encode_blocks(
     return ranges, codes, decoded, _has_nan(scales)
 
 
-def _join(k: Any, parts: Sequence[Array], like: Array) -> Array:
-    out = k.zeros(sum(len(part) for part in parts), 1, like)
-    offset = 0
+def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> Array:
+    if n == len(parts[0]):
+        return parts[0]
+    n_bytes, offset = parts[0].itemsize, 0
+    out = k.zeros(n or sum(len(part) for part in parts), n_bytes, like)
     for part in parts:
         out[offset : offset + len(part)] = part
         offset += len(part)
@@ -209,9 +212,9 @@ def _encode_rice(k: Any, gaps: Array, mean_gap: float, like: Array) -> tuple[int
     parts = [k.from_bytes(n_unary.to_bytes(4, "little"), like), k.pack(k.mask_at(ends, n_unary), 1)]
     rest = gaps & ((1 << r) - 1)
     if r:
-        parts.append(k.pack(k.low_bytes(rest), min(r, 8)))
+        parts.append(k.pack(k.narrow(rest, 1), min(r, 8)))
     if r > 8:
-        parts.append(k.pack(k.low_bytes(rest >> 8), r - 8))
+        parts.append(k.pack(k.narrow(rest >> 8, 1), r - 8))
     return r, parts
 
 
@@ -267,6 +270,76 @@ def _decode_mask(k: Any, plan: TensorPlan, codec: TopK, parts: Parts, mode: int)
     raise CorruptionError(f"mode: {mode} does not exist for this codec")
 
 
+def _encode_tiled(k: Any, plan: TensorPlan, values: Array, seed: int | None) -> Frame:
+    codec = plan.codec
+    assert isinstance(codec, Tiled)
+    tiles = _join(k, [values], values, plan.n_rows * plan.row)
+    if codec.rotate:
+        tiles = k.rotate(tiles, codec.tile, False)
+    peaks = k.tile_peaks(tiles, codec.tile)
+    bad = peaks > wire_arrays.BF16_MAX
+    top = (peaks * ~bad).max()
+    steps = ((top - peaks).clip(0, 16 * MOST_STEPS) >> 4) * (peaks > 0) * ~bad
+    steps = steps + ZERO_TILE * (peaks == 0) + NAN_TILE * bad
+    peaks = _peaks(k, top, steps)
+    logs = (peaks * ~bad).reshape(plan.n_rows, -1).sum(1) // (plan.row // codec.tile)
+    widths = _widths(k, logs, plan.n_planes)
+    codes = k.tile_codes(tiles, peaks, widths, codec.tile, seed)
+    planes = k.pack_rows(codes, widths, plan.row, plan.n_planes)
+    head = [k.as_bytes(k.narrow(top.reshape(1), 2)), k.narrow(steps, 1)]
+    parts = (_join(k, head, codes), k.pack(k.narrow(widths, 1), 4), planes)
+    return Frame(parts, 0, lambda: _from_tiles(k, plan, peaks, widths, codes), None, k.truth(bad.any()))
+
+
+def _peaks(k: Any, top: Array, steps: Array) -> Array:
+    """The greatest magnitude of each tile, as a bf16 pattern: int64 [tiles], 0, or not finite."""
+    peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MOST_STEPS)
+    return peaks + wire_arrays.NAN_SCALE * (steps == NAN_TILE)
+
+
+def _widths(k: Any, logs: Array, n_planes: int) -> Array:
+    """Bits of each row, int64 [rows], n_planes in all: one bit for each octave of range, 2 to 8.
+
+    The range of a row is the mean logarithm of its tiles' ranges, which is what a uniform variable of
+    that range has as entropy. The threshold is found bit by bit, without asking a device for numbers.
+    """
+    spread = len(logs).bit_length()
+    keys = (logs << spread) + k.count(len(logs), logs)
+    threshold = -(1 << 15 + spread)
+    for bit in reversed(range(17 + spread)):
+        total = ((keys + (threshold + (1 << bit))) >> 7 + spread).clip(2, 8).sum()
+        threshold = threshold + (total <= n_planes) * (1 << bit)
+    return ((keys + threshold) >> 7 + spread).clip(2, 8)
+
+
+def _from_tiles(k: Any, plan: TensorPlan, peaks: Array, widths: Array, codes: Array) -> Array:
+    codec = plan.codec
+    assert isinstance(codec, Tiled)
+    tiles = k.tile_values(peaks, widths, codes, codec.tile)
+    if codec.rotate:
+        tiles = k.rotate(tiles, codec.tile, True)
+    tiles = tiles[: plan.n]
+    return tiles if plan.kind == floats.F32 else k.saturate(tiles, plan.largest)
+
+
+def _decode_tiled(k: Any, plan: TensorPlan, payload: Array, not_finite: bool) -> Array:
+    parts = Parts(payload)
+    head = parts.take(2 + plan.count, "ranges")
+    top, steps = k.wide(k.as_units(head[:2], 2))[0], k.wide(head[2:])
+    widths = k.wide(_unpacked(k, parts, 4, plan.n_rows, "widths"))
+    planes = parts.take(plan.n_planes * plan.row // 8, "codes")
+    parts.end()
+    if bool(top > wire_arrays.BF16_MAX) or bool((steps == NAN_TILE).any()) != not_finite:
+        raise CorruptionError("ranges: one is too great, or the flag for what is not finite is wrong")
+    if bool(((widths < 2) | (widths > 8)).any()) or bool(widths.sum() > plan.n_planes):
+        raise CorruptionError(f"widths: not 2 to 8 bits, or more than {plan.n_planes} in all")
+    unused = k.count(plan.n_planes, widths) >= widths.sum()
+    if bool((planes.reshape(plan.n_planes, -1).any(1) & unused).any()):
+        raise CorruptionError("codes: bits behind the last one are set")
+    codes = k.unpack_rows(planes, widths, plan.row)
+    return _from_tiles(k, plan, _peaks(k, top, steps), widths, codes)
+
+
 def encode_frame(
     k: Any,
     plan: TensorPlan,
@@ -288,6 +361,8 @@ def encode_frame(
     """
     if isinstance(plan.codec, Uniform):
         return _encode_uniform(k, plan, values, seed)
+    if isinstance(plan.codec, Tiled):
+        return _encode_tiled(k, plan, values, seed)
     if isinstance(plan.codec, TopK):
         return _encode_topk(k, plan, values, seed, mask, vary)
     return Frame((k.as_bytes(values),), 0, lambda: values)
@@ -303,6 +378,10 @@ def decode_frame(
     """
     if isinstance(plan.codec, Uniform):
         return _decode_uniform(k, plan, payload, mode, not_finite), None
+    if isinstance(plan.codec, Tiled):
+        if mode:
+            raise CorruptionError(f"mode: {mode} does not exist for this codec")
+        return _decode_tiled(k, plan, payload, not_finite), None
     if isinstance(plan.codec, TopK):
         return _decode_topk(k, plan, payload, mode, not_finite, mask)
     parts = Parts(payload)

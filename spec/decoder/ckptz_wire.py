@@ -35,7 +35,7 @@ from ckptz_frame import (
     widen,
 )
 
-RAW, UNIFORM, TOPK = range(3)  # 08-wire#codecs
+RAW, UNIFORM, TOPK, TILED = range(4)  # 08-wire#codecs
 BACKWARD, REUSE, DELTA, NOT_FINITE, EVAL = 1, 2, 4, 16, 32  # 08-wire#flags
 LARGEST = {"F32": 0x7F7FFFFF, "BF16": 0x7F7F0000, "F16": 0x477FE000}  # finite values, as F32 patterns
 
@@ -74,7 +74,7 @@ class Plan:
     def __init__(self, row: dict[str, Any], direction: str, is_eval: bool) -> None:
         self.dtype, self.n = DTYPE_OF_NAME[row["dtype"]], math.prod(row["shape"])
         self.options, policy = row["policy"][direction], row["policy"]
-        self.codec = {"raw": RAW, "uniform": UNIFORM, "topk": TOPK}[self.options["codec"]]
+        self.codec = {"raw": RAW, "uniform": UNIFORM, "topk": TOPK, "tiled": TILED}[self.options["codec"]]
         # "one sample (one index of the first dimension; the whole tensor if it has one dimension)"
         self.samples = row["shape"][0] if len(row["shape"]) > 1 else 1
         # "the agreed share of the elements of a sample, rounded half up, at least 1"
@@ -82,6 +82,11 @@ class Plan:
         self.k = max(math.floor(share * self.n / self.samples + 0.5), 1) * self.samples
         self.reuse = self.codec == TOPK and policy["reuse"] and direction == "backward"
         self.block, self.bits = self.options.get("block", 256), self.options.get("bits", 8)
+        # "A row is the last dimension if that is a multiple of t, else t elements"
+        self.tile, last = self.options.get("tile", 64), row["shape"][-1]
+        self.row = self.tile if last % self.tile else last
+        self.rows = -(-self.n // self.row)
+        self.tiles, self.planes = self.rows * self.row // self.tile, int(self.bits * self.rows)
         n_bytes = self.dtype.units([self.n]) * self.dtype.size
         lossy = self.dtype.name in EXPONENT and self.n >= 4096 and self.cap(n_bytes) < 0.75 * n_bytes
         raw_eval = policy["eval"] == "raw" or (policy["eval"] == "auto" and policy["feedback"])
@@ -90,8 +95,9 @@ class Plan:
         self.adds = self.has_state and policy["feedback"] == "ef21"
         self.limit = self.cap(n_bytes)
         wide = 16 if self.options.get("values") == 16 else 8
-        self.param = {RAW: 0, UNIFORM: self.bits, TOPK: wide}[self.codec]
-        self.count = {RAW: 0, UNIFORM: -(-self.n // self.block), TOPK: self.k}[self.codec]
+        self.param = {RAW: 0, UNIFORM: self.bits, TOPK: wide, TILED: 16 * self.bits}[self.codec]
+        blocks = -(-self.n // self.block)
+        self.count = {RAW: 0, UNIFORM: blocks, TOPK: self.k, TILED: self.tiles}[self.codec]
 
     def cap(self, n_bytes: int) -> int:
         """08-wire#sizes, of the payload."""
@@ -99,6 +105,9 @@ class Plan:
             return padded(n_bytes)
         if self.codec == UNIFORM:
             return padded(4 * -(-self.n // self.block)) + padded(-(-self.n * self.bits // 8))
+        if self.codec == TILED:
+            planes = self.planes * self.row // 8
+            return padded(2 + self.tiles) + padded(-(-self.rows // 2)) + padded(planes)
         bitmap = 0 if self.reuse else padded(-(-self.n // 8))
         if self.options["values"] == 16:
             return bitmap + padded(2 * self.k)
@@ -144,6 +153,57 @@ def uniform(plan: Plan, payload: Payload, mode: int, flag: bool) -> list[int]:
         offset, scale = (number(widen(x[i // block], "BF16")) for x in (offsets, scales))
         out.append(held(offset + scale * c, plan.dtype.name) if math.isfinite(scale) else 0x7FC00000)
     return out
+
+
+def hash_of(i: int) -> int:
+    """08-wire#rounding: h of an index, for seed 0."""
+    x = i * 0x9E3779B9 & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def rotated_back(values: list[float]) -> list[int]:
+    """08-wire#tiles: "Rotating back is steps 2 and 3 with the signs of step 1 applied before" the last."""
+    t, d = len(values), 1
+    while d < t:
+        for i in range(t):
+            if not i & d:
+                values[i], values[i + d] = values[i] + values[i + d], values[i] - values[i + d]
+        d *= 2
+    out = []
+    for i, value in enumerate(values):
+        signed = value / math.isqrt(t) * (-1 if hash_of(i) >> 31 else 1)
+        out.append(0 if abs(signed) < 2.0**-126 else held(signed, "F32"))
+    return out
+
+
+def tiled(plan: Plan, payload: Payload, flag: bool) -> list[int]:
+    """08-wire#tiles: F32 patterns of n values."""
+    head = payload.part(2 + plan.tiles)
+    top, steps = unpack(2, head[:2])[0], head[2:]
+    widths = payload.packed(plan.rows, 4)
+    planes = payload.part(plan.planes * plan.row // 8)
+    # "a top that is too great, a width below 2 or above 8, widths that exceed P"
+    need(top <= 0x7F7F and (254 in steps) == flag, "W5")
+    need(all(2 <= b <= 8 for b in widths) and sum(widths) <= plan.planes, "W5")
+    need(not any(planes[sum(widths) * plan.row // 8 :]), "W5")
+    bits, out, at = int.from_bytes(planes, "little"), [], 0
+    for r, b in enumerate(widths):
+        plane = [bits >> at + i * plan.row & (1 << plan.row) - 1 for i in range(b)]
+        at += b * plan.row
+        codes = [sum((p >> j & 1) << i for i, p in enumerate(plane)) for j in range(plan.row)]
+        for first in range(0, plan.row, plan.tile):
+            step = steps[(r * plan.row + first) // plan.tile]
+            peak = number(widen(max(top - 16 * step, 0x0880), "BF16")) if step <= 253 else 0.0
+            scale, most = peak * (1 / ((1 << b) - 1)), (1 << b) - 1
+            exact = [nearest((2 * c - most) * scale) for c in codes[first : first + plan.tile]]
+            if step == 254:
+                out += [0x7FC00000] * plan.tile
+            else:
+                exact = [0] * plan.tile if not peak else exact
+                out += rotated_back([number(x) for x in exact]) if plan.options["rotate"] else exact
+    return out[: plan.n]
 
 
 def gaps(plan: Plan, payload: Payload, r: int) -> list[int]:
@@ -212,6 +272,9 @@ class Receiver:
             return list(unpack(plan.dtype.size, data))
         if plan.codec == UNIFORM:
             patterns = uniform(plan, payload, mode, flag)
+        elif plan.codec == TILED:
+            need(mode == 0, "W5")
+            patterns = tiled(plan, payload, flag)
         else:
             patterns = self.topk(plan, due, payload, mode, flag)
         need(payload.left == 0, "W5")

@@ -16,7 +16,7 @@ import numpy as np
 
 from ckptz.bits.cursor import ByteWriter
 from ckptz.dtypes import dtype_of
-from ckptz.wire import LinkPolicy, TopK, Uniform
+from ckptz.wire import LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader, header_checksum
 from ckptz.wire.state import Place
@@ -150,6 +150,7 @@ TOP, RICE = TopK(0.05), TopK(0.01, 16, "rice")
 STEPS = tuple(Message(Place(step), seed=step) for step in range(4))
 NAN_NEXT = Message(Place(1), seed=1, with_nan=True)
 TOP21 = LinkPolicy(forward=TopK(0.05, 16), feedback="ef21", eval="raw")
+TILES = Tiled(3.25, 64)
 EF21 = LinkPolicy(forward=U2, feedback="ef21", eval="raw")
 
 WIRE: dict[str, Session] = {
@@ -171,6 +172,13 @@ WIRE: dict[str, Session] = {
         LinkPolicy(forward=TOP, backward=TOP, reuse=True),
         [Message(), Message(direction=BACKWARD, seed=1)],
     ),
+    "tiles": Session("W1 W3 W5", LinkPolicy(forward=TILES)),
+    "tiles-plain": Session("W5", LinkPolicy(forward=Tiled(2.5, 16, rotate=False)), dtype="BF16"),
+    "tiles-of-rows": Session("W5", LinkPolicy(forward=Tiled(4, 256)), shape=(3, 1366), dtype="F16"),
+    "tiles-not-finite": Session(
+        "W5", LinkPolicy(forward=TILES, feedback="ef21", eval="raw"), [STEPS[0], NAN_NEXT, STEPS[2]]
+    ),
+    "tiles-stochastic": Session("W5", LinkPolicy(forward=Tiled(2, 256), rounding="stochastic", seed=7)),
     "session-ef21": Session("W2", EF21, STEPS),
     "session-two-slots": Session(
         "W2", EF21, [Message(Place(step, microbatch), seed=step) for step in (0, 1) for microbatch in (0, 1)]
@@ -192,6 +200,7 @@ def small(change: Change) -> Session:
 
 
 LINK2, LINKC = LinkPolicy(forward=U2), LinkPolicy(forward=CODED)
+LINKTILES = LinkPolicy(forward=TILES)
 LINKT, LINKR = LinkPolicy(forward=TOP), LinkPolicy(forward=RICE)
 WIRE_REFUSED: Mapping[str, Sequence[Session]] = {
     "W1": [
@@ -236,6 +245,14 @@ WIRE_REFUSED: Mapping[str, Sequence[Session]] = {
         broken(LINKR, with_payload(0, b"\0\0")),
         broken(LINKR, with_payload(16, b"\xff" * 8)),
         broken(LINKR, with_payload(4, b"\1")),
+        broken(LINKTILES, with_header(mode=1)),
+        broken(LINKTILES, with_payload(0, b"\x80\x7f")),
+        broken(LINKTILES, with_payload(2, b"\xfe")),
+        broken(LINKTILES, with_payload(80, b"\x99")),
+        broken(LINKTILES, with_payload(80, b"\x11")),
+        broken(LINKTILES, with_payload(80, b"\x88\x88")),
+        broken(LINKTILES, with_payload(80, b"\x22")),
+        broken(LINKTILES, with_payload(80, b"\x33", flags=16)),
     ],
     "W6": [
         Session(

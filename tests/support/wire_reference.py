@@ -6,6 +6,7 @@ As in `reference.py`, every function stands under the same name and signature in
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ckptz.kernels.wire_arrays import (
     BF16_MAX,
     DOWN,
     INFINITY,
+    LARGEST_F32,
     MASK_32,
     MIX_32_A,
     MIX_32_B,
@@ -28,9 +30,11 @@ from ckptz.kernels.wire_arrays import (
     SMALLEST,
     STEP_32,
     STEP_64,
+    TINY,
     Bytes,
     Patterns,
     as_units,
+    signs_of,
 )
 from tests.support.reference import pack_codes, unpack_codes
 
@@ -181,3 +185,79 @@ def put(values: Patterns, mask: Bytes) -> Patterns:
     out = np.zeros(len(mask), np.uint32)
     out[mask != 0] = values
     return out
+
+
+# --- tiles --------------------------------------------------------------------------------------
+
+
+def rotate(patterns: Patterns, tile: int, inverse: bool) -> Patterns:
+    """Rotate each tile of [n] by signs, then the Hadamard matrix over the root of the tile; or back.
+
+    In double, pairs at distance 1, 2, 4, ... in turn; NaN where a tile holds something not finite.
+    """
+    rows = patterns.reshape(-1, tile)
+    bad = ((rows & np.uint32(INFINITY)) == INFINITY).any(axis=1)
+    out = np.where(bad[:, None], np.float32(0), rows.view(np.float32)).astype(np.float64)
+    signs = signs_of(tile)
+    out = out if inverse else out * signs
+    half = 1
+    while half < tile:
+        pairs = out.reshape(-1, tile // (2 * half), 2, half)
+        out = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        half *= 2
+    out = out.reshape(-1, tile) / math.sqrt(tile)
+    out = np.clip(out * signs if inverse else out, -LARGEST_F32[0], LARGEST_F32[0])
+    out = np.where(np.abs(out) < TINY, 0.0, out).astype(np.float32).view(np.uint32)
+    return np.where(bad[:, None], np.uint32(0x7FC00000), out).reshape(-1)
+
+
+def tile_peaks(patterns: Patterns, tile: int) -> NDArray[np.int64]:
+    """Find the least bf16 at or above the magnitudes of each tile: patterns from 2^-110 on, 0, or NaN."""
+    most = (patterns & np.uint32(0x7FFFFFFF)).reshape(-1, tile).max(axis=1).astype(np.int64)
+    up = np.clip((most + 0xFFFF) >> 16, SMALLEST, BF16_MAX)
+    return np.where(most >= INFINITY, NAN_SCALE, np.where(most == 0, 0, up))
+
+
+def _of_tiles(peaks: NDArray[np.int64], widths: NDArray[np.int64]) -> tuple[Any, Any, Any]:
+    most = np.repeat((1 << widths) - 1, len(peaks) // len(widths)).astype(np.float64)
+    bad = peaks > BF16_MAX
+    return _widen(np.where(bad, 0, peaks)).astype(np.float64)[:, None], most[:, None], bad[:, None]
+
+
+def tile_codes(
+    patterns: Patterns, peaks: NDArray[np.int64], widths: NDArray[np.int64], tile: int, seed: int | None
+) -> Bytes:
+    """Quantize tiles to 2^width levels from -peak to peak [n]; `peaks` [tiles], `widths` [rows] in bits."""
+    peak, most, bad = _of_tiles(peaks, widths)
+    usable = (peak > 0) & ~bad
+    values = np.where(usable, patterns.view(np.float32).reshape(-1, tile), np.float32(0)).astype(np.float64)
+    with np.errstate(all="ignore"):
+        t = values * np.where(usable, 1.0 / peak, 0.0) * (most * 0.5) + most * 0.5
+    t += 0.5 if seed is None else random_24(seed, len(patterns)).astype(np.float64).reshape(t.shape)
+    return np.where(usable, np.clip(np.floor(t), 0, most), 0).astype(np.uint8).reshape(-1)
+
+
+def tile_values(peaks: NDArray[np.int64], widths: NDArray[np.int64], codes: Bytes, tile: int) -> Patterns:
+    """Undo `tile_codes`: (2 code - 2^width + 1) steps of peak / (2^width - 1), in double, rounded to F32."""
+    peak, most, bad = _of_tiles(peaks, widths)
+    values = (2.0 * codes.reshape(-1, tile) - most) * (peak * (1.0 / most)) + 0.0
+    return np.where(bad, np.uint32(0x7FC00000), values.astype(np.float32).view(np.uint32)).reshape(-1)
+
+
+def pack_rows(codes: Bytes, widths: NDArray[np.int64], row: int, n_planes: int) -> Bytes:
+    """Pack bit after bit of each row [row / 8], as many as its width, one row behind the other."""
+    rows = zip(codes.reshape(-1, row), widths.tolist(), strict=True)
+    planes = [pack_codes(codes >> np.uint8(bit) & 1, 1) for codes, width in rows for bit in range(width)]
+    out = np.zeros(n_planes * row // 8, np.uint8)
+    out[: len(planes) * row // 8] = np.concatenate(planes)
+    return out
+
+
+def unpack_rows(planes: Bytes, widths: NDArray[np.int64], row: int) -> Bytes:
+    """Undo `pack_rows`: codes [rows * row]."""
+    out, begin = np.zeros((len(widths), row), np.uint8), 0
+    for codes, width in zip(out, widths.tolist(), strict=True):
+        for bit in range(width):
+            codes |= unpack(planes[begin : begin + row // 8], 1, row) << np.uint8(bit)
+            begin += row // 8
+    return out.reshape(-1)

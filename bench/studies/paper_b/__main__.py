@@ -332,9 +332,9 @@ def _spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def summary(config: Config, runs: Sequence[dict[str, Any]]) -> dict[str, object]:
-    """One row of the table: mean and standard deviation over seeds."""
-    digits = 2 if config.task != "gpt" else 3
+def summary(config: Config, runs: Sequence[dict[str, Any]], of_loss: int = 3) -> dict[str, object]:
+    """One row of the table: mean and standard deviation over seeds; a loss has `of_loss` digits."""
+    digits = of_loss if config.task.startswith("gpt") else 2
     row: dict[str, object] = {"task": config.task, "config": config.name, "seeds": len(runs)}
     for key in ("on", "off"):
         values = [run[key] for run in runs]
