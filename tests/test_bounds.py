@@ -49,6 +49,7 @@ CHECKED = {
     "union": "ckptz/codec/sparse.py:_read_plane",
     # labels of the rows of a base below its steps
     "residual_codes": "ckptz/methods/grid.py:_steps_of",
+    "residual_sums": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
     "_take": "ckptz/wire/state.py:take_mask",
     "_put": "ckptz/wire/frames.py:_decode_topk",
@@ -103,6 +104,7 @@ OWN = {
     ),
     *("partition", "deviation", "thresholds"),
     *("_indices", "ladder_codes", "ladder_sums", "ladder_counts", "level_codes", "level_sums"),
+    *("_nearest", "_drawn", "_leaf", "power", "largest", "_row_sums", "sensitivities"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
     *("_rotate", "_tile_peaks", "_tile_codes", "_pack_rows"),
 }
@@ -129,6 +131,7 @@ CALLERS = {
     "unpack": {"wire/frames.py", "wire/state.py"},
     "take": {"wire/frames.py"},
     "residual_codes": {"methods/grid.py", "quant/rounding.py"},
+    "residual_sums": {"methods/grid.py"},
     "put": {"wire/frames.py"},
     "mask_at": {"wire/frames.py"},
     "top_mask": {"wire/frames.py"},

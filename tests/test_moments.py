@@ -20,7 +20,7 @@ from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.commands.compress import CompressReport
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, Held
+from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, HeldChunks
 from ckptz.encoding.draft import Draft, Subject
 from ckptz.kernels import floats, moments
 from ckptz.methods.grid import Grid
@@ -449,25 +449,43 @@ def test_plans_of_long_ago_are_let_go() -> None:
     assert made == [*names, names[0]]
 
 
-def test_a_held_base_is_read_once() -> None:
-    class Counting(TensorSource):
-        dtype, shape, n_codes = dtype_of("F32"), (4,), 3
-        n_read = 0
+class Counting(TensorSource):
+    """Units that number themselves, with codes, and a count of chunks that were read."""
 
-        def units(self, begin: int, end: int) -> Array:
-            raise AssertionError("units and codes come from one decoding")
+    dtype, n_codes = dtype_of("F32"), 3
+    n_read = 0
 
-        def units_and_codes(self, begin: int, end: int) -> tuple[Array, Array]:
-            self.n_read += 1
-            return np.arange(begin, end, dtype=np.uint32), np.arange(begin, end, dtype=np.uint8)
+    def __init__(self, n_units: int) -> None:
+        self.shape = (n_units,)
 
-    source = Counting()
-    held = Held(source)
-    codes = held.codes(0, 4)
-    assert codes is not None
-    assert codes.tolist() == [0, 1, 2, 3]
-    assert held.units(1, 3).tolist() == [1, 2]
-    assert (held.n_codes, source.n_read) == (3, 1)
+    def units(self, begin: int, end: int) -> Array:
+        raise AssertionError("units and codes come from one decoding")
+
+    def units_and_codes(self, begin: int, end: int) -> tuple[Array, Array]:
+        self.n_read += 1
+        return np.arange(begin, end, dtype=np.uint32), np.arange(begin, end).astype(np.uint8)
+
+
+def test_the_chunks_of_a_held_base_are_read_once() -> None:
+    source = Counting(CHUNK_UNITS + 4)
+    chunks = HeldChunks()
+    for held in (chunks.of("base", source), chunks.of("base", source)):
+        for begin in (0, CHUNK_UNITS):
+            codes = held.codes(begin, begin + 4)
+            assert codes is not None
+            assert codes.tolist() == [0, 1, 2, 3]
+            assert held.units(begin + 1, begin + 3).tolist() == [begin + 1, begin + 2]
+        assert (held.n_codes, source.n_read) == (3, 2)
+
+
+def test_held_chunks_are_bounded_and_read_anew_when_they_are_gone() -> None:
+    source = Counting(3 * CHUNK_UNITS)
+    chunks = HeldChunks(most=12 * CHUNK_UNITS)  # two of them
+    held = chunks.of("base", source)
+    for n_read, begin in enumerate((0, CHUNK_UNITS, 2 * CHUNK_UNITS, 0), 1):
+        assert held.units(begin, begin + 1).tolist() == [begin]
+        assert chunks.weight <= 12 * CHUNK_UNITS
+        assert source.n_read == n_read
 
 
 # --- ladders ------------------------------------------------------------------------------------

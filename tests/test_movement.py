@@ -28,6 +28,7 @@ from ckptz.numpy import load_file
 from ckptz.quant.movement import key_of
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_file as load_torch
+from ckptz.transform.classes import labels_of_rows
 from tests.support import reference
 from tests.support.checkpointer_support import LOSSY
 
@@ -64,6 +65,52 @@ def test_kernels_round_as_their_definition_says(data: st.DataObject) -> None:
     np.testing.assert_array_equal(rounding().thresholds(key, begin, n), drawn)
     at = n // 2
     np.testing.assert_array_equal(rounding().thresholds(key, begin + at, n - at), drawn[at:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 700) | st.sampled_from([1 << 14, (1 << 14) - 13]), st.integers(1, 99), st.data())
+def test_kernels_measure_as_numpy_does(n: int, row_units: int, data: st.DataObject) -> None:
+    rng = np.random.default_rng(n)
+    values, base, given_squares = rng.standard_normal((3, n)).astype(np.float32)
+    wide, wide_base = values.astype(np.float64), base.astype(np.float64)
+    # Steps, and so the bytes of files, follow from these sums to the last bit.
+    assert rounding().power(values, values, False) == (wide**2).sum()
+    assert rounding().power(values, base, True) == ((wide - wide_base) ** 2).sum()
+    assert rounding().largest(values.view(np.uint32)) == np.abs(values).max().view(np.uint32)
+
+    begin = data.draw(st.integers(0, 200))
+    rows = np.arange(begin, begin + n) // row_units
+    is_root = data.draw(st.booleans())
+    squares = given_squares if is_root else np.abs(given_squares)
+    wide_squares = squares.astype(np.float64) ** (2 if is_root else 1)
+    row_sums = np.zeros(rows[-1] + 1)
+    energy, is_measured = rounding().sensitivities(values, squares, is_root, begin, row_units, row_sums)
+    np.testing.assert_allclose(row_sums, np.bincount(rows, wide_squares), rtol=1e-12)
+    assert (energy, is_measured) == (pytest.approx(wide_squares @ wide**2), True)
+    odd = squares.copy()
+    odd[-1] = data.draw(st.sampled_from([np.inf, np.nan, *([] if is_root else [-1e-20])]))
+    assert not rounding().sensitivities(values, odd, is_root, begin, row_units, row_sums)[1]
+    odd[-1] = -0.0
+    assert rounding().sensitivities(values, odd, is_root, begin, row_units, row_sums)[1]
+
+    labels, codes = rng.integers(0, 3, len(row_sums)).astype(np.uint8), rng.integers(0, 4, n).astype(np.uint8)
+    for given_base, sizes in ((values, np.abs(wide)), (base, np.abs(wide - wide_base))):
+        sums = np.zeros((3, 256))
+        has_base = given_base is base
+        rounding().residual_sums(values, given_base, has_base, labels, row_units, begin, codes, sums)
+        cells = labels[rows].astype(np.int64) * 256 + codes
+        expected = np.bincount(cells, sizes, sums.size).reshape(sums.shape)
+        expected[:, 0] = 0
+        np.testing.assert_array_equal(sums, expected)
+
+
+def test_labels_of_rows_are_those_of_each_unit() -> None:
+    rng = np.random.default_rng(0)
+    for row_units in (1, 3, 4095, 4096, 9000):
+        indices = rng.integers(0, 9, 50_000 // row_units + 1).astype(np.uint8)
+        for begin, end in ((0, 50_000), (12_345, 45_678), (4096, 4096)):
+            labels = labels_of_rows(indices, begin, end, row_units)
+            np.testing.assert_array_equal(labels, indices[np.arange(begin, end) // row_units])
 
 
 def test_what_has_no_level_escapes() -> None:

@@ -20,7 +20,7 @@ from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSourc
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
 from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
-from ckptz.encoding.companions import DraftBook, Held, Restored
+from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
 from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.methods.lossless import EXACT
@@ -99,13 +99,14 @@ class _Planning:
     def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
         self.tensors = tensors
         self._contents = contents
+        self._chunks = HeldChunks()
         sources = (contents.recipes[name].companion for name in tensors)
         self._shared = DraftBook(self._make, (name for name in sources if name is not None))
 
     def base(self, name: str) -> TensorSource | None:
         """What a tensor may be stored against."""
         base = matching_base(self.tensors[name], self._contents.record.bases.get(name))
-        return None if base is None else _held(base)
+        return None if base is None else self._chunks.of(f"base of {name}", base)
 
     def draft(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
@@ -134,12 +135,7 @@ class _Planning:
         if wanted is None:
             return companions_of({})
         restored = Restored(self.tensors[wanted], self.base(wanted), self._shared.draft(wanted, run))
-        return companions_of({wanted: _held(restored)})
-
-
-def _held(source: TensorSource) -> TensorSource:
-    """Read a tensor of one chunk once; a larger one whenever it is asked for."""
-    return Held(source) if source.n_units <= CHUNK_UNITS else source
+        return companions_of({wanted: self._chunks.of(wanted, restored)})
 
 
 def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[Encoding]:

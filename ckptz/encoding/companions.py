@@ -9,42 +9,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import ChunkSources, SourceOf, TensorSource, ViewOf
+from ckptz.codec.units import CHUNK_UNITS, ChunkSources, SourceOf, TensorSource, ViewOf
 from ckptz.encoding.chunk import restored_units
 from ckptz.encoding.draft import Draft, MapFunction
 from ckptz.kernels.floats import Units
 from ckptz.parallel import Recent
 
+Decoded = tuple[Units, NDArray[np.uint8] | None]
 MakeDraft = Callable[[str, MapFunction], Draft]
 
+HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit units, with its base
 MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
+
+
+class HeldChunks(Recent[Decoded]):
+    """The chunks of bases and companions that were read last: planning and coding ask for them several times.
+
+    Args:
+        most: bytes that are held.
+    """
+
+    def __init__(self, most: int = HELD_BYTES) -> None:
+        super().__init__(most, lambda one: sum(part.nbytes for part in one if part is not None))
+
+    def of(self, name: str, source: TensorSource) -> Held:
+        """Give a tensor whose chunks are held; sources of the same name are of the same values."""
+        return Held(source, name, self)
 
 
 @dataclass(frozen=True, slots=True)
 class Held(ViewOf):
-    """A base or companion of one chunk, read once: planning and coding ask for it several times.
+    """A tensor of which chunks are held, units and codes from one decoding."""
 
-    Two threads may read it twice; they find the same.
-    """
+    name: str
+    chunks: HeldChunks = field(compare=False)
 
-    _read: dict[str, Any] = field(default_factory=dict, compare=False)
+    def _chunk(self, begin: int) -> Decoded:
+        end = min(begin + CHUNK_UNITS, self.n_units)
+        if self.n_codes is None:
+            return self.source.units(begin, end), None
+        return self.source.units_and_codes(begin, end)
+
+    def _held(self, begin: int) -> Decoded:
+        return self.chunks.get((self.name, begin), lambda: self._chunk(begin))
 
     def units(self, begin: int, end: int) -> Units:
-        if "units" not in self._read:
-            self._read["units"] = self.source.units(0, self.n_units)
-        units: Units = self._read["units"]
-        return units[begin:end]
+        first = begin // CHUNK_UNITS * CHUNK_UNITS
+        if end > first + CHUNK_UNITS:
+            return self.source.units(begin, end)
+        return self._held(first)[0][begin - first : end - first]
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        if "codes" not in self._read:
-            both = self.source.units_and_codes(0, self.n_units)
-            self._read["units"], self._read["codes"] = both
-        return None if self._read["codes"] is None else self._read["codes"][begin:end]
+        first = begin // CHUNK_UNITS * CHUNK_UNITS
+        codes = self._held(first)[1]
+        return None if codes is None else codes[begin - first : end - first]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, Units, n_rows_of
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.guide import Guide
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, rounding
+from ckptz.quant.sensitivity import Floats, floats_of
 
 MIN_SPREAD: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
 # Half the largest exponent of each type: sums of values and levels stay far from infinity.
@@ -42,20 +43,27 @@ class Extent:
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None, guide: Guide, bounds: Bounds) -> Extent:
         """Measure one chunk, with its base and its guide."""
-        values = reals(source, *bounds)
-        others = np.zeros(1) if base is None else reals(base, *bounds)
-        squares = _squared_gradients(guide, *bounds)
-        with np.errstate(all="ignore"):  # what is not finite is found here, and then nothing is lost
-            power = values**2
-            return cls(
-                n_units=len(values),
-                largest=_largest(np.array([_largest(values), _largest(others)])),
-                power=float(power.sum()),
-                residual_power=np.inf if base is None else float(((values - others) ** 2).sum()),
-                row_sums=None if squares is None else _row_sums(squares, bounds[0], source.shape),
-                energy=0.0 if squares is None else float(squares @ power),
-                is_measured=squares is None or bool((np.isfinite(squares) & (squares >= 0)).all()),
+        kind = KINDS[source.dtype.name]
+        values = floats_of(source.units(*bounds), kind)
+        others = None if base is None else floats_of(base.units(*bounds), kind)
+        largest = max(_largest(values), 0 if others is None else _largest(others))
+        squares, row_sums, energy, is_measured = guide.second_moment or guide.gradient, None, 0.0, True
+        if squares is not None:
+            n_rows, is_root = n_rows_of(source.shape), guide.second_moment is None
+            given = floats_of(squares.units(*bounds), KINDS[squares.dtype.name])
+            row_units, row_sums = source.n_units // n_rows, np.zeros(n_rows)
+            energy, is_measured = rounding().sensitivities(
+                values, given, is_root, bounds[0], row_units, row_sums
             )
+        return cls(
+            n_units=len(values),
+            largest=float(np.uint32(largest).view(np.float32)),
+            power=rounding().power(values, values, False),
+            residual_power=np.inf if others is None else rounding().power(values, others, True),
+            row_sums=row_sums,
+            energy=energy,
+            is_measured=is_measured,
+        )
 
     def __add__(self, other: Extent) -> Extent:
         row_sums = self.row_sums
@@ -63,7 +71,7 @@ class Extent:
             row_sums = row_sums + other.row_sums
         return Extent(
             self.n_units + other.n_units,
-            _largest(np.array([self.largest, other.largest])),
+            max(self.largest, other.largest, key=_by_size),
             self.power + other.power,
             self.residual_power + other.residual_power,
             row_sums,
@@ -112,23 +120,14 @@ def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float 
     return energy / n_units if energy > 0 else None
 
 
-def _squared_gradients(guide: Guide, begin: int, end: int) -> Reals | None:
-    """Second moments, or squares of averaged gradients: noisier, but rows average them."""
-    if guide.second_moment is not None:
-        return reals(guide.second_moment, begin, end)
-    return None if guide.gradient is None else reals(guide.gradient, begin, end) ** 2
+def _largest(values: Floats) -> int:
+    """Find the pattern of the greatest magnitude; those of infinities and NaN are above all others."""
+    return int(rounding().largest(values.view(np.uint32)))
 
 
-def _largest(values: Reals) -> float:
-    return float(np.abs(values).max(initial=0.0))
-
-
-def _row_sums(values: Reals, begin: int, shape: tuple[int, ...]) -> Reals:
-    """Sums by row of the values from unit `begin` on."""
-    n_rows = n_rows_of(shape)
-    row_units = math.prod(shape) // n_rows
-    rows = np.arange(begin, begin + len(values)) // row_units
-    return np.bincount(rows, values, n_rows).astype(np.float64)
+def _by_size(value: float) -> float:
+    """Rank NaN above all others."""
+    return math.inf if math.isnan(value) else value
 
 
 def values_of(units: Units, dtype: DType) -> Reals:

@@ -38,7 +38,7 @@ from ckptz.quant.moments import (
     row_labels,
 )
 from ckptz.quant.quantizer import Quantizer
-from ckptz.transform.classes import MAX_INDICES, ClassRule, Magnitude, Row
+from ckptz.transform.classes import MAX_INDICES, ClassRule, Magnitude, Row, labels_of_rows
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.uint8]
@@ -208,7 +208,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Clas
         return Classes((), wanted.step * spreads, _one_label)
 
     def labels(begin: int, end: int) -> Labels:
-        return indices[np.arange(begin, end) // row_units]
+        return labels_of_rows(indices, begin, end, row_units)
 
     return Classes((Row(len(spreads), indices),), wanted.step * spreads, labels)
 

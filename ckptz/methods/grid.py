@@ -26,11 +26,11 @@ from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, Subject, summed
-from ckptz.encoding.extent import Bounds, Extent, reals, values_of
+from ckptz.encoding.extent import Bounds, Extent, reals
 from ckptz.encoding.guide import Guide
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
-from ckptz.kernels import cpu, rounding
+from ckptz.kernels import rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
 from ckptz.methods.lossless import EXACT, plan_lossless
 from ckptz.methods.method import (
@@ -55,6 +55,7 @@ from ckptz.quant.grid import RowSteps, bare_levels, fit_levels, largest_magnitud
 from ckptz.quant.movement import key_of, sampled
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
+from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role
 from ckptz.transform.classes import (
     MAX_CLASSES,
@@ -62,6 +63,7 @@ from ckptz.transform.classes import (
     BaseCode,
     ClassRule,
     Row,
+    labels_of_rows,
     n_classes_of,
     write_runs,
 )
@@ -182,7 +184,7 @@ class UniformGrid(Recipe):
     def _standing(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         """Plan a weight that is only evaluated: smallest at an equal error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
-        grid = _Grid(subject.source, base, rows, dead_zone)
+        grid = _Grid(subject.source, base, rows, dead_zone, fits_levels=True)
         counted = summed(subject.run, grid.count, subject.source)
         most, levels = grid.fit(counted)
         if (layer := _Layer.of(grid, subject.guide)) is not None:
@@ -339,7 +341,7 @@ class _Counted:
 
     Attributes:
         found: codes by class; classes are numbered by row class, then by code of the base.
-        sums: of magnitudes [n_row_classes, 256].
+        sums: of magnitudes [n_row_classes, 256], where they are asked for.
     """
 
     found: ClassCounts
@@ -361,6 +363,7 @@ class _Grid(Quantizer):
         key: of the thresholds that are drawn, or NEAREST.
         rounded: codes of the whole tensor, if they depend on one another.
         most: largest magnitude that has codes; the escape code stands for all above.
+        fits_levels: whether magnitudes are summed up while codes are counted.
     """
 
     source: TensorSource
@@ -370,6 +373,7 @@ class _Grid(Quantizer):
     key: int = NEAREST
     rounded: NDArray[np.uint8] | None = None
     most: int = MAX_MAGNITUDE
+    fits_levels: bool = False
 
     @property
     def n_base_codes(self) -> int:
@@ -381,18 +385,14 @@ class _Grid(Quantizer):
         n = 1 if self.base is None else self.base.n_codes or 1
         return n if n * self.rows.n_classes <= MAX_CLASSES else 1
 
-    def residual(self, begin: int, end: int, units: Units) -> NDArray[np.float64]:
-        """Units less the base."""
-        values: NDArray[np.float64] = values_of(units, self.source.dtype)
-        return values if self.base is None else values - reals(self.base, begin, end)
-
     def whole_residual(self) -> NDArray[np.float32]:
         """All units less the base, [rows, units of a row]."""
-        n_units = self.source.dtype.n_units(self.source.shape)
-        whole = np.empty(n_units, np.float32)
-        for begin, end in chunk_bounds(n_units):
-            whole[begin:end] = self.residual(begin, end, self.source.units(begin, end))
-        return whole.reshape(n_rows_of(tuple(self.source.shape)), -1)
+        source, base = self.source, self.base
+        whole = np.empty(source.n_units, np.float32)
+        for begin, end in source.chunk_bounds():
+            values = reals(source, begin, end)
+            whole[begin:end] = values if base is None else values - reals(base, begin, end)
+        return whole.reshape(n_rows_of(tuple(source.shape)), -1)
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Give the codes of units begin..end, uint8 [end - begin], the last one beyond the alphabet."""
@@ -405,10 +405,8 @@ class _Grid(Quantizer):
     def _inputs(self, begin: int, end: int, units: Units) -> tuple[Any, ...]:
         """Give what the kernels round: values, base, whether there is one, steps, labels, units of a row."""
         kind = KINDS[self.source.dtype.name]
-        values = cpu().to_f32(units, kind).view(np.float32)
-        base = (
-            values if self.base is None else cpu().to_f32(self.base.units(begin, end), kind).view(np.float32)
-        )
+        values = floats_of(units, kind)
+        base = values if self.base is None else floats_of(self.base.units(begin, end), kind)
         row_units = self.source.dtype.n_units(self.source.shape) // len(self.rows.labels)
         steps = self.rows.steps.astype(np.float32)
         return values, base, self.base is not None, steps, self.rows.labels, row_units
@@ -450,18 +448,19 @@ class _Grid(Quantizer):
         """Codes of one chunk by row class and code of the base."""
         units = self.source.units(*bounds)
         codes = self.codes(*bounds, units)
-        row_units = self.source.dtype.n_units(self.source.shape) // len(self.rows.labels)
-        labels = self.rows.labels[np.arange(*bounds) // row_units]
-        cells = labels.astype(np.intp) * 256 + codes
-        sums = np.bincount(cells, np.abs(self.residual(*bounds, units)), 256 * self.rows.n_classes)
-        classes, n_base_codes = labels.astype(np.uint16), self.n_base_codes
+        sums = np.zeros((self.rows.n_classes, 256))
+        if self.fits_levels:
+            values, base, has_base, _, row_labels, row_units = self._inputs(*bounds, units)
+            rounding().residual_sums(values, base, has_base, row_labels, row_units, bounds[0], codes, sums)
+        n_base_codes = self.n_base_codes
+        row_units = self.source.n_units // len(self.rows.labels)
+        classes: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, row_units)
         base_codes = None if self.base is None or n_base_codes == 1 else self.base.codes(*bounds)
         if n_base_codes > 1:
-            classes *= np.uint16(n_base_codes)
+            classes = classes * np.uint16(n_base_codes)
         if base_codes is not None:
             classes += base_codes
-        found = ClassCounts.of(classes, codes, self.rows.n_classes * n_base_codes)
-        return _Counted(found, sums.astype(np.float64).reshape(self.rows.n_classes, 256))
+        return _Counted(ClassCounts.of(classes, codes, self.rows.n_classes * n_base_codes), sums)
 
 
 @dataclass(frozen=True, slots=True)

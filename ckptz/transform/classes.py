@@ -25,6 +25,8 @@ MAX_INDICES: Final = 1 << 24  # labels that a header may hold for rows or blocks
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CLASSES: Final = 256
 
+MIN_REPEATED: Final = 1 << 12  # units of a row; shorter ones are filled together
+
 Labels = NDArray[Any]  # uint8 or uint16
 
 
@@ -112,7 +114,19 @@ def _labels_of(rule: ClassRule, sources: ClassSources, row_units: int) -> Labels
             raise CorruptionError(f"the base uses code {int(codes.max())}, the frame expects {rule.radix}")
         return codes
     size = row_units if isinstance(rule, Row) else rule.size
-    return rule.indices[np.arange(sources.begin, sources.end) // size]
+    return labels_of_rows(rule.indices, sources.begin, sources.end, size)
+
+
+def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_units: int) -> NDArray[np.uint8]:
+    """Give the labels [end - begin] of units begin..end of rows, or blocks, with a label each."""
+    first, last = begin // row_units, -(-end // row_units)
+    own = indices[first:last]
+    if row_units < MIN_REPEATED:
+        return np.repeat(own, row_units)[begin - first * row_units :][: end - begin]
+    labels = np.empty(end - begin, np.uint8)
+    for label, row in zip(own.tolist(), range(first, last), strict=True):
+        labels[max(row * row_units - begin, 0) : (row + 1) * row_units - begin] = label
+    return labels
 
 
 def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:
