@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -203,3 +204,28 @@ def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
         command = [*run, str(EXAMPLE), str(tmp_path / "run"), "10"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
         assert f"{n_ranks} ranks, from step {first} to {last}" in done.stdout
+
+
+# --- plain folders of FSDP2 -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def titan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks")
+    assert play("titan", made) == {"titan_saves 2": [{}, {}]}
+    return made
+
+
+@pytest.mark.parametrize("config", [ckptz.LOSSLESS, ckptz.Grid(step=0.25)], ids=["lossless", "grid"])
+def test_plain_folders_of_fsdp2_are_packed_restored_and_resumed(titan: Path, config: Any) -> None:
+    sources, packed = [titan / "titan" / f"step-{step}" for step in (1, 2)], titan / "titan" / config.name
+    for report in ckptz.compress(sources, packed, config=config, chain=True):
+        assert not [note for note in report.notes if "uncalibrated" not in note]  # the moments are known
+    [newest] = packed.rglob("step-2.ckptz")
+    back = titan / "titan" / "back"
+    ckptz.restore(newest, back, to="dcp")
+    said = play("titan back", titan)["titan_resumes 2"]
+    shutil.rmtree(back)
+    for one in said:
+        assert (one["step"], one["last_epoch"], one["loader"]) == (2, 2, [{"at": 0}, {"at": 1}])
+        assert one["worst"] == 0 if config == ckptz.LOSSLESS else 0 < one["worst"] < 0.01

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -23,6 +24,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -291,6 +299,54 @@ def _die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def titan(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, n_ranks: int) -> dict[str, Any]:
+    """A state in the shape that torchtitan saves: names of parameters on top, an optimizer by their names.
+
+    Its data loader is a pickle in bytes, one for each rank.
+    """
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {
+        **get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "train_state": {"step": torch.tensor(step), "ntokens_seen": torch.tensor(step << 12)},
+        "lr_scheduler": {"last_epoch": step},
+        "dataloader": {"world_size": n_ranks}
+        | {f"dp_rank_{i}": pickle.dumps({"at": i}) for i in range(n_ranks)},
+    }
+
+
+def titan_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """Plain folders of two steps, and the weights after one more."""
+    model, optimizer = a_model(n_ranks)
+    for step in (1, 2):
+        train(model, optimizer, range(step, step + 1))
+        dcp.save(titan(model, optimizer, step, n_ranks), checkpoint_id=folder / f"titan/step-{step}")
+    train(model, optimizer, range(3, 4))
+    after = weights(model)
+    if rank == 0:
+        torch.save(after, folder / "titan.pt")
+    return {}
+
+
+def titan_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """The plain reader of torch takes what was restored, on any number of ranks."""
+    model, optimizer = a_model(n_ranks)
+    state = titan(model, optimizer, 0, 0)
+    state["dataloader"] |= {f"dp_rank_{i}": b"" for i in range(2)}
+    dcp.load(state, checkpoint_id=folder / "titan/back")
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_model_state_dict(model, {n: state[n] for n in get_model_state_dict(model)})
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    train(model, optimizer, range(3, 4))
+    after = weights(model)
+    wanted = torch.load(folder / "titan.pt")
+    worst = max((after[n] - t).abs().max().item() for n, t in wanted.items())
+    loader = [pickle.loads(state["dataloader"][f"dp_rank_{i}"]) for i in range(2)]
+    return {"worst": worst, "step": int(state["train_state"]["step"]), "loader": loader} | state[
+        "lr_scheduler"
+    ]
+
+
 # --- running them ---------------------------------------------------------------------------------------
 
 Scenario = Callable[[Path, int, int], dict[str, Any]]
@@ -303,6 +359,8 @@ PLAYS: dict[str, tuple[tuple[Scenario, int], ...]] = {
     ),
     "slow": ((saves_beside_training, 4), (a_failing_rank, 4), (killed, 4)),
     "hung": ((hung, 2),),
+    "titan": ((titan_saves, 2),),
+    "titan back": ((titan_resumes, 2),),
 }
 
 
@@ -310,7 +368,7 @@ def run_rank(play: str, rank: int, folder: Path) -> None:
     for number, (scenario, n_ranks) in enumerate(PLAYS[play]):
         if rank >= n_ranks:
             continue
-        store = dist.FileStore(str(folder / f"store-{number}"), n_ranks)
+        store = dist.FileStore(str(folder / f"store-{play}-{number}"), n_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=WAIT)
         try:
             said = scenario(folder, rank, n_ranks)
