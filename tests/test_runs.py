@@ -75,6 +75,35 @@ def test_a_chain_goes_by_steps_though_shells_do_not(run: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("config", [library.LOSSLESS, library.KMeans(min_elements=1)], ids=lambda c: c.name)
+def test_a_chain_that_was_killed_goes_on_where_it_was(config: Any, tmp_path: Path) -> None:
+    sources = plain(tmp_path, (1, 2, 3))
+    compress(sources, tmp_path / "whole", config=config, chain=True)
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    compress(sources[0], cut / "step-1.ckptz", config=config)
+    reports = compress(sources, cut, config=config, chain=True, resume=True)
+    assert [Path(report.output).name for report in reports] == ["step-2.ckptz", "step-3.ckptz"]
+    assert {path.name: path.read_bytes() for path in cut.iterdir()} == wanted
+    assert compress(sources, cut, config=config, chain=True, resume=True) == ()
+    done = ckptz("compress", *sources, "--chain", "--resume", "-o", cut)
+    assert "3 of 3 outputs were there and stay as they are" in done.stderr
+
+
+def test_nobody_goes_on_after_outputs_of_something_else(tmp_path: Path) -> None:
+    first, second = plain(tmp_path, (1, 2))
+    made = tmp_path / "step-1.ckptz"
+    compress(first, made)
+    os.utime(first, (2**32, 2**32))
+    with pytest.raises(
+        ConfigError, match=r"step-1\.ckptz: is not what .*step-1\.safetensors was compressed to"
+    ):
+        compress(first, made, resume=True)
+    with pytest.raises(ConfigError, match="leave out force"):
+        compress(second, made, resume=True, force=True)
+
+
 def test_files_that_record_no_step_have_that_of_their_name(tmp_path: Path) -> None:
     for step, file in zip(STEPS, plain(tmp_path, name="{}.safetensors"), strict=True):
         ckptz("compress", file, "-o", tmp_path / f"step-{step}.ckptz")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptz.codec.units import TensorSource, tensor_bytes
-from ckptz.container.byte_source import path_of
+from ckptz.container.byte_source import open_bytes, path_of
 from ckptz.container.index import BaseRef
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.writer import Written
@@ -42,7 +42,14 @@ from ckptz.roles import Rule
 from ckptz.search.budget import Budget
 from ckptz.search_run.options import SearchOptions, SearchReport
 from ckptz.store.links import link_chain
-from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint
+from ckptz.store.resolve import (
+    SUFFIX,
+    base_file_name,
+    base_metadata,
+    base_ref,
+    open_checkpoint,
+    open_file,
+)
 from ckptz.store.runs import step_of
 from ckptz.tree.skeleton import parse_tree
 
@@ -92,6 +99,7 @@ class _Run:
     sources: list[Path]
     config: Method
     chain: bool
+    resume: bool
     step: int | None
     force: bool
     search_path: list[Path]
@@ -118,6 +126,7 @@ def compress(
     budget: Budget | Sequence[Budget] = (),
     base: PathLike | None = None,
     chain: bool = False,
+    resume: bool = False,
     step: int | None = None,
     optimizer: PathLike | None = None,
     param_names: PathLike | None = None,
@@ -143,6 +152,7 @@ def compress(
         base: store every input against this `.ckptz` or `.safetensors` file.
         chain: store every input against the one before it, the first against `base` if there is one; where
             the names of all have steps, in the order of these.
+        resume: leave outputs that are there and newer than their inputs as they are, and go on after them.
         step: training step to record; by default that of the input's metadata, or of its name.
         optimizer: a file of optimizer state that goes into the same output as the one input; what stands in a
             folder that is compressed goes along anyway.
@@ -159,7 +169,7 @@ def compress(
         on_report: is given each report as soon as its file is published.
 
     Returns:
-        One report for each input.
+        One report for each output that was written.
 
     Raises:
         FileNotFoundError: an input is missing.
@@ -177,6 +187,7 @@ def compress(
         sources=_by_step(sources) if chain else sources,
         config=checked(config),
         chain=chain,
+        resume=resume,
         step=step,
         force=force,
         search_path=paths(search_path),
@@ -233,6 +244,8 @@ def _check(run: _Run, base: Path | None) -> None:
             "a chain needs the file before, and a dry run writes none; leave one of the two out"
         )
     run.guide_files.check(run.search.template if run.search else run.config)
+    if run.resume and (run.force or run.is_dry):
+        raise ConfigError("resume leaves outputs as they are; leave out force and dry_run, or resume")
     alone = "step" if run.step is not None else "optimizer" if run.optimizer is not None else ""
     if len(run.sources) > 1 and alone:
         raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
@@ -248,6 +261,8 @@ def _compress_all(run: _Run, output: Path | None, base_path: Path | None) -> Ite
     try:
         for source, place in zip(run.sources, places, strict=True):
             report, base = _compress(source, place, base, run)
+            if report is None:
+                continue
             yield report
             if report.search is not None and report.search.is_interrupted and source != run.sources[-1]:
                 raise KeyboardInterrupt
@@ -275,8 +290,8 @@ def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
 
 def _compress(
     source: Path, place: Path, base: _Base | None, run: _Run
-) -> tuple[CompressReport, _Base | None]:
-    """Write one output; returns its report and the base of the next one."""
+) -> tuple[CompressReport | None, _Base | None]:
+    """Write one output; returns its report, None for one that was there, and the base of the next one."""
     with contextlib.ExitStack() as held:
         opened = held.enter_context(contextlib.closing(open_input(source, run.search_path)))
         sources = _files_of(opened, source)
@@ -287,7 +302,13 @@ def _compress(
         _check_restorable(opened)
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
-        target, notes = _prepare(opened, source, place, read, run)
+        target = _target(opened, source, place)
+        if run.resume and target.exists():
+            _check_made_from(opened, target, own)
+            if base is not None and run.chain:
+                base.close()
+            return None, _open_base(target, run.search_path) if run.chain else base
+        notes = _prepare(opened, target, place, read, run)
         usable = _usable(base, target, notes, is_folder=target != place)
         report = _write(opened, target, usable, notes, _Read(read, sources), run)
         if not run.chain:
@@ -327,25 +348,39 @@ def _files_of(opened: Input, source: Path) -> list[Path]:
     return [source / shard.file for shard in shards] or [source]
 
 
-def _prepare(
-    opened: Input, source: Path, place: Path, read: Iterable[Path], run: _Run
-) -> tuple[Path, list[str]]:
-    """Give the file to write, and what the user should know of files that go with the tensors."""
+def _target(opened: Input, source: Path, place: Path) -> Path:
+    """Name the file to write."""
+    return place / f"{opened.stem}{SUFFIX}" if source.is_dir() and place.suffix != SUFFIX else place
+
+
+def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp]) -> None:
+    """Require that an output which is there was made from this input, as far as its index and times tell."""
+    modified = target.stat().st_mtime_ns
+    with contextlib.closing(open_file(open_bytes(target))) as there:
+        found = {name: (source.dtype, source.shape) for name, source in there.tensors.items()}
+    wanted = {name: (source.dtype, source.shape) for name, source in opened.tensors.items()}
+    if found != wanted or any(time > modified for time, _ in sources.values()):
+        raise ConfigError(
+            f"{target}: is not what {opened.name} was compressed to, or older; remove it, or use force"
+        )
+
+
+def _prepare(opened: Input, target: Path, place: Path, read: Iterable[Path], run: _Run) -> list[str]:
+    """Make ready for the file to write; give what the user should know of files that go with the tensors."""
     notes, force = list(opened.notes), run.force or run.is_dry
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
-    if source.is_dir() and place.suffix != SUFFIX:
+    if target != place:
         make_folder(place, parents=False)
-        target = place / f"{opened.stem}{SUFFIX}"
         check_target(target, read, force=force)
         check_carried(opened.carried, place, force=force)
         if not run.is_dry:
             copy_carried(opened.carried, place)
-        return target, notes
+        return notes
     check_target(place, read, force=force)
     if opened.carried:
         notes.append(f"{len(opened.carried)} other files are not copied to {place.parent}; -o FOLDER does")
-    return place, notes
+    return notes
 
 
 def _step_of(opened: Input, run: _Run) -> int | None:

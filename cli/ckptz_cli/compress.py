@@ -23,6 +23,7 @@ Examples:
   ckptz compress model.safetensors -o out.ckptz
   ckptz compress step-200.safetensors --base step-100.ckptz --step 200
   ckptz compress step-*.safetensors --chain -o run/
+  ckptz compress step-*.safetensors --chain -o run/ --resume   goes on where it was killed
   ckptz compress hf-model-folder/ -o packed/
   ckptz compress checkpoint-*/ --chain --method grid -o run/   with the optimizer's state of a Trainer
   ckptz compress training.pt                     a torch checkpoint, read without running code
@@ -52,6 +53,11 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
     "--chain",
     is_flag=True,
     help="Store each input as a delta to the one before it, by the steps in their names.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Leave outputs that are there as they are, and go on after them, as after a run that was killed.",
 )
 @click.option(
     "--step",
@@ -118,6 +124,8 @@ def compress(
             on_report=show,
             **given,
         )
+    if n_there := len(inputs) - len(reports):
+        session.note(f"{n_there} of {len(inputs)} outputs were there and stay as they are")
     if len(reports) > 1:
         session.say(total_line(reports))
     save_plan(session, lossy["save_plan"], config, reports)
