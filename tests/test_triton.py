@@ -18,11 +18,22 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptz.bits.checksum import xxh64
+from ckptz.codec import on_device as on_device_codec
+from ckptz.codec import units as codec_units
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.on_device import Run
+from ckptz.codec.plan import exact_plan
+from ckptz.encoding import chunk as encoding_chunk
+from ckptz.encoding import on_device as on_device_encoding
+from ckptz.encoding.draft import Draft
+from ckptz.entropy import streams
 from ckptz.entropy.frequency import normalise
+from ckptz.errors import ChecksumError
+from ckptz.frameworks.torch import stored_type
+from ckptz.kernels import triton_planes as planes
+from ckptz.kernels import triton_rans as rans
+from ckptz.parallel import Workers
 from tests.support import reference
-
-planes = pytest.importorskip("ckptz.kernels.triton_planes")
-rans = pytest.importorskip("ckptz.kernels.triton_rans")
 
 pytestmark = pytest.mark.apps
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,7 +117,7 @@ def test_rans_gives_the_words_of_the_reference_and_decodes_them(drawn: list[Any]
     counts = np.bincount(np.concatenate([codes for codes, *_ in drawn]), minlength=256)
     tables = np.stack([normalise(counts), normalise(counts.cumsum() * (counts > 0))])
     n_codes = np.array([len(codes) for codes, *_ in drawn])
-    streams = rans.Streams(
+    described = rans.Streams(
         np.cumsum(n_codes) - n_codes,
         n_codes,
         np.array([lanes for *_, lanes in drawn]),
@@ -116,14 +127,14 @@ def test_rans_gives_the_words_of_the_reference_and_decodes_them(drawn: list[Any]
         tables,
     )
     buffer = moved(np.concatenate([codes for codes, *_ in drawn]))
-    words, states, n_words = rans.rans_encode(buffer, streams)
+    words, states, n_words = rans.rans_encode(buffer, described, n_codes)
     lengths, word_at = back(n_words), np.cumsum(n_codes) - back(n_words)
     for b, (codes, ends, table_of, lanes) in enumerate(drawn):
         expected = reference.rans_encode(codes, ends, table_of, tables, lanes)
         np.testing.assert_array_equal(back(states)[b, :lanes], expected[0])
         np.testing.assert_array_equal(back(words)[word_at[b] :][: lengths[b]], expected[1])
     decoded = torch.zeros_like(buffer)
-    assert back(rans.rans_decode(words, word_at, lengths, states, streams, decoded)).all()
+    assert back(rans.rans_decode(words, word_at, lengths, states, described, decoded)).all()
     np.testing.assert_array_equal(back(decoded), back(buffer))
 
 
@@ -131,13 +142,13 @@ def test_rans_notices_words_that_are_wrong_missing_or_left_over() -> None:
     codes = np.random.default_rng(1).binomial(9, 0.4, 500).astype(np.uint8)
     tables = normalise(np.bincount(codes, minlength=256))[None]
     one = np.ones(1, np.int64)
-    streams = rans.Streams(0 * one, 500 * one, 32 * one, one, 500 * one, 0 * one, tables)
-    words, states, n_words = rans.rans_encode(moved(codes), streams)
+    described = rans.single(0 * one, 500 * one, 32 * one, tables)
+    words, states, n_words = rans.rans_encode(moved(codes), described, 500 * one)
     n, begin = int(n_words[0]), 500 - int(n_words[0])
     for flip, at, length in ((1, begin, n), (0, begin, n - 1), (0, begin - 1, n + 1), (0, begin, n)):
         given = words.clone()
         given[begin + 7] = int(words[begin + 7]) ^ flip
-        got = rans.rans_decode(given, at * one, length * one, states, streams, moved(np.zeros_like(codes)))
+        got = rans.rans_decode(given, at * one, length * one, states, described, moved(np.zeros_like(codes)))
         assert bool(got[0]) == (not flip and (at, length) == (begin, n))
 
 
@@ -161,3 +172,81 @@ def kernels_launched(module: Any) -> set[str]:
     tree = ast.parse(inspect.getsource(module))
     launches = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return {ast.unparse(f.value) for f in launches if isinstance(f, ast.Subscript)}
+
+
+# --- whole chunks -------------------------------------------------------------------------------
+
+SMALL_CHUNK = 640
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes milliseconds for a step of a coder."""
+    for module in (on_device_codec, on_device_encoding, encoding_chunk, codec_units):
+        monkeypatch.setattr(module, "CHUNK_UNITS", SMALL_CHUNK)
+    monkeypatch.setattr(streams, "LANE_MIN_BYTES", (0, 40, 160))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    weights = torch.randn(2 * SMALL_CHUNK + 37, generator=generator) * 0.02
+    return {
+        "bf16": weights.bfloat16(),
+        "f32": weights[: SMALL_CHUNK + 8],
+        "few values": torch.arange(700, dtype=torch.float32) % 3,  # zstd
+        "nearly zero": torch.nn.functional.pad(weights[:4].half(), (0, 900)),  # sparse and constant
+        "integers": torch.arange(900, dtype=torch.int64),
+        "bytes": torch.arange(800, dtype=torch.uint8) % 7,
+        "one": torch.ones(1, dtype=torch.bfloat16),
+        "none": torch.ones(0),
+    }
+
+
+def encoded_here(tensor: torch.Tensor) -> tuple[Any, list[Any]]:
+    """A tensor as host memory, and its chunks as the CPU encodes them."""
+    dtype, shape = stored_type("", tensor)
+    data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.zeros(0, np.uint8)
+    source = codec_units.ArraySource.from_buffer(dtype, shape, data)
+    draft = Draft(exact_plan(dtype))
+    bounds = codec_units.chunk_bounds(source.n_units)
+    chunks = [encoding_chunk.encode_chunk(source, draft, codec_units.ChunkSources(*b)) for b in bounds]
+    return source, chunks
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("name", tensors())
+def test_chunks_coded_on_the_device_are_those_of_the_host_and_come_back_there(name: str) -> None:
+    tensor = tensors()[name]
+    source, chunks = encoded_here(tensor)
+    with Workers(1) as workers:
+        most = int(2 * SMALL_CHUNK * 2.25 * source.dtype.unit_bytes)
+        made = on_device_encoding.encode_on_device(
+            tensor.to(DEVICE), source.dtype, source.shape, workers, most
+        )
+    assert [(c.record, bytes(c.payload)) for c in made.chunks] == [(c.record, c.payload) for c in chunks]
+    if source.n_units > 40:
+        np.testing.assert_array_equal(made.units(3, 40), source.units(3, 40))
+    header = FrameHeader(source.dtype, source.shape, made.plan, tuple(c.record for c in chunks))
+    payloads = [np.frombuffer(c.payload, np.uint8) for c in chunks]
+    out = moved(np.zeros_like(source.flat))
+    half = len(payloads) // 2
+    cut = half * SMALL_CHUNK
+    runs = [Run(header, 0, payloads[:half], out[:cut]), Run(header, half, payloads[half:], out[cut:])]
+    on_device_codec.decode_runs(runs)
+    np.testing.assert_array_equal(back(out), source.flat)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_damage_is_reported_as_the_host_reports_it() -> None:
+    source, chunks = encoded_here(tensors()["bf16"])
+    header = FrameHeader(
+        source.dtype, source.shape, exact_plan(source.dtype), tuple(c.record for c in chunks)
+    )
+    whole = [np.frombuffer(c.payload, np.uint8) for c in chunks]
+    damaged = [at for at in range(0, len(whole[1]), 97)] + [len(whole[1]) - 1, SMALL_CHUNK, SMALL_CHUNK + 1]
+    for at in damaged:
+        payload = whole[1].copy()
+        payload[at] ^= 0x55
+        run = Run(header, 0, [whole[0], payload, whole[2]], moved(np.zeros_like(source.flat)))
+        with pytest.raises(ChecksumError, match="chunk 1: its stored bytes were changed"):
+            on_device_codec.decode_runs([run])

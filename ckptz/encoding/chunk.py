@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64, xxh64_of_parts
+from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, Predictor, StreamTables, kernel_mode
-from ckptz.codec.units import ChunkSources, TensorSource
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ChunkSources, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
@@ -64,6 +65,26 @@ class EncodedChunk:
     def payload(self) -> bytes:
         """All streams as one copy."""
         return b"".join(self.streams)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSource(TensorSource):
+    """A tensor that was encoded elsewhere, without loss; its units are decoded when they are asked for."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    plan: Plan
+    chunks: tuple[EncodedChunk, ...]
+
+    def units(self, begin: int, end: int) -> Units:
+        header = FrameHeader(self.dtype, self.shape, self.plan, tuple(chunk.record for chunk in self.chunks))
+        first, last = begin // CHUNK_UNITS, -(-end // CHUNK_UNITS)
+        at = first * CHUNK_UNITS
+        out = np.empty(min(last * CHUNK_UNITS, self.n_units) - at, UNIT_TYPES[self.dtype.unit_bytes])
+        for index, (low, high) in enumerate(chunk_bounds(len(out)), first):
+            payload = np.frombuffer(self.chunks[index].payload, np.uint8)
+            decode_chunk(header, index, payload, ChunkSources(at + low, at + high), out[low:high])
+        return out[begin - at : end - at]
 
 
 def _encode_classed(
@@ -181,6 +202,8 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
 def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
     """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
     plan = draft.plan
+    if isinstance(source, EncodedSource) and draft == Draft(source.plan):
+        return source.chunks[sources.begin // CHUNK_UNITS]
     header = FrameHeader(source.dtype, source.shape, plan, ())
     exact = source.units(sources.begin, sources.end)
     units = exact if draft.source is None else draft.source.units(sources.begin, sources.end)

@@ -83,19 +83,20 @@ def _zstd_compress(symbols: Bytes, level: int = ZSTD_LEVEL) -> bytes:
 # --- rANS ---------------------------------------------------------------------------------------
 
 
-def _n_lanes_for(n_bytes: float) -> int:
+def n_lanes_for(n_bytes: float) -> int:
+    """Choose the lanes of a stream that takes about so many bytes."""
     return max(lanes for lanes, least in zip(LANE_CHOICES, LANE_MIN_BYTES, strict=True) if n_bytes >= least)
 
 
 def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> bytes:
     """Code symbols [n]: lane index u8, lane states u32 each, words u16 each."""
-    n_lanes = _n_lanes_for(expected_bytes)
+    n_lanes = n_lanes_for(expected_bytes)
     states, words = cpu().rans_encode(symbols, segments.ends, segments.table_of, segments.tables, n_lanes)
     return b"".join((bytes((LANE_CHOICES.index(n_lanes),)), states.tobytes(), words.tobytes()))
 
 
-def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
-    """Decode what `encode_rans` wrote, all that is left of `source`, into `out` [n]."""
+def parse_rans(source: ByteReader) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """Take what `encode_rans` wrote, all that is left of `source`: lane states and words."""
     index = source.u8("rANS lanes")
     if index >= len(LANE_CHOICES):
         raise CorruptionError(f"rANS stream: lane index {index} is not defined")
@@ -105,6 +106,12 @@ def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
     words = np.frombuffer(source.take(source.left, "rANS words"), "<u2")
     if (states < 1 << 16).any():
         raise CorruptionError("rANS stream: a lane state is below 2^16")
+    return states, words
+
+
+def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
+    """Decode what `encode_rans` wrote, all that is left of `source`, into `out` [n]."""
+    states, words = parse_rans(source)
     if not cpu().rans_decode(words, states, segments.ends, segments.table_of, segments.slot_tables(), out):
         raise CorruptionError("rANS stream does not end in its start state")
 
@@ -168,47 +175,97 @@ def encode_stream(
     """
     n = len(symbols)
     if counts is None:
-        if _looks_random(symbols):
+        if looks_random(n, spread_of(symbols), middle_of(symbols)):
             return CoderId.STORED, symbols.data
         counts = cpu().histogram(symbols)
     common = int(counts.argmax())
     if counts[common] == n:
         return CoderId.CONSTANT, bytes((common,))
-    table = normalise(counts)
-    packed = pack_table(table)
-    rans_bytes = cost_bits(counts, table) / 8
-    rans_bytes += len(packed) + 1 + 4 * _n_lanes_for(rans_bytes)
-    pays = rans_bytes < n * (1 - MIN_GAIN)
-    plain = min(rans_bytes if pays else n, beat)
+    own = OwnTable.of(counts)
+    plain = min(own.n_bytes if own.pays else n, beat)
     candidates: list[tuple[CoderId, bytes]] = []
     if counts[common] >= SPARSE_MIN_SHARE * n and not nested:
         gaps, values = cpu().sparse_split(symbols, common)
         candidates.append((CoderId.SPARSE, encode_sparse(gaps, values, common)))
-    if _zstd_promises(symbols, plain):
+    if _zstd_promises(middle_of(symbols), n, plain):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
     if candidates and len(stream) < plain:
         return coder, stream
-    if not pays or rans_bytes > plain:
+    if not own.pays or own.n_bytes > plain:
         return CoderId.STORED, symbols.data
-    return CoderId.RANS_OWN, packed + encode_rans(symbols, _single(table, n), rans_bytes)
+    return CoderId.RANS_OWN, own.packed + encode_rans(symbols, _single(own.frequencies, n), own.n_bytes)
 
 
-def _looks_random(symbols: Bytes) -> bool:
-    """Tell whether samples from all over a long stream have nearly eight bits of entropy and no repeats."""
-    if len(symbols) < RANDOM_MIN:
+@dataclass(frozen=True, slots=True)
+class OwnTable:
+    """What coder rans-own would make of a stream of n codes."""
+
+    n: int
+    frequencies: Frequencies  # [256]
+    packed: bytes
+    n_bytes: float  # of the stream
+    pays: bool  # whether it is enough smaller than the codes
+
+    @classmethod
+    def of(cls, counts: Counts) -> OwnTable:
+        """Foresee it from the codes' counts [256]."""
+        n, table = int(counts.sum()), normalise(counts)
+        packed, n_bytes = pack_table(table), cost_bits(counts, table) / 8
+        n_bytes += len(packed) + 1 + 4 * n_lanes_for(n_bytes)
+        return cls(n, table, packed, n_bytes, n_bytes < n * (1 - MIN_GAIN))
+
+    @property
+    def most_words(self) -> int:
+        """Give a bound of the words: a step loses less than log2(17 / 16) bits, as x / f is at least 16."""
+        return min(self.n, int((8 * self.n_bytes + 0.0875 * self.n) / 16) + 1)
+
+
+def choose_elsewhere(n: int, counts: Counts, spread: Bytes, middle: Bytes) -> OwnTable | CoderId | None:
+    """Choose as `encode_stream` would, of codes that are not here: rans-own by its table, constant or stored.
+
+    Args:
+        n: codes, at least 1.
+        counts: their histogram [256].
+        spread: what `spread_of` gives of them.
+        middle: what `middle_of` gives.
+
+    Returns:
+        None if another coder must be tried, which takes all codes.
+    """
+    if looks_random(n, spread, middle):
+        return CoderId.STORED
+    if (most := counts.max()) == n:
+        return CoderId.CONSTANT
+    own = OwnTable.of(counts)
+    if most >= SPARSE_MIN_SHARE * n or _zstd_promises(middle, n, own.n_bytes if own.pays else n):
+        return None
+    return own if own.pays else CoderId.STORED
+
+
+def middle_of(symbols: Any) -> Any:
+    """Give the sample that zstd is tried on, of an array or tensor [..., n]."""
+    begin = max((symbols.shape[-1] - ZSTD_SAMPLE) // 2, 0)
+    return symbols[..., begin : begin + ZSTD_SAMPLE]
+
+
+def spread_of(symbols: Any) -> Any:
+    """Give samples from all over an array or tensor [..., n]: [..., 64, 512 at most]."""
+    n = symbols.shape[-1]
+    return symbols[..., : n // 64 * 64].reshape(*symbols.shape[:-1], 64, -1)[..., :512]
+
+
+def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
+    """Tell whether samples of a long stream of n codes have nearly eight bits of entropy and no repeats."""
+    if n < RANDOM_MIN:
         return False
-    spread = np.ascontiguousarray(symbols[: len(symbols) // 64 * 64].reshape(64, -1)[:, :512]).reshape(-1)
-    return entropy_bits(cpu().histogram(spread)[None]) > RANDOM_BITS * len(spread) and not _zstd_promises(
-        symbols, len(symbols)
-    )
+    sample = np.ascontiguousarray(spread).reshape(-1)
+    is_even = entropy_bits(cpu().histogram(sample)[None]) > RANDOM_BITS * len(sample)
+    return is_even and not _zstd_promises(middle, n, n)
 
 
-def _zstd_promises(symbols: Bytes, other_bytes: float) -> bool:
-    n = len(symbols)
-    begin = max((n - ZSTD_SAMPLE) // 2, 0)
-    sample = symbols[begin : begin + ZSTD_SAMPLE]
-    return len(_zstd_compress(sample, ZSTD_SAMPLE_LEVEL)) < ZSTD_MIN_GAIN * other_bytes * len(sample) / n
+def _zstd_promises(middle: Bytes, n: int, other_bytes: float) -> bool:
+    return len(_zstd_compress(middle, ZSTD_SAMPLE_LEVEL)) < ZSTD_MIN_GAIN * other_bytes * len(middle) / n
 
 
 def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments | None = None) -> None:

@@ -6,7 +6,8 @@ int64, masked to the width of the unit, because torch has no arithmetic on unsig
 
 from __future__ import annotations
 
-from typing import Final
+import contextlib
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,17 @@ from ckptz.kernels.floats import (
 )
 
 UNIT_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+UNSIGNED: Final = {
+    1: torch.uint8,
+    2: torch.uint16,
+    4: torch.uint32,
+    8: torch.uint64,
+}  # hold bits, no arithmetic
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a device the one that kernels are launched on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _width(units: Tensor) -> int:

@@ -102,7 +102,7 @@ def _encode(
     """Code stream `program_id` backwards, so that its words end before words[word_end[b]].
 
     `entries` are the tables of `coding_cpu.encoding_tables`: reciprocal | start << 32 | shift << 44 |
-    frequency - 1 << 48. Every code may take a word.
+    frequency - 1 << 48.
     """
     b = tl.program_id(0)
     lane = tl.arange(0, 32)
@@ -174,22 +174,33 @@ class Streams:
         )
 
 
+def single(code_at: Counts, n_codes: Counts, n_lanes: Counts, tables: Frequencies) -> Streams:
+    """Describe streams that have a table each, [n_streams, 256]."""
+    ones = np.ones(len(n_codes), np.int64)
+    return Streams(code_at, n_codes, n_lanes, ones, n_codes, np.arange(len(ones)), tables)
+
+
 def _on(array: np.ndarray, dtype: type[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
 
 
-def rans_encode(codes: Tensor, streams: Streams) -> tuple[Tensor, Tensor, Tensor]:
+def rans_encode(codes: Tensor, streams: Streams, most_words: Counts) -> tuple[Tensor, Tensor, Tensor]:
     """Code streams of a buffer uint8 [n].
 
+    Args:
+        codes: the buffer.
+        streams: what to code of it.
+        most_words: a bound of the words of each; the number of its codes is one.
+
     Returns:
-        (words, states, n_words): uint16 [codes of all streams], of which stream b has the last n_words[b] of
-        those before the end of its own; uint32 [n_streams, 32]; int32 [n_streams].
+        (words, states, n_words): uint16 [all most_words], where stream b has the last n_words[b] of its
+        most_words[b]; uint32 [n_streams, 32]; int32 [n_streams].
     """
     n, device = len(streams), codes.device
     code_at, n_codes, n_lanes, *segments = streams._places(device)
     entries = _on(cpu().encoding_tables(streams.tables), np.uint64, device)
-    words = torch.empty(int(streams.n_codes.sum()), dtype=torch.uint16, device=device)
-    word_end = _on(np.cumsum(streams.n_codes), np.int64, device)
+    words = torch.empty(int(most_words.sum()), dtype=torch.uint16, device=device)
+    word_end = _on(np.cumsum(most_words), np.int64, device)
     states = torch.empty((n, 32), dtype=torch.uint32, device=device)
     n_words = torch.empty(n, dtype=torch.int32, device=device)
     places = (codes, code_at, n_codes, n_lanes, *segments)
