@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from ckptz import Checkpointer, Grid, safe_open
+from ckptz.api import read as api_read
 from ckptz.bits.checksum import xxh64
+from ckptz.codec import decode as codec_decode
 from ckptz.codec import on_device as on_device_codec
 from ckptz.codec import units as codec_units
+from ckptz.codec.decode import Run
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.on_device import Run
 from ckptz.codec.plan import exact_plan
+from ckptz.container.reader import FrameSource
 from ckptz.encoding import chunk as encoding_chunk
 from ckptz.encoding import on_device as on_device_encoding
 from ckptz.encoding.draft import Draft
 from ckptz.entropy import streams
 from ckptz.entropy.frequency import normalise
 from ckptz.errors import ChecksumError
+from ckptz.frameworks import torch as torch_frameworks
 from ckptz.frameworks.torch import stored_type
+from ckptz.kernels import torch as torch_kernels
 from ckptz.kernels import triton_planes as planes
 from ckptz.kernels import triton_rans as rans
 from ckptz.parallel import Workers
+from ckptz.torch import load_file, save_file
+from ckptz.training import device as training_device
 from tests.support import reference
 
 pytestmark = pytest.mark.apps
@@ -182,7 +191,7 @@ SMALL_CHUNK = 640
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes milliseconds for a step of a coder."""
-    for module in (on_device_codec, on_device_encoding, encoding_chunk, codec_units):
+    for module in (on_device_codec, codec_decode, on_device_encoding, encoding_chunk, codec_units):
         monkeypatch.setattr(module, "CHUNK_UNITS", SMALL_CHUNK)
     monkeypatch.setattr(streams, "LANE_MIN_BYTES", (0, 40, 160))
 
@@ -243,10 +252,130 @@ def test_damage_is_reported_as_the_host_reports_it() -> None:
         source.dtype, source.shape, exact_plan(source.dtype), tuple(c.record for c in chunks)
     )
     whole = [np.frombuffer(c.payload, np.uint8) for c in chunks]
-    damaged = [at for at in range(0, len(whole[1]), 97)] + [len(whole[1]) - 1, SMALL_CHUNK, SMALL_CHUNK + 1]
+    damaged = [3, len(whole[1]) - 1, SMALL_CHUNK, SMALL_CHUNK + 30]
     for at in damaged:
         payload = whole[1].copy()
         payload[at] ^= 0x55
         run = Run(header, 0, [whole[0], payload, whole[2]], moved(np.zeros_like(source.flat)))
         with pytest.raises(ChecksumError, match="chunk 1: its stored bytes were changed"):
             on_device_codec.decode_runs([run])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32])
+def test_whole_chunks_on_hardware_take_bounded_memory(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(5 * codec_units.CHUNK_UNITS + 12_345, generator=generator) * 0.02
+    tensor = (values * (1 if dtype.is_floating_point else 1000)).to(dtype)
+    source, chunks = encoded_here(tensor)
+    live = tensor.to(DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before, most = torch.cuda.memory_allocated(), 2 * int(2.25 * codec_units.CHUNK_UNITS * dtype.itemsize)
+    with Workers(4) as workers:
+        made = on_device_encoding.encode_on_device(live, source.dtype, source.shape, workers, most)
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * most
+    assert [(c.record, bytes(c.payload)) for c in made.chunks] == [(c.record, c.payload) for c in chunks]
+    header = FrameHeader(source.dtype, source.shape, made.plan, tuple(c.record for c in chunks))
+    out = moved(np.zeros_like(source.flat))
+    payloads = [np.frombuffer(c.payload, np.uint8) for c in chunks]
+    on_device_codec.decode_runs([Run(header, 0, payloads, out)])
+    np.testing.assert_array_equal(back(out), source.flat)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory counts as a device with kernels where there is no GPU."""
+    monkeypatch.setattr(streams, "LANE_MIN_BYTES", (0, 40, 160))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch_frameworks, "has_kernels", lambda device: True)
+
+
+@pytest.fixture
+def decoded_on_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of tensors of which a chunk was decoded on the host."""
+    names: list[str] = []
+    decode = FrameSource.decode_chunk
+
+    def noted(self: FrameSource, index: int, out: Any) -> Any:
+        names.append(self.entry.name)
+        return decode(self, index, out)
+
+    monkeypatch.setattr(FrameSource, "decode_chunk", noted)
+    return names
+
+
+@pytest.mark.usefixtures("kernels_everywhere")
+def test_files_are_decoded_on_the_device_where_it_can_and_else_on_the_host(
+    tmp_path: Path, decoded_on_host: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_read, "DEVICE_BYTES", 6000)  # several batches
+    first = tensors()
+    save_file(first, tmp_path / "1.ckptz")
+    loaded = load_file(tmp_path / "1.ckptz", DEVICE)
+    assert decoded_on_host == []
+    assert loaded.keys() == first.keys()
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    second["bf16"][::9] *= 1.01
+    save_file(second, tmp_path / "2.ckptz", base=tmp_path / "1.ckptz")
+    changed = load_file(tmp_path / "2.ckptz", DEVICE)
+    assert "bf16" in decoded_on_host
+    for name in first:
+        assert torch.equal(loaded[name].cpu(), first[name])
+        assert torch.equal(changed[name].cpu(), second[name])
+        assert loaded[name].device.type == DEVICE
+
+
+@pytest.mark.usefixtures("kernels_everywhere")
+def test_a_damaged_file_names_file_tensor_and_chunk_on_the_device_too(tmp_path: Path) -> None:
+    path = tmp_path / "1.ckptz"
+    save_file({"weight": tensors()["bf16"]}, path)
+    with safe_open(path, "pt") as file:
+        payload = file._opened.sources["weight"].payload(0)
+    data = bytearray(path.read_bytes())
+    data[data.index(payload.tobytes()) + 50] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ChecksumError, match=r"1\.ckptz: tensor 'weight': chunk 0"):
+        load_file(path, DEVICE)
+
+
+@pytest.mark.usefixtures("kernels_everywhere")
+def test_a_checkpointer_writes_the_files_of_the_host_from_what_the_device_coded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(24, 24).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)
+    model(torch.ones(3, 24, device=DEVICE)).square().sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(training_device, "MIN_ENCODED", 1 << 40)
+    with Checkpointer(tmp_path / "host", model, optimizer, anchor_every=1, background=False) as plain:
+        plain.save(1)
+    monkeypatch.setattr(training_device, "MIN_ENCODED", 500)
+    monkeypatch.setattr(training_device, "lives_elsewhere", torch.Tensor.is_floating_point)
+    monkeypatch.setattr(torch_kernels, "has_kernels", lambda device: True)
+    with Checkpointer(tmp_path / "there", model, optimizer, anchor_every=1, background=False) as there:
+        there.save(1)
+        report = there.wait()
+        assert len(there._snapshot.encoded) == 3  # the weight and its two moments
+        assert report is not None
+        assert report.notes == ()
+    files = sorted(path.name for path in (tmp_path / "host").glob("*.ckptz"))
+    assert len(files) == 2
+    for name in files:
+        assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "host" / name).read_bytes()
+
+
+@pytest.mark.usefixtures("kernels_everywhere")
+def test_what_the_device_does_not_code_yet_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_device, "MIN_ENCODED", 500)
+    monkeypatch.setattr(training_device, "lives_elsewhere", torch.Tensor.is_floating_point)
+    monkeypatch.setattr(torch_kernels, "has_kernels", lambda device: True)
+    model = torch.nn.Linear(24, 24).to(DEVICE)
+    with Checkpointer(tmp_path / "run", model, config=Grid(step=1.0), background=False) as checkpointer:
+        checkpointer.save(1)
+        report = checkpointer.wait()
+    assert report is not None
+    assert any(note.startswith("1 tensors of 0.0 MB were encoded on the host") for note in report.notes)

@@ -12,15 +12,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+from ckptz.codec.decode import Run
 from ckptz.codec.units import CHUNK_UNITS, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError
-from ckptz.frameworks import Framework, Selection
+from ckptz.frameworks import Device, Framework, Selection
 from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
 from ckptz.parallel import Workers, default_jobs
 
+DEVICE_BYTES: Final = 768 << 20  # taken on a device beside the tensors
+SCRATCH: Final = 2  # bytes that decoding a byte takes there: planes, and at most as many words
 CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -88,6 +91,39 @@ def read_tensors(
         framework: makes the tensors.
         jobs: threads, all cores by default.
     """
+    decoder = framework.decoder
+    if decoder is None:
+        yield from _read_here(sources, framework, jobs)
+        return
+    for there, names in groupby(sources, lambda name: decoder.decodes(sources[name].header)):
+        part = {name: sources[name] for name in names}
+        yield from _read_there(part, framework, decoder) if there else _read_here(part, framework, jobs)
+
+
+def _read_there(
+    sources: Mapping[str, FrameSource], framework: Framework, device: Device
+) -> Iterator[tuple[str, Any]]:
+    """Decode on a device, in batches that take bounded memory there beside the tensors."""
+    made: dict[str, Any] = {}
+    batch: list[Run] = []
+    for name, source in sources.items():
+        check_empty(source)
+        made[name], units = device.allocate(source.dtype, framework.shape_of(source.dtype, source.shape))
+        most = max(DEVICE_BYTES // (SCRATCH * source.dtype.unit_bytes * CHUNK_UNITS), 1)
+        for first in range(0, n_chunks_of(source.n_units), most):
+            end = min(first + most, n_chunks_of(source.n_units))
+            out = units[first * CHUNK_UNITS : end * CHUNK_UNITS]
+            if SCRATCH * (sum(run.out.nbytes for run in batch) + out.nbytes) > DEVICE_BYTES:
+                device.decode_runs(batch)
+                batch.clear()
+            batch.append(source.run(first, end, out))
+    device.decode_runs(batch)
+    yield from made.items()
+
+
+def _read_here(
+    sources: Mapping[str, FrameSource], framework: Framework, jobs: int | None
+) -> Iterator[tuple[str, Any]]:
     made: dict[str, Any] = {}
 
     def allocate(name: str) -> Units:

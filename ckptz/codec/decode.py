@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,13 +14,37 @@ from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import Predictor, kernel_mode
 from ckptz.codec.sparse import read_changes
-from ckptz.codec.units import ChunkSources
+from ckptz.codec.units import CHUNK_UNITS, ChunkSources
 from ckptz.codec.values import predicted
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes, Units
 from ckptz.transform.classes import Labels, labels_of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Successive chunks of one frame, to be decoded on a device.
+
+    Attributes:
+        header: of the frame.
+        first: which chunk is the first.
+        payloads: their stored bytes.
+        out: their units on the device, torch's unsigned integers [n].
+        naming: makes a context that names file and tensor in errors.
+    """
+
+    header: FrameHeader
+    first: int
+    payloads: Sequence[Bytes]
+    out: Any
+    naming: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def chunks(self) -> Iterator[tuple[int, Bytes, int, int]]:
+        """List (index, stored bytes, begin and end in `out`) of each."""
+        for i, payload in enumerate(self.payloads):
+            yield self.first + i, payload, i * CHUNK_UNITS, min((i + 1) * CHUNK_UNITS, len(self.out))
 
 
 def decode_chunk(

@@ -6,59 +6,32 @@ So far for lossless frames that stand alone; `decodes` tells. What else a frame 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
 from ckptz.bits.cursor import ByteReader
-from ckptz.codec.decode import decode_chunk
+from ckptz.codec.decode import Run, decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Predictor, kernel_mode
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ChunkSources
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import CoderId, decode_stream, parse_rans
 from ckptz.errors import CorruptionError, FormatError
-from ckptz.kernels import triton_planes, triton_rans
+from ckptz.kernels import planes_on_gpu, rans_on_gpu
 from ckptz.kernels.floats import Bytes, Frequencies
 from ckptz.kernels.torch import UNSIGNED, current
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Successive chunks of one frame.
-
-    Attributes:
-        header: of the frame.
-        first: which chunk is the first.
-        payloads: their stored bytes.
-        out: their units on the device, torch's unsigned integers [n].
-    """
-
-    header: FrameHeader
-    first: int
-    payloads: Sequence[Bytes]
-    out: torch.Tensor
-
-    def chunks(self) -> Iterator[tuple[int, Bytes, int, int]]:
-        """List (index, stored bytes, begin and end in `out`) of each."""
-        for i, payload in enumerate(self.payloads):
-            yield self.first + i, payload, i * CHUNK_UNITS, min((i + 1) * CHUNK_UNITS, len(self.out))
-
-
 def decodes(header: FrameHeader) -> bool:
     """Tell whether the chunks of a frame can be decoded here."""
     plan = header.plan
     return plan.quant_map is None and plan.predictor is Predictor.ZERO and not plan.rules
-
-
-def scratch_bytes(header: FrameHeader, n_units: int) -> int:
-    """Count the bytes that decoding takes on the device beside the units: planes, and at most as many words."""
-    return 2 * n_units * header.dtype.unit_bytes
 
 
 @dataclass(slots=True)
@@ -103,8 +76,8 @@ class _Batch:
         for row, of_stream in zip(lanes, states, strict=True):
             row[: len(of_stream)] = of_stream
         n_lanes = np.array([len(s) for s in states])
-        streams = triton_rans.single(np.array(begins), np.array(n_codes), n_lanes, np.stack(tables))
-        is_whole = triton_rans.rans_decode(
+        streams = rans_on_gpu().single(np.array(begins), np.array(n_codes), n_lanes, np.stack(tables))
+        is_whole = rans_on_gpu().rans_decode(
             _staged(np.concatenate(words), planes.device).to(planes.device, non_blocking=True),
             np.cumsum(n_words) - n_words,
             n_words,
@@ -124,6 +97,8 @@ def _staged(array: Array, device: torch.device) -> torch.Tensor:
 
 def decode_runs(runs: Sequence[Run]) -> None:
     """Decode all chunks of some runs into their units, in one launch for each kind of work.
+
+    Beside the units it takes at most twice their bytes on the device: planes, and words.
 
     Raises:
         FormatError: what `decode_chunk` raises of the first chunk that is wrong.
@@ -145,15 +120,15 @@ def _decode(runs: Sequence[Run]) -> None:
     checksums = []
     for run, begin, end in zip(runs, at[:-1], at[1:], strict=True):
         mode = kernel_mode(run.header.plan.mode, run.header.dtype)
-        triton_planes.merge_planes(planes[begin:end].view(-1, len(run.out)), run.out, mode, run.out)
-        checksums.append(triton_planes.xxh64_of_chunks(run.out, CHUNK_UNITS))
+        planes_on_gpu().merge_planes(planes[begin:end].view(-1, len(run.out)), run.out, mode, run.out)
+        checksums.append(planes_on_gpu().xxh64_of_chunks(run.out, CHUNK_UNITS))
     found = iter(torch.cat(checksums).cpu().numpy().tolist())
     for run in runs:
         for index, *_ in run.chunks():
             if next(found) != run.header.chunks[index].decoded:
                 wrong.append((run, index))
     if wrong:
-        raise _blamed(*wrong[0])
+        _refuse(*wrong[0])
 
 
 def _add(batch: _Batch, run: Run, index: int, payload: Bytes, at: int, begin: int, end: int) -> None:
@@ -164,17 +139,15 @@ def _add(batch: _Batch, run: Run, index: int, payload: Bytes, at: int, begin: in
         try:
             batch.add(stream.coder, data, at + j * len(run.out) + begin, end - begin)
         except FormatError:
-            raise _blamed(run, index) from None
+            _refuse(run, index)
         batch.chunk_of += [(run, index)] * (len(batch.coded) - len(batch.chunk_of))
 
 
-def _blamed(run: Run, index: int) -> FormatError:
-    """Find what is wrong with a chunk by decoding it on the host, which says it in the words of its rule."""
+def _refuse(run: Run, index: int) -> NoReturn:
+    """Say what is wrong with a chunk by decoding it on the host, which names the rule."""
     _, payload, begin, end = next(chunk for chunk in run.chunks() if chunk[0] == index)
     units = np.empty(end - begin, UNIT_TYPES[run.header.dtype.unit_bytes])
     first = run.first * CHUNK_UNITS
-    try:
+    with run.naming():
         decode_chunk(run.header, index, payload, ChunkSources(first + begin, first + end), units)
-    except FormatError as error:
-        return error
-    return CorruptionError(f"chunk {index}: the GPU decodes it wrongly, and the CPU rightly; load to 'cpu'")
+        raise CorruptionError(f"chunk {index}: the GPU decodes it wrongly, the CPU does not; load to 'cpu'")

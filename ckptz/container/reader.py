@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.decode import check_stored, decode_chunk, decode_codes
+from ckptz.codec.decode import Run, check_stored, decode_chunk, decode_codes
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.codec.sparse import Changes, read_changes
 from ckptz.codec.units import (
@@ -211,6 +211,11 @@ class FrameSource(TensorSource):
             with self._container.naming(self.entry.name):
                 check_stored(record, index, payload)
             yield payload
+
+    def run(self, first: int, end: int, out: Any) -> Run:
+        """Read chunks first..end, to be decoded into units on a device."""
+        payloads = [self.payload(index) for index in range(first, end)]
+        return Run(self.header, first, payloads, out, lambda: self._container.naming(self.entry.name))
 
     def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
         """Decode chunk `index` into `out`, all its units; returns the codes, if a map made them."""

@@ -29,7 +29,7 @@ from ckptz.entropy.streams import (
     n_lanes_for,
     spread_of,
 )
-from ckptz.kernels import triton_planes, triton_rans
+from ckptz.kernels import planes_on_gpu, rans_on_gpu
 from ckptz.kernels.torch import UNSIGNED, current
 from ckptz.parallel import Workers
 
@@ -75,9 +75,9 @@ def encode_on_device(
 
 
 def _encode_slab(units: torch.Tensor, dtype: DType, workers: Workers) -> Iterator[EncodedChunk]:
-    planes = triton_planes.split_planes(units, units, kernel_mode(exact_plan(dtype).mode, dtype))
-    checksums = triton_planes.xxh64_of_chunks(units, CHUNK_UNITS)
-    counts = triton_planes.histograms(planes, CHUNK_UNITS).cpu().numpy().astype(np.int64)
+    planes = planes_on_gpu().split_planes(units, units, kernel_mode(exact_plan(dtype).mode, dtype))
+    checksums = planes_on_gpu().xxh64_of_chunks(units, CHUNK_UNITS)
+    counts = planes_on_gpu().histograms(planes, CHUNK_UNITS).cpu().numpy().astype(np.int64)
     chunks = [
         _Chunk(part, counts[:, i], _host(spread_of(part)), _host(middle_of(part)))
         for i, part in enumerate(torch.split(planes, CHUNK_UNITS, dim=1))
@@ -124,14 +124,14 @@ def _code(planes: torch.Tensor, choices: list[list[OwnTable | CoderId | None]]) 
     if not wanted:
         return
     lanes = np.array([n_lanes_for(own.n_bytes) for _, own in wanted])
-    streams = triton_rans.single(
+    streams = rans_on_gpu().single(
         np.array([at for at, _ in wanted]),
         np.array([own.n for _, own in wanted]),
         lanes,
         np.stack([own.frequencies for _, own in wanted]),
     )
     most = np.array([own.most_words for _, own in wanted])
-    words, states, n_words = triton_rans.rans_encode(planes.view(-1), streams, most)
+    words, states, n_words = rans_on_gpu().rans_encode(planes.view(-1), streams, most)
     host_states, data = _host(states), words.view(torch.uint8)
     rows = zip(wanted, lanes.tolist(), host_states, np.cumsum(most).tolist(), n_words.tolist(), strict=True)
     for (_, own), n_lanes, row, end, n_used in rows:

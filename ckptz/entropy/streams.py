@@ -96,7 +96,7 @@ def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> by
 
 
 def parse_rans(source: ByteReader) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """Take what `encode_rans` wrote, all that is left of `source`: lane states and words."""
+    """Take what `encode_rans` wrote, all of `source` that is left: lane states [n_lanes], words [n]."""
     index = source.u8("rANS lanes")
     if index >= len(LANE_CHOICES):
         raise CorruptionError(f"rANS stream: lane index {index} is not defined")
@@ -199,7 +199,7 @@ def encode_stream(
 
 @dataclass(frozen=True, slots=True)
 class OwnTable:
-    """What coder rans-own would make of a stream of n codes."""
+    """The table of a stream of n codes under coder rans-own, and what would come of it."""
 
     n: int
     frequencies: Frequencies  # [256]
@@ -209,7 +209,7 @@ class OwnTable:
 
     @classmethod
     def of(cls, counts: Counts) -> OwnTable:
-        """Foresee it from the codes' counts [256]."""
+        """Make the table for codes of which there are `counts` [256]."""
         n, table = int(counts.sum()), normalise(counts)
         packed, n_bytes = pack_table(table), cost_bits(counts, table) / 8
         n_bytes += len(packed) + 1 + 4 * n_lanes_for(n_bytes)
@@ -256,7 +256,7 @@ def spread_of(symbols: Any) -> Any:
 
 
 def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
-    """Tell whether samples of a long stream of n codes have nearly eight bits of entropy and no repeats."""
+    """Tell whether samples [64, 512] and [2^14] of many codes have nearly eight bits and no repeats."""
     if n < RANDOM_MIN:
         return False
     sample = np.ascontiguousarray(spread).reshape(-1)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from ckptz.codec.decode import Run
+from ckptz.codec.frame import FrameHeader
 from ckptz.codec.units import Units
 from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, UnsupportedError
@@ -67,6 +69,23 @@ class Framework(Protocol):
 
     def finish(self, tensor: Any) -> Any:
         """Bring the tensor where the caller wants it."""
+
+    @property
+    def decoder(self) -> Device | None:
+        """The device that decodes, where the tensors are to be; None if the host does."""
+
+
+class Device(Protocol):
+    """Decodes on a device; `ckptz.codec.on_device` is the definition."""
+
+    def decodes(self, header: FrameHeader) -> bool:
+        """Tell whether the chunks of a frame can be decoded there."""
+
+    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Any]:
+        """Make a tensor there of this (framework's) shape, and its units to be written."""
+
+    def decode_runs(self, runs: Sequence[Run]) -> None:
+        """Decode chunks into their units."""
 
 
 def units_per_element(dtype: DType) -> int:

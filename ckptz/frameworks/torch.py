@@ -9,7 +9,7 @@ first dimension tells, and the whole tensor otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, NoneType
 from typing import Any, Final
@@ -17,12 +17,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ckptz.codec import on_device
+from ckptz.codec.decode import Run
+from ckptz.codec.frame import FrameHeader
 from ckptz.codec.units import UNIT_TYPES, Units
 from ckptz.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError
 from ckptz.frameworks import Selection, Shape, units_per_element
 from ckptz.frameworks.strict import select as strict_select
 from ckptz.frameworks.window import Window, row_major_strides
+from ckptz.kernels.torch import UNSIGNED, has_kernels
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
 HUGE_BYTES: Final = 1 << 22
@@ -111,9 +115,35 @@ class TorchTensors:
     def finish(self, tensor: Any) -> Any:
         return tensor if self.device == "cpu" else tensor.to(self.device)
 
+    @property
+    def decoder(self) -> _OnDevice | None:
+        device = _device_of(self.device)
+        return _OnDevice(device) if has_kernels(device) else None
+
     def _try_device(self) -> None:
         if self.device != "cpu":
             torch.empty(0, device="cpu").to(self.device)  # refuses before anything is decoded
+
+
+def _device_of(device: str | int) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """See `ckptz.frameworks.Device`."""
+
+    device: torch.device
+
+    def decodes(self, header: FrameHeader) -> bool:
+        return on_device.decodes(header)
+
+    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Any]:
+        tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=self.device)
+        return tensor, tensor.reshape(-1).view(torch.uint8).view(UNSIGNED[dtype.unit_bytes])
+
+    def decode_runs(self, runs: Sequence[Run]) -> None:
+        on_device.decode_runs(runs)
 
 
 def make(device: str | int, backend: str) -> TorchTensors:

@@ -30,6 +30,8 @@ wire = _door("wire_cpu")
 sparse = _door("sparse_cpu")  # for what changes in few places
 rounding = _door("rounding_cpu")  # to grids
 moments = _door("moments_cpu")  # of optimizers
+planes_on_gpu = _door("triton_planes")
+rans_on_gpu = _door("triton_rans")
 
 
 def compiled() -> Any:

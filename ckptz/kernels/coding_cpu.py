@@ -41,7 +41,7 @@ def _lowest_bit(mask: Any) -> Any:
 
 @kernel
 def encoding_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint64]:
-    """[n_tables, 256] of reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
+    """Make entries [n_tables, 256]: reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
 
     With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
     every x below 2^32, since m f exceeds its real value by less than f <= 2^s.

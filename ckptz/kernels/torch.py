@@ -7,6 +7,7 @@ int64, masked to the width of the unit, because torch has no arithmetic on unsig
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,12 @@ UNSIGNED: Final = {
     4: torch.uint32,
     8: torch.uint64,
 }  # hold bits, no arithmetic
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Tell whether the kernels for GPUs run on a device: one of NVIDIA's, where Triton is installed."""
+    is_known = device.type == "cuda" and torch.version.cuda is not None
+    return is_known and torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

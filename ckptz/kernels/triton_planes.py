@@ -26,7 +26,7 @@ _DIFFERENCE, _ORDERED_DIFFERENCE = tl.constexpr(DIFFERENCE), tl.constexpr(ORDERE
 
 @triton.jit
 def fill(x, WIDTH: tl.constexpr):
-    """Spread the top bit over all bits."""
+    """Give all ones where the top bit is set, else zero."""
     return tl.zeros_like(x) - (x >> (WIDTH - 1))
 
 
@@ -38,7 +38,7 @@ def ordered(unit, WIDTH: tl.constexpr):
 
 @triton.jit
 def unordered(x, WIDTH: tl.constexpr):
-    """Undo `ordered`."""
+    """Undo `ordered`: integers to the patterns of floats."""
     return x ^ (((x >> (WIDTH - 1)) - 1) | (1 << (WIDTH - 1)))
 
 

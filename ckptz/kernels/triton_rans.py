@@ -139,7 +139,7 @@ def _encode(
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Where the codes of some streams stand, and how they run through tables; all arrays on the host.
+    """Streams in a buffer: where their codes stand and how they run through tables; arrays are on the host.
 
     Attributes:
         code_at: first code of each, in a buffer on the device [n_streams].

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptz.encoding.chunk import EncodedSource
 from ckptz.encoding.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.methods.lossless import LOSSLESS
@@ -35,7 +36,7 @@ from ckptz.training.budget_search import (
     check_calibration,
     check_fits,
 )
-from ckptz.training.device import code_where_they_live
+from ckptz.training.device import EncodeThere, code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
@@ -89,15 +90,21 @@ class SaveReport(Shown):
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A snapshot: tensors in host memory, and by name the weights that came as codes."""
+    """A snapshot: tensors in host memory, by name the weights that came as codes, and what came encoded."""
 
     state: dict[str, Any]
     coded: dict[str, CodedSource]
     frozen: str | None
+    encoded: dict[int, EncodedSource]
+    notes: tuple[str, ...]
 
     def flat(self) -> StepState:
         """Give the snapshot as the tensors of its files, without copies."""
-        return StepState(self.state, self.coded, self.frozen)
+        return StepState(self.state, self.coded, self.frozen, self.encoded)
+
+
+def _notes(search: SearchReport) -> tuple[str, ...]:
+    return (*search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met)))
 
 
 class Checkpointer:
@@ -251,7 +258,9 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
-            notes=() if search is None else (*search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met))),
+            notes=taken.notes
+            if search is None
+            else (*taken.notes, *search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met))),
             search=search,
         )
         self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
@@ -341,7 +350,11 @@ class Checkpointer:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config_now, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         frozen_id = None if self._frozen is None else self._frozen.of(frozen)
-        return _Taken(self._snapshot.take(state), coded, frozen_id)
+        is_exact = self._search is None and not self._config.is_lossy
+        with Workers(self._restore_jobs) as workers:
+            encode = EncodeThere(lambda k: is_exact and self._store.next_is_anchor(k, self._rule), workers)
+            snapshot = self._snapshot.take(state, encode)
+        return _Taken(snapshot, coded, frozen_id, self._snapshot.encoded, encode.notes)
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -6,8 +6,9 @@ histogram on the host. Codes are bit for bit those that the CPU kernels give for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,7 +19,9 @@ from ckptz.codec.quant_map import QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.dtypes import DTYPE_CODES, DType, dtype_of
+from ckptz.encoding.chunk import EncodedSource
 from ckptz.encoding.coded import CodedSource, bits_for
+from ckptz.encoding.on_device import encode_on_device
 from ckptz.kernels import torch as kernels
 from ckptz.methods.kmeans import Clusters
 from ckptz.methods.method import Method
@@ -26,8 +29,11 @@ from ckptz.parallel import Workers
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.quant.sketch import Sketch
 from ckptz.roles import role_of
+from ckptz.store.step_files import FileKind
+from ckptz.training.files import MODEL
 
 SLAB_UNITS: Final = 16 * CHUNK_UNITS  # coded at once: torch's operations take 8 bytes a value or more aside
+MIN_ENCODED: Final = 1 << 12  # smaller tensors are copied: their launches would take longer
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -45,6 +51,53 @@ class _WeightToCode:
 def lives_elsewhere(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's values are not in host memory."""
     return tensor.device.type != "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeThere:
+    """Encodes tensors without loss on the GPU where they are, on a stream of its own; see `Snapshot.take`.
+
+    Attributes:
+        stands_alone: tells whether one of the two files of a step will be stored exactly, and without a base.
+        workers: threads that choose coders.
+    """
+
+    stands_alone: Callable[[FileKind], bool]
+    workers: Workers
+    known: dict[FileKind, bool] = field(default_factory=dict)
+    left: list[int] = field(default_factory=list)  # bytes of each tensor on a GPU that is copied as it is
+
+    def __call__(self, tensor: torch.Tensor, path: tuple[str, ...]) -> EncodedSource | None:
+        if not lives_elsewhere(tensor) or tensor.numel() < MIN_ENCODED:
+            return None
+        code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+        kind: FileKind = "weights" if path[0] == MODEL else "state"
+        if kind not in self.known:
+            self.known[kind] = self.stands_alone(kind)
+        is_whole = tensor.is_contiguous() and kernels.has_kernels(tensor.device)
+        if code in (None, "F4") or not is_whole or not self.known[kind]:
+            self.left.append(tensor.nbytes)
+            return None
+        assert code is not None
+        with _own_stream(tensor.device):
+            return encode_on_device(tensor, dtype_of(code), tuple(tensor.shape), self.workers)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say what was not encoded on the GPU."""
+        if not self.left:
+            return ()
+        n, mb = len(self.left), sum(self.left) / 1e6
+        what = f"{n} tensors of {mb:,.1f} MB were encoded on the host"
+        return (f"{what}: the GPU encodes lossless files that are no deltas",)
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 def code_where_they_live(

@@ -88,6 +88,7 @@ class StepState:
         state: nested; the weights under `MODEL`, what goes into the other file under other names.
         coded: weights by name that are codes already, and so not in `state`.
         frozen: content id of weights that are left out, or None.
+        encoded: what was encoded elsewhere, by the address of the tensor in `state` that stands for it.
 
     Attributes:
         weights: of the first file.
@@ -102,12 +103,13 @@ class StepState:
         state: Mapping[str, Any],
         coded: Mapping[str, TensorSource] = MappingProxyType({}),
         frozen: str | None = None,
+        encoded: Mapping[int, TensorSource] = MappingProxyType({}),
     ) -> None:
         self.frozen = {} if frozen is None else {FROZEN_KEY: frozen}
-        uncoded = _part({MODEL: state[MODEL]})
+        uncoded = _part({MODEL: state[MODEL]}, encoded)
         more = {f"{MODEL}.{name}": source for name, source in coded.items()}
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
-        self.rest = _part({name: value for name, value in state.items() if name != MODEL})
+        self.rest = _part({name: value for name, value in state.items() if name != MODEL}, encoded)
         self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
         self.updates = dict(_updates(state, self.rest.tensors))
         self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
@@ -277,9 +279,14 @@ def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
     }
 
 
-def _part(state: Mapping[str, Any]) -> Part:
+def _part(state: Mapping[str, Any], encoded: Mapping[int, TensorSource]) -> Part:
     flat = flatten(dict(state))
-    return Part(flat.tensors, None if _says_nothing(state, flat.tensors) else flat.tree)
+    tensors = {name: encoded.get(_address(source), source) for name, source in flat.tensors.items()}
+    return Part(tensors, None if _says_nothing(state, tensors) else flat.tree)
+
+
+def _address(source: TensorSource) -> int:
+    return int(source.units(0, source.n_units).ctypes.data) if source.n_units else 0
 
 
 def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> bool:

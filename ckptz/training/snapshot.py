@@ -6,16 +6,19 @@ memory: the training stream waits for them on the device, the host does not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from ckptz.dtypes import DTYPE_CODES, dtype_of
+from ckptz.encoding.chunk import EncodedSource
 from ckptz.errors import ConfigError
 from ckptz.frameworks.torch import TorchTensors
 
 Key = tuple[str, ...]
+Encode = Callable[[torch.Tensor, Key], EncodedSource | None]
 _HOST: Final = TorchTensors("cpu", False)
 
 
@@ -54,6 +57,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
+        self.encoded: dict[int, EncodedSource] = {}  # by the address of what stands there
         self._buffers: dict[Key, torch.Tensor] = {}
         self._done: list[torch.cuda.Event] = []
 
@@ -62,16 +66,22 @@ class Snapshot:
         """Host memory that the buffers take."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def take(self, state: Any) -> Any:
+    def take(self, state: Any, encode: Encode | None = None) -> Any:
         """Copy the tensors of a nested state, which keeps its form; those that are one stay one.
+
+        Args:
+            state: what to copy.
+            encode: encodes a tensor where it lives, or gives None for one that is to be copied. In place of
+                an encoded one stands a tensor whose memory nobody touches; see `encoded`.
 
         Raises:
             ConfigError: a tensor without memory of its own; the message names it.
         """
-        copying = _Copying(self._buffers)
+        copying = _Copying(self._buffers, encode)
         taken = copying.node(state, ())
         copying.transfer.finish()
         self._buffers, self._done = copying.used, copying.transfer.done
+        self.encoded = copying.encoded
         return taken
 
     def synchronize(self) -> None:
@@ -83,8 +93,10 @@ class Snapshot:
 class _Copying:
     """One walk through a state."""
 
-    def __init__(self, spare: dict[Key, torch.Tensor]) -> None:
+    def __init__(self, spare: dict[Key, torch.Tensor], encode: Encode | None) -> None:
         self.used: dict[Key, torch.Tensor] = {}
+        self.encoded: dict[int, EncodedSource] = {}
+        self._encode = encode
         self.transfer = _Transfer()
         self._spare = spare
         self._copies: dict[object, torch.Tensor] = {}
@@ -105,7 +117,10 @@ class _Copying:
         identity: object = id(tensor)  # of an empty one, which has no address; the state keeps it alive
         if tensor.numel():
             identity = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if identity not in self._copies:
+        if identity not in self._copies and self._encode and (made := self._encode(tensor, path)):
+            place = self._copies[identity] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            self.encoded[place.data_ptr()] = made
+        elif identity not in self._copies:
             buffer = self._buffer(tensor, path)
             self.transfer.copy(tensor, buffer)
             self._copies[identity] = self.used[path] = buffer
