@@ -1,0 +1,361 @@
+"""What the kernels for GPUs reach on one, beside their references; one arm a run, under eight minutes each.
+
+    python -m bench.gpu tests|rans|path|load|save|train [--gb N] [--parameters N] [--rounds N] [--any-device]
+
+*tests*: the parity tests of all kernels and every test that needs a GPU. *rans*: exponents of normal bf16
+weights through the coder alone. *path*: lossless bf16, tensors in device memory to coded bytes in pinned
+memory and back, beside a copy within the device. *load*: `load_file(device="cuda")` of files in the page
+cache, beside safetensors'. *save*: how long saves of fp32 weights with Adam's state stop training, and the
+device memory they take, beside DCP's async_save. *train*: 124 M parameters trained, saved and killed; the
+resumed losses beside those of a run that nobody killed.
+
+Raw bytes a second, the best round after one that warms up. `--any-device` tries an arm without a GPU, in
+Triton's interpreter (TRITON_INTERPRET=1) and with tiny sizes: its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+import ckptz.torch
+from bench.core.measure import BENCH, Row, interleave, machine, parser_of, save_rows, timed, verdict, version
+from bench.core.report import finish
+from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
+from ckptz import Checkpointer, KeepPolicy
+from ckptz.codec.decode import Run
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.on_device import decode_runs
+from ckptz.codec.units import CHUNK_UNITS
+from ckptz.dtypes import dtype_of
+from ckptz.encoding.on_device import DEVICE_BYTES, encode_on_device
+from ckptz.entropy.frequency import normalise
+from ckptz.kernels import planes_on_gpu, rans_on_gpu
+from ckptz.kernels.floats import ROTATED
+from ckptz.parallel import Workers
+
+SPREAD: Final = 0.02  # of the weights
+GPT2_SMALL: Final = GPTConfig(n_layers=12, width=768, n_heads=12, context=512, vocabulary=25_600)  # 124 M
+TRAIN_BATCH, KILLED_AT, N_STEPS, SHOWN = 16, 150, 200, (160, 180, 200)
+GB: Final = 1e9
+
+
+def _synchronized(call: Callable[[], object], device: str) -> Callable[[], float]:
+    """Time a call and all that it started on the device."""
+
+    def run() -> float:
+        _wait(device)
+        return timed(lambda: (call(), _wait(device)))
+
+    return run
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _speed(what: str, n_bytes: int, seconds: float, least: float | None, **more: object) -> Row:
+    speed = n_bytes / seconds / GB
+    target = "" if least is None else f"{least:g}"
+    judged = "" if least is None else verdict(speed >= least)
+    return {"what": what, "GB/s": f"{speed:.3g}", "target": target, "verdict": judged, **more}
+
+
+def _weights(n: int, device: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.cat(
+        [torch.randn(part, device=device).mul_(SPREAD).bfloat16() for part in _split(n, 1 << 28)]
+    )
+
+
+def _split(n: int, most: int) -> list[int]:
+    return [min(most, n - begin) for begin in range(0, n, most)]
+
+
+# --- arms ---------------------------------------------------------------------------------------
+
+
+def rans(options: argparse.Namespace) -> list[Row]:
+    """Code whole chunks of exponents, one table each, and decode them."""
+    n = _whole_chunks(options, options.gb * GB)
+    weights = _weights(n, options.device).view(torch.uint16)
+    plane = planes_on_gpu().split_planes(weights, weights, ROTATED)[1].contiguous()
+    counts = planes_on_gpu().histograms(plane[None], options.chunk)[0].cpu().numpy()
+    tables = np.stack([normalise(row.astype(np.int64)) for row in counts])
+    n_streams = len(tables)
+    n_codes = np.full(n_streams, options.chunk)
+    streams = rans_on_gpu().single(n_codes.cumsum() - n_codes, n_codes, np.full(n_streams, 32), tables)
+    words, states, n_words = rans_on_gpu().rans_encode(plane, streams, n_codes)
+    lengths = n_words.cpu().numpy()
+    decoded = torch.zeros_like(plane)
+
+    def decode() -> torch.Tensor:
+        given = words, n_codes.cumsum() - lengths, lengths, states
+        whole: torch.Tensor = rans_on_gpu().rans_decode(*given, streams, decoded)
+        return whole
+
+    assert bool(decode().all())
+    assert torch.equal(decoded, plane)
+    cases = {
+        "encode": _synchronized(lambda: rans_on_gpu().rans_encode(plane, streams, n_codes), options.device),
+        "decode": _synchronized(decode, options.device),
+        "copy": _synchronized(lambda: decoded.copy_(plane), options.device),
+    }
+    times = interleave(cases, options.rounds)
+    ratio = f"{2 * lengths.sum() / n:.3f}"
+    least = {"encode": 100.0, "decode": 200.0, "copy": None}
+    return [_speed(name, n, times[name].best, least[name], **{"of raw": ratio}) for name in cases]
+
+
+def path(options: argparse.Namespace) -> list[Row]:
+    """Encode bf16 weights into pinned memory and decode them from there, within the default cap."""
+    n = int(options.gb * GB / 2)
+    weights, dtype = _weights(n, options.device), dtype_of("BF16")
+    out = torch.empty_like(weights).view(torch.uint16)
+    before = _allocated(options)
+    with Workers() as workers:
+        source = encode_on_device(weights, dtype, (n,), workers)
+        extra = _peak(options) - before
+        header = FrameHeader(dtype, (n,), source.plan, tuple(chunk.record for chunk in source.chunks))
+        payloads = [np.frombuffer(chunk.payload, np.uint8) for chunk in source.chunks]
+        step = max(int(DEVICE_BYTES / (4 * options.chunk)), 1)
+
+        def decode() -> None:
+            for first in range(0, len(payloads), step):
+                units = out[first * options.chunk : (first + step) * options.chunk]
+                decode_runs([Run(header, first, payloads[first : first + step], units)])
+
+        cases = {
+            "compress": _synchronized(
+                lambda: encode_on_device(weights, dtype, (n,), workers), options.device
+            ),
+            "decompress": _synchronized(decode, options.device),
+            "copy within the device": _synchronized(lambda: out.clone(), options.device),
+        }
+        times = interleave(cases, options.rounds)
+    assert torch.equal(out, weights.view(torch.uint16))
+    ratio = f"{sum(p.nbytes for p in payloads) / (2 * n):.3f}"
+    least = {"compress": 60.0, "decompress": 120.0}
+    copy = times["copy within the device"].best
+    return [
+        _speed(
+            name,
+            2 * n,
+            times[name].best,
+            least.get(name),
+            **{
+                "share of a copy": f"{copy / times[name].best:.2f}",
+                "of raw": ratio,
+                "extra MiB": extra >> 20,
+            },
+        )
+        for name in cases
+    ]
+
+
+def load(options: argparse.Namespace) -> list[Row]:
+    """Load a lossless file and a plain one, both in the page cache."""
+    n = int(options.gb * GB / 2)
+    tensors = {f"layer.{i}": part.cpu() for i, part in enumerate(_weights(n, options.device).chunk(24))}
+    with tempfile.TemporaryDirectory() as folder:
+        plain, packed = Path(folder, "model.safetensors"), Path(folder, "model.ckptz")
+        safetensors.torch.save_file(tensors, plain)
+        ckptz.torch.save_file(tensors, packed)
+        loaded = ckptz.torch.load_file(packed, options.device)
+        assert all(torch.equal(loaded[name].cpu(), tensors[name]) for name in tensors)
+        loaded.clear()
+        cases = {
+            "ckptz": _synchronized(lambda: ckptz.torch.load_file(packed, options.device), options.device),
+            "safetensors": _synchronized(
+                lambda: safetensors.torch.load_file(plain, options.device), options.device
+            ),
+        }
+        times = interleave(cases, options.rounds)
+    plain_speed = 2 * n / times["safetensors"].best / GB
+    least = {"ckptz": float(f"{plain_speed:.3g}"), "safetensors": None}
+    return [_speed(name, 2 * n, times[name].best, least[name]) for name in cases]
+
+
+def save(options: argparse.Namespace) -> list[Row]:
+    """Stop a loop for saves of fp32 weights with Adam's moments; the second save counts."""
+    width = max(int((options.parameters / 16) ** 0.5), 64)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=options.device) for _ in range(16)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    optimizer.step()
+    parameters = sum(p.numel() for p in model.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        ours = _stalls_of_ckptz(options, Path(folder), model, optimizer)
+        theirs = _stalls_of_dcp(options, Path(folder), model, optimizer)
+    rows = []
+    for name, (stall, extra) in {"ckptz": ours, "dcp.async_save": theirs}.items():
+        is_ours = name == "ckptz"
+        judged = verdict(stall < min(0.3, theirs[0]) and extra < 1 << 30) if is_ours else ""
+        row = {"what": name, "stall ms": f"{1000 * stall:.0f}", "extra device MiB": extra >> 20}
+        rows.append({**row, "parameters": parameters, "verdict": judged})
+    return rows
+
+
+def _stalls_of_ckptz(
+    options: argparse.Namespace, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[float, int]:
+    keep = KeepPolicy(last=1)
+    with Checkpointer(folder / "ckptz", model, optimizer, anchor_every=1, keep=keep) as checkpointer:
+        for step in (1, 2):
+            before = _allocated(options)
+            _wait(options.device)
+            stall = timed(lambda at=step: checkpointer.save(at))
+            extra = _peak(options) - before
+            report = checkpointer.wait()
+            assert report is not None
+            print(f"step {step}: stall {stall:.3f} s, {report}", flush=True)
+    return stall, extra
+
+
+def _stalls_of_dcp(
+    options: argparse.Namespace, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[float, int]:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for _ in range(2):
+        before = _allocated(options)
+        _wait(options.device)
+        begin = time.perf_counter()
+        future: Any = dcp.async_save(state, checkpoint_id=folder / "dcp")
+        stall = time.perf_counter() - begin
+        extra = _peak(options) - before
+        future.result()
+    return stall, extra
+
+
+def train(options: argparse.Namespace) -> list[Row]:
+    """Train in a process that is killed behind a save, resume in another, and in a third without a stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses = {}
+        for name, last, where in (
+            ("killed", KILLED_AT, "run"),
+            ("resumed", N_STEPS, "run"),
+            ("never killed", N_STEPS, "whole"),
+        ):
+            out = Path(folder, f"{name}.txt")
+            command = [sys.executable, "-m", "bench.gpu", "train", "--child", str(Path(folder, where))]
+            command += ["--steps", str(last), "--losses", str(out)] + ["--any-device"] * options.any_device
+            done = subprocess.run(command + ["--kill"] * (name == "killed"), check=False)
+            assert done.returncode == (-signal.SIGKILL if name == "killed" else 0)
+            if out.exists():
+                losses[name] = dict(line.split() for line in out.read_text().splitlines())
+    rows = []
+    for step in SHOWN if not options.any_device else (KILLED_AT + 1,):
+        resumed, whole = (float(losses[name][str(step)]) for name in ("resumed", "never killed"))
+        is_close = abs(resumed - whole) <= 0.01 * whole  # sums on a GPU are not always taken in one order
+        rows.append({"step": step, "resumed": resumed, "never killed": whole, "verdict": verdict(is_close)})
+    return rows
+
+
+def _child(options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(n_layers=1, width=32, n_heads=2) if options.any_device else GPT2_SMALL
+    model = TinyGPT(config).to(options.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    with Checkpointer(options.child, model, optimizer, anchor_every=1) as checkpointer:
+        start = checkpointer.restore_latest() or 0
+        data = batches(read_corpus()[0], batch=TRAIN_BATCH, context=config.context, seed=1, start=start)
+        lines = []
+        for step in range(start + 1, options.steps + 1):
+            loss = loss_of(model, next(data).to(options.device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            lines.append(f"{step} {loss.item():.6f}")
+        if options.kill:
+            checkpointer.save(options.steps)
+            print(checkpointer.wait(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        options.losses.write_text("\n".join(lines))
+
+
+def tests(options: argparse.Namespace) -> list[Row]:
+    """Run the parity tests of the kernels on this device, then all tests that need one."""
+    rows = []
+    for what, arguments in {
+        "kernels": ["-m", "apps", "tests/test_triton.py"],
+        "gpu": ["-m", "gpu"],
+    }.items():
+        command = [sys.executable, "-m", "pytest", "-q", *arguments]
+        if options.any_device:
+            command += ["-k", "xxh64"]
+        done = subprocess.run(command, cwd=BENCH.parent, capture_output=True, text=True, check=False)
+        print(done.stdout[-6000:], flush=True)
+        last = done.stdout.strip().splitlines()[-1]
+        rows.append({"tests": what, "result": last, "verdict": verdict(done.returncode == 0)})
+    return rows
+
+
+# --- the device ---------------------------------------------------------------------------------
+
+
+def _whole_chunks(options: argparse.Namespace, n: float) -> int:
+    return max(int(n) // options.chunk, 1) * options.chunk
+
+
+def _allocated(options: argparse.Namespace) -> int:
+    if options.device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(options: argparse.Namespace) -> int:
+    return torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+
+
+ARMS: Final = {arm.__name__: arm for arm in (tests, rans, path, load, save, train)}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("arm", choices=ARMS)
+    parser.add_argument("--gb", type=float, default=1.0, help="raw bytes, in units of 10^9")
+    parser.add_argument("--parameters", type=float, default=1.5e9)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--any-device", action="store_true")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=N_STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--losses", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--kill", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.device = "cpu" if options.any_device else "cuda"
+    options.chunk = 640 if options.any_device and options.arm == "rans" else CHUNK_UNITS
+    if not options.any_device and not torch.cuda.is_available():
+        sys.exit("bench.gpu: no CUDA device; --any-device tries the arms without one")
+    if options.child:
+        _child(options)
+        return
+    rows = ARMS[options.arm](options)
+    if options.any_device:
+        print(*rows, sep="\n")
+        return
+    name = f"gpu_{options.arm}"
+    save_rows(name, rows)
+    gpu = torch.cuda.get_device_name()
+    finish(name, machine(triton=version("triton")) | {"gpu": gpu}, rows)
+
+
+if __name__ == "__main__":
+    main()
