@@ -60,7 +60,7 @@ OWNERS = {
         *("ckptz.codec.on_device", "ckptz.encoding.on_device"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
-        *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage"),
+        *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage", "ckptz.wire.ddp"),
     ),
     "triton": ("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans"),
     "ml_dtypes": (),

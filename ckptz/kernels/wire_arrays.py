@@ -148,6 +148,11 @@ def subtract(a: Patterns, b: Patterns) -> Patterns:
         return (a.view(np.float32) - b.view(np.float32)).view(np.uint32)
 
 
+def scale(a: Patterns, factor: float) -> Patterns:
+    """Multiply F32 patterns [n] by a number, itself rounded to F32."""
+    return (a.view(np.float32) * np.float32(factor)).view(np.uint32)
+
+
 def saturate(patterns: Patterns, largest: float) -> Patterns:
     """Hold finite values within +-largest; what is not finite stays."""
     values = patterns.view(np.float32)

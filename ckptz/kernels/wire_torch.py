@@ -335,6 +335,10 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
     return (a.view(torch.float32) - b.view(torch.float32)).view(torch.int32)
 
 
+def scale(a: Tensor, factor: float) -> Tensor:
+    return (a.view(torch.float32) * float(np.float32(factor))).view(torch.int32)
+
+
 def saturate(patterns: Tensor, largest: float) -> Tensor:
     values = patterns.view(torch.float32)
     finite = (patterns & INFINITY) != INFINITY

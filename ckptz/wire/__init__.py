@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ckptz.wire.codecs import RAW, Adaptive, Raw, Tiled, TopK, Uniform
+    from ckptz.wire.ddp import LoCo, loco_hook, shard_with
     from ckptz.wire.endpoint import Link
     from ckptz.wire.feedback import describe_memory
     from ckptz.wire.link import TensorLink
@@ -38,6 +39,7 @@ __all__ = [
     "CompressedPipelineStage",
     "Link",
     "LinkPolicy",
+    "LoCo",
     "PolicyWarning",
     "Raw",
     "SocketLink",
@@ -48,13 +50,15 @@ __all__ = [
     "cap",
     "check_policy",
     "describe_memory",
+    "loco_hook",
     "policy_metadata",
     "policy_of",
+    "shard_with",
     "simulate",
 ]
 
 _HOMES: Final = ("policy", "codecs", "endpoint", "feedback", "sockets")
-_TORCH_HOMES: Final = ("link", "loopback", "stage")
+_TORCH_HOMES: Final = ("link", "loopback", "stage", "ddp")
 
 
 def __getattr__(name: str) -> Any:

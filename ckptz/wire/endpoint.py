@@ -160,7 +160,7 @@ class Link:
         decoded = frame.decoded()
         received = self._finished(plan, memory, decoded)
         if not frame.not_finite:
-            memory.keep(k, target, decoded)
+            memory.keep(k, target, decoded, self.state.seq("tx", tensor.direction, tensor.place))
         return lambda: received, frame
 
     def _fill(self, plan: TensorPlan, memory: Memory, units: Array) -> None:
@@ -301,10 +301,10 @@ class Link:
             _refuse("shape", f"{found[0]} {list(found[1])} after {first[0]} {list(first[1])}")
 
     def is_raw(self, place: Place) -> bool:
-        """Tell whether the policy sends this message raw: warm-up, and evaluation without compression."""
+        """Tell whether a message is raw: by agreement, in warm-up, and in evaluation without compression."""
         if place.is_eval:
             return not self.policy.compresses_eval
-        return place.step < self.policy.warmup_steps
+        return place.is_raw or place.step < self.policy.warmup_steps
 
     def _plan(self, tensor: _Tensor, strong: bool) -> TensorPlan:
         raw = self.is_raw(tensor.place)

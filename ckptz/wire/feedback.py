@@ -38,30 +38,36 @@ class Memory:
         del k
         return decoded
 
-    def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        """Update after a message that was finite."""
+    def keep(self, k: Any, target: Array, decoded: Array, seq: int = 0) -> None:
+        """Update after a message that was finite, the one after `seq` others."""
 
     def fill(self, k: Any, values: Array) -> None:
         """Update after a raw message."""
 
 
 class ErrorFeedback(Memory):
-    """EF: send C(x + e), keep e = x + e - C(x + e). Only the sender has state."""
+    """EF: send C(x + e), keep e = x + e - C(x + e), or an average of it. Only the sender has state."""
 
-    def __init__(self, error: Array) -> None:
-        self.array = error
+    def __init__(self, error: Array, policy: LinkPolicy) -> None:
+        self.array, self._decay, self._reset = error, policy.ef_decay, policy.ef_reset
 
     def target(self, k: Any, values: Array) -> Array:
         return k.add(values, self.array)
 
-    def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        self.array = k.subtract(target, decoded)
+    def keep(self, k: Any, target: Array, decoded: Array, seq: int = 0) -> None:
+        error = k.subtract(target, decoded)
+        if self._reset and (seq + 1) % self._reset == 0:
+            error = k.subtract(error, error)
+        elif self._decay:
+            error = k.add(k.scale(self.array, self._decay), k.scale(error, 1 - self._decay))
+        self.array = error
 
 
 class Following(Memory):
     """EF21: send C(x - a), both ends a += C(x - a), the receiver takes a."""
 
-    def __init__(self, follower: Array) -> None:
+    def __init__(self, follower: Array, policy: LinkPolicy | None = None) -> None:
+        del policy
         self.array = follower
 
     def target(self, k: Any, values: Array) -> Array:
@@ -70,8 +76,8 @@ class Following(Memory):
     def received(self, k: Any, decoded: Array) -> Array:
         return k.add(self.array, decoded)
 
-    def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        del target
+    def keep(self, k: Any, target: Array, decoded: Array, seq: int = 0) -> None:
+        del target, seq
         self.array = k.add(self.array, decoded)
 
     def fill(self, k: Any, values: Array) -> None:
@@ -154,8 +160,8 @@ class PerSample(Following):
             k.as_units(k.from_bytes(buffers.read(ids).view(np.uint8), like), 4) if seen else None
         )
 
-    def keep(self, k: Any, target: Array, decoded: Array) -> None:
-        del target
+    def keep(self, k: Any, target: Array, decoded: Array, seq: int = 0) -> None:
+        del target, seq
         self.fill(k, k.add(self.array, decoded))
 
     def fill(self, k: Any, values: Array) -> None:

@@ -159,7 +159,7 @@ class DistributedLink:
         try:
             dist.send(message, self._peer, self._group)
         except RuntimeError as error:
-            raise self._failed(direction, place, "send", error) from None
+            raise failed(self.link.link.name_of(direction, place), "send", error) from None
         return decode()
 
     def recv(
@@ -180,13 +180,15 @@ class DistributedLink:
         try:
             dist.recv(buffer, self._peer, self._group)
         except RuntimeError as error:
-            raise self._failed(direction, place, "receive", error) from None
+            raise failed(self.link.link.name_of(direction, place), "receive", error) from None
         self._received[direction] = place.step + 1
         return self.link.receive(direction, buffer, dtype, tuple(shape), place)
 
-    def _failed(self, direction: Direction, place: Place, what: str, error: RuntimeError) -> WireError:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return WireError(f"{self.link.link.name_of(direction, place)}: {what}: {reason}")
+
+def failed(name: str, what: str, error: Exception) -> WireError:
+    """Make the error of a transport that failed on a message."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return WireError(f"{name}: {what}: {reason}")
 
 
 def sample_ids_of(ids: Tensor | None) -> Any:

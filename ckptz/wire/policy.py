@@ -52,6 +52,8 @@ class LinkPolicy:
         eval: "same" compresses at inference too, "raw" does not; "auto" is "raw" with EF21 or AQ-SGD.
         warmup_steps: first steps, sent raw.
         seed: of stochastic rounding.
+        ef_decay: share of the old error in the error that "ef" keeps, 0 to 1; 0.0 keeps the newest alone.
+        ef_reset: messages after which "ef" forgets its error; 0 never does.
     """
 
     forward: Choice = RAW
@@ -62,14 +64,16 @@ class LinkPolicy:
     eval: Literal["auto", "same", "raw"] = "auto"
     warmup_steps: int = 0
     seed: int = 0
+    ef_decay: float = 0.0
+    ef_reset: int = 0
 
     def __post_init__(self) -> None:
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"rounding must be nearest or stochastic, got {self.rounding!r}")
         if self.eval not in ("auto", "same", "raw"):
             raise ConfigError(f"eval must be auto, same or raw, got {self.eval!r}")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if self.warmup_steps < 0 or self.ef_reset < 0 or not 0 <= self.ef_decay < 1:
+            raise ConfigError("warmup_steps and ef_reset must not be negative, and ef_decay be 0 to 1")
         self._check_feedback()
         if self.reuse and _shares(self.forward) != _shares(self.backward):
             raise ConfigError("reuse needs TopK of the same share in both directions")
@@ -131,6 +135,9 @@ class LinkPolicy:
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
             record[name] = choice_to_dict(record[name])
+        for name in ("ef_decay", "ef_reset"):  # policies without them keep their text, and so their hash
+            if not record[name]:
+                del record[name]
         return json.dumps(record, sort_keys=True)
 
     @classmethod

@@ -44,6 +44,7 @@ class Place:
         tensor: index among the tensors of the cut.
         sample_ids: of the microbatch, for AQ-SGD.
         is_eval: whether no gradient comes back.
+        is_raw: whether both ends agreed to send this message raw.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Place:
     tensor: int = 0
     sample_ids: NDArray[np.int64] | None = None
     is_eval: bool = False
+    is_raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class LinkState:
             raise ConfigError(f"{kind} is received, and sent by bench/studies/paper_b alone; use ef or ef21")
         slot = self.slot(end, direction, place)
         if slot.memory is None or slot.shape != plan.shape:
-            slot.memory = MEMORIES[kind](self.kernels.zeros(plan.n, 4, self._like))
+            slot.memory = MEMORIES[kind](self.kernels.zeros(plan.n, 4, self._like), self._policy)
             slot.shape = plan.shape
         return slot.memory, plan
 
@@ -260,7 +262,7 @@ class LinkState:
                 raise _misfit(name, f"a state {_title(patterns)} of shape {shape}")
             as_bytes = np.ascontiguousarray(patterns).reshape(-1).view(np.uint8)
             array = self.kernels.as_units(self.kernels.from_bytes(as_bytes.copy(), self._like), 4)
-            slot.memory = MEMORIES[kind](array)
+            slot.memory = MEMORIES[kind](array, self._policy)
         return slot
 
 

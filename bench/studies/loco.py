@@ -1,0 +1,180 @@
+"""LoCo's 4-bit gradients against the communication hooks that torch ships: loss and bytes at equal steps.
+
+    python -m bench.studies.loco [--steps N] [--ranks 2 4] [--report]
+
+A byte-level GPT of 0.2 M parameters learns the standard library's code under DistributedDataParallel over
+gloo, with real messages. Bytes are those that each rank sends in a step: of LoCo counted, of torch's
+hooks by the sizes of their collectives, all-reduce and all-gather taken as rings. Runs are kept in
+bench/.cache/loco. Writes results/loco.csv, loco.json and loco.png; about ten minutes on one core. The
+hooks of torch that quantize (`quantization_hooks`) are missing: those of torch 2.13 fail over gloo.
+"""
+
+import argparse
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.core.measure import CACHE, RESULTS, machine, read_rows, save_rows, verdict
+from bench.core.report import finish
+from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
+from ckptz.wire import LoCo, loco_hook
+
+VERSION = 1  # of the experiment: a change makes cached runs stale
+SHAPE = GPTConfig(n_layers=4, width=64, n_heads=4, context=64)
+BATCH, RATE = 4, 2e-3  # windows of each rank in a step
+WITHIN, FEWER = 0.005, 7.0
+FP32, OURS = "fp32 all-reduce", "LoCo, 4 bits"
+
+Hook = tuple[Any, Callable[..., Any]]
+
+
+def _power(rank: int) -> Hook:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=10)
+    return state, powerSGD_hook.powerSGD_hook
+
+
+HOOKS: dict[str, Callable[[], Hook]] = {
+    FP32: lambda: (None, default_hooks.allreduce_hook),
+    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
+    "PowerSGD, rank 1": lambda: _power(1),
+    "PowerSGD, rank 4": lambda: _power(4),
+    OURS: lambda: (LoCo(), loco_hook),
+    "4 bits, classic EF": lambda: (LoCo(decay=0.0, reset_every=0), loco_hook),
+}
+
+
+class Counter:
+    """Bytes that a rank sends through collectives, as rings send them."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._share, self.n_bytes = (n_ranks - 1) / n_ranks, 0.0
+        self._n_ranks, self._real = n_ranks, (dist.all_reduce, dist.all_gather)
+
+    def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See `dist.all_reduce`."""
+        self.n_bytes += 2 * self._share * tensor.nbytes
+        return self._real[0](tensor, *args, **kwargs)
+
+    def all_gather(self, out: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See `dist.all_gather`."""
+        self.n_bytes += (self._n_ranks - 1) * tensor.nbytes
+        return self._real[1](out, tensor, *args, **kwargs)
+
+
+def train(name: str, n_steps: int, rank: int, n_ranks: int) -> dict[str, Any]:
+    """Loss on held-out code after training, and bytes that this rank sent in each step."""
+    code, held_out = read_corpus()
+    torch.manual_seed(0)
+    model = TinyGPT(SHAPE)
+    parallel = DistributedDataParallel(model)
+    state, hook = HOOKS[name]()
+    parallel.register_comm_hook(state, hook)
+    counter, losses = Counter(n_ranks), []
+    with ExitStack() as stack:
+        if not isinstance(state, LoCo):
+            for each in ("all_reduce", "all_gather"):
+                stack.enter_context(mock.patch.object(dist, each, getattr(counter, each)))
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=RATE)
+        source = batches(code, batch=BATCH, context=SHAPE.context, seed=100 + rank)
+        for _ in range(n_steps):
+            optimizer.zero_grad()
+            loss = loss_of(parallel, next(source))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    n_bytes = state.sent_bytes() if isinstance(state, LoCo) else counter.n_bytes
+    validation = batches(held_out, batch=64, context=SHAPE.context, seed=7)
+    with torch.no_grad():
+        end = float(np.mean([loss_of(model, next(validation)).item() for _ in range(4)]))
+    return {"loss": end, "bytes": n_bytes / n_steps, "losses": losses}
+
+
+def path_of(name: str, n_steps: int, n_ranks: int) -> Path:
+    """The cached run."""
+    digest = hashlib.sha256(f"{VERSION}|{name}|{n_steps}|{n_ranks}".encode()).hexdigest()[:16]
+    return CACHE / "loco" / f"{digest}.json"
+
+
+def work(rank: int, n_ranks: int, n_steps: int, store: str) -> None:
+    """All runs that are not in the cache, as one rank."""
+    torch.set_num_threads(1)
+    shared = dist.FileStore(store, n_ranks)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=n_ranks)
+    missing = [name for name in HOOKS if not path_of(name, n_steps, n_ranks).exists()]
+    dist.barrier()
+    for name in missing:
+        result = train(name, n_steps, rank, n_ranks)
+        if rank == 0:
+            path_of(name, n_steps, n_ranks).write_text(json.dumps(result))
+            print(n_ranks, name, result["loss"], result["bytes"], flush=True)
+    dist.destroy_process_group()
+
+
+def rows_of(n_steps: int, n_ranks: int) -> list[dict[str, object]]:
+    """The table's rows for a number of ranks."""
+    runs = {
+        name: json.loads(path.read_text())
+        for name in HOOKS
+        if (path := path_of(name, n_steps, n_ranks)).exists()
+    }
+    rows: list[dict[str, object]] = []
+    for name, run in runs.items():
+        gap = run["loss"] / runs[FP32]["loss"] - 1
+        fewer = runs[FP32]["bytes"] / run["bytes"]
+        row: dict[str, object] = {"ranks": n_ranks, "hook": name, "loss": f"{run['loss']:.4f}"}
+        row |= {"over fp32": f"{gap:+.2%}", "bytes a step": round(run["bytes"]), "fewer": f"{fewer:.2f}"}
+        row |= {"target": "", "verdict": ""}
+        if name == OURS:
+            row["target"] = "within 0.5 % of fp32, 7x fewer"
+            row["verdict"] = verdict(gap <= WITHIN and fewer >= FEWER)
+        rows.append(row)
+    return rows
+
+
+def write_picture() -> None:
+    """results/loco.png: loss over fp32 against bytes."""
+    rows = read_rows("loco")
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for n_ranks, mark in zip(sorted({row["ranks"] for row in rows}), "os^", strict=False):
+        for row in (row for row in rows if row["ranks"] == n_ranks):
+            axis.plot(float(row["fewer"]), float(row["loss"]), f"C{list(HOOKS).index(row['hook'])}{mark}")
+            axis.annotate(f"{row['hook']}, {n_ranks}", (float(row["fewer"]), float(row["loss"])), fontsize=6)
+    axis.set(xscale="log", xlabel="times fewer bytes than fp32 all-reduce", ylabel="validation loss, nats")
+    figure.tight_layout()
+    figure.savefig(RESULTS / "loco.png", dpi=110)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--report", action="store_true", help="only from runs in the cache")
+    args = parser.parse_args()
+    (CACHE / "loco").mkdir(parents=True, exist_ok=True)
+    rows = []
+    for n_ranks in args.ranks:
+        if not args.report:
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(work, (n_ranks, args.steps, f"{folder}/store"), n_ranks)
+        rows += rows_of(args.steps, n_ranks)
+    save_rows("loco", rows)
+    write_picture()
+    finish("loco", machine(), steps=args.steps)
+
+
+if __name__ == "__main__":
+    main()
