@@ -104,6 +104,7 @@ OWN = {
     ),
     *("partition", "deviation", "thresholds"),
     *("_indices", "ladder_codes", "ladder_sums", "ladder_counts", "level_codes", "level_sums"),
+    "_near_zero",
     *("_nearest", "_drawn", "_leaf", "power", "largest", "_row_sums", "sensitivities"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
     *("_rotate", "_tile_peaks", "_tile_codes", "_pack_rows"),

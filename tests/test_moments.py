@@ -528,13 +528,14 @@ def test_ladders_are_those_of_the_reference(kind: int, data: st.DataObject) -> N
     np.testing.assert_array_equal(codes, expected)
 
     first, n = rungs.lowest - 1, 300
-    counts, roots = np.zeros((2, n), np.int64), np.zeros((2, n))
-    found = moments().ladder_sums(units, predicted, quantizer.levels, kind, first, counts, roots)
+    sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
+    moments().ladder_sums(units, predicted, quantizer.levels, kind, first, *sums)
+    counts, roots = (turns.sum(axis=0) for turns in sums)
     is_counted = is_level & (units != 0) & (indices >= first) & (indices < first + n)
     at = indices[is_counted] - first
-    np.testing.assert_array_equal(counts.sum(axis=0), np.bincount(at, minlength=n))
-    np.testing.assert_allclose(roots.sum(axis=0), np.bincount(at, ratios[is_counted], n), rtol=1e-12)
-    assert found == ((units == 0).sum(), ((units != 0) & ~is_counted).sum())
+    np.testing.assert_array_equal(counts[:n], np.bincount(at, minlength=n))
+    np.testing.assert_allclose(roots[:n], np.bincount(at, ratios[is_counted], n), rtol=1e-12)
+    assert counts[n:].tolist() == [(units == 0).sum(), ((units != 0) & ~is_counted).sum()]
 
 
 @given(st.lists(LIVE | st.just(0), min_size=1, max_size=80), st.integers(1, 9), st.integers(0, 30))
@@ -571,8 +572,7 @@ def test_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject)
     indices = reference.level_indices(values, steps[labels], dead_zone)
     given_floats = patterns, patterns.view(np.float32), labels, steps, dead_zone
 
-    found = LevelSums.none(3)
-    moments().level_sums(*given_floats, found.counts, found.sums)
+    found = LevelSums.of(patterns, labels, steps, dead_zone)
     cells, size = labels.astype(np.int64) * 257 + indices + 128, 3 * 257
     np.testing.assert_array_equal(found.counts.reshape(-1), np.bincount(cells, minlength=size))
     ratios = np.where(indices != 0, values / np.where(steps > 0, steps, 1.0)[labels], 0.0)

@@ -17,6 +17,8 @@ from ckptz.dtypes import DType
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Bytes, Units
 
+MAX_BY_CLASS: Final = 1 << 16  # values of codes by class, where classes share rows
+ONE_ROW: Final = np.zeros(1, np.uint16)
 KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
 
@@ -48,6 +50,14 @@ class ValueTable:
         """The row of each class."""
         return self.quant_map.row_of_class.astype(np.uint16)
 
+    @cached_property
+    def by_class(self) -> NDArray[Any] | None:
+        """Values of all codes of each class [n_classes, n_codes], of one if all are alike; None if many."""
+        rows = self.row_of_class
+        if not rows.any():
+            return self.entries[:1]
+        return self.entries[rows] if len(rows) * self.quant_map.n_codes <= MAX_BY_CLASS else None
+
     def _ready(self, entries: NDArray[Any]) -> NDArray[Any]:
         if self.plan.domain is not Domain.LINEAR or self.plan.predictor is not Predictor.ZERO:
             return entries
@@ -63,11 +73,15 @@ class ValueTable:
             prediction: units of the base, F32 patterns of the outer product, or None.
             out: units [n].
         """
-        rows = self.row_of_class[:1] if labels is None else self.row_of_class[labels]
-        if len(codes) < math.prod(self.quant_map.table.shape) and labels is not None:
-            self._decode(*self._only(rows, codes), prediction, out)
+        if labels is None:
+            self._decode(codes, self.row_of_class[:1], self.entries, prediction, out)
+        elif len(codes) < math.prod(self.quant_map.table.shape):
+            self._decode(*self._only(self.row_of_class[labels], codes), prediction, out)
+        elif (entries := self.by_class) is None:
+            self._decode(codes, self.row_of_class[labels], self.entries, prediction, out)
         else:
-            self._decode(codes, rows, self.entries, prediction, out)
+            rows = ONE_ROW if len(entries) == 1 else labels.astype(np.uint16, copy=False)
+            self._decode(codes, rows, entries, prediction, out)
         if self.quant_map.zero_code is not None:
             out[codes == self.quant_map.zero_code] = 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float64, int64, uint8, uint32
+from numba import float32, float64, int64, uint8, uint32, uint64
 
 from ckptz.kernels.numba_base import BLOCK, inlined, kernel, summing
 from ckptz.kernels.values_cpu import _to_f32
@@ -73,18 +73,18 @@ def ladder_codes(units: Any, predicted: Any, ladder: Any, codes_of: Any, out: An
 @kernel
 def ladder_sums(
     units: Any, predicted: Any, ladder: Any, kind: int, first: int, counts: Any, roots: Any
-) -> Any:
+) -> None:
     """Add up occurrences of levels from `first` on, and roots of elements in roots of their level.
 
-    Both are [2, n_levels], by turns, so that equal neighbours need not wait for each other's sum. Returns the
-    number of zeros, and that of elements which none of the levels restores.
+    Both are [4, n_levels + 2], by turns, so that equal neighbours need not wait for each other's sum. The
+    last two are zeros, and elements that none of the levels restores.
     """
-    n_zeros, n_exceptions = 0, 0
     indices, nominal = np.empty(BLOCK), np.empty(BLOCK, units.dtype)
     exact, level = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
-    ratios = np.empty(BLOCK, np.float32)
+    ratios, places = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint32)
     exact_f32, level_f32 = exact.view(np.float32), level.view(np.float32)
-    n_levels = float64(counts.shape[1])
+    width = counts.shape[1]
+    n_levels, flat_counts, flat_roots = float64(width - 2), counts.reshape(-1), roots.reshape(-1)
     for begin in range(0, len(units), BLOCK):
         here = units[begin : begin + BLOCK]
         n = len(here)
@@ -93,16 +93,13 @@ def ladder_sums(
         _to_f32(nominal[:n], kind, level[:n])
         for i in range(n):
             ratios[i] = np.sqrt(exact_f32[i] / level_f32[i])
-        for i in range(n):
             at = indices[i] - float64(first)
-            if here[i] == 0:
-                n_zeros += 1
-            elif (at >= 0.0) & (at < n_levels):
-                counts[i & 1, int64(at)] += 1
-                roots[i & 1, int64(at)] += float64(ratios[i])
-            else:
-                n_exceptions += 1
-    return n_zeros, n_exceptions
+            at = at if (at >= 0.0) & (at < n_levels) else n_levels + 1.0
+            places[i] = uint32(int64(n_levels if here[i] == 0 else at))
+        for i in range(n):
+            at = uint64(i & 3) * uint64(width) + uint64(places[i])
+            flat_counts[at] += 1
+            flat_roots[at] += float64(ratios[i])
 
 
 @kernel
@@ -200,10 +197,18 @@ def _size(pattern: Any, value: Any) -> Any:
 
 
 @inlined
-def _steps_away(size: Any, step: Any, nearest: Any, largest: Any) -> Any:
-    """Level of a magnitude, `nearest` steps of which are level 0; `largest` for all beyond."""
-    ratio = 0.0 if size == 0.0 else size / step
-    return 0.0 if ratio < nearest else min(max(np.rint(ratio), 1.0), float64(largest))
+def _level(ratio: Any, nearest: Any, largest: Any) -> Any:
+    """Level of a magnitude in steps: 0 below `nearest`, `largest` for all beyond."""
+    return 0 if ratio < nearest else int64(min(max(np.rint(ratio), 1.0), float64(largest)))
+
+
+@kernel
+def _near_zero(steps: Any, nearest: Any) -> Any:
+    """Give F32 patterns [n_labels] of magnitudes below which a division would show level 0: most of them."""
+    bounds = np.empty(len(steps), np.float32)
+    for label in range(len(steps)):
+        bounds[label] = float32(min(steps[label] * nearest * 0.999999, 3e38))
+    return bounds.view(np.uint32)
 
 
 @kernel
@@ -216,11 +221,17 @@ def level_codes(
     """
     lowest, n_levels, escape_code, largest = codes_of
     nearest = 0.5 + dead_zone
+    near_zero = _near_zero(steps, nearest)
+    zero_code = uint8(-lowest if 0 <= -lowest < n_levels else escape_code)
     for i in range(len(out)):
-        level = _steps_away(_size(patterns[i], values[i]), steps[labels[i]], nearest, largest)
-        code = (-level if patterns[i] >> uint32(31) else level) - float64(lowest)
-        is_level = (code >= 0.0) & (code < float64(n_levels))
-        out[i] = uint8(int64(code if is_level else float64(escape_code)))
+        label = uint64(labels[i])
+        if patterns[i] & uint32(0x7FFFFFFF) < near_zero[label]:
+            out[i] = zero_code
+            continue
+        size = _size(patterns[i], values[i])
+        level = _level(size / steps[label] if size > 0.0 else 0.0, nearest, largest)
+        code = (-level if patterns[i] >> uint32(31) else level) - lowest
+        out[i] = uint8(code if 0 <= code < n_levels else escape_code)
 
 
 @kernel
@@ -229,31 +240,39 @@ def level_sums(
 ) -> None:
     """Add up occurrences of levels by label, and values in steps for all but level 0.
 
-    Both are [n_labels, 2 * largest + 1] of the levels from -largest to largest, which stand for all beyond.
+    Both are [n_labels, 2 * largest + 1], of the levels from -largest to largest, which stand for all beyond.
     """
-    largest = counts.shape[1] // 2
-    nearest = 0.5 + dead_zone
+    largest, nearest = counts.shape[1] // 2, 0.5 + dead_zone
+    near_zero = _near_zero(steps, nearest)
+    # By turns: equal neighbours would wait for each other's sum in one.
+    n_labels = uint64(len(steps))
+    zeros = np.zeros(4 * len(steps), np.int64)
     for i in range(len(patterns)):
-        label, size = labels[i], _size(patterns[i], values[i])
-        level = int64(_steps_away(size, steps[label], nearest, largest))
+        label = uint64(labels[i])
+        if patterns[i] & uint32(0x7FFFFFFF) < near_zero[label]:
+            zeros[uint64(i & 3) * n_labels + label] += 1
+            continue
+        size = _size(patterns[i], values[i])
+        level = _level(size / steps[label] if size > 0.0 else 0.0, nearest, largest)
         is_negative = patterns[i] >> uint32(31) != 0
         at = largest - level if is_negative else largest + level
         counts[label, at] += 1
         if level:
             ratio = size / (steps[label] if steps[label] > 0.0 else 1.0)
             sums[label, at] += -ratio if is_negative else ratio
+    for i in range(len(zeros)):
+        counts[uint64(i) % n_labels, largest] += zeros[i]
 
 
 @kernel
-def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) -> int:
+def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) -> Any:
     """Write magnitudes of floats [n] in roots of their second moments, and return how many have one.
 
     `roots` are of the magnitude classes of second moments, units [n]; zeros have none.
     """
-    n = 0
-    shift = uint32(8 * moments.itemsize - 9)
+    n, shift = uint64(0), uint32(8 * moments.itemsize - 9)
     for i in range(len(patterns)):
-        root = roots[(uint32(moments[i]) >> shift) & uint32(0xFF)]
+        root = roots[uint64((uint32(moments[i]) >> shift) & uint32(0xFF))]
         out[n] = _size(patterns[i], values[i]) / root
-        n += (root > 0.0) & (moments[i] != 0)
-    return n
+        n += uint64((root > 0.0) & (moments[i] != 0))
+    return int64(n)

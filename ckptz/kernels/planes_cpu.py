@@ -189,14 +189,15 @@ def magnitude_classes(units: Units) -> Bytes:
 def histogram(symbols: Bytes) -> Counts:
     # Four histograms in turn: equal neighbours would wait for each other's store in one.
     counts = np.zeros((4, 256), np.uint32)
+    first, second, third, fourth = counts[0], counts[1], counts[2], counts[3]
     whole = len(symbols) // 4 * 4
     for i in range(0, whole, 4):
-        counts[0, symbols[i]] += uint32(1)
-        counts[1, symbols[i + 1]] += uint32(1)
-        counts[2, symbols[i + 2]] += uint32(1)
-        counts[3, symbols[i + 3]] += uint32(1)
+        first[uint64(symbols[i])] += uint32(1)
+        second[uint64(symbols[i + 1])] += uint32(1)
+        third[uint64(symbols[i + 2])] += uint32(1)
+        fourth[uint64(symbols[i + 3])] += uint32(1)
     for i in range(whole, len(symbols)):
-        counts[0, symbols[i]] += uint32(1)
+        first[uint64(symbols[i])] += uint32(1)
     total = np.zeros(256, np.int64)
     for j in range(256):
         total[j] = np.int64(counts[0, j]) + counts[1, j] + counts[2, j] + counts[3, j]
@@ -219,13 +220,14 @@ def _class_starts(classes: Units, n_classes: int) -> Counts:
     """
     quarter = len(classes) // 4
     counts = np.zeros((4, n_classes), np.int64)
+    first, second, third, fourth = counts[0], counts[1], counts[2], counts[3]
     for i in range(quarter):
-        counts[0, classes[i]] += 1
-        counts[1, classes[quarter + i]] += 1
-        counts[2, classes[2 * quarter + i]] += 1
-        counts[3, classes[3 * quarter + i]] += 1
+        first[uint64(classes[i])] += 1
+        second[uint64(classes[quarter + i])] += 1
+        third[uint64(classes[2 * quarter + i])] += 1
+        fourth[uint64(classes[3 * quarter + i])] += 1
     for i in range(4 * quarter, len(classes)):
-        counts[3, classes[i]] += 1
+        fourth[uint64(classes[i])] += 1
     position = 0
     for k in range(n_classes):
         for q in range(4):
@@ -242,12 +244,13 @@ def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
     quarter = len(symbols) // 4
     for i in range(quarter):
         for q in range(4):
-            j = np.uintp(q * quarter + i)
-            k = classes[j]
-            grouped[np.uintp(starts[q, k])] = symbols[j]
-            starts[q, k] += 1
+            j = q * quarter + i
+            own, k = starts[q], uint64(classes[j])
+            at = own[k]
+            grouped[uint64(at)] = symbols[j]
+            own[k] = at + 1
     for i in range(4 * quarter, len(symbols)):
-        k = classes[i]
+        k = uint64(classes[i])
         grouped[starts[3, k]] = symbols[i]
         starts[3, k] += 1
     return grouped
@@ -259,11 +262,12 @@ def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
     quarter = len(out) // 4
     for i in range(quarter):
         for q in range(4):
-            j = np.uintp(q * quarter + i)
-            k = classes[j]
-            out[j] = grouped[np.uintp(starts[q, k])]
-            starts[q, k] += 1
+            j = q * quarter + i
+            own, k = starts[q], uint64(classes[j])
+            at = own[k]
+            out[j] = grouped[uint64(at)]
+            own[k] = at + 1
     for i in range(4 * quarter, len(out)):
-        k = classes[i]
+        k = uint64(classes[i])
         out[i] = grouped[starts[3, k]]
         starts[3, k] += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import uint64
 from numpy.typing import NDArray
 
 from ckptz.kernels.floats import SCALE, SCALE_BITS, Counts, Frequencies
@@ -87,14 +88,21 @@ def used_class_histogram(classes: Any, symbols: Any, n_classes: int) -> Any:
     """Find the classes that occur [n_used], ascending, and count each code in them [n_used, 256]."""
     row_of = np.full(n_classes, -1, np.int32)
     for i in range(len(classes)):
-        row_of[classes[i]] = 0
+        row_of[uint64(classes[i])] = 0
     used = np.flatnonzero(row_of == 0)
     for row in range(len(used)):
         row_of[used[row]] = row
-    counts = np.zeros((len(used), 256), np.int64)
-    for i in range(len(symbols)):
-        counts[row_of[classes[i]], symbols[i]] += 1
-    return used, counts
+    # Two by turns, and flat: equal neighbours would wait for each other's store in one.
+    counts = np.zeros((2, 256 * len(used)), np.int64)
+    first, second = counts[0], counts[1]
+    half = len(symbols) // 2
+    for i in range(half):
+        here, there = uint64(row_of[uint64(classes[i])]), uint64(row_of[uint64(classes[half + i])])
+        first[(here << uint64(8)) | uint64(symbols[i])] += 1
+        second[(there << uint64(8)) | uint64(symbols[half + i])] += 1
+    for i in range(2 * half, len(symbols)):
+        first[(uint64(row_of[uint64(classes[i])]) << uint64(8)) | uint64(symbols[i])] += 1
+    return used, (first + second).reshape(len(used), 256)
 
 
 @kernel

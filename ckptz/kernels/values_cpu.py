@@ -269,10 +269,11 @@ def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
     if len(rows) == 1:
         row = table[rows[0]]
         for i in range(len(out)):
-            out[i] = row[codes[i]]
+            out[i] = row[uint64(codes[i])]
     else:
+        n_codes, flat = uint64(table.shape[1]), table.reshape(-1)
         for i in range(len(out)):
-            out[i] = table[rows[i], codes[i]]
+            out[i] = flat[uint64(rows[i]) * n_codes + uint64(codes[i])]
 
 
 @kernel
@@ -310,11 +311,15 @@ def add_linear(
 def _add_bits(base: Any, codes: Any, rows: Any, table: Any, width: int, out: Any) -> None:
     shift, top = uint64(width - 1), ONE << uint64(width - 1)
     mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
-    for i in range(len(out)):
-        b = uint64(base[i])
-        row = rows[0] if len(rows) == 1 else rows[i]
-        ordered = ((b ^ (sign_fill(b, shift) | top)) + uint64(table[row, codes[i]])) & mask
-        out[i] = ordered ^ (((ordered >> shift) - ONE) | top)
+    terms = np.empty(BLOCK, table.dtype)
+    for begin in range(0, len(out), BLOCK):
+        here, origin = out[begin : begin + BLOCK], base[begin : begin + BLOCK]
+        own = rows if len(rows) == 1 else rows[begin : begin + BLOCK]
+        lookup(codes[begin : begin + BLOCK], own, table, terms[: len(here)])
+        for i in range(len(here)):
+            b = uint64(origin[i])
+            ordered = ((b ^ (sign_fill(b, shift) | top)) + uint64(terms[i])) & mask
+            here[i] = ordered ^ (((ordered >> shift) - ONE) | top)
 
 
 def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:

@@ -76,17 +76,8 @@ class StepQuantizer(Quantizer):
 
     def found(self, begin: int, end: int, units: Units) -> LevelSums:
         """Sum the levels of units begin..end by class."""
-        steps = self.classes.steps
-        sums = LevelSums.none(len(steps))
-        moments().level_sums(
-            *_values(units, self.kind),
-            self.classes.labels(begin, end),
-            steps,
-            self.dead_zone,
-            sums.counts,
-            sums.sums,
-        )
-        return sums
+        patterns, labels = cpu().to_f32(units, self.kind), self.classes.labels(begin, end)
+        return LevelSums.of(patterns, labels, self.classes.steps, self.dead_zone)
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""

@@ -231,11 +231,11 @@ class _Found:
     def of(cls, quantizer: LadderQuantizer, source: TensorSource, bounds: Bounds) -> _Found:
         units, kind = source.units(*bounds), quantizer.prediction.kind
         first, n = quantizer.ladder.span(kind)
-        sums = np.zeros((2, n), np.int64), np.zeros((2, n))
+        sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
         predicted = quantizer.prediction.units(*bounds)
-        n_others = moments().ladder_sums(units, predicted, quantizer.levels, kind, first, *sums)
-        counts, roots = (both.sum(axis=0) for both in sums)
-        return cls(first, counts, roots, *n_others)
+        moments().ladder_sums(units, predicted, quantizer.levels, kind, first, *sums)
+        counts, roots = (turns.sum(axis=0) for turns in sums)
+        return cls(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
 
     def __add__(self, other: _Found) -> _Found:
         n_zeros, n_exceptions = self.n_zeros + other.n_zeros, self.n_exceptions + other.n_exceptions

@@ -231,10 +231,15 @@ class LevelSums:
     sums: Floats  # of values in steps, the same; 0 for level 0
 
     @classmethod
-    def none(cls, n_classes: int) -> LevelSums:
-        """Make sums of nothing, for kernels to add to."""
-        shape = (n_classes, 2 * (MAX_INDEX + 1) + 1)
-        return cls(np.zeros(shape, np.int64), np.zeros(shape))
+    def of(
+        cls, patterns: NDArray[np.uint32], labels: NDArray[np.uint8], steps: Floats, dead_zone: float
+    ) -> LevelSums:
+        """Count F32 patterns [n] with labels [n] by the steps of these, wider around zero by a dead zone."""
+        shape = (len(steps), 2 * (MAX_INDEX + 1) + 1)
+        counts, sums = np.zeros(shape, np.int64), np.zeros(shape)
+        values = patterns.view(np.float32)
+        moments().level_sums(patterns, values, labels, steps, dead_zone, counts, sums)
+        return cls(counts, sums)
 
     def __add__(self, other: LevelSums) -> LevelSums:
         return LevelSums(self.counts + other.counts, self.sums + other.sums)
