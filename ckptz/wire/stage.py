@@ -10,8 +10,7 @@ schedules, exchange tensors without a wire and without compression. Tested with 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +22,49 @@ from torch.distributed.pipelining import PipelineStage
 
 from ckptz.errors import UnsupportedError, WireError
 from ckptz.wire.header import Direction
-from ckptz.wire.link import TensorLink, sample_ids_of
+from ckptz.wire.link import TensorLink, failed, sample_ids_of
 from ckptz.wire.policy import LinkPolicy, policy_metadata, policy_of
 from ckptz.wire.state import Place
 
 NEEDS: Final = ("_retrieve_recv_activations", "_retrieve_recv_grads", "_get_grad_send_meta")
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+class _Named:
+    """An `isend` or `irecv` whose failure, then or while it is waited for, names the message.
+
+    It compares as what it stands for, because schedules ask whether all operations of a list are sends.
+    """
+
+    def __init__(self, op: Any, name: str) -> None:
+        self._op, self._name, self.__name__ = op, name, op.__name__
+
+    def __eq__(self, other: object) -> bool:
+        return self._op == other
+
+    def __hash__(self) -> int:
+        return hash(self._op)
+
+    def __call__(self, tensor: Tensor, *, group: Any, tag: int, **peer: int) -> Any:
+        is_send = self._op is dist.isend
+        (rank,) = peer.values()  # named for receives where a schedule mixes both
+        self._work = self._guarded(
+            lambda: self._op(tensor, group=group, tag=tag, **{f"group_{'dst' if is_send else 'src'}": rank})
+        )
+        return None if self._work is None else self
+
+    def wait(self, *timeout: Any) -> Any:
+        """Wait as the work of the operation does."""
+        return self._guarded(lambda: self._work.wait(*timeout))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def _guarded(self, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except RuntimeError as error:
+            raise failed(self._name, "send" if self._op is dist.isend else "receive", error) from error
 
 
 class CompressedPipelineStage(PipelineStage):
@@ -111,7 +147,9 @@ class CompressedPipelineStage(PipelineStage):
         link = self.outgoing if direction is FORWARD else self.incoming
         for op, index in zip(ops, indices, strict=True):
             assert link is not None
-            op.tensor, _ = link.send(direction, op.tensor, self._place(microbatch, index))
+            place = self._place(microbatch, index)
+            op.tensor, _ = link.send(direction, op.tensor, place)
+            op.op = _Named(op.op, link.link.name_of(direction, place))
         return ops
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -137,7 +175,9 @@ class CompressedPipelineStage(PipelineStage):
         inbox = self._inbox.setdefault((direction, microbatch), [])
         for op, index in zip(ops, indices, strict=True):
             assert link is not None
-            op.tensor = link.buffer(direction, op.tensor, self._place(microbatch, index))
+            place = self._place(microbatch, index)
+            op.tensor = link.buffer(direction, op.tensor, place)
+            op.op = _Named(op.op, link.link.name_of(direction, place))
             inbox.append((index, op.tensor))
         return ops
 
@@ -156,25 +196,6 @@ class CompressedPipelineStage(PipelineStage):
             assert link is not None
             due, place = infos[index].buffer, self._place(microbatch, index)
             infos[index].buffer = link.receive(direction, message, due.dtype, tuple(due.shape), place)
-
-    @contextlib.contextmanager
-    def naming_errors(self) -> Iterator[None]:
-        """Turn a transport's failure into a WireError that names the message that was due.
-
-        `with stage.naming_errors(): schedule.step(batch)`
-        """
-        try:
-            yield
-        except WireError:
-            raise
-        except RuntimeError as error:
-            if not self._inbox:
-                raise
-            direction, microbatch = next(iter(self._inbox))
-            link = self.incoming if direction is FORWARD else self.outgoing
-            assert link is not None
-            name = link.link.name_of(direction, self._place(microbatch, 0))
-            raise WireError(f"{name}: receive: {str(error).splitlines()[0]}") from error
 
     def wire_state_dict(self) -> dict[str, Any]:
         """Give the state of this stage's links, as numpy arrays: this rank's part of the checkpoint."""
