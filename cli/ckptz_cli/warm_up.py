@@ -19,7 +19,7 @@ Examples:
 @session_options
 @click.pass_obj
 def warm_up(session: Session, jobs: int | None) -> None:
-    """Compile ahead what other commands need, and keep it: for images of containers, and before a first use.
+    """Make later commands start sooner: compile ahead what they need, for example in images of containers.
 
     Without it, each command compiles what it needs when it first needs it, once on a machine. Kernels are
     kept beside the package, in the home directory where that cannot be written, or where NUMBA_CACHE_DIR
