@@ -42,7 +42,7 @@ class WarmUpReport(Shown):
 
 
 def warm_up(*, jobs: int | None = None) -> WarmUpReport:
-    """Fill the cache of kernels: compile what writing and reading files need, and keep it for later processes.
+    """Fill the cache of kernels: compile what writing and reading files need, for later processes.
 
     Small checkpoints are written and read by every method. What is kept is of no use to other versions of
     numba or to other processors.

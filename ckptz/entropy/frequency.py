@@ -38,11 +38,8 @@ def entropy_bits(counts: Counts) -> float:
 
 def pack_table(frequencies: Frequencies) -> bytes:
     """Write a table [256] as bytes."""
-    used = np.flatnonzero(frequencies)
-    first, last = int(used[0]), int(used[-1])
-    body = frequencies[first:last]
-    order = int(planning().best_golomb_order(body, MAX_ORDER))
-    return bytes((first, last, order)) + cpu().golomb_pack(body, order).tobytes()
+    packed: bytes = cpu().pack_table(frequencies).tobytes()
+    return packed
 
 
 def parse_table(source: ByteReader) -> Frequencies:

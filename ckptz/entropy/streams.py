@@ -6,6 +6,7 @@ the tensor's tables takes the tables and the class segments from the frame.
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table, parse_table
+from ckptz.entropy.frequency import entropy_bits, parse_table
 from ckptz.errors import CorruptionError, UnsupportedError
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes, Counts, Frequencies
@@ -85,7 +86,7 @@ def _zstd_compress(symbols: Bytes, level: int = ZSTD_LEVEL) -> bytes:
 
 def n_lanes_for(n_bytes: float) -> int:
     """Choose the lanes of a stream that takes about so many bytes."""
-    return max(lanes for lanes, least in zip(LANE_CHOICES, LANE_MIN_BYTES, strict=True) if n_bytes >= least)
+    return LANE_CHOICES[bisect.bisect_right(LANE_MIN_BYTES, n_bytes) - 1]
 
 
 def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> bytes:
@@ -210,10 +211,10 @@ class OwnTable:
     @classmethod
     def of(cls, counts: Counts) -> OwnTable:
         """Make the table for codes of which there are `counts` [256]."""
-        n, table = int(counts.sum()), normalise(counts)
-        packed, n_bytes = pack_table(table), cost_bits(counts, table) / 8
+        n, (table, packed, bits) = int(counts.sum()), cpu().weigh(counts)
+        n_bytes = bits / 8
         n_bytes += len(packed) + 1 + 4 * n_lanes_for(n_bytes)
-        return cls(n, table, packed, n_bytes, n_bytes < n * (1 - MIN_GAIN))
+        return cls(n, table, packed.tobytes(), n_bytes, n_bytes < n * (1 - MIN_GAIN))
 
     @property
     def most_words(self) -> int:

@@ -42,7 +42,7 @@ def compiled() -> Any:
 
 def cpu() -> Any:
     """Give the kernels of the codec: in numpy while there was little to do, then compiled."""
-    return plain if plain.suffices() else compiled()
+    return plain if plain.suffices() else _codec()
 
 
 planning = cpu  # arithmetic of the encoder's choices

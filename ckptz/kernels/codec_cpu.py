@@ -6,12 +6,14 @@ from ckptz.kernels.coding_cpu import (  # noqa: F401
     encoding_tables,
     golomb_pack,
     golomb_unpack,
+    pack_table,
     rans_decode,
     rans_encode,
     slot_tables,
     sparse_merge,
     sparse_split,
     table_unpack,
+    weigh,
 )
 from ckptz.kernels.planes_cpu import (  # noqa: F401
     class_histogram,

@@ -18,6 +18,7 @@ from ckptz.kernels.floats import (
     Counts,
 )
 from ckptz.kernels.numba_base import ONE, inlined, kernel
+from ckptz.kernels.planning_cpu import best_golomb_order, cost_bits, normalise
 
 N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
 LOW_12 = np.uint64(0xFFF)
@@ -73,17 +74,18 @@ def _encode_one(state: Any, entry: Any) -> Any:
 @kernel
 def _encode_scalar(
     symbols: Any, begin: int, end: int, entries: Any, lanes: Any, n_lanes: int, words: Any, p: int
-) -> int:
+) -> Any:
+    last = np.uintp(n_lanes - 1)  # 1, 4 or 32 lanes
+    q = np.uintp(p)
     for i in range(end - 1, begin - 1, -1):
-        lane = np.intp(i % n_lanes)
-        entry = entries[symbols[i]]
-        state = lanes[lane]
-        if (state >> uint64(20)) > (entry >> uint64(48)):
-            p -= 1
-            words[p] = uint16(state)
-            state >>= uint64(16)
-        lanes[lane] = _encode_one(state, entry)
-    return p
+        lane = np.uintp(i) & last
+        entry, state = entries[symbols[np.uintp(i)]], lanes[lane]
+        # Without a branch, which would be a guess: a word is written always, and counts if the state is full.
+        words[q - np.uintp(1)] = uint16(state)
+        full = uint64((state >> uint64(20)) > (entry >> uint64(48)))
+        q -= np.uintp(full)
+        lanes[lane] = _encode_one(state >> (full << uint64(4)), entry)
+    return np.intp(q)
 
 
 @kernel
@@ -161,20 +163,23 @@ def _decode_one(state: Any, entry: Any) -> Any:
 @kernel
 def _decode_scalar(
     words: Any, p: int, lanes: Any, n_lanes: int, begin: int, end: int, slots: Any, out: Any
-) -> int:
+) -> Any:
+    last, n_words, q = np.uintp(n_lanes - 1), np.uintp(len(words)), np.uintp(p)
     for i in range(begin, end):
-        lane = np.intp(i % n_lanes)
+        lane = np.uintp(i) & last
         state = lanes[lane]
         entry = slots[state & uint32(SCALE - 1)]
-        out[i] = uint8(entry)
+        out[np.uintp(i)] = uint8(entry)
         state = _decode_one(state, entry)
-        if state < uint32(STATE_LOW):
-            if p >= len(words):
-                return -1
-            state = (state << uint32(16)) | uint32(words[p])
-            p += 1
+        low = uint32(state < uint32(STATE_LOW))
+        if q < n_words:  # without a branch on `low`, which would be a guess
+            word = uint32(words[q])
+            state = (state << (low << uint32(4))) | (word & (uint32(0) - low))
+            q += np.uintp(low)
+        elif low:
+            return -1
         lanes[lane] = state
-    return p
+    return np.intp(q)
 
 
 @kernel
@@ -348,3 +353,25 @@ def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
         return -1
     out[last] = left
     return 3 + used if out[first] else -1
+
+
+@kernel
+def pack_table(frequencies: NDArray[np.uint16]) -> Bytes:
+    first, last = 0, 255
+    while not frequencies[first]:
+        first += 1
+    while not frequencies[last]:
+        last -= 1
+    body = frequencies[first:last]
+    order = best_golomb_order(body, MAX_TABLE_ORDER)
+    codes = golomb_pack(body, order)
+    packed = np.empty(3 + len(codes), np.uint8)
+    packed[0], packed[1], packed[2] = first, last, order
+    packed[3:] = codes
+    return packed
+
+
+@kernel
+def weigh(counts: Counts) -> Any:
+    frequencies = normalise(counts)
+    return frequencies, pack_table(frequencies), cost_bits(counts, frequencies)

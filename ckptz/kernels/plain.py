@@ -411,3 +411,19 @@ def best_golomb_order(values: NDArray[np.uint16], most: int) -> int:
     orders = np.arange(most + 1)
     n_low = np.frexp(values[:, None] + np.ldexp(1.0, orders))[1] - 1
     return int((2 * n_low - orders + 1).sum(axis=0).argmin())
+
+
+@_counted
+def pack_table(frequencies: Frequencies) -> Bytes:
+    """Write a table [256] as bytes: spec/02-entropy.md#frequency-table."""
+    used = np.flatnonzero(frequencies)
+    body = frequencies[used[0] : used[-1]]
+    golomb = best_golomb_order(body, MAX_TABLE_ORDER)
+    return np.concatenate((np.array((used[0], used[-1], golomb), np.uint8), golomb_pack(body, golomb)))
+
+
+@_counted
+def weigh(counts: Counts) -> tuple[Frequencies, Bytes, float]:
+    """Weigh counts [256]: a table of their own [256], its bytes, and the bits that the codes take under it."""
+    frequencies = normalise(counts)
+    return frequencies, pack_table(frequencies), cost_bits(counts, frequencies)
