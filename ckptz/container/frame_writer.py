@@ -250,6 +250,13 @@ def _write_frame(
     progress: Progress | None,
 ) -> tuple[Draft, FrameHeader, Deviation | None]:
     """Stream the chunks of one frame behind its header, which is written when they are."""
+    if 0 < source.n_units <= CHUNK_UNITS:
+        draft, chunk = next(encoded)
+        header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, (chunk.record,))
+        sink.write(b"".join((header.pack(), *chunk.streams)))
+        if progress:
+            progress(source.n_bytes)
+        return draft, header, chunk.deviation
     shape = tuple(source.shape)
     draft, packed_plan = Draft(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []

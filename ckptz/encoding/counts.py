@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.plan import StreamTables
-from ckptz.entropy.frequency import normalise
 from ckptz.kernels import planning
 from ckptz.transform.classes import MAX_TABLES, Labels
 
@@ -77,4 +76,4 @@ def share_tables(
 def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
     """Make frequency tables that classes share, from how often each code occurs in each."""
     table_counts, table_of = share_tables(found, n_classes)
-    return StreamTables(np.stack([normalise(row) for row in table_counts]), table_of)
+    return StreamTables(planning().normalise_rows(table_counts), table_of)

@@ -74,8 +74,8 @@ def _why_no_table(source: ByteReader) -> FormatError:
 def write_tables(out: ByteWriter, tables: Frequencies) -> None:
     """Write the number of tables (u8) and the tables [n_tables, 256]."""
     out.u8(len(tables))
-    for row in tables:
-        out.raw(pack_table(row))
+    if len(tables):
+        out.raw(cpu().pack_tables(tables).tobytes())
 
 
 def parse_tables(source: ByteReader, most: int) -> Frequencies:

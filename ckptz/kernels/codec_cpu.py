@@ -7,6 +7,7 @@ from ckptz.kernels.coding_cpu import (  # noqa: F401
     golomb_pack,
     golomb_unpack,
     pack_table,
+    pack_tables,
     rans_decode,
     rans_encode,
     slot_tables,
@@ -26,11 +27,13 @@ from ckptz.kernels.planes_cpu import (  # noqa: F401
 )
 from ckptz.kernels.planning_cpu import (  # noqa: F401
     best_golomb_order,
+    class_bits,
     cost_bits,
     deviation,
     entropy_bits,
     merge_neighbours,
     normalise,
+    normalise_rows,
     partition,
     shared_cost_bits,
     used_class_histogram,

@@ -21,6 +21,7 @@ from ckptz.kernels.numba_base import ONE, inlined, kernel
 from ckptz.kernels.planning_cpu import best_golomb_order, cost_bits, normalise
 
 N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
+MAX_PACKED_TABLE = 3 + (255 * (2 * MAX_GOLOMB_BITS + 1) + 7) // 8
 LOW_12 = np.uint64(0xFFF)
 LOW_32 = np.uint64(0xFFFFFFFF)
 
@@ -369,6 +370,17 @@ def pack_table(frequencies: NDArray[np.uint16]) -> Bytes:
     packed[0], packed[1], packed[2] = first, last, order
     packed[3:] = codes
     return packed
+
+
+@kernel
+def pack_tables(frequencies: NDArray[np.uint16]) -> Bytes:
+    packed = np.empty(len(frequencies) * MAX_PACKED_TABLE, np.uint8)
+    p = 0
+    for row in frequencies:
+        one = pack_table(row)
+        packed[p : p + len(one)] = one
+        p += len(one)
+    return packed[:p]
 
 
 @kernel

@@ -106,6 +106,24 @@ def used_class_histogram(classes: Any, symbols: Any, n_classes: int) -> Any:
 
 
 @kernel
+def class_bits(classes: Any, planes: Any, n_classes: int) -> float:
+    """Compute the bits of planes [n_planes, n] with an ideal coder for each class [n] of each plane."""
+    bits = 0.0
+    for j in range(len(planes)):
+        bits += entropy_bits(used_class_histogram(classes, planes[j], n_classes)[1])
+    return bits
+
+
+@kernel
+def normalise_rows(counts: Counts) -> Any:
+    """Normalise each row [n, 256]."""
+    frequencies = np.empty(counts.shape, np.uint16)
+    for k in range(len(counts)):
+        frequencies[k] = normalise(counts[k])
+    return frequencies
+
+
+@kernel
 def shared_cost_bits(counts: Counts, table_of: Counts, frequencies: Frequencies) -> float:
     """Compute the bits of rows [n_classes, 256] where row k uses frequencies[table_of[k]]."""
     bits = 0.0

@@ -110,10 +110,13 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_UNITS, n_units)
     modes = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
-    found = {mode: _plane_counts(source, base, mode, sample) for mode in modes}
-    sizes = {mode: sum(entropy_bits(f.counts) for f in planes) for mode, planes in found.items()}
+    units, base_units, exact = source.units(*sample), base.units(*sample), exact_plan(source.dtype)
+    labels = cpu().magnitude_classes(base_units)
+    sizes = {}
+    for mode in modes:
+        planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
+        sizes[mode] = cpu().class_bits(labels, planes, N_MAGNITUDE_CLASSES)
     best = min(sizes, key=sizes.__getitem__)
-    units, exact = source.units(*sample), exact_plan(source.dtype)
     planes = cpu().split_planes(units, units, kernel_mode(exact.mode, source.dtype))
     plain = sum(entropy_bits(cpu().histogram(plane)) for plane in planes)
     if sizes[best] > plain * PLAIN_BIAS and plain:
@@ -121,7 +124,7 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     is_whole = sample == (0, n_units)
     if n_units < MIN_CLASSED_UNITS or (is_whole and not sizes[best]):
         return Draft(planes_plan(best))
-    total = found[best] if is_whole else _count_all(source, base, best, run)
+    total = _count_all(source, base, best, run)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)
     plan = planes_plan(best, (Magnitude(),), tables)
     # The counts of a tensor of one chunk are those that its encoding needs again.

@@ -141,8 +141,7 @@ def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int)
 
 def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
     """Write which table each class uses, [n_classes], as runs: length varint, table varint."""
-    changes = np.flatnonzero(np.diff(table_of)) + 1
-    begins = [0, *changes.tolist()]
+    begins = [0, *((table_of[1:] != table_of[:-1]).nonzero()[0] + 1).tolist()]
     for begin, end in zip(begins, [*begins[1:], len(table_of)], strict=True):
         out.varint(end - begin)
         out.varint(int(table_of[begin]))
