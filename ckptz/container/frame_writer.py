@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
@@ -29,6 +30,8 @@ from ckptz.parallel import Workers
 from ckptz.roles import Role
 
 Progress = Callable[[int], None]
+BATCH_UNITS: Final = CHUNK_UNITS // 4
+MOST_IN_BATCH: Final = 64  # of tiny tensors, each of which has a header
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,8 @@ class _Planning:
         return companions_of({wanted: self._chunks.of(wanted, restored)})
 
 
-def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[Encoding]:
-    """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
+def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[tuple[int, Encoding]]:
+    """List the chunks to encode, with their units; a tensor of one chunk is planned where it is encoded."""
     for name in names:
         source = planning.tensors[name]
         n_units = source.n_units
@@ -149,7 +152,24 @@ def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterat
             draft = planning.draft(name, base, companions, workers.map)
         for begin, end in chunk_bounds(n_units):
             sources = ChunkSources(begin, end, base, companions)
-            yield functools.partial(_encode, planning, name, draft, sources)
+            yield end - begin, functools.partial(_encode, planning, name, draft, sources)
+
+
+def _batches(jobs: Iterable[tuple[int, Encoding]]) -> Iterator[list[Encoding]]:
+    """Put small chunks together, up to the size of a large one: handing one to a thread costs as much."""
+    batch, total = list[Encoding](), 0
+    for n_units, encode in jobs:
+        if batch and (total + n_units > BATCH_UNITS or len(batch) == MOST_IN_BATCH):
+            yield batch
+            batch, total = [], 0
+        batch.append(encode)
+        total += n_units
+    if batch:
+        yield batch
+
+
+def _encode_all(batch: Sequence[Encoding]) -> list[tuple[Draft, EncodedChunk]]:
+    return [encode() for encode in batch]
 
 
 def _encode(
@@ -207,7 +227,7 @@ def write_frames(
     settled = earlier.settled(contents.recipes) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
     jobs = _jobs(_Planning(tensors, contents), fresh, workers)
-    encoded = workers.map(lambda encode: encode(), jobs)
+    encoded = itertools.chain.from_iterable(workers.map(_encode_all, _batches(jobs)))
     for name, source in tensors.items():
         if name in settled:
             entry = copy_frame(sink, offset, settled[name])
