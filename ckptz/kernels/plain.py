@@ -422,8 +422,13 @@ def pack_table(frequencies: Frequencies) -> Bytes:
     return np.concatenate((np.array((used[0], used[-1], golomb), np.uint8), golomb_pack(body, golomb)))
 
 
+def pack_tables(frequencies: Frequencies) -> Bytes:
+    """Write tables [n, 256] one after another."""
+    return np.concatenate([pack_table(row) for row in frequencies])
+
+
 @_counted
 def weigh(counts: Counts) -> tuple[Frequencies, Bytes, float]:
-    """Weigh counts [256]: a table of their own [256], its bytes, and the bits that the codes take under it."""
+    """Weigh counts [256]: their own table [256], its bytes, and the bits that the codes take under it."""
     frequencies = normalise(counts)
     return frequencies, pack_table(frequencies), cost_bits(counts, frequencies)

@@ -116,7 +116,7 @@ def class_bits(classes: Any, planes: Any, n_classes: int) -> float:
 
 @kernel
 def normalise_rows(counts: Counts) -> Any:
-    """Normalise each row [n, 256]."""
+    """Scale each row of counts [n, 256] to frequencies; see `normalise`."""
     frequencies = np.empty(counts.shape, np.uint16)
     for k in range(len(counts)):
         frequencies[k] = normalise(counts[k])

@@ -21,7 +21,7 @@ from ckptz.encoding.chunk import MAX_SPARSE_SHARE
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, planning
 from ckptz.methods.method import Method, Recipe, Setting
 from ckptz.roles import Role
 from ckptz.transform.classes import N_MAGNITUDE_CLASSES, Magnitude
@@ -115,7 +115,7 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     sizes = {}
     for mode in modes:
         planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
-        sizes[mode] = cpu().class_bits(labels, planes, N_MAGNITUDE_CLASSES)
+        sizes[mode] = planning().class_bits(labels, planes, N_MAGNITUDE_CLASSES)
     best = min(sizes, key=sizes.__getitem__)
     planes = cpu().split_planes(units, units, kernel_mode(exact.mode, source.dtype))
     plain = sum(entropy_bits(cpu().histogram(plane)) for plane in planes)

@@ -45,12 +45,15 @@ from ckptz.kernels.plain import (  # noqa: F401
     golomb_unpack,
     histogram,
     merge_planes,
+    pack_table,
+    pack_tables,
     slot_tables,
     sparse_merge,
     sparse_split,
     split_planes,
     table_unpack,
     unorder,
+    weigh,
 )
 from ckptz.kernels.rounding_cpu import GOLDEN, MIX_1, MIX_2
 
