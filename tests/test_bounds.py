@@ -57,8 +57,8 @@ CHECKED = {
     "_find": "ckptz/wire/codecs.py:k",
     "_top_mask": "ckptz/wire/codecs.py:k",
     # as many bytes as codes of so many bits take
-    "unpack_codes": "ckptz/wire/frames.py:_unpacked",
-    "_unpack_tail": "ckptz/wire/frames.py:_unpacked",
+    "unpack_codes": "ckptz/wire/frames.py:unpacked",
+    "_unpack_tail": "ckptz/wire/frames.py:unpacked",
     "_dequantize": "ckptz/wire/frames.py:_decode_uniform",
     "_checksum": "ckptz/wire/endpoint.py:_checked",  # a multiple of 16 bytes
     "_quantize": "ckptz/wire/endpoint.py:_check_units",

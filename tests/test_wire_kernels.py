@@ -156,7 +156,7 @@ def test_checksums_agree_and_see_every_change() -> None:
     words = rng(6).integers(0, 256, 4096).astype(np.uint8)
     expected = ref.checksum(words)
     assert expected == wire_cpu.checksum(words)
-    assert expected == wire_torch.checksum(to_torch(words))
+    assert expected == int(wire_torch.checksum(to_torch(words))) % (1 << 64)
     swapped = words.reshape(-1, 8)[np.r_[1, 0, 2:512]].reshape(-1)
     flipped = words.copy()
     flipped[77] ^= 1

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.studies.paper_b.experimental import Detector
 from ckptz.dtypes import DTYPES, dtype_of
@@ -219,6 +220,81 @@ def test_tiles_err_less_than_blocks_of_equal_bytes_where_rows_differ() -> None:
     assert error_of(Tiled(3.9375), values) < 0.7 * error_of(Uniform(4), values)
 
 
+# --- what waits on a device ---------------------------------------------------------------------
+
+WAITING = [
+    LinkPolicy(forward=RAW, backward=RAW),
+    LinkPolicy(forward=Uniform(4, rans=True), backward=Uniform(3), feedback="ef21"),
+    LinkPolicy(forward=TopK(0.01), backward=TopK(0.01, 16), reuse=True),
+    LinkPolicy(forward=Tiled(3.5), backward=Tiled(2, 16), rounding="stochastic", feedback="ef"),
+]
+
+
+class NoQuestions(TorchDispatchMode):
+    """Fails where the host asks the device for a number, or for a size that depends on data."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "masked_select")
+        return function(*args, **(kwargs or {}))
+
+
+def waiting_ends(policy: LinkPolicy) -> list[Link]:
+    options: dict[str, Any] = {"kernels": wire_torch, "like": torch.zeros(0, dtype=torch.uint8)}
+    return [Link(0, 1, policy, fixed=True, verify="step", **options) for _ in range(2)]
+
+
+def unasked(*args: Any) -> None:
+    raise AssertionError("the device was asked")
+
+
+@pytest.mark.parametrize("policy", WAITING, ids=str)
+def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
+    policy: LinkPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = waiting_ends(policy)
+    other = Link(0, 1, policy, fixed=True)
+    monkeypatch.setattr(wire_torch, "host_bytes", unasked)
+    for step in range(3):
+        for direction, src, dst in ((FORWARD, first, second), (BACKWARD, second, first)):
+            units = f32_units(rng(step + 7 * direction).standard_normal(N))
+            units[9] = f32_units([np.inf if step == 1 else 1])[0]
+            with NoQuestions():
+                message = src.send(direction, to_torch(units), dtype_of("F32"), SHAPE, Place(step)).message
+                received = dst.receive(direction, message, dtype_of("F32"), SHAPE, Place(step))
+            sent = other.send(direction, units, dtype_of("F32"), SHAPE, Place(step))
+            assert np.array_equal(message.numpy(), sent.message)
+            assert np.array_equal(from_torch(received, np.uint32), sent.received)
+    first.check()
+    second.check()
+
+
+@pytest.mark.parametrize("policy", WAITING, ids=str)
+@pytest.mark.parametrize("at", [7, 17, 50, 60, 64, 700])
+def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(policy: LinkPolicy, at: int) -> None:
+    first, second = waiting_ends(policy)
+    units = to_torch(f32_units(rng().standard_normal(N)))
+    message = first.send(FORWARD, units, dtype_of("F32"), SHAPE, Place(0, 2)).message
+    message[at] ^= 64
+    received = second.receive(FORWARD, message, dtype_of("F32"), SHAPE, Place(0, 2))
+    assert np.isnan(floats(from_torch(received, np.uint32))).all()
+    with pytest.raises(
+        WireError, match=r"^link 0->1 forward, step 0, microbatch 2, tensor 0: (.*checksum|header)"
+    ):
+        second.check()
+    second.check()
+    if policy.feedback == "ef21":
+        assert not second.state_dict()["wire/0-1/forward/0/2/rx/state"].any()
+
+
+def test_a_late_check_needs_fixed_messages_that_tell_nothing() -> None:
+    for policy, fixed in (
+        (LinkPolicy(), False),
+        (LinkPolicy(forward=Adaptive(Uniform(8), Uniform(2))), True),
+    ):
+        with pytest.raises(ConfigError, match="verify='step' needs"):
+            Link(0, 1, policy, fixed=fixed, verify="step")
+
+
 # --- bad input ----------------------------------------------------------------------------------
 
 Q8 = LinkPolicy(forward=Uniform(8), backward=TopK(0.1))
@@ -360,7 +436,7 @@ def test_payloads_that_contradict_their_plan_are_refused(codec: Codec) -> None:
     payload = wire_cpu.concat(frame.parts)
     decode_frame(wire_cpu, plan, payload, frame.mode, False)
     for cut in (payload[:-16], np.concatenate([payload, np.zeros(16, np.uint8)]), payload[:0]):
-        with pytest.raises(ValueError, match=r"needs|follow"):
+        with pytest.raises(ValueError, match=r"needs|follow|raw"):
             decode_frame(wire_cpu, plan, cut, frame.mode, False)
     for mode in (99, 18):
         with pytest.raises(ValueError, match=r"mode|gaps|needs|scales"):

@@ -1,11 +1,11 @@
 """LoCo's 4-bit gradients against the communication hooks that torch ships: loss and bytes at equal steps.
 
-    python -m bench.studies.loco [--steps N] [--ranks 2 4] [--report]
+    python -m bench.studies.loco [--steps N] [--seeds N] [--ranks 2 4] [--report]
 
 A byte-level GPT of 0.2 M parameters learns the standard library's code under DistributedDataParallel over
 gloo, with real messages. Bytes are those that each rank sends in a step: of LoCo counted, of torch's
 hooks by the sizes of their collectives, all-reduce and all-gather taken as rings. Runs are kept in
-bench/.cache/loco. Writes results/loco.csv, loco.json and loco.png; about ten minutes on one core. The
+bench/.cache/loco. Writes results/loco.csv, loco.json and loco.png; about half an hour on one core. The
 hooks of torch that quantize (`quantization_hooks`) are missing: those of torch 2.13 fail over gloo.
 """
 
@@ -74,10 +74,10 @@ class Counter:
         return self._real[1](out, tensor, *args, **kwargs)
 
 
-def train(name: str, n_steps: int, rank: int, n_ranks: int) -> dict[str, Any]:
+def train(name: str, n_steps: int, seed: int, rank: int, n_ranks: int) -> dict[str, Any]:
     """Loss on held-out code after training, and bytes that this rank sent in each step."""
     code, held_out = read_corpus()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = TinyGPT(SHAPE)
     parallel = DistributedDataParallel(model)
     state, hook = HOOKS[name]()
@@ -88,7 +88,7 @@ def train(name: str, n_steps: int, rank: int, n_ranks: int) -> dict[str, Any]:
             for each in ("all_reduce", "all_gather"):
                 stack.enter_context(mock.patch.object(dist, each, getattr(counter, each)))
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=RATE)
-        source = batches(code, batch=BATCH, context=SHAPE.context, seed=100 + rank)
+        source = batches(code, batch=BATCH, context=SHAPE.context, seed=100 + rank + 1000 * seed)
         for _ in range(n_steps):
             optimizer.zero_grad()
             loss = loss_of(parallel, next(source))
@@ -102,41 +102,45 @@ def train(name: str, n_steps: int, rank: int, n_ranks: int) -> dict[str, Any]:
     return {"loss": end, "bytes": n_bytes / n_steps, "losses": losses}
 
 
-def path_of(name: str, n_steps: int, n_ranks: int) -> Path:
+def path_of(name: str, n_steps: int, n_ranks: int, seed: int) -> Path:
     """The cached run."""
-    digest = hashlib.sha256(f"{VERSION}|{name}|{n_steps}|{n_ranks}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{VERSION}|{name}|{n_steps}|{n_ranks}|{seed}".encode()).hexdigest()[:16]
     return CACHE / "loco" / f"{digest}.json"
 
 
-def work(rank: int, n_ranks: int, n_steps: int, store: str) -> None:
+def work(rank: int, n_ranks: int, n_steps: int, n_seeds: int, store: str) -> None:
     """All runs that are not in the cache, as one rank."""
     torch.set_num_threads(1)
     shared = dist.FileStore(store, n_ranks)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=n_ranks)
-    missing = [name for name in HOOKS if not path_of(name, n_steps, n_ranks).exists()]
+    cases = [(name, seed) for seed in range(n_seeds) for name in HOOKS]
+    missing = [case for case in cases if not path_of(case[0], n_steps, n_ranks, case[1]).exists()]
     dist.barrier()
-    for name in missing:
-        result = train(name, n_steps, rank, n_ranks)
+    for name, seed in missing:
+        result = train(name, n_steps, seed, rank, n_ranks)
         if rank == 0:
-            path_of(name, n_steps, n_ranks).write_text(json.dumps(result))
-            print(n_ranks, name, result["loss"], result["bytes"], flush=True)
+            path_of(name, n_steps, n_ranks, seed).write_text(json.dumps(result))
+            print(n_ranks, name, seed, result["loss"], result["bytes"], flush=True)
     dist.destroy_process_group()
 
 
-def rows_of(n_steps: int, n_ranks: int) -> list[dict[str, object]]:
-    """The table's rows for a number of ranks."""
-    runs = {
-        name: json.loads(path.read_text())
-        for name in HOOKS
-        if (path := path_of(name, n_steps, n_ranks)).exists()
-    }
+def rows_of(n_steps: int, n_ranks: int, n_seeds: int) -> list[dict[str, object]]:
+    """The table's rows for a number of ranks: means over the seeds that all hooks have."""
+    paths = [{name: path_of(name, n_steps, n_ranks, seed) for name in HOOKS} for seed in range(n_seeds)]
+    seeds = [
+        {name: json.loads(path.read_text()) for name, path in each.items()}
+        for each in paths
+        if all(path.exists() for path in each.values())
+    ]
     rows: list[dict[str, object]] = []
-    for name, run in runs.items():
-        gap = run["loss"] / runs[FP32]["loss"] - 1
-        fewer = runs[FP32]["bytes"] / run["bytes"]
-        row: dict[str, object] = {"ranks": n_ranks, "hook": name, "loss": f"{run['loss']:.4f}"}
-        row |= {"over fp32": f"{gap:+.2%}", "bytes a step": round(run["bytes"]), "fewer": f"{fewer:.2f}"}
-        row |= {"target": "", "verdict": ""}
+    for name in HOOKS if seeds else ():
+        losses = [runs[name]["loss"] for runs in seeds]
+        gaps = [runs[name]["loss"] / runs[FP32]["loss"] - 1 for runs in seeds]
+        n_bytes = float(np.mean([runs[name]["bytes"] for runs in seeds]))
+        gap, fewer = float(np.mean(gaps)), float(np.mean([runs[FP32]["bytes"] for runs in seeds])) / n_bytes
+        row: dict[str, object] = {"ranks": n_ranks, "hook": name, "seeds": len(seeds)}
+        row |= {"loss": f"{np.mean(losses):.4f}", "over fp32": f"{gap:+.2%}", "+-": f"{np.std(gaps):.2%}"}
+        row |= {"bytes a step": round(n_bytes), "fewer": f"{fewer:.2f}", "target": "", "verdict": ""}
         if name == OURS:
             row["target"] = "within 0.5 % of fp32, 7x fewer"
             row["verdict"] = verdict(gap <= WITHIN and fewer >= FEWER)
@@ -161,6 +165,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--report", action="store_true", help="only from runs in the cache")
     args = parser.parse_args()
@@ -169,8 +174,8 @@ def main() -> None:
     for n_ranks in args.ranks:
         if not args.report:
             with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(work, (n_ranks, args.steps, f"{folder}/store"), n_ranks)
-        rows += rows_of(args.steps, n_ranks)
+                mp.spawn(work, (n_ranks, args.steps, args.seeds, f"{folder}/store"), n_ranks)
+        rows += rows_of(args.steps, n_ranks, args.seeds)
     save_rows("loco", rows)
     write_picture()
     finish("loco", machine(), steps=args.steps)

@@ -83,11 +83,6 @@ def mix_64(word: int) -> int:
 # --- the largest of each sample -----------------------------------------------------------------
 
 
-def popcounts(mask: Bytes, n_samples: int) -> list[int]:
-    """Count the ones of each sample of a mask [n]."""
-    return mask.reshape(n_samples, -1).sum(axis=1, dtype=np.int64).tolist()
-
-
 def positions(mask: Bytes) -> NDArray[np.int64]:
     """List the positions of the ones in a mask [n]."""
     return np.flatnonzero(mask).astype(np.int64)
@@ -162,10 +157,20 @@ def saturate(patterns: Patterns, largest: float) -> Patterns:
 
 
 def truth(found: Any) -> bool:
-    """Give a truth value as the kernels' callers hold it."""
+    """Give a truth value as the kernels' callers may add and multiply it."""
     return bool(found)
 
 
-def all_finite(patterns: Patterns) -> bool:
-    """Tell whether no pattern [n] is an infinity or NaN."""
-    return not bool(((patterns & np.uint32(INFINITY)) == INFINITY).any())
+def told(found: Sequence[tuple[Any, str]]) -> list[bool]:
+    """Ask the device for all truth values at once."""
+    return [bool(wrong) for wrong, _ in found]
+
+
+def unless(flag: Any, old: Any, new: Any) -> Any:
+    """Give the new array where the flag does not hold, and else the old one."""
+    return old if flag else new
+
+
+def not_finite(patterns: Patterns) -> Any:
+    """Tell whether some pattern [n] is an infinity or NaN."""
+    return ((patterns & np.uint32(INFINITY)) == INFINITY).any()

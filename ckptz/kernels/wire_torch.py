@@ -49,7 +49,7 @@ def zeros(n: int, n_bytes: int, like: Tensor) -> Tensor:
 
 
 def from_bytes(buffer: Any, like: Tensor) -> Tensor:
-    return torch.from_numpy(np.frombuffer(buffer, np.uint8).copy()).to(like.device)
+    return torch.from_numpy(np.frombuffer(buffer, np.uint8).copy()).to(like.device, non_blocking=True)
 
 
 def host_bytes(data: Tensor) -> Any:
@@ -87,13 +87,13 @@ def _shift_33(x: Tensor) -> Tensor:
     return (x >> 33) & 0x7FFFFFFF
 
 
-def checksum(data: Tensor) -> int:
+def checksum(data: Tensor) -> Tensor:
     words = as_units(data, 8)
     index = torch.arange(1, len(words) + 1, device=data.device)
     x = words + index * _signed(STEP_64)
     for factor in (MIX_64_A, MIX_64_B):
         x = (x ^ _shift_33(x)) * _signed(factor)
-    return int((x ^ _shift_33(x)).sum()) & 0xFFFFFFFFFFFFFFFF
+    return (x ^ _shift_33(x)).sum()
 
 
 # --- uniform levels -----------------------------------------------------------------------------
@@ -217,13 +217,8 @@ def take(patterns: Tensor, mask: Tensor, k: int) -> Tensor:
 
 
 def put(values: Tensor, mask: Tensor) -> Tensor:
-    place = (mask.to(torch.int64).cumsum(0) - 1).clamp(min=0)
+    place = (mask.to(torch.int64).cumsum(0) - 1).clamp(0, len(values) - 1)
     return torch.where(mask != 0, values[place], 0).to(torch.int32)
-
-
-def popcounts(mask: Tensor, n_samples: int) -> list[int]:
-    counts: list[int] = mask.view(n_samples, -1).sum(dim=1, dtype=torch.int64).tolist()
-    return counts
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -346,9 +341,18 @@ def saturate(patterns: Tensor, largest: float) -> Tensor:
     return torch.where(finite, values.clamp(-limit, limit), values).view(torch.int32)
 
 
-def truth(found: Tensor) -> bool:
-    return bool(found)
+def truth(found: Any) -> Any:
+    return found
 
 
-def all_finite(patterns: Tensor) -> bool:
-    return not bool(((patterns & INFINITY) == INFINITY).any())
+def told(found: Sequence[tuple[Any, str]]) -> list[bool]:
+    flags: list[bool] = torch.stack([wrong for wrong, _ in found]).tolist() if found else []
+    return flags
+
+
+def unless(flag: Any, old: Tensor, new: Tensor) -> Tensor:
+    return torch.where(flag, old, new) if isinstance(flag, Tensor) else old if flag else new
+
+
+def not_finite(patterns: Tensor) -> Tensor:
+    return ((patterns & INFINITY) == INFINITY).any()

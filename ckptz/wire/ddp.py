@@ -120,6 +120,15 @@ class LoCo:
         """Count one reduction of a bucket."""
         self._steps[tensor] = self._steps.get(tensor, 0) + 1
 
+    def check(self) -> None:
+        """Look at what `verify="step"` found on a device; call it before the optimizer's step.
+
+        Raises:
+            WireError: a message was damaged, or another one than was due.
+        """
+        for link in self._links:
+            link.link.check()
+
     @property
     def _links(self) -> list[TensorLink]:
         return [*self._to.values(), *self._from.values(), *self._means.values()]

@@ -7,10 +7,12 @@ the receiver has, are equal to the bit.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +22,16 @@ from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, WireError
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
-from ckptz.wire.codecs import RAW, Adaptive, TensorPlan
+from ckptz.wire.codecs import KINDS, RAW, Adaptive, TensorPlan
 from ckptz.wire.feedback import Memory
-from ckptz.wire.frames import Frame, decode_frame, encode_frame
+from ckptz.wire.frames import Check, Frame, Truth, at_once, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
 from ckptz.wire.policy import LinkPolicy, policy_of
 from ckptz.wire.state import NOTHING, End, LinkState, Place
 
 Array = Any
+NOT_FINITE = Flag.NOT_FINITE << 56  # the flag in the first word of a header
+MOST_FOUND = 1 << 14  # checks that wait on a device before they are looked at without being asked
 FREE = ("payload_bytes", "checksum", "mode")  # header fields that the receiver cannot know before
 
 
@@ -64,6 +68,9 @@ class Link:
         kernels: one of the wire's kernel modules; the compiled ones by default.
         like: an array of these kernels, where state is to live.
         fixed: every message takes exactly the cap of its plan, for transports that need it.
+        verify: "message" looks at each header and checksum as it comes; "step" compares them on the device,
+            makes NaN of what is wrong, and leaves it to `check` to say so. That needs torch's kernels,
+            `fixed`, and neither AQ-SGD nor `Adaptive`.
         same_shape: refuse a tensor whose shape differs from the first one's.
         samples: file and number of samples of AQ-SGD's buffers; in memory by default.
 
@@ -80,6 +87,7 @@ class Link:
         kernels: Any = None,
         like: Array = None,
         fixed: bool = False,
+        verify: Literal["message", "step"] = "message",
         same_shape: bool = True,
         samples: tuple[Path, int] | None = None,
     ) -> None:
@@ -88,7 +96,12 @@ class Link:
         self.src, self.dst, self.policy = src, dst, policy_of(policy)
         like = np.zeros(0, np.uint8) if like is None else like
         self.state = LinkState(f"{src}-{dst}", self.policy, kernels, like, samples)
-        self._fixed, self._same_shape = fixed, same_shape
+        self._fixed, self._same_shape, self._verify = fixed, same_shape, verify
+        self._found: list[tuple[Truth, str]] = []
+        if verify == "step" and not can_wait(self.policy, fixed):
+            raise ConfigError(
+                "verify='step' needs messages of fixed size, without aqsgd and without Adaptive"
+            )
         self._shapes: dict[tuple[Direction, int], tuple[str, tuple[int, ...]]] = {}
         self.strong = dict.fromkeys(Direction, False)
         self.sent_bytes = dict.fromkeys(Direction, 0)
@@ -107,13 +120,19 @@ class Link:
         due = self.message_cap(direction, dtype, tensor.shape, place, "tx") if self._fixed else 0
         received, header, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
         payload = k.concat(frame.parts)
-        packed = dataclasses.replace(header, payload_bytes=len(payload), checksum=k.checksum(payload)).pack()
-        parts = [k.from_bytes(np.frombuffer(packed, np.uint8), payload), payload]
-        if due:
-            parts.append(k.zeros(due - HEADER_BYTES - len(payload), 1, payload))
-        message = k.concat(parts)
+        words = self._words(dataclasses.replace(header, payload_bytes=len(payload)), payload)
+        words[0] |= k.truth(frame.not_finite) * NOT_FINITE
+        words[6] = k.checksum(payload)
+        words[7] = k.checksum(k.as_bytes(words[:7]))
+        rest = k.zeros(max(due - HEADER_BYTES - len(payload), 0), 1, payload)
+        message = k.concat([k.as_bytes(words), payload, rest])
         self.sent_bytes[direction] += len(message)
         return Sent(message, received)
+
+    def _words(self, header: LinkHeader, like: Array) -> Array:
+        """Eight words of a header, where `like` lives."""
+        k = self.state.kernels
+        return k.as_units(k.from_bytes(bytearray(header.pack()), like), 8)
 
     def simulate(
         self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
@@ -141,7 +160,7 @@ class Link:
             received, frame = self._encode_lossy(tensor, plan, units, memory)
         if direction is Direction.FORWARD:
             state.keep_mask(plan, place, frame.mask, strong)
-        header = self._header("tx", tensor, plan, memory, (strong, frame.not_finite), frame.mode)
+        header = self._header("tx", tensor, plan, memory, strong, frame.mode)
         state.count("tx", direction, place)
         self.raw_bytes[direction] += plan.raw_bytes
         return received, header, frame
@@ -159,8 +178,8 @@ class Link:
             return lambda: self._finished(plan, memory, frame.decoded()), frame
         decoded = frame.decoded()
         received = self._finished(plan, memory, decoded)
-        if not frame.not_finite:
-            memory.keep(k, target, decoded, self.state.seq("tx", tensor.direction, tensor.place))
+        seq = self.state.seq("tx", tensor.direction, tensor.place)
+        memory.keep(k, target, decoded, frame.not_finite, seq)
         return lambda: received, frame
 
     def _fill(self, plan: TensorPlan, memory: Memory, units: Array) -> None:
@@ -201,45 +220,49 @@ class Link:
 
     def _decode(self, tensor: _Tensor, message: Array) -> Array:
         k, state, place = self.state.kernels, self.state, tensor.place
-        head = bytes(k.host_bytes(message[:HEADER_BYTES]))
-        header, plan, memory = self._checked(tensor, head)
+        n_before = len(self._found)
+        check: Check = at_once
+        if self._verify == "message":
+            head = bytes(k.host_bytes(message[:HEADER_BYTES]))
+            header, plan, memory = self._checked(tensor, head)
+            not_finite: Truth = bool(header.flags & Flag.NOT_FINITE)
+        else:
+            header, plan, memory, not_finite, check = self._checked_later(tensor, message)
         payload = message[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
         if len(payload) != header.payload_bytes:
             _refuse("payload", f"{len(payload)} of {header.payload_bytes} bytes are there")
-        if k.checksum(payload) != header.checksum:
+        if self._verify == "message" and int(k.checksum(payload)) & MASK_64 != header.checksum:
             _refuse("payload checksum", "the payload was changed on its way")
-        not_finite = bool(header.flags & Flag.NOT_FINITE)
         known = state.take_mask(plan, place) if plan.reuse else None
-        decoded, mask = decode_frame(k, plan, payload, header.mode, not_finite, known)
-        received = self._accepted(plan, memory, decoded, not_finite)
+        decoded, mask = decode_frame(k, plan, payload, header.mode, not_finite, known, check)
+        wrong = functools.reduce(operator.or_, (found for found, _ in self._found[n_before:]), False)
+        received = self._accepted(plan, memory, decoded, not_finite | wrong)
+        if self._verify == "step" and tensor.dtype.name in KINDS:
+            received = k.unless(wrong, self._nan(tensor.dtype, received), received)
         if tensor.direction is Direction.FORWARD:
             state.keep_mask(plan, place, mask, bool(header.flags & Flag.STRONG))
         state.count("rx", tensor.direction, place)
         return received
 
-    def _accepted(self, plan: TensorPlan, memory: Memory, decoded: Array, not_finite: bool) -> Array:
+    def _accepted(self, plan: TensorPlan, memory: Memory, decoded: Array, not_finite: Truth) -> Array:
         if plan.codec == RAW:
             self._fill(plan, memory, decoded)
             return decoded
         received = self._finished(plan, memory, decoded)
-        if not not_finite:
-            memory.keep(self.state.kernels, decoded, decoded)
+        memory.keep(self.state.kernels, decoded, decoded, not_finite)
         return received
 
     def _checked(self, tensor: _Tensor, head: bytes) -> tuple[LinkHeader, TensorPlan, Memory]:
         """Hold a header against the message that is due."""
-        self._check_shape(tensor)
         header = LinkHeader.parse(head)
         strong = bool(header.flags & Flag.STRONG)
         if strong and not self._has_levels(tensor.direction):
             _refuse("flags", "the strong level, on a link that has one level")
-        if self._reuses(tensor.direction):
-            kept = self.state.level_of_mask(tensor.place)
-            if kept is not None and kept != strong:
-                _refuse("flags", "another level than that of the activation")
-        memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor, strong), tensor.place)
-        not_finite = bool(header.flags & Flag.NOT_FINITE)
-        due = self._header("rx", tensor, plan, memory, (strong, not_finite), 0)
+        kept = self.state.level_of_mask(tensor.place) if self._reuses(tensor.direction) else None
+        if kept is not None and kept != strong:
+            _refuse("flags", "another level than that of the activation")
+        due, plan, memory = self._due(tensor, strong)
+        due = dataclasses.replace(due, flags=due.flags | header.flags & Flag.NOT_FINITE)
         for name in LinkHeader.__slots__:
             if name not in FREE and getattr(header, name) != getattr(due, name):
                 _refuse(name, f"the message has {getattr(header, name)}, {getattr(due, name)} was due")
@@ -248,6 +271,54 @@ class Link:
                 "payload_bytes", f"claims {header.payload_bytes}, at most {plan.payload_cap} are possible"
             )
         return header, plan, memory
+
+    def _due(self, tensor: _Tensor, strong: bool) -> tuple[LinkHeader, TensorPlan, Memory]:
+        """The header of the message that is due, as a message of fixed size has it."""
+        self._check_shape(tensor)
+        memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor, strong), tensor.place)
+        due = self._header("rx", tensor, plan, memory, strong, 0)
+        return dataclasses.replace(due, payload_bytes=plan.payload_cap), plan, memory
+
+    def _checked_later(
+        self, tensor: _Tensor, message: Array
+    ) -> tuple[LinkHeader, TensorPlan, Memory, Truth, Check]:
+        """Compare a header on the device, and tell nothing of it yet."""
+        k, name = self.state.kernels, self.name_of(tensor.direction, tensor.place)
+        due, plan, memory = self._due(tensor, False)
+        if len(message) < plan.cap:
+            _refuse("payload", f"a message of {len(message)} bytes, {plan.cap} were due")
+        if len(self._found) > MOST_FOUND:
+            self.check()
+
+        def check(wrong: Truth, why: str) -> None:
+            self._found.append((wrong, f"{name}: {why}"))
+
+        expected, words = self._words(due, message), k.as_units(message[:HEADER_BYTES], 8)
+        not_finite = (words[0] & NOT_FINITE) != 0
+        changed = (words ^ expected)[:6]
+        changed[0] &= ~NOT_FINITE
+        check((changed != 0).any(), "header: it is not that of the message that is due")
+        payload = message[HEADER_BYTES : plan.cap]
+        check(words[6] != k.checksum(payload), "payload checksum: the payload was changed on its way")
+        check(words[7] != k.checksum(message[: HEADER_BYTES - 8]), "header checksum: the header was changed")
+        return due, plan, memory, not_finite, check
+
+    def _nan(self, dtype: DType, like: Array) -> Array:
+        k = self.state.kernels
+        return k.from_f32(k.zeros(1, 4, like) + 0x7FC00000, KINDS[dtype.name])
+
+    def check(self) -> None:
+        """Look at what was found on the device since the last call; a schedule's stage does so at each step.
+
+        Raises:
+            WireError: a message was damaged, or another one than was due. Its tensor arrived as NaN.
+        """
+        found, self._found = self._found, []
+        wrong = [
+            why for (_, why), is_wrong in zip(found, self.state.kernels.told(found), strict=True) if is_wrong
+        ]
+        if wrong:
+            raise WireError(wrong[0])
 
     def message_cap(
         self, direction: Direction, dtype: DType, shape: tuple[int, ...], place: Place, end: End = "rx"
@@ -321,12 +392,12 @@ class Link:
         return any(isinstance(choice, Adaptive) for choice in choices)
 
     def _header(
-        self, end: End, tensor: _Tensor, plan: TensorPlan, memory: Memory, has: tuple[bool, bool], mode: int
+        self, end: End, tensor: _Tensor, plan: TensorPlan, memory: Memory, strong: bool, mode: int
     ) -> LinkHeader:
-        """The header of a message; `has` the strong level, and values that are not finite."""
-        (strong, not_finite), direction, place = has, tensor.direction, tensor.place
+        """The header of a message of finite values, without size and checksums."""
+        direction, place = tensor.direction, tensor.place
         flags = Flag.BACKWARD * direction | Flag.REUSE * plan.reuse | Flag.DELTA * (memory is not NOTHING)
-        flags |= Flag.STRONG * strong | Flag.NOT_FINITE * not_finite | Flag.EVAL * place.is_eval
+        flags |= Flag.STRONG * strong | Flag.EVAL * place.is_eval
         ids = place.sample_ids
         batch = 0 if ids is None else xxh64(np.ascontiguousarray(ids, "<i8")) & 0xFFFFFFFF
         return LinkHeader(
@@ -351,6 +422,12 @@ class Link:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.state.load_state_dict(state)
+
+
+def can_wait(policy: LinkPolicy, fixed: bool) -> bool:
+    """Tell whether messages may be verified later: whether nothing that follows depends on their headers."""
+    levels = any(isinstance(policy.choice(direction), Adaptive) for direction in Direction)
+    return fixed and not levels and "aqsgd" not in map(policy.feedback_of, Direction)
 
 
 def _refuse(field: str, why: str) -> NoReturn:

@@ -38,8 +38,8 @@ class Memory:
         del k
         return decoded
 
-    def keep(self, k: Any, target: Array, decoded: Array, seq: int = 0) -> None:
-        """Update after a message that was finite, the one after `seq` others."""
+    def keep(self, k: Any, target: Array, decoded: Array, skip: Any, seq: int = 0) -> None:
+        """Update after a message, the one after `seq` others; `skip` one that was not finite."""
 
     def fill(self, k: Any, values: Array) -> None:
         """Update after a raw message."""
@@ -54,13 +54,13 @@ class ErrorFeedback(Memory):
     def target(self, k: Any, values: Array) -> Array:
         return k.add(values, self.array)
 
-    def keep(self, k: Any, target: Array, decoded: Array, seq: int = 0) -> None:
+    def keep(self, k: Any, target: Array, decoded: Array, skip: Any, seq: int = 0) -> None:
         error = k.subtract(target, decoded)
         if self._reset and (seq + 1) % self._reset == 0:
             error = k.subtract(error, error)
         elif self._decay:
             error = k.add(k.scale(self.array, self._decay), k.scale(error, 1 - self._decay))
-        self.array = error
+        self.array = k.unless(skip, self.array, error)
 
 
 class Following(Memory):
@@ -76,13 +76,13 @@ class Following(Memory):
     def received(self, k: Any, decoded: Array) -> Array:
         return k.add(self.array, decoded)
 
-    def keep(self, k: Any, target: Array, decoded: Array, seq: int = 0) -> None:
+    def keep(self, k: Any, target: Array, decoded: Array, skip: Any, seq: int = 0) -> None:
         del target, seq
-        self.array = k.add(self.array, decoded)
+        self.array = k.unless(skip, self.array, k.add(self.array, decoded))
 
     def fill(self, k: Any, values: Array) -> None:
-        if k.all_finite(values):
-            self.array = values + 0  # a copy: the caller may write to its tensor
+        # A copy: the caller may write to its tensor.
+        self.array = k.unless(k.not_finite(values), self.array, values + 0)
 
 
 MEMORIES: dict[str, Any] = {"ef": ErrorFeedback, "ef21": Following}
@@ -160,12 +160,13 @@ class PerSample(Following):
             k.as_units(k.from_bytes(buffers.read(ids).view(np.uint8), like), 4) if seen else None
         )
 
-    def keep(self, k: Any, target: Array, decoded: Array, seq: int = 0) -> None:
+    def keep(self, k: Any, target: Array, decoded: Array, skip: Any, seq: int = 0) -> None:
         del target, seq
-        self.fill(k, k.add(self.array, decoded))
+        if not skip:
+            self.fill(k, k.add(self.array, decoded))
 
     def fill(self, k: Any, values: Array) -> None:
-        if k.all_finite(values):
+        if not k.not_finite(values):
             self._buffers.write(self._ids, k.host_bytes(k.as_bytes(values)).view(np.uint32))
 
 

@@ -2,7 +2,8 @@
 
 The frames of files, without their headers: codes stand for a `quant_map.LinearTable` of uniform
 levels, are packed or entropy-coded by the same functions, and TopK is a protected set on zeros.
-Arrays belong to one of the wire's kernel modules, which the caller hands in as `k`.
+Arrays belong to one of the wire's kernel modules, which the caller hands in as `k`; what is found wrong
+is told to a `Check`, which need not look at it at once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ckptz.kernels import floats, wire_arrays
 from ckptz.wire.codecs import BLOCK, TensorPlan, Tiled, TopK, Uniform
 
 Array = Any  # of numpy, or of torch
+Truth = Any  # a bool, or an array of one where the device has not told
+Check = Callable[[Truth, str], None]  # is this wrong, and why
 PACKED, RANS = 0, 1  # modes of uniform payloads
 BITMAP, RICE = 0, 1  # modes of TopK payloads: RICE + r has r low bits
 MAX_RICE: Final = 16
@@ -44,52 +47,48 @@ class Frame:
     mode: int
     decoded: Callable[[], Array]
     mask: Array | None = None
-    not_finite: bool = False
+    not_finite: Truth = False
+
+
+def at_once(wrong: Truth, why: str) -> None:
+    """Refuse a payload as soon as something is found wrong with it."""
+    if wrong:
+        raise CorruptionError(why)
 
 
 class Parts:
     """Takes a payload apart; padding must be zero."""
 
-    def __init__(self, payload: Array) -> None:
-        self._payload, self._offset = payload, 0
+    def __init__(self, payload: Array, check: Check) -> None:
+        self._payload, self._offset, self._check = payload, 0, check
 
     def take(self, n_bytes: int, what: str) -> Array:
         """Take the next part of `n_bytes` bytes, and its padding."""
         end = self._offset + n_bytes
         padded = self._offset + -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
-        if n_bytes < 0 or padded > len(self._payload):
-            raise CorruptionError(
-                f"{what}: needs {n_bytes} bytes, {len(self._payload) - self._offset} are left"
-            )
-        if end < padded and self._payload[end:padded].any():
-            raise CorruptionError(f"{what}: its padding is not zero")
-        part = self._payload[self._offset : end]
-        self._offset = padded
+        left = len(self._payload) - self._offset
+        at_once(n_bytes < 0 or padded > len(self._payload), f"{what}: needs {n_bytes} bytes, {left} are left")
+        if end < padded:
+            self._check((self._payload[end:padded] != 0).any(), f"{what}: its padding is not zero")
+        part, self._offset = self._payload[self._offset : end], padded
         return part
 
     def rest(self) -> Array:
         """Take all bytes that are left."""
-        part = self._payload[self._offset :]
-        self._offset = len(self._payload)
+        part, self._offset = self._payload[self._offset :], len(self._payload)
         return part
+
+    def unpacked(self, k: Any, bits: int, n: int, what: str) -> Array:
+        """Take n codes of so many bits, uint8 [n]."""
+        packed = self.take((n * bits + 7) // 8, what)
+        if n * bits % 8:
+            self._check((packed[-1] >> (n * bits % 8)) != 0, f"{what}: bits behind the last one are set")
+        return k.unpack(packed, bits, n)
 
     def end(self) -> None:
         """Require that no bytes are left."""
-        if self._offset != len(self._payload):
-            raise CorruptionError(f"payload: {len(self._payload) - self._offset} bytes follow its end")
-
-
-def _encode_blocks(
-    k: Any, values: Array, block: int, bits: int, seed: int | None, largest: float
-) -> tuple[Array, Array, Callable[[], Array], bool]:
-    """(offsets and scales, codes, what makes the decoded values, whether something was not finite)."""
-    offsets, scales, codes = k.quantize(values, block, bits, seed)
-    ranges = _join(k, [k.as_bytes(offsets), k.as_bytes(scales)], values)
-
-    def decoded() -> Array:
-        return k.dequantize(offsets, scales, codes, block, largest)
-
-    return ranges, codes, decoded, _has_nan(scales)
+        left = len(self._payload) - self._offset
+        at_once(left, f"payload: {left} bytes follow its end")
 
 
 def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> Array:
@@ -103,28 +102,40 @@ def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> 
     return out
 
 
-def _has_nan(scales: Array) -> bool:
-    return bool(((scales & 0x7F80) == 0x7F80).any())
+# --- uniform levels -----------------------------------------------------------------------------
+
+
+def _encode_blocks(
+    k: Any, values: Array, block: int, bits: int, seed: int | None, largest: float
+) -> tuple[Array, Array, Callable[[], Array], Truth]:
+    """(offsets and scales, codes, what makes the decoded values, whether something was not finite)."""
+    offsets, scales, codes = k.quantize(values, block, bits, seed)
+    ranges = _join(k, [k.as_bytes(offsets), k.as_bytes(scales)], values)
+    return ranges, codes, lambda: k.dequantize(offsets, scales, codes, block, largest), _has_nan(scales)
+
+
+def _has_nan(scales: Array) -> Truth:
+    return ((scales & 0x7F80) == 0x7F80).any()
 
 
 def _decode_blocks(
-    k: Any, ranges: Array, codes: Array, block: int, largest: float, not_finite: bool
+    k: Any, ranges: Array, codes: Array, block: int, largest: float, not_finite: Truth, check: Check
 ) -> Array:
     n_blocks = math.ceil(len(codes) / block)
     offsets, scales = (k.as_units(ranges[i * 2 * n_blocks : (i + 1) * 2 * n_blocks], 2) for i in (0, 1))
-    if _has_nan(scales) != not_finite:
-        raise CorruptionError("scales: they disagree with the flag for values that are not finite")
-    if _has_nan(offsets) or bool(((scales >> 15) != 0).any()):
-        raise CorruptionError("scales: one is negative, or an offset is not finite")
+    wrong = _has_nan(scales) != not_finite
+    check(wrong, "scales: they disagree with the flag for values that are not finite")
+    wrong = _has_nan(offsets) | ((scales >> 15) != 0).any()
+    check(wrong, "scales: one is negative, or an offset is not finite")
     return k.dequantize(offsets, scales, codes, block, largest)
 
 
-def _encode_uniform(k: Any, plan: TensorPlan, values: Array, seed: int | None) -> Frame:
-    codec = plan.codec
-    assert isinstance(codec, Uniform)
+def _encode_uniform(
+    k: Any, plan: TensorPlan, codec: Uniform, values: Array, seed: int | None, vary: bool
+) -> Frame:
     ranges, codes, decoded, not_finite = _encode_blocks(k, values, plan.block, codec.bits, seed, plan.largest)
     packed, mode = k.pack(codes, codec.bits), PACKED
-    if codec.rans:
+    if codec.rans and vary:
         coder, stream = encode_stream(k.host_bytes(codes))
         if len(stream) + 1 + wire_arrays.ALIGN < len(packed):
             coded = b"".join((coder.to_bytes(1, "little"), len(stream).to_bytes(4, "little"), stream))
@@ -132,38 +143,31 @@ def _encode_uniform(k: Any, plan: TensorPlan, values: Array, seed: int | None) -
     return Frame((ranges, packed), mode, decoded, None, not_finite)
 
 
-def _decode_uniform(k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool) -> Array:
-    codec, parts = plan.codec, Parts(payload)
-    assert isinstance(codec, Uniform)
+def _decode_uniform(
+    k: Any, plan: TensorPlan, codec: Uniform, parts: Parts, mode: int, not_finite: Truth, check: Check
+) -> Array:
     ranges = parts.take(4 * math.ceil(plan.n / plan.block), "scales")
-    if mode == RANS and codec.rans:
+    at_once(mode > RANS or (mode == RANS and not codec.rans), f"mode: {mode} does not exist for this codec")
+    if mode == RANS:
         codes = _decode_codes(k, parts.rest(), plan.n, codec.bits)
-    elif mode == PACKED:
-        codes = _unpacked(k, parts, codec.bits, plan.n, "codes")
     else:
-        raise CorruptionError(f"mode: {mode} does not exist for this codec")
-    parts.end()
-    return _decode_blocks(k, ranges, codes, plan.block, plan.largest, not_finite)
-
-
-def _unpacked(k: Any, parts: Parts, bits: int, n: int, what: str) -> Array:
-    packed = parts.take((n * bits + 7) // 8, what)
-    if n * bits % 8 and int(packed[-1]) >> (n * bits % 8):
-        raise CorruptionError(f"{what}: bits behind the last one are set")
-    return k.unpack(packed, bits, n)
+        codes = parts.unpacked(k, codec.bits, plan.n, "codes")
+    return _decode_blocks(k, ranges, codes, plan.block, plan.largest, not_finite, check)
 
 
 def _decode_codes(k: Any, coded: Array, n: int, bits: int) -> Array:
     source = ByteReader(k.host_bytes(coded).tobytes())
     coder = source.u8("coder")
     stream = source.take(source.u32("stream length"), "stream")
-    if source.left >= wire_arrays.ALIGN or any(source.peek()):
-        raise CorruptionError("stream: its padding is not zero, or too long")
+    wrong = source.left >= wire_arrays.ALIGN or any(source.peek())
+    at_once(wrong, "stream: its padding is not zero, or too long")
     codes = np.empty(n, np.uint8)
     decode_stream(coder, stream, codes)
-    if int(codes.max()) >> bits:
-        raise CorruptionError(f"codes: {int(codes.max())} needs more than {bits} bits")
+    at_once(int(codes.max()) >> bits, f"codes: {int(codes.max())} needs more than {bits} bits")
     return k.from_bytes(codes, coded)
+
+
+# --- TopK ---------------------------------------------------------------------------------------
 
 
 def _value_kind(plan: TensorPlan) -> int:
@@ -172,20 +176,17 @@ def _value_kind(plan: TensorPlan) -> int:
 
 
 def _encode_topk(
-    k: Any, plan: TensorPlan, values: Array, seed: int | None, mask: Array | None, vary: bool
+    k: Any, plan: TensorPlan, codec: TopK, values: Array, seed: int | None, mask: Array | None, vary: bool
 ) -> Frame:
-    codec, n_values = plan.codec, plan.k * plan.n_samples
-    assert isinstance(codec, TopK)
     if mask is None:
         mask = k.top_mask(values, plan.n_samples, plan.k)
-    mode, parts = (BITMAP, []) if plan.reuse else _encode_mask(k, codec, mask, n_values, vary)
-    chosen = k.take(values, mask, n_values)
+    mode, parts = (BITMAP, []) if plan.reuse else _encode_mask(k, codec, mask, plan.count, vary)
+    chosen = k.take(values, mask, plan.count)
     if codec.values == 8:
         ranges, codes, decoded, not_finite = _encode_blocks(k, chosen, BLOCK, 8, seed, plan.largest)
         parts += [ranges, codes]
     else:
-        kind = _value_kind(plan)
-        not_finite = not k.all_finite(chosen)
+        kind, not_finite = _value_kind(plan), k.not_finite(chosen)
         narrow = k.from_f32(k.saturate(chosen, wire_arrays.LARGEST_F32[kind]), kind)
         decoded = functools.partial(k.to_f32, narrow, kind)
         parts.append(k.as_bytes(narrow))
@@ -194,11 +195,10 @@ def _encode_topk(
 
 def _encode_mask(k: Any, codec: TopK, mask: Array, n_values: int, vary: bool) -> tuple[int, list[Array]]:
     bitmap = k.pack(mask, 1)
-    if not vary or not codec.tries_rice:
-        return BITMAP, [bitmap]
-    r, parts = _encode_rice(k, k.gaps_of(k.positions(mask)), len(mask) / n_values, mask)
-    if sum(-(-len(part) // 16) * 16 for part in parts) < len(bitmap):
-        return RICE + r, parts
+    if vary and codec.tries_rice:
+        r, parts = _encode_rice(k, k.gaps_of(k.positions(mask)), len(mask) / n_values, mask)
+        if sum(-(-len(part) // 16) * 16 for part in parts) < len(bitmap):
+            return RICE + r, parts
     return BITMAP, [bitmap]
 
 
@@ -211,68 +211,60 @@ def _encode_rice(k: Any, gaps: Array, mean_gap: float, like: Array) -> tuple[int
     n_unary = int(ends[-1]) + 1
     parts = [k.from_bytes(n_unary.to_bytes(4, "little"), like), k.pack(k.mask_at(ends, n_unary), 1)]
     rest = gaps & ((1 << r) - 1)
-    if r:
-        parts.append(k.pack(k.narrow(rest, 1), min(r, 8)))
-    if r > 8:
-        parts.append(k.pack(k.narrow(rest >> 8, 1), r - 8))
+    parts += [k.pack(k.narrow(rest >> at, 1), min(r - at, 8)) for at in range(0, r, 8)]
     return r, parts
 
 
 def _decode_rice(k: Any, parts: Parts, r: int, n: int, n_values: int) -> Array:
-    if r > MAX_RICE:
-        raise CorruptionError(f"mode: {RICE + r} is not defined for this plan")
+    at_once(r > MAX_RICE, f"mode: {RICE + r} is not defined for this plan")
     n_unary = int.from_bytes(bytes(k.host_bytes(parts.take(4, "length of gaps"))), "little")
-    if not n_values <= n_unary <= n_values + (n >> r):
-        raise CorruptionError(f"length of gaps: {n_unary} bits for {n_values} values in {n} elements")
-    ends = k.positions(_unpacked(k, parts, 1, n_unary, "gaps"))
-    if len(ends) != n_values or int(ends[-1]) != n_unary - 1:
-        raise CorruptionError(f"gaps: {len(ends)} of {n_values}, or zeros behind the last")
+    wrong = not n_values <= n_unary <= n_values + (n >> r)
+    at_once(wrong, f"length of gaps: {n_unary} bits for {n_values} values in {n} elements")
+    ends = k.positions(parts.unpacked(k, 1, n_unary, "gaps"))
+    wrong = len(ends) != n_values or int(ends[-1]) != n_unary - 1
+    at_once(wrong, f"gaps: {len(ends)} of {n_values}, or zeros behind the last")
     gaps = k.gaps_of(ends) << r
-    if r:
-        gaps = gaps + k.wide(_unpacked(k, parts, min(r, 8), n_values, "gaps"))
-    if r > 8:
-        gaps = gaps + (k.wide(_unpacked(k, parts, r - 8, n_values, "gaps")) << 8)
+    for at in range(0, r, 8):
+        gaps = gaps + (k.wide(parts.unpacked(k, min(r - at, 8), n_values, "gaps")) << at)
     where = (gaps + 1).cumsum(0) - 1
-    if int(where[-1]) >= n:
-        raise CorruptionError(f"gaps: a value at {int(where[-1])} in a tensor of {n}")
+    at_once(int(where[-1]) >= n, f"gaps: a value at {int(where[-1])} in a tensor of {n}")
     return k.mask_at(where, n)
 
 
 def _decode_topk(
-    k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool, mask: Array | None
+    k: Any,
+    plan: TensorPlan,
+    codec: TopK,
+    parts: Parts,
+    mode: int,
+    not_finite: Truth,
+    check: Check,
+    mask: Array | None,
 ) -> tuple[Array, Array]:
-    codec, parts, n_values = plan.codec, Parts(payload), plan.k * plan.n_samples
-    assert isinstance(codec, TopK)
-    if not plan.reuse:
-        mask = _decode_mask(k, plan, codec, parts, mode)
-    elif mode != BITMAP:
-        raise CorruptionError(f"mode: {mode} with reused positions")
-    if set(k.popcounts(mask, plan.n_samples)) != {plan.k}:
-        raise CorruptionError(f"positions: a sample has not {plan.k} values")
+    wrong = mode != BITMAP and (plan.reuse or not codec.tries_rice)
+    at_once(wrong, f"mode: {mode} does not exist for this codec, or with reused positions")
+    if mode != BITMAP:
+        mask = _decode_rice(k, parts, mode - RICE, plan.n, plan.count)
+    elif not plan.reuse:
+        mask = parts.unpacked(k, 1, plan.n, "bitmap")
+    assert mask is not None
+    wrong = (k.wide(mask).reshape(plan.n_samples, -1).sum(1) != plan.k).any()
+    check(wrong, f"positions: a sample has not {plan.k} values")
     if codec.values == 8:
-        ranges = parts.take(4 * math.ceil(n_values / BLOCK), "scales")
-        codes = parts.take(n_values, "values")
-        values = _decode_blocks(k, ranges, codes, BLOCK, plan.largest, not_finite)
+        ranges = parts.take(4 * math.ceil(plan.count / BLOCK), "scales")
+        codes = parts.take(plan.count, "values")
+        values = _decode_blocks(k, ranges, codes, BLOCK, plan.largest, not_finite, check)
     else:
-        units = k.as_units(parts.take(2 * n_values, "values"), 2)
-        values = k.to_f32(units, _value_kind(plan))
-        if k.all_finite(values) == not_finite:
-            raise CorruptionError("values: they disagree with the flag for values that are not finite")
-    parts.end()
+        values = k.to_f32(k.as_units(parts.take(2 * plan.count, "values"), 2), _value_kind(plan))
+        wrong = k.not_finite(values) != not_finite
+        check(wrong, "values: they disagree with the flag for values that are not finite")
     return k.put(values, mask), mask
 
 
-def _decode_mask(k: Any, plan: TensorPlan, codec: TopK, parts: Parts, mode: int) -> Array:
-    if mode == BITMAP:
-        return _unpacked(k, parts, 1, plan.n, "bitmap")
-    if codec.tries_rice:
-        return _decode_rice(k, parts, mode - RICE, plan.n, plan.k * plan.n_samples)
-    raise CorruptionError(f"mode: {mode} does not exist for this codec")
+# --- tiles --------------------------------------------------------------------------------------
 
 
-def _encode_tiled(k: Any, plan: TensorPlan, values: Array, seed: int | None) -> Frame:
-    codec = plan.codec
-    assert isinstance(codec, Tiled)
+def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: int | None) -> Frame:
     tiles = _join(k, [values], values, plan.n_rows * plan.row)
     if codec.rotate:
         tiles = k.rotate(tiles, codec.tile, False)
@@ -281,17 +273,17 @@ def _encode_tiled(k: Any, plan: TensorPlan, values: Array, seed: int | None) -> 
     top = (peaks * ~bad).max()
     steps = ((top - peaks).clip(0, 16 * MOST_STEPS) >> 4) * (peaks > 0) * ~bad
     steps = steps + ZERO_TILE * (peaks == 0) + NAN_TILE * bad
-    peaks = _peaks(k, top, steps)
+    peaks = _peaks(top, steps)
     logs = (peaks * ~bad).reshape(plan.n_rows, -1).sum(1) // (plan.row // codec.tile)
     widths = _widths(k, logs, plan.n_planes)
     codes = k.tile_codes(tiles, peaks, widths, codec.tile, seed)
-    planes = k.pack_rows(codes, widths, plan.row, plan.n_planes)
     head = [k.as_bytes(k.narrow(top.reshape(1), 2)), k.narrow(steps, 1)]
+    planes = k.pack_rows(codes, widths, plan.row, plan.n_planes)
     parts = (_join(k, head, codes), k.pack(k.narrow(widths, 1), 4), planes)
-    return Frame(parts, 0, lambda: _from_tiles(k, plan, peaks, widths, codes), None, k.truth(bad.any()))
+    return Frame(parts, 0, lambda: _from_tiles(k, plan, codec, peaks, widths, codes), None, bad.any())
 
 
-def _peaks(k: Any, top: Array, steps: Array) -> Array:
+def _peaks(top: Array, steps: Array) -> Array:
     """The greatest magnitude of each tile, as a bf16 pattern: int64 [tiles], 0, or not finite."""
     peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MOST_STEPS)
     return peaks + wire_arrays.NAN_SCALE * (steps == NAN_TILE)
@@ -312,9 +304,7 @@ def _widths(k: Any, logs: Array, n_planes: int) -> Array:
     return ((keys + threshold) >> 7 + spread).clip(2, 8)
 
 
-def _from_tiles(k: Any, plan: TensorPlan, peaks: Array, widths: Array, codes: Array) -> Array:
-    codec = plan.codec
-    assert isinstance(codec, Tiled)
+def _from_tiles(k: Any, plan: TensorPlan, codec: Tiled, peaks: Array, widths: Array, codes: Array) -> Array:
     tiles = k.tile_values(peaks, widths, codes, codec.tile)
     if codec.rotate:
         tiles = k.rotate(tiles, codec.tile, True)
@@ -322,22 +312,26 @@ def _from_tiles(k: Any, plan: TensorPlan, peaks: Array, widths: Array, codes: Ar
     return tiles if plan.kind == floats.F32 else k.saturate(tiles, plan.largest)
 
 
-def _decode_tiled(k: Any, plan: TensorPlan, payload: Array, not_finite: bool) -> Array:
-    parts = Parts(payload)
+def _decode_tiled(
+    k: Any, plan: TensorPlan, codec: Tiled, parts: Parts, mode: int, not_finite: Truth, check: Check
+) -> Array:
+    at_once(mode, f"mode: {mode} does not exist for this codec")
     head = parts.take(2 + plan.count, "ranges")
     top, steps = k.wide(k.as_units(head[:2], 2))[0], k.wide(head[2:])
-    widths = k.wide(_unpacked(k, parts, 4, plan.n_rows, "widths"))
+    widths = k.wide(parts.unpacked(k, 4, plan.n_rows, "widths"))
     planes = parts.take(plan.n_planes * plan.row // 8, "codes")
-    parts.end()
-    if bool(top > wire_arrays.BF16_MAX) or bool((steps == NAN_TILE).any()) != not_finite:
-        raise CorruptionError("ranges: one is too great, or the flag for what is not finite is wrong")
-    if bool(((widths < 2) | (widths > 8)).any()) or bool(widths.sum() > plan.n_planes):
-        raise CorruptionError(f"widths: not 2 to 8 bits, or more than {plan.n_planes} in all")
+    wrong = (top > wire_arrays.BF16_MAX) | ((steps == NAN_TILE).any() != not_finite)
+    check(wrong, "ranges: one is too great, or the flag for what is not finite is wrong")
+    wrong = ((widths < 2) | (widths > 8)).any() | (widths.sum() > plan.n_planes)
+    check(wrong, f"widths: not 2 to 8 bits, or more than {plan.n_planes} in all")
     unused = k.count(plan.n_planes, widths) >= widths.sum()
-    if bool((planes.reshape(plan.n_planes, -1).any(1) & unused).any()):
-        raise CorruptionError("codes: bits behind the last one are set")
+    wrong = ((planes != 0).reshape(plan.n_planes, -1).any(1) & unused).any()
+    check(wrong, "codes: bits behind the last one are set")
     codes = k.unpack_rows(planes, widths, plan.row)
-    return _from_tiles(k, plan, _peaks(k, top, steps), widths, codes)
+    return _from_tiles(k, plan, codec, _peaks(top, steps), widths, codes)
+
+
+# --- any codec ----------------------------------------------------------------------------------
 
 
 def encode_frame(
@@ -359,34 +353,39 @@ def encode_frame(
         mask: positions that TopK must take, or None.
         vary: whether the transport allows messages shorter than the cap.
     """
-    if isinstance(plan.codec, Uniform):
-        return _encode_uniform(k, plan, values, seed)
-    if isinstance(plan.codec, Tiled):
-        return _encode_tiled(k, plan, values, seed)
-    if isinstance(plan.codec, TopK):
-        return _encode_topk(k, plan, values, seed, mask, vary)
+    codec = plan.codec
+    if isinstance(codec, Uniform):
+        return _encode_uniform(k, plan, codec, values, seed, vary)
+    if isinstance(codec, Tiled):
+        return _encode_tiled(k, plan, codec, values, seed)
+    if isinstance(codec, TopK):
+        return _encode_topk(k, plan, codec, values, seed, mask, vary)
     return Frame((k.as_bytes(values),), 0, lambda: values)
 
 
 def decode_frame(
-    k: Any, plan: TensorPlan, payload: Array, mode: int, not_finite: bool, mask: Array | None = None
+    k: Any,
+    plan: TensorPlan,
+    payload: Array,
+    mode: int,
+    not_finite: Truth,
+    mask: Array | None = None,
+    check: Check = at_once,
 ) -> tuple[Array, Array | None]:
     """Decode a payload into (F32 patterns, TopK's mask); into units for a raw plan.
 
     Raises:
         FormatError: the payload contradicts the plan.
     """
-    if isinstance(plan.codec, Uniform):
-        return _decode_uniform(k, plan, payload, mode, not_finite), None
-    if isinstance(plan.codec, Tiled):
-        if mode:
-            raise CorruptionError(f"mode: {mode} does not exist for this codec")
-        return _decode_tiled(k, plan, payload, not_finite), None
-    if isinstance(plan.codec, TopK):
-        return _decode_topk(k, plan, payload, mode, not_finite, mask)
-    parts = Parts(payload)
-    raw = parts.take(plan.raw_bytes, "raw values")
+    codec, parts = plan.codec, Parts(payload, check)
+    if isinstance(codec, Uniform):
+        values = _decode_uniform(k, plan, codec, parts, mode, not_finite, check)
+    elif isinstance(codec, Tiled):
+        values = _decode_tiled(k, plan, codec, parts, mode, not_finite, check)
+    elif isinstance(codec, TopK):
+        values, mask = _decode_topk(k, plan, codec, parts, mode, not_finite, check, mask)
+    else:
+        values = k.as_units(parts.take(plan.raw_bytes, "raw values"), plan.dtype.unit_bytes)
+        check((mode != 0) | not_finite, "mode: raw messages have none")
     parts.end()
-    if mode or not_finite:
-        raise CorruptionError("mode: raw messages have none")
-    return k.as_units(raw, plan.dtype.unit_bytes), None
+    return values, mask

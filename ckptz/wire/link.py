@@ -6,7 +6,7 @@ Tensors on the CPU go through the compiled kernels without a copy, tensors elsew
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from ckptz.dtypes import DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError, WireError
 from ckptz.kernels import wire_torch
 from ckptz.kernels.torch import UNIT_TYPES
-from ckptz.wire.endpoint import Link
+from ckptz.wire.endpoint import Link, can_wait
 from ckptz.wire.header import Direction
-from ckptz.wire.policy import LinkPolicy
+from ckptz.wire.policy import LinkPolicy, policy_of
 from ckptz.wire.state import Place
 
 # Those that messages can carry.
@@ -50,7 +50,9 @@ class TensorLink:
         policy: what both ends agreed on, or the name of a preset.
         device: where the tensors live.
         use_torch: take torch's kernels on the CPU too.
-        options: as for `Link`; NCCL needs `fixed`.
+        fixed: as for `Link`; NCCL needs it.
+        verify: as for `Link`; by default "step" on a device, where the policy and `fixed` allow it.
+        options: as for `Link`.
     """
 
     def __init__(
@@ -61,13 +63,19 @@ class TensorLink:
         *,
         device: torch.device | str = "cpu",
         use_torch: bool = False,
+        fixed: bool = False,
+        verify: Literal["message", "step"] | None = None,
         **options: Any,
     ) -> None:
         self.device = torch.device(device)
         self._use_torch = use_torch or self.device.type != "cpu"
         kernels = wire_torch if self._use_torch else None
         like = torch.zeros(0, dtype=torch.uint8, device=self.device) if self._use_torch else None
-        self.link = Link(src, dst, policy, kernels=kernels, like=like, **options)
+        if verify is None:
+            waits = self.device.type != "cpu" and can_wait(policy_of(policy), fixed)
+            verify = "step" if waits else "message"
+        options |= {"kernels": kernels, "like": like, "fixed": fixed, "verify": verify}
+        self.link = Link(src, dst, policy, **options)
 
     def _units(self, tensor: Tensor) -> Any:
         """Bit patterns of a tensor, flat; shares its memory where it is contiguous."""

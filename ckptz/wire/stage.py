@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -74,6 +74,7 @@ class CompressedPipelineStage(PipelineStage):
         args: as for `PipelineStage`.
         policy: of both links of this stage, or the name of a preset; the same on every stage.
         fixed: messages of fixed size; by default where the backend is not gloo.
+        verify: as for `TensorLink`: "step" tells what was wrong at the begin of the next step, or in `check`.
         samples: file and number of samples of AQ-SGD's buffers; in memory by default.
         kwargs: as for `PipelineStage`.
     """
@@ -83,6 +84,7 @@ class CompressedPipelineStage(PipelineStage):
         *args: Any,
         policy: LinkPolicy | str,
         fixed: bool | None = None,
+        verify: Literal["message", "step"] | None = None,
         samples: tuple[Path, int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -96,7 +98,12 @@ class CompressedPipelineStage(PipelineStage):
         if fixed is None:
             fixed = dist.get_backend(self.group) != "gloo"
         here = self.stage_index
-        options: dict[str, Any] = {"device": self.device, "fixed": fixed, "samples": samples}
+        options: dict[str, Any] = {
+            "device": self.device,
+            "fixed": fixed,
+            "samples": samples,
+            "verify": verify,
+        }
         before, after = (here - 1, here), (here, here + 1)
         self.incoming = None if self.is_first else TensorLink(*before, self.policy, **options)
         self.outgoing = None if self.is_last else TensorLink(*after, self.policy, **options)
@@ -108,12 +115,22 @@ class CompressedPipelineStage(PipelineStage):
         """Begin a step; schedules call this first."""
         super().clear_runtime_states()
         self._inbox.clear()
+        self.check()
         for link in self._links:
             link.link.state.masks.clear()
         if self.has_backward:
             self._n_steps += 1
         else:
             self._n_evals += 1
+
+    def check(self) -> None:
+        """Look at what `verify="step"` found; call it before `optimizer.step` to keep NaN out of the weights.
+
+        Raises:
+            WireError: a message was damaged, or another one than was due.
+        """
+        for link in self._links:
+            link.link.check()
 
     def set_batch_ids(self, ids: Tensor, n_microbatches: int) -> None:
         """Name the samples of the next step, on every stage, for AQ-SGD."""
