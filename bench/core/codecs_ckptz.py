@@ -97,22 +97,29 @@ def _width(frame: Frame) -> int:
 # --- file ---------------------------------------------------------------------------------------
 
 
-def write_file(tensors: Tensors, bases: Tensors | None = None, base_file: str = "base.ckptz") -> bytes:
+def write_file(
+    tensors: Tensors, bases: Tensors | None = None, base_file: str = "base.ckptz", jobs: int = 1
+) -> bytes:
     """A whole `.ckptz` file; a delta if there are bases."""
     sink = io.BytesIO()
     ref = BaseRef(BASE_ID, base_file, 1) if bases is not None else None
-    with Workers(1) as workers:
+    with Workers(jobs) as workers:
         pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases or {}), workers)
     return sink.getvalue()
 
 
-def read_file(file: bytes, outputs: Outputs, bases: Tensors | None = None) -> None:
+def read_file(file: bytes, outputs: Outputs, bases: Tensors | None = None, jobs: int = 1) -> None:
     """Open a file and decode all its tensors into `outputs`."""
     container = Container(MemoryBytes(file))
     container.bases = bases or {}
-    for name, source in container.tensors.items():
-        for i, (begin, end) in enumerate(source.chunk_bounds()):
-            source.decode_chunk(i, outputs[name][begin:end])
+    chunks = (
+        (source, i, outputs[name][begin:end])
+        for name, source in container.tensors.items()
+        for i, (begin, end) in enumerate(source.chunk_bounds())
+    )
+    with Workers(jobs) as workers:
+        for _ in workers.map(lambda chunk: chunk[0].decode_chunk(*chunk[1:]), chunks):
+            pass
 
 
 # --- XOR, byte planes, zstd -3 ------------------------------------------------------------------

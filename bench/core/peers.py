@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench.core.elsewhere import Worker, serve
 
-PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "constriction==0.5.0")
+PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "constriction==0.5.0", "openzl==0.3.0")
 
 Array = NDArray[Any]
 
@@ -104,6 +104,48 @@ class _Z4ai:
         return time.perf_counter() - begin, b"".join(parts)
 
 
+class _OpenZL:
+    """One blob of `dtype`, floats taken apart, FSE on the exponents; of the xor to `base`, both parts coded.
+
+    Its checksums of content and of blob are on, in both directions.
+    """
+
+    def compress(self, data: Array, dtype: str, base: str | None = None) -> tuple[float, Any, int]:
+        from openzl import ext as zl  # only installed in the peers' environment
+
+        nodes, graphs = zl.nodes, zl.graphs
+        node = nodes.BFloat16Deconstruct() if dtype == "bfloat16" else nodes.Float32Deconstruct()
+        compressor = zl.Compressor()
+        sign_frac = graphs.Store() if base is None else graphs.Entropy()
+        graph = node(compressor, sign_frac=sign_frac, exponent=graphs.Fse())
+        compressor.select_starting_graph(graph)
+        context = zl.CCtx()
+        context.ref_compressor(compressor)
+        context.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
+        for checksum in (zl.CParam.ContentChecksum, zl.CParam.CompressedChecksum):
+            context.set_parameter(checksum, 1)
+        units = data.view(f"u{data.itemsize}")
+        begin = time.perf_counter()
+        if base is not None:
+            units = units ^ _inputs[base].view(units.dtype)
+        blob = context.compress([zl.Input(zl.Type.Numeric, units)])
+        return time.perf_counter() - begin, (blob, base), len(blob)
+
+    def decompress(self, state: Any, data: Array) -> tuple[float, Any]:
+        from openzl import ext as zl  # only installed in the peers' environment
+
+        context = zl.DCtx()
+        for checksum in (zl.DParam.CheckContentChecksum, zl.DParam.CheckCompressedChecksum):
+            context.set_parameter(checksum, 1)
+        blob, base = state
+        begin = time.perf_counter()
+        (output,) = context.decompress(blob)
+        out = output.content.as_nparray()
+        if base is not None:
+            out = out ^ _inputs[base].view(out.dtype)
+        return time.perf_counter() - begin, out
+
+
 class _Constriction:
     """Range ANS over chunks of 2^20 codes with the chunk's own distribution, which is not stored."""
 
@@ -131,7 +173,12 @@ class _Constriction:
         return time.perf_counter() - begin, np.concatenate(parts).astype(np.uint8)
 
 
-_TOOLS: Final[dict[str, Any]] = {"zipnn": _ZipNN(), "z4ai": _Z4ai(), "constriction": _Constriction()}
+_TOOLS: Final[dict[str, Any]] = {
+    "zipnn": _ZipNN(),
+    "z4ai": _Z4ai(),
+    "constriction": _Constriction(),
+    "openzl": _OpenZL(),
+}
 _inputs: dict[str, Array] = {}
 _states: dict[tuple[str, str], Any] = {}
 

