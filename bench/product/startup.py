@@ -4,11 +4,13 @@
 
 Warm: the median of N processes (default 10), interleaved, nothing subtracted; `python -c pass` gives the
 scale. Cold: numba's cache is an empty folder, and one process compresses and restores a small bf16 and a
-small fp32 delta; then another does so with the cache that the first has filled.
+small fp32 delta; then another does so with the cache that the first has filled. `ckptz compress` of one
+megabyte of fp32 runs with a cache that is filled, and with empty ones.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -18,9 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from bench.core.measure import (
     BENCH,
     Row,
+    Timing,
     interleave,
     machine,
     parser_of,
@@ -32,6 +38,7 @@ from bench.core.report import finish
 
 WARM_LIMIT: Final = 0.3
 COLD_LIMIT: Final = 20.0
+COMMAND_LIMITS: Final = {"filled": 0.5, "empty": 5.0}
 FORBIDDEN: Final = ("torch", "numba")
 
 LOADED: Final = "\nimport json, sys; print(json.dumps(sorted(m for m in sys.modules if '.' not in m)))"
@@ -133,12 +140,40 @@ def first_use_rows() -> list[Row]:
     ]
 
 
+def command_rows(runs: int) -> list[Row]:
+    """`ckptz compress` of one megabyte, with kernels in the cache and without."""
+    rng = np.random.default_rng(0)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="ckptz-start-") as folder:
+        source = Path(folder, "small.safetensors")
+        save_file({"w": rng.standard_normal((512, 512)).astype(np.float32)}, source)
+        line = [_command(), "compress", source, "--force", "-q"]
+        for cache, limit in COMMAND_LIMITS.items():
+            seconds = []
+            for i in range(runs + 1):
+                kept = {} if cache == "filled" else {"NUMBA_CACHE_DIR": str(Path(folder, str(i)))}
+                run = functools.partial(subprocess.run, line, env=os.environ | kept, check=True)
+                seconds.append(timed(run))
+            found = Timing(tuple(seconds[1:]))
+            rows.append(
+                {
+                    "what": f"ckptz compress, 1 MB of fp32, {cache} numba cache",
+                    "median s": f"{found.median:.3f}",
+                    "best s": f"{found.best:.3f}",
+                    "torch or numba loaded": None,
+                    "target": f"< {limit:g} s",
+                    "verdict": verdict(found.median < limit),
+                }
+            )
+    return rows
+
+
 def main() -> None:
     """Command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=10, help="processes of each warm case (default 10)")
     options = parser.parse_args()
-    rows = [*warm_rows(options.runs), *first_use_rows()]
+    rows = [*warm_rows(options.runs), *command_rows(options.runs), *first_use_rows()]
     save_rows("startup", rows)
     finish("startup", machine(), rows)
 
