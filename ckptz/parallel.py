@@ -97,6 +97,11 @@ class Recent(Generic[V]):
                     self._making.pop(key, None)
         return value
 
+    def held(self, key: Hashable) -> V | None:
+        """Give the value that is held, or None."""
+        with self._lock:
+            return self._held.get(key)
+
     def _keep(self, key: Hashable, value: V) -> None:
         weight = self._weigh(value)
         with self._lock:

@@ -36,6 +36,7 @@ CHECKED = {
     "unpack_gaps": "ckptz/kernels/sparse_cpu.py:unpack_gaps",
     # classes below their number
     "ungroup": "ckptz/codec/frame_plan.py:_parse_indices",
+    "class_counts": "ckptz/codec/frame_plan.py:_parse_indices",
     "group": "ckptz/codec/frame_plan.py:_parse_indices",
     "_class_starts": "ckptz/transform/classes.py:_labels_of",
     "class_histogram": "ckptz/transform/classes.py:_labels_of",
@@ -121,6 +122,7 @@ CALLERS = {
     "place": {"codec/sparse.py"},
     "group": {"encoding/chunk.py"},
     "ungroup": {"codec/decode.py"},
+    "class_counts": {"codec/decode.py"},
     "used_class_histogram": {"encoding/counts.py"},
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},

@@ -163,7 +163,7 @@ def _n_chunks(source: FrameSource) -> int:
 
 def _decode(task: tuple[FrameSource, int, Units]) -> None:
     source, index, out = task
-    source.decode_chunk(index, out)
+    source.fill(index, out)
 
 
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:

@@ -133,7 +133,7 @@ class _Streams:
             return None
         if self._labels.dtype == np.uint8:
             return cpu().histogram(self._labels)
-        return np.bincount(self._labels, minlength=self._header.plan.n_classes)
+        return cpu().class_counts(self._labels, self._header.plan.n_classes)
 
     def _take(self) -> tuple[int, Bytes]:
         stream = self._record.streams[self._next]
@@ -189,12 +189,13 @@ class _Streams:
         return codes
 
     def _put(self, mask: NDArray[np.bool_], out: Units) -> NDArray[np.bool_]:
-        n = int(mask.sum())
+        at = np.flatnonzero(mask)
+        n = len(at)
         planes = [self._plain(*self._take(), n) for _ in range(out.itemsize)]
         values = np.empty(n, out.dtype)
         if n:
             cpu().merge_planes(planes, values, 0, values)
-        out[mask] = values
+        out[at] = values
         return mask
 
     def _plain(self, coder: int, data: Bytes, n: int) -> Bytes:

@@ -83,7 +83,7 @@ class ValueTable:
             rows = ONE_ROW if len(entries) == 1 else labels.astype(np.uint16, copy=False)
             self._decode(codes, rows, entries, prediction, out)
         if self.quant_map.zero_code is not None:
-            out[codes == self.quant_map.zero_code] = 0
+            out[np.flatnonzero(codes == self.quant_map.zero_code)] = 0
 
     def _only(self, rows: NDArray[np.uint16], codes: Bytes) -> tuple[Bytes, NDArray[np.uint16], NDArray[Any]]:
         """Make a table of what few units use, less than a million, with one entry for each.

@@ -103,6 +103,11 @@ class FrameSource(TensorSource):
         raise MissingBaseError(f"has another dtype or shape in its base {ref.title}")
 
     @property
+    def base_frame(self) -> FrameSource | None:
+        """The frame of the base tensor that this one needs, or None."""
+        return base if isinstance(base := self.base, FrameSource) else None
+
+    @property
     def needs_other_file(self) -> bool:
         """Whether the frame is decoded from a base in another file."""
         return self._container.outer_base is not None and self.header.plan.needs_base
@@ -219,7 +224,25 @@ class FrameSource(TensorSource):
 
     def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
         """Decode chunk `index` into `out`, all its units; returns the codes, if a map made them."""
-        return self._decode(index, out, gather(index, self.needs(False)))
+        return self._decode(index, out, self._gathered(index))
+
+    def _gathered(self, index: int) -> Held:
+        """Decode what a chunk needs; chunks of other tensors of this file are kept for who reads these."""
+        nodes = self.needs(False)
+        beside = [node for node in nodes if node[0] is not self.base_frame]
+        held: dict[Node, Decoded] = dict(gather(index, [node for node in nodes if node not in beside]))
+        for frame, only_codes in beside:
+            assert isinstance(frame, FrameSource)
+            held[frame, only_codes] = Decoded(frame.chunk(index), None)
+        return held
+
+    def fill(self, index: int, out: Units) -> None:
+        """Decode chunk `index` into `out`, all its units, or copy it if it is kept."""
+        kept = self._container.cache.held((self, index))
+        if kept is None:
+            self.decode_chunk(index, out)
+        else:
+            out[:] = kept
 
     def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
         """Decode units and codes of begin..end, which are one chunk, at once."""
@@ -277,7 +300,8 @@ class FrameSource(TensorSource):
         whole = (begin, end) == (first * CHUNK_UNITS, min(last * CHUNK_UNITS, n_units))
         if whole and last - first == 1:
             # Chunk by chunk through a chain: nothing would be read twice, so nothing is kept.
-            return self._fresh_chunk(first)
+            kept = self._container.cache.held((self, first))
+            return self._fresh_chunk(first) if kept is None else kept
         out = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
         for index in range(first, last):
             at, chunk = index * CHUNK_UNITS, self.chunk(index)

@@ -118,8 +118,8 @@ def encode_values(units: Units) -> list[Stream]:
     return [encode_stream(plane) for plane in cpu().split_planes(units, units, 0)]
 
 
-# Codes of a lossy chunk, the units they decode to, and which of these escaped and are protected.
-Quantized = tuple[Bytes, Units, NDArray[np.bool_] | None, NDArray[np.bool_] | None]
+# Codes of a lossy chunk, the units they decode to, where these escaped, and which are protected.
+Quantized = tuple[Bytes, Units, NDArray[np.intp] | None, NDArray[np.bool_] | None]
 
 
 def _quantize(
@@ -137,7 +137,7 @@ def _quantize(
     header.value_table.decode(codes, labels, predicted(plan, sources), decoded)
     escaped, protected, kept = None, None, quantizer.kept(begin, units)
     if plan.quant_map.escape_code is not None:
-        escaped = codes == plan.quant_map.escape_code
+        escaped = np.flatnonzero(codes == plan.quant_map.escape_code)
         decoded[escaped] = kept[escaped]
     if plan.quant_map.has_protected:
         mask = quantizer.protected(begin, end, units)
@@ -157,7 +157,7 @@ def _encode_quantized(draft: Draft, quantized: Quantized, labels: Labels | None)
     return streams
 
 
-def _deviation(kind: int, units: Units, decoded: Units, codes: Bytes) -> Deviation:
+def _deviation(kind: int, units: Units, decoded: Units, counts: NDArray[np.int64]) -> Deviation:
     exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (units, decoded))
     largest, error, power = planning().deviation(exact, restored)
     if largest < FLUSHED_BELOW:
@@ -165,7 +165,7 @@ def _deviation(kind: int, units: Units, decoded: Units, codes: Bytes) -> Deviati
         wide, wide_restored = (widen_f64(f.view(np.uint32)) for f in (exact, restored))
         difference = wide_restored - wide
         largest, error, power = np.abs(difference).max(initial=0.0), difference @ difference, wide @ wide
-    return Deviation(float(largest), float(error), float(power), cpu().histogram(codes))
+    return Deviation(float(largest), float(error), float(power), counts)
 
 
 def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) -> Units:
@@ -213,7 +213,7 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         if draft.rounding is not None:
             kind = KINDS[source.dtype.name]
             decoded = draft.rounding.rounded(units, kind, sources.begin)
-            deviation = _deviation(kind, exact, decoded, np.zeros(0, np.uint8))
+            deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
         base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
         changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
         if changed is None:
@@ -226,7 +226,8 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         if isinstance(draft.quantizer, CodedQuantizer):  # its errors were measured where its values are
             deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(codes))
         else:
-            deviation = _deviation(header.value_table.kind, exact, decoded, codes)
+            counts = draft.counted[0].total if draft.counted else cpu().histogram(codes)
+            deviation = _deviation(header.value_table.kind, exact, decoded, counts)
     parts = tuple(data for _, data in streams)
     records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
     base_codes = None

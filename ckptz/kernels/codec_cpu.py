@@ -17,6 +17,7 @@ from ckptz.kernels.coding_cpu import (  # noqa: F401
     weigh,
 )
 from ckptz.kernels.planes_cpu import (  # noqa: F401
+    class_counts,
     class_histogram,
     group,
     histogram,

@@ -238,6 +238,13 @@ def _class_starts(classes: Units, n_classes: int) -> Counts:
 
 
 @kernel
+def class_counts(classes: Units, n_classes: int) -> Counts:
+    starts = _class_starts(classes, n_classes)[0]
+    ends = np.append(starts[1:], len(classes))
+    return ends - starts
+
+
+@kernel
 def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
     starts = _class_starts(classes, n_classes)
     grouped = np.empty(len(symbols), np.uint8)
