@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptz.commands.fold import apply, export, fold
     from ckptz.commands.inspect import inspect
     from ckptz.commands.log import log
+    from ckptz.commands.plan_run import plan_run
     from ckptz.commands.prune import prune
     from ckptz.commands.rebase import rebase
     from ckptz.commands.report import report
@@ -65,6 +66,7 @@ __all__ = [
     "fold",
     "inspect",
     "log",
+    "plan_run",
     "prune",
     "rebase",
     "register",
@@ -102,6 +104,7 @@ _HOMES: Final = {
     "resume_check": "ckptz.commands.resume_check",
     "diff": "ckptz.commands.diff",
     "log": "ckptz.commands.log",
+    "plan_run": "ckptz.commands.plan_run",
     "prune": "ckptz.commands.prune",
     "report": "ckptz.commands.report",
     "fold": "ckptz.commands.fold",

@@ -91,7 +91,7 @@ def test_every_verb_that_reads_takes_urls(url: str, folder: Path, tmp_path: Path
         assert content_of(tmp_path / name) == wanted, name
     assert content_of(folder / "folded.ckptz") == wanted
     (folder / "folded.ckptz").unlink()
-    assert {line[0] for line in lines} | {"prune", "seal", "warm-up"} == set(main.commands)
+    assert {line[0] for line in lines} | {"plan-run", "prune", "seal", "warm-up"} == set(main.commands)
 
 
 def test_reports_name_the_url(url: str) -> None:

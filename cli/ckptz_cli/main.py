@@ -24,6 +24,7 @@ from ckptz_cli.errors import USAGE
 from ckptz_cli.inspect import inspect
 from ckptz_cli.log import log
 from ckptz_cli.options import session_options
+from ckptz_cli.plan_run import plan_run
 from ckptz_cli.prune import prune
 from ckptz_cli.report import report
 from ckptz_cli.restore import restore
@@ -143,6 +144,7 @@ for _verb in (
     fold,
     apply,
     export,
+    plan_run,
     warm_up,
 ):
     main.add_command(_verb)
