@@ -73,6 +73,8 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, default": Arm(config=Grid()),
     "grid, all steps halved": Arm(config=Grid().scaled(0.5)),
     "grid, step 0.5": Arm(config=grid(0.5)),
+    "grid, first 0.25": Arm(config=grid(1.0, first=0.25)),
+    "grid, first 0.1": Arm(config=grid(1.0, first=0.1)),
     "grid, step 2": Arm(config=grid(2.0)),
     "grid, to ship": Arm(config=Grid(purpose="ship"), restores=0),
     "grid, anchors like deltas": Arm(config=Grid(), restores=0),
