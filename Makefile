@@ -72,6 +72,7 @@ bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 40 mi
 	$(BIN)/python -m bench.product.weight_sync
 	$(BIN)/python -m bench.product.link_speed
 	$(BIN)/python -m bench.product.rounding
+	$(BIN)/python -m bench.product.whole_state
 	$(BIN)/python -m bench.product.checkpointer
 	$(BIN)/python -m bench.product.exact_head
 	$(BIN)/python -m bench.product.hooks_overhead
