@@ -64,6 +64,18 @@ def test_the_figures_are_those_of_the_benches() -> None:
     for name, used in (("ckptz lossless", LOSSLESS), ("ckptz grid", GRID)):
         measured = float(demo[name]["ratio, weights and both moments"].removesuffix("x"))
         assert used.ratio == pytest.approx(measured, rel=0.15)
+    speeds = {
+        row["case"]: float(row["best MB/s"]) for row in rows("lossless_speeds") if row["weights"] == "fp32"
+    }
+    assert LOSSLESS.encode / 1e6 == pytest.approx(speeds["ckptz file, compress"], rel=0.15)
+    assert LOSSLESS.decode / 1e6 == pytest.approx(speeds["ckptz file, decompress"], rel=0.15)
+    for row in rows("whole_state"):
+        if row["case"].startswith("delta"):
+            used = GRID.encode if row["case"].endswith("encode") else GRID.decode
+            raw = float(row["median MB/s"]) * float(row["median s"])
+            assert used / 1e6 == pytest.approx(
+                raw / (float(row["user s"]) + float(row["system s"])), rel=0.15
+            )
     # Another run, of which all steps are kept: its own ratio of deltas, and the residuals as predicted.
     kept = {row["arm"]: row for row in rows("exact_head") if (row["steps"], row["keep"]) == ("14", "all")}
     raw = float(kept["lossy, newest step exact"]["raw, MB"])
