@@ -31,8 +31,8 @@ class Measured:
     blocks: bool = False
 
 
-# From bench/results: ratios of demo.csv, speeds of lossless_speeds.csv (files of fp32) and of whole_state.csv (deltas,
-# a CPU second). A test holds these to those.
+# From bench/results: ratios of demo.csv, speeds of lossless_speeds.csv (files of fp32) and of whole_state.csv
+# (deltas, a CPU second). A test holds these to those.
 LOSSLESS: Final = Measured(1.275, 570e6, 1560e6)
 GRID: Final = Measured(48.0, 82e6, 170e6)
 MODES: Final[Mapping[str, tuple[Measured, ...]]] = {  # the files that a save writes
