@@ -21,7 +21,7 @@ from ckptz.container.index import LossyRecord
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.guide import Fold, Folded, Update
 from ckptz.guidance.guides import update_of
-from ckptz.kernels import rounding
+from ckptz.kernels import moments, rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
 from ckptz.methods.method import Method
 from ckptz.numpy import load_file
@@ -102,6 +102,21 @@ def test_kernels_measure_as_numpy_does(n: int, row_units: int, data: st.DataObje
         expected = np.bincount(cells, sizes, sums.size).reshape(sums.shape)
         expected[:, 0] = 0
         np.testing.assert_array_equal(sums, expected)
+
+
+@pytest.mark.parametrize("n_squares", [0, 5000])
+def test_moves_are_rounded_step_by_step(n_squares: int) -> None:
+    rng = np.random.default_rng(3)
+    first, second = rng.standard_normal((2, 5000)).astype(np.float32)
+    first[::7] = 0
+    second[:4990] = np.abs(second[:4990])  # the others have no root
+    rate, scale, eps = np.float32(3e-4), np.float32(1.7), np.float32(1e-8)
+    with np.errstate(invalid="ignore"):
+        expected = first * rate / (np.sqrt(second) * scale + eps) if n_squares else first * rate
+    expected[first == 0] = 0
+    found = np.empty_like(first)
+    moments().moves(first, second[:n_squares], rate, scale, eps, found)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_labels_of_rows_are_those_of_each_unit() -> None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import SourceOf, TensorSource, Units
 from ckptz.codec.values import KINDS
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, moments
 from ckptz.quant.sensitivity import Floats, floats_of
 from ckptz.quant.sketch import Sketch
 
@@ -101,6 +101,8 @@ class Folded(SourceOf):
         with np.errstate(all="ignore"):
             moved = values - self._lost(begin, end)
             units: Units = cpu().from_f32(moved.view(np.uint32), kind)
+        if cpu().all_finite(units, kind):
+            return units
         is_usable = np.isfinite(cpu().to_f32(units, kind).view(np.float32))
         return np.where(is_usable, units, self.source.units(begin, end))
 
@@ -109,17 +111,18 @@ class Folded(SourceOf):
         return self._moves(self.fold.exact, begin, end) - self._moves(self.fold.restored, begin, end)
 
     def _moves(
-        self, moments: tuple[TensorSource, TensorSource | None], begin: int, end: int
+        self, pair: tuple[TensorSource, TensorSource | None], begin: int, end: int
     ) -> NDArray[np.float32]:
-        """Give the moves that moments cause to units begin..end, float32 [end - begin]."""
-        update, (first, second) = self.fold.update, moments
-        values = _floats(first, begin, end)
-        moves = values * np.float32(update.rate)
+        """Give the moves that a pair of moments causes to units begin..end, float32 [end - begin]."""
+        update, (first, second) = self.fold.update, pair
+        given = _floats(first, begin, end)
+        squares = given[:0]
         if update.root_scale is not None and second is not None:
-            roots = np.sqrt(_floats(second, begin, end)) * np.float32(update.root_scale)
-            moves /= roots + np.float32(update.eps)
-        moves[values == 0] = 0
-        return moves
+            squares = _floats(second, begin, end)
+        settings = (np.float32(one or 0.0) for one in (update.rate, update.root_scale, update.eps))
+        found = np.empty(end - begin, np.float32)
+        moments().moves(given, squares, *settings, found)
+        return found
 
 
 def _floats(source: TensorSource, begin: int, end: int) -> Floats:

@@ -276,3 +276,17 @@ def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) 
         out[n] = _size(patterns[i], values[i]) / root
         n += uint64((root > 0.0) & (moments[i] != 0))
     return int64(n)
+
+
+@kernel
+def moves(first: Any, second: Any, rate: Any, root_scale: Any, eps: Any, out: Any) -> None:
+    """Write the moves that first moments cause, floats [n]; `second` has no elements if there are none.
+
+    rate * m / (sqrt(v) * root_scale + eps), each step rounded to float32; 0 where m is.
+    """
+    for i in range(len(first)):
+        move = float32(first[i] * rate)
+        if len(second):
+            root = float32(float32(np.sqrt(second[i])) * root_scale)
+            move = float32(move / float32(root + eps))
+        out[i] = move if first[i] != float32(0) else float32(0)
