@@ -26,7 +26,7 @@ from ckptz.pipeline import Job, write
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
 
 DTYPES: Final = ("F32", "BF16", "F16", "F64", "U8")
-SHAPE: Final = (96, 96)  # large enough for all lanes of the coder, and for methods to take it
+SHAPE: Final = (144, 128)  # large enough for all lanes of the coder, and for kernels that make tables first
 CONFIGS: Final[Mapping[str, Method]] = {name: method() for name, method in METHODS.items()} | {
     "sparse": Lossless(sparse=True)
 }
