@@ -107,9 +107,11 @@ class _Planning:
         self._shared = DraftBook(self._make, (name for name in sources if name is not None))
 
     def base(self, name: str) -> TensorSource | None:
-        """What a tensor may be stored against."""
+        """Give what a tensor may be stored against; held where several passes will read it."""
         base = matching_base(self.tensors[name], self._contents.record.bases.get(name))
-        return None if base is None else self._chunks.of(f"base of {name}", base)
+        if base is None or (base.n_units > CHUNK_UNITS and not self._contents.recipes[name].is_lossy):
+            return base
+        return self._chunks.of(f"base of {name}", base)
 
     def draft(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
