@@ -53,15 +53,15 @@ CHECKED = {
     "residual_codes": "ckptz/methods/grid.py:_steps_of",
     "residual_sums": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
-    "_take": "ckptz/wire/state.py:take_mask",
-    "_put": "ckptz/wire/frames.py:_decode_topk",
+    "take": "ckptz/wire/state.py:take_mask",
+    "put": "ckptz/wire/frames.py:_decode_topk",
     "_threshold": "ckptz/wire/codecs.py:k",
     "_find": "ckptz/wire/codecs.py:k",
-    "_top_mask": "ckptz/wire/codecs.py:k",
+    "top_mask": "ckptz/wire/codecs.py:k",
     # as many bytes as codes of so many bits take
     "unpack_codes": "ckptz/wire/frames.py:unpacked",
     "_unpack_tail": "ckptz/wire/frames.py:unpacked",
-    "_dequantize": "ckptz/wire/frames.py:_decode_uniform",
+    "dequantize": "ckptz/wire/frames.py:_decode_uniform",
     "_checksum": "ckptz/wire/endpoint.py:_checked",  # a multiple of 16 bytes
     "_quantize": "ckptz/wire/endpoint.py:_check_units",
     "_codes_nearest": "ckptz/wire/endpoint.py:_check_units",
@@ -70,8 +70,8 @@ CHECKED = {
     # as many elements in outer vectors as a tensor has rows and columns
     "_outer_rows": "ckptz/codec/frame_plan.py:_parse_outer",
     # tiles of whole rows, and no more planes than there is room for
-    "_tile_values": "ckptz/wire/frames.py:_decode_tiled",
-    "_unpack_rows": "ckptz/wire/frames.py:_decode_tiled",
+    "tile_values": "ckptz/wire/frames.py:_decode_tiled",
+    "unpack_rows": "ckptz/wire/frames.py:_decode_tiled",
     # as many units in a base, or in a tensor that is named, as in the tensor
     "_merge_planes": "ckptz/container/reader.py:base",
     "_restore": "ckptz/container/reader.py:base",
@@ -113,7 +113,7 @@ OWN = {
     "_near_zero",
     *("_nearest", "_drawn", "_leaf", "power", "largest", "_row_sums", "sensitivities"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios", "moves"),
-    *("_rotate", "_tile_peaks", "_tile_codes", "_pack_rows"),
+    *("_rotate", "tile_peaks", "_tile_codes", "pack_rows"),
 }
 # Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.
 CALLERS = {

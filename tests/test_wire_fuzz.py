@@ -14,6 +14,7 @@ import pytest
 
 from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
+from ckptz.kernels import wire_cpu
 from ckptz.wire import LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.codecs import MIN_ELEMENTS
 from ckptz.wire.endpoint import Link
@@ -125,6 +126,25 @@ def test_wrong_payloads_under_right_checksums_never_crash(n: int) -> None:
         except WireError:
             n_refused += 1
     assert n_refused > n // 5
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_messages_of_tiles_never_crash_and_kernels_agree_on_them() -> None:
+    source, counts = rng(5), {True: 0, False: 0}
+    policies = [LinkPolicy(forward=Tiled(*args)) for args in ((3.5,), (2, 256), (8, 16, False), (4.25, 64))]
+    messages = [message_of(policy) for policy in policies]
+    for i in range(100_000):
+        wrong = resigned(messages[i % 4], source)
+        found = []
+        for kernels in (wire_cpu, wire_reference) if i % 100 == 0 else (wire_cpu,):
+            try:
+                link = Link(0, 1, policies[i % 4], kernels=kernels)
+                found.append(link.receive(FORWARD, wrong, F32, SHAPE, PLACE).tobytes())
+            except WireError:
+                found.append(b"")
+        assert len(set(found)) == 1
+        counts[found[0] == b""] += 1
+    assert min(counts.values()) > 10_000
 
 
 def test_a_message_of_the_other_direction_is_refused() -> None:

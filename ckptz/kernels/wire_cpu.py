@@ -193,10 +193,11 @@ def quantize(
 
 
 @kernel
-def _dequantize(
-    offsets: Any, scales: Any, codes: Any, block: int, largest: float, one: Any, out: Any, bits: Any
-) -> None:
-    one_f32 = one.view(np.float32)
+def dequantize(
+    offsets: NDArray[np.uint16], scales: NDArray[np.uint16], codes: Bytes, block: int, largest: float
+) -> Patterns:
+    out, one = np.empty(len(codes), np.float32), np.zeros(1, np.uint32)
+    bits, one_f32 = out.view(np.uint32), one.view(np.float32)
     for b in range(len(offsets)):
         begin, end = b * block, min((b + 1) * block, len(codes))
         if (scales[b] & uint16(0x7F80)) == uint16(0x7F80):
@@ -210,15 +211,7 @@ def _dequantize(
         for i in range(len(values)):
             value = scale * here[i] + offset
             values[i] = np.float32(min(max(value, -largest), largest))
-
-
-def dequantize(
-    offsets: NDArray[np.uint16], scales: NDArray[np.uint16], codes: Bytes, block: int, largest: float
-) -> Patterns:
-    out = np.empty(len(codes), np.float32)
-    one = np.zeros(1, np.uint32)
-    _dequantize(offsets, scales, codes, block, largest, one, out, out.view(np.uint32))
-    return out.view(np.uint32)
+    return bits
 
 
 # --- the largest of each sample -----------------------------------------------------------------
@@ -264,7 +257,8 @@ def _threshold(patterns: Any, k: int, coarse: Any, near: Any) -> Any:
 
 
 @kernel
-def _top_mask(patterns: Any, n_samples: int, k: int, mask: Any) -> None:
+def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
+    mask = np.empty(len(patterns), np.uint8)
     size = len(patterns) // n_samples
     coarse = np.empty((2, N_COARSE), np.uint32)
     near = np.empty(size + 1, np.uint32)
@@ -282,42 +276,28 @@ def _top_mask(patterns: Any, n_samples: int, k: int, mask: Any) -> None:
             if (here[i] & uint32(0x7FFFFFFF)) == limit:
                 marks[i] = uint8(rest > 0)
                 rest -= 1
-
-
-def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
-    mask = np.empty(len(patterns), np.uint8)
-    _top_mask(patterns, n_samples, k, mask)
     return mask
 
 
 @kernel
-def _take(patterns: Any, mask: Any, out: Any) -> None:
+def take(patterns: Patterns, mask: Bytes, k: int) -> Patterns:
+    out = np.empty(k + 1, np.uint32)  # the loop writes one behind the last
     n: Any = 0
     for i in range(len(mask)):
         out[n] = patterns[i]
         n += np.int64(mask[i])
-
-
-def take(patterns: Patterns, mask: Bytes, k: int) -> Patterns:
-    out = np.empty(k + 1, np.uint32)  # the loop writes one behind the last
-    _take(patterns, mask, out)
     return out[:k]
 
 
 @kernel
-def _put(values: Any, mask: Any, out: Any) -> None:
-    n = 0
+def put(values: Patterns, mask: Bytes) -> Patterns:
+    out, n = np.empty(len(mask), np.uint32), 0
     for i in range(len(mask)):
         if mask[i]:
             out[i] = values[n]
             n += 1
         else:
             out[i] = uint32(0)
-
-
-def put(values: Patterns, mask: Bytes) -> Patterns:
-    out = np.empty(len(mask), np.uint32)
-    _put(values, mask, out)
     return out
 
 
@@ -358,7 +338,8 @@ def rotate(patterns: Patterns, tile: int, inverse: bool) -> Patterns:
 
 
 @kernel
-def _tile_peaks(patterns: Any, tile: int, out: Any) -> None:
+def tile_peaks(patterns: Patterns, tile: int) -> Any:
+    out: Any = np.zeros(len(patterns) // tile, np.int64)
     for i in range(len(out)):
         most = uint32(0)
         for pattern in patterns[i * tile : (i + 1) * tile]:
@@ -367,11 +348,6 @@ def _tile_peaks(patterns: Any, tile: int, out: Any) -> None:
             out[i] = NAN_SCALE
         elif most:
             out[i] = min(max((np.int64(most) + 0xFFFF) >> 16, SMALLEST), BF16_MAX)
-
-
-def tile_peaks(patterns: Patterns, tile: int) -> NDArray[np.int64]:
-    out = np.zeros(len(patterns) // tile, np.int64)
-    _tile_peaks(patterns, tile, out)
     return out
 
 
@@ -391,14 +367,10 @@ def _tile_codes(
         inverse = 1.0 / np.float64(one_f32[0])
         most = np.float64((1 << widths[i // per_row]) - 1)
         half = most * 0.5
-        if stochastic:
-            for j in range(tile):
-                t = np.float64(source[j]) * inverse * half + half + np.float64(_random(begin + j, low, high))
-                here[j] = uint8(np.int32(min(max(t, 0.0), most)))
-        else:
-            for j in range(tile):
-                t = np.float64(source[j]) * inverse * half + half + 0.5
-                here[j] = uint8(np.int32(min(max(t, 0.0), most)))
+        for j in range(tile):
+            u = np.float64(_random(begin + j, low, high)) if stochastic else 0.5
+            t = np.float64(source[j]) * inverse * half + half + u
+            here[j] = uint8(np.int32(min(max(t, 0.0), most)))
 
 
 def tile_codes(
@@ -411,8 +383,9 @@ def tile_codes(
 
 
 @kernel
-def _tile_values(peaks: Any, widths: Any, codes: Any, tile: int, one: Any, out: Any, bits: Any) -> None:
-    one_f32, per_row = one.view(np.float32), len(peaks) // len(widths)
+def tile_values(peaks: NDArray[np.int64], widths: NDArray[np.int64], codes: Bytes, tile: int) -> Patterns:
+    out, one = np.empty(len(codes), np.float32), np.zeros(1, np.uint32)
+    bits, one_f32, per_row = out.view(np.uint32), one.view(np.float32), len(peaks) // len(widths)
     for i in range(len(peaks)):
         begin, end = i * tile, (i + 1) * tile
         if peaks[i] > BF16_MAX:
@@ -424,17 +397,13 @@ def _tile_values(peaks: Any, widths: Any, codes: Any, tile: int, one: Any, out: 
         here, source = out[begin:end], codes[begin:end]
         for j in range(tile):
             here[j] = np.float32((2.0 * source[j] - most) * step + 0.0)
-
-
-def tile_values(peaks: NDArray[np.int64], widths: NDArray[np.int64], codes: Bytes, tile: int) -> Patterns:
-    out, one = np.empty(len(codes), np.float32), np.zeros(1, np.uint32)
-    _tile_values(peaks, widths, codes, tile, one, out, out.view(np.uint32))
-    return out.view(np.uint32)
+    return bits
 
 
 @kernel
-def _pack_rows(words: Any, widths: Any, row: int, out: Any) -> None:
+def pack_rows(codes: Bytes, widths: NDArray[np.int64], row: int, n_planes: int) -> Bytes:
     """Of eight codes in a word, the product moves the lowest bits of its bytes into its highest byte."""
+    words, out = codes.view(np.uint64), np.zeros(n_planes * row >> 3, np.uint8)
     n, begin = row >> 3, 0
     for r in range(len(widths)):
         here = words[r * n : (r + 1) * n]
@@ -444,17 +413,13 @@ def _pack_rows(words: Any, widths: Any, row: int, out: Any) -> None:
                 ones = (here[i] >> uint64(bit)) & uint64(0x0101010101010101)
                 plane[i] = uint8((ones * uint64(0x0102040810204080)) >> uint64(56))
             begin += n
-
-
-def pack_rows(codes: Bytes, widths: NDArray[np.int64], row: int, n_planes: int) -> Bytes:
-    out = np.zeros(n_planes * row // 8, np.uint8)
-    _pack_rows(codes.view(np.uint64), widths, row, out)
     return out
 
 
 @kernel
-def _unpack_rows(planes: Any, widths: Any, row: int, out: Any) -> None:
-    n, begin = row >> 3, 0
+def unpack_rows(planes: Bytes, widths: NDArray[np.int64], row: int) -> Bytes:
+    codes = np.zeros(len(widths) * row, np.uint8)
+    out, n, begin = codes.view(np.uint64), row >> 3, 0
     for r in range(len(widths)):
         here = out[r * n : (r + 1) * n]
         for bit in range(widths[r]):
@@ -464,9 +429,4 @@ def _unpack_rows(planes: Any, widths: Any, row: int, out: Any) -> None:
                 ones = ((each + uint64(0x7F7F7F7F7F7F7F7F)) >> uint64(7)) & uint64(0x0101010101010101)
                 here[i] |= ones << uint64(bit)
             begin += n
-
-
-def unpack_rows(planes: Bytes, widths: NDArray[np.int64], row: int) -> Bytes:
-    out = np.zeros(len(widths) * row, np.uint8)
-    _unpack_rows(planes, widths, row, out.view(np.uint64))
-    return out
+    return codes

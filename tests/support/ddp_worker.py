@@ -52,13 +52,13 @@ def train(model: nn.Module, rank: int, steps: range) -> dict[str, Any]:
 
 def scenarios(rank: int) -> dict[str, Any]:
     out = {"stock": train(DistributedDataParallel(make()), rank, range(N_STEPS))}
-    state, model = LoCo(reset_every=5), DistributedDataParallel(make())
+    state, model = LoCo(decay=0.2, reset_every=5), DistributedDataParallel(make())
     model.register_comm_hook(state, loco_hook)
     first, n_bytes = train(model, rank, range(2)), state.sent_bytes()
     rest = train(model, rank, range(2, N_STEPS))
     losses = first["losses"] + rest["losses"]
     out["loco"] = rest | {"losses": losses, "bytes": state.sent_bytes() - n_bytes, "raw bytes": n_bytes}
-    sharded, state = fully_shard(make()), LoCo(reset_every=5)
+    sharded, state = fully_shard(make()), LoCo(decay=0.2, reset_every=5)
     shard_with(sharded, state)
     out["sharded"] = train(sharded, rank, range(N_STEPS)) | {"bytes": state.sent_bytes()}
     out["stock sharded"] = train(fully_shard(make()), rank, range(N_STEPS))
@@ -71,7 +71,7 @@ def resumed(rank: int, is_sharded: bool) -> dict[str, Any]:
     model: Any = None
     weights, wire, losses = make().state_dict(), None, []
     for steps in (range(N_STEPS // 2), range(N_STEPS // 2, N_STEPS)):
-        inner, state = make(), LoCo(reset_every=5)
+        inner, state = make(), LoCo(decay=0.2, reset_every=5)
         inner.load_state_dict(weights)
         if wire is not None:
             state.load_state_dict(wire)
