@@ -39,6 +39,7 @@ from ckptz.frameworks.torch import stored_type
 from ckptz.kernels import torch as torch_kernels
 from ckptz.kernels import triton_planes as planes
 from ckptz.kernels import triton_rans as rans
+from ckptz.kernels import triton_values as values
 from ckptz.parallel import Workers
 from ckptz.torch import load_file, save_file
 from ckptz.training import device as training_device
@@ -107,6 +108,96 @@ def test_checksums_of_chunks_are_xxh64(data: st.DataObject) -> None:
     assert got.tolist() == expected
 
 
+# --- values -------------------------------------------------------------------------------------
+
+KINDS = ((reference.F32, np.uint32), (reference.BF16, np.uint16), (reference.F16, np.uint16))
+
+
+def finite(units: np.ndarray[Any, Any], kind: int) -> np.ndarray[Any, Any]:
+    """The same units with infinities and NaN made into the smallest number."""
+    exponent = units.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
+    return np.where((units & exponent) == exponent, units.dtype.type(1), units)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@given(st.data())
+@settings(max_examples=10, deadline=None)
+def test_values_are_those_of_the_reference(kind: int, dtype: Any, data: st.DataObject) -> None:
+    base = finite(data.draw(patterns(dtype)), kind)
+    n = len(base)
+    codes = data.draw(hnp.arrays(np.uint8, n, elements=st.integers(0, 4)))
+    rows = data.draw(hnp.arrays(np.uint16, n, elements=st.integers(0, 2)))
+    entries = finite(data.draw(patterns(np.uint32, 15, 15)), reference.F32).reshape(3, 5)
+    units = data.draw(patterns(dtype, 15, 15)).reshape(3, 5)
+    outer = tuple(finite(data.draw(patterns(np.uint32, 20, 20)), reference.F32) for _ in range(2))
+    product = reference.outer_product(*outer, 3, 3 + n)
+    narrow = reference.from_f32(product, kind)
+    sums = reference.from_f32(reference.add_f32(product, entries[rows, codes]), kind)
+    ordered = [reference.unorder(reference.order(u) + units[rows, codes]) for u in (0 * base, base, narrow)]
+    linear = np.empty_like(base)
+    reference.add_linear(base, codes, rows, entries, kind, linear)
+    cases: list[tuple[Any, int, dict[str, Any], Any]] = [
+        (units, values.LINEAR, {}, units[rows, codes]),
+        (entries, values.LINEAR, {"base": base}, linear),
+        (entries, values.LINEAR, {"outer": outer}, sums),
+        (units, values.BITS, {}, ordered[0]),
+        (units, values.BITS, {"base": base}, ordered[1]),
+        (units, values.BITS, {"outer": outer}, ordered[2]),
+    ]
+    for table, domain, prediction, expected in cases:
+        out = moved(np.zeros_like(base))
+        there = {
+            name: tuple(map(moved, given)) if name == "outer" else moved(given)
+            for name, given in prediction.items()
+        }
+        given = moved(codes), moved(rows), moved(table), kind, domain, out
+        values.restore(*given, **there, begin=3)
+        np.testing.assert_array_equal(back(out), expected)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@given(st.data())
+@settings(max_examples=8, deadline=None)
+def test_codes_of_regions_are_those_of_the_reference(kind: int, dtype: Any, data: st.DataObject) -> None:
+    units = data.draw(patterns(dtype))
+    n = data.draw(st.sampled_from((0, 1, 2, 15, 255)))
+    picked = [*units[: n // 2], *data.draw(patterns(dtype, max(n - n // 2, 1), max(n, 1)))][:n]
+    boundaries = np.sort(reference.order(np.array(picked, dtype)))
+    codes = np.arange(n + 1).astype(np.uint8)[::-1].copy()
+    got = values.region_codes(moved(units), moved(boundaries), moved(codes))
+    np.testing.assert_array_equal(back(got), reference.region_codes(units, boundaries, codes))
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_codes_of_grids_draw_the_thresholds_of_the_reference(data: st.DataObject) -> None:
+    floats = st.floats(-300, 300, width=32) | st.sampled_from((0.0, -0.0, 0.5, 1.5, -2.5, 127.5, 128.0))
+    numbers = data.draw(hnp.arrays(np.float32, st.integers(1, 80), elements=floats))
+    base = data.draw(st.none() | hnp.arrays(np.float32, len(numbers), elements=floats))
+    row_units, begin = data.draw(st.integers(1, 50)), data.draw(st.integers(0, 60))
+    steps = data.draw(hnp.arrays(np.float32, 3, elements=st.floats(2.0**-10, 8, width=32)))
+    labels = data.draw(hnp.arrays(np.uint8, 150, elements=st.integers(0, 2)))
+    key = data.draw(st.just(reference.NEAREST) | st.integers(0, (1 << 32) - 1))
+    arguments = numbers, base, steps, labels, row_units, data.draw(st.sampled_from((0.0, 0.2))), key, begin
+    there = [moved(a) if isinstance(a, np.ndarray) else a for a in arguments]
+    np.testing.assert_array_equal(back(values.residual_codes(*there)), reference.residual_codes(*arguments))
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_codes_are_packed_alike_and_come_back(data: st.DataObject) -> None:
+    n_bits = data.draw(st.integers(1, 8))
+    codes = data.draw(hnp.arrays(np.uint8, st.integers(1, 200), elements=st.integers(0, (1 << n_bits) - 1)))
+    packed = values.pack_codes(moved(codes), n_bits)
+    np.testing.assert_array_equal(back(packed), reference.pack_codes(codes, n_bits))
+    out = moved(np.zeros_like(codes))
+    values.unpack_codes(packed, n_bits, out)
+    np.testing.assert_array_equal(back(out), codes)
+
+
+# --- rANS ---------------------------------------------------------------------------------------
+
+
 @st.composite
 def stream(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
     """Codes, the ends of their segments, tables of these, and lanes; every code has a frequency."""
@@ -168,13 +259,16 @@ def test_every_kernel_compiles_for_three_generations_of_gpus() -> None:
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     compiled = {tuple(line.split()[:2]): line for line in done.stdout.splitlines()}
-    launched = {name for module in (planes, rans) for name in kernels_launched(module)}
+    launched = {name for module in (planes, rans, values) for name in kernels_launched(module)}
     assert set(compiled) == {(name, target) for name in launched for target in ("sm_80", "sm_90", "sm_100")}
     # What makes a step of the coder short: one vote and one bit count in place of a scan of the warp.
     for name, target in itertools.product(("_encode", "_decode"), ("sm_80", "sm_90", "sm_100")):
         assert "popc" in compiled[name, target]
         assert "redux.sync" in compiled[name, target]
         assert "shfl" not in compiled[name, target]
+    # What would round otherwise than IEEE says, or twice.
+    for name, target in itertools.product(("_restore", "_grid"), ("sm_80", "sm_90", "sm_100")):
+        assert not {"fma.", ".ftz", "div.full"} & set(compiled[name, target].split())
 
 
 def kernels_launched(module: Any) -> set[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckptz.kernels.floats import DIFFERENCE, ORDERED_DIFFERENCE, ROTATED, XOR
 
-BLOCK = 2048
+BLOCK = 1024
 TILE = 1 << 15  # codes that one program counts
 CHUNKS_AT_ONCE = tl.constexpr(8)  # of four accumulators each: a warp
 
@@ -67,7 +67,8 @@ def _split(units, base, planes, n, stride, MODE: tl.constexpr, N_PLANES: tl.cons
         b = tl.load(base + i, mask=inside, other=0)
         z = _zigzag(ordered(z, 8 * N_PLANES) - ordered(b, 8 * N_PLANES), 8 * N_PLANES)
     for j in tl.static_range(N_PLANES):
-        tl.store(planes + j * stride + i, (z >> (8 * j)).to(tl.uint8), mask=inside)
+        tl.store(planes + i, (z >> (8 * j)).to(tl.uint8), mask=inside)
+        i += stride
 
 
 @triton.jit
@@ -76,8 +77,10 @@ def _merge(planes, base, units, n, stride, MODE: tl.constexpr, N_PLANES: tl.cons
     inside = i < n
     dtype: tl.constexpr = units.dtype.element_ty
     z = tl.load(planes + i, mask=inside, other=0).to(dtype)
+    at = i
     for j in tl.static_range(1, N_PLANES):
-        z |= tl.load(planes + j * stride + i, mask=inside, other=0).to(dtype) << (8 * j)
+        at += stride
+        z |= tl.load(planes + at, mask=inside, other=0).to(dtype) << (8 * j)
     if MODE == _ROTATED:
         z = (z >> 1) | (z << (8 * N_PLANES - 1))
     elif MODE == _XOR:
