@@ -361,11 +361,11 @@ def test_damage_is_reported_as_the_host_reports_it() -> None:
         source.dtype, source.shape, exact_plan(source.dtype), tuple(c.record for c in chunks)
     )
     whole = [np.frombuffer(c.payload, np.uint8) for c in chunks]
-    damaged = [3, len(whole[1]) - 1, SMALL_CHUNK, SMALL_CHUNK + 30]
+    damaged = [3, len(whole[1]) - 1, SMALL_CHUNK]
     for at in damaged:
         payload = whole[1].copy()
         payload[at] ^= 0x55
-        run = Run(header, 0, [whole[0], payload, whole[2]], moved(np.zeros_like(source.flat)))
+        run = Run(header, 1, [payload], moved(np.zeros_like(source.flat[:SMALL_CHUNK])))
         with pytest.raises(ChecksumError, match="chunk 1: its stored bytes were changed"):
             on_device_codec.decode_runs([run])
 
@@ -422,7 +422,7 @@ def test_files_are_decoded_on_the_device_where_it_can_and_else_on_the_host(
     tmp_path: Path, decoded_on_host: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_read, "DEVICE_BYTES", 6000)  # several batches
-    first = tensors()
+    first = {name: tensors()[name][:1500] for name in ("bf16", "nearly zero", "none", "few values")}
     save_file(first, tmp_path / "1.ckptz")
     loaded = load_file(tmp_path / "1.ckptz", DEVICE)
     assert decoded_on_host == []
@@ -441,7 +441,7 @@ def test_files_are_decoded_on_the_device_where_it_can_and_else_on_the_host(
 @pytest.mark.usefixtures("kernels_everywhere")
 def test_a_damaged_file_names_file_tensor_and_chunk_on_the_device_too(tmp_path: Path) -> None:
     path = tmp_path / "1.ckptz"
-    save_file({"weight": tensors()["bf16"]}, path)
+    save_file({"weight": tensors()["bf16"][:1500]}, path)
     with safe_open(path, "pt") as file:
         payload = file._opened.sources["weight"].payload(0)
     data = bytearray(path.read_bytes())
