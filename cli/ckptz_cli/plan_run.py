@@ -23,7 +23,7 @@ SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 POWERS: Final = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
-class _Quantity(click.ParamType):
+class _Quantity(click.ParamType[float]):
     """A positive number, which may end with a unit."""
 
     def __init__(self, name: str, units: Mapping[str, float], suffix: str = "") -> None:
