@@ -23,7 +23,7 @@ from bench.core.measure import machine, save_rows, timed, verdict
 from bench.core.report import finish
 from ckptz.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
-from ckptz.wire import LinkPolicy, TensorLink, TopK, Uniform
+from ckptz.wire import LinkPolicy, TensorLink, Tiled, TopK, Uniform
 from ckptz.wire.codecs import plan_of
 from ckptz.wire.endpoint import Link
 from ckptz.wire.frames import encode_frame
@@ -44,6 +44,7 @@ POLICIES = {
     "Top10, bitmap, 8-bit values": LinkPolicy(forward=TOP10),
     "Top10, bitmap, 16-bit values": LinkPolicy(forward=TopK(0.1, 16, "bitmap")),
     "Top2, Rice, 8-bit values": LinkPolicy(forward=TopK(0.02, 8, "rice")),
+    "tiles, 3.9375 bits": LinkPolicy(forward=Tiled(3.9375)),
     "q4, EF21": LinkPolicy(forward=Uniform(4), feedback="ef21"),
 }
 IN_TORCH = ("q8", "q4", "Top10, bitmap, 8-bit values")
