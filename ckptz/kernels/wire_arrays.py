@@ -144,7 +144,7 @@ def subtract(a: Patterns, b: Patterns) -> Patterns:
 
 
 def scale(a: Patterns, factor: float) -> Patterns:
-    """Multiply F32 patterns [n] by a number, itself rounded to F32."""
+    """Scale F32 patterns [n] by a number, itself rounded to F32."""
     return (a.view(np.float32) * np.float32(factor)).view(np.uint32)
 
 

@@ -402,7 +402,10 @@ def tile_values(peaks: NDArray[np.int64], widths: NDArray[np.int64], codes: Byte
 
 @kernel
 def pack_rows(codes: Bytes, widths: NDArray[np.int64], row: int, n_planes: int) -> Bytes:
-    """Of eight codes in a word, the product moves the lowest bits of its bytes into its highest byte."""
+    """Pack the codes of rows, uint8 [rows * row], as planes of bits, each row in its own number of them.
+
+    Of eight codes in a word, the product moves the lowest bits of its bytes into its highest byte.
+    """
     words, out = codes.view(np.uint64), np.zeros(n_planes * row >> 3, np.uint8)
     n, begin = row >> 3, 0
     for r in range(len(widths)):

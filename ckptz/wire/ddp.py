@@ -196,7 +196,7 @@ class _ReduceScatter:
 
 
 def shard_with(model: nn.Module, state: LoCo) -> None:
-    """Reduce the gradients of all modules that `fully_shard` made by LoCo; weights travel as they did."""
+    """Send the gradients of all modules that `fully_shard` made through LoCo; weights travel as they did."""
     sharded = (module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter"))
     for tensor, module in enumerate(sharded):
         module.set_custom_reduce_scatter(_ReduceScatter(state, tensor))  # type: ignore[operator]
