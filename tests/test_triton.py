@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz import Checkpointer, Grid, safe_open
+from ckptz import LOSSLESS, Checkpointer, Grid, safe_open
 from ckptz.api import read as api_read
 from ckptz.bits.checksum import xxh64
 from ckptz.codec import decode as codec_decode
@@ -401,6 +401,7 @@ def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "LANE_MIN_BYTES", (0, 40, 160))
     if DEVICE == "cpu":
         monkeypatch.setattr(torch_frameworks, "has_kernels", lambda device: True)
+        monkeypatch.setattr(training_device, "agrees_with_host", lambda device: True)
 
 
 @pytest.fixture
@@ -477,13 +478,33 @@ def test_a_checkpointer_writes_the_files_of_the_host_from_what_the_device_coded(
         assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "host" / name).read_bytes()
 
 
+def test_a_device_is_believed_once_its_bytes_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (on_device_codec, codec_decode, on_device_encoding, encoding_chunk, codec_units):
+        monkeypatch.setattr(module, "CHUNK_UNITS", 256)
+    monkeypatch.setattr(streams, "LANE_MIN_BYTES", (0, 40, 160))
+    agrees, encode = on_device_encoding.agrees_with_host.__wrapped__, on_device_encoding.encode_on_device
+    assert agrees(torch.device(DEVICE))
+
+    def wrong(tensor: torch.Tensor, *args: Any) -> Any:
+        tensor[-1] ^= 1
+        return encode(tensor, *args)
+
+    monkeypatch.setattr(on_device_encoding, "encode_on_device", wrong)
+    assert not agrees(torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("is_believed", [True, False])
 @pytest.mark.usefixtures("kernels_everywhere")
-def test_what_the_device_does_not_code_yet_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_device_does_not_code_is_said(
+    is_believed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Grid(step=1.0) if is_believed else LOSSLESS
+    monkeypatch.setattr(training_device, "agrees_with_host", lambda device: is_believed)
     monkeypatch.setattr(training_device, "MIN_ENCODED", 500)
     monkeypatch.setattr(training_device, "lives_elsewhere", torch.Tensor.is_floating_point)
     monkeypatch.setattr(torch_kernels, "has_kernels", lambda device: True)
     model = torch.nn.Linear(24, 24).to(DEVICE)
-    with Checkpointer(tmp_path / "run", model, config=Grid(step=1.0), background=False) as checkpointer:
+    with Checkpointer(tmp_path / "run", model, config=config, background=False) as checkpointer:
         checkpointer.save(1)
         report = checkpointer.wait()
     assert report is not None

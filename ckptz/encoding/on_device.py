@@ -6,6 +6,7 @@ the host chooses coders from counts and samples, and the device codes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,9 +17,10 @@ import torch
 from ckptz.bits.checksum import xxh64_of_parts
 from ckptz.codec.frame import ChunkRecord, StreamRecord
 from ckptz.codec.plan import exact_plan, kernel_mode
-from ckptz.codec.units import CHUNK_UNITS
-from ckptz.dtypes import DType
-from ckptz.encoding.chunk import EncodedChunk, EncodedSource
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, ChunkSources, chunk_bounds
+from ckptz.dtypes import DType, dtype_of
+from ckptz.encoding.chunk import EncodedChunk, EncodedSource, encode_chunk
+from ckptz.encoding.draft import Draft
 from ckptz.entropy.streams import (
     LANE_CHOICES,
     CoderId,
@@ -72,6 +74,30 @@ def encode_on_device(
     with current(tensor.device):
         chunks = [chunk for slab in slabs for chunk in _encode_slab(slab, dtype, workers)]
     return EncodedSource(dtype, shape, exact_plan(dtype), tuple(chunks))
+
+
+@functools.cache
+def agrees_with_host(device: torch.device) -> bool:
+    """Try once in a process whether a device writes what the host writes, of made-up weights of each size.
+
+    Files outlive machines, and not every GPU, driver and compiler has been tried: bytes that the host would
+    not have written are never stored.
+    """
+    with Workers(1) as workers:
+        return all(_agrees(device, dtype_of(name), workers) for name in ("U8", "BF16", "F32", "F64"))
+
+
+def _agrees(device: torch.device, dtype: DType, workers: Workers) -> bool:
+    n_units = CHUNK_UNITS + CHUNK_UNITS // 256 + 3
+    values = np.random.default_rng(dtype.unit_bytes).normal(0, 0.02, n_units)
+    bits = values.view(np.uint64) >> np.uint64(64 - 8 * dtype.unit_bytes)
+    units = bits.astype(UNIT_TYPES[dtype.unit_bytes])
+    source = ArraySource(dtype, (n_units,), units)
+    draft = Draft(exact_plan(dtype))
+    wanted = [encode_chunk(source, draft, ChunkSources(*bounds)) for bounds in chunk_bounds(n_units)]
+    made = encode_on_device(torch.from_numpy(units.view(np.uint8)).to(device), dtype, (n_units,), workers)
+    both = zip(made.chunks, wanted, strict=True)
+    return all(a.record == b.record and bytes(a.payload) == bytes(b.payload) for a, b in both)
 
 
 def _encode_slab(units: torch.Tensor, dtype: DType, workers: Workers) -> Iterator[EncodedChunk]:

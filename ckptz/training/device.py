@@ -21,7 +21,7 @@ from ckptz.codec.values import KINDS, ValueTable
 from ckptz.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.encoding.chunk import EncodedSource
 from ckptz.encoding.coded import CodedSource, bits_for
-from ckptz.encoding.on_device import encode_on_device
+from ckptz.encoding.on_device import agrees_with_host, encode_on_device
 from ckptz.kernels import torch as kernels
 from ckptz.methods.kmeans import Clusters
 from ckptz.methods.method import Method
@@ -75,7 +75,8 @@ class EncodeThere:
         if kind not in self.known:
             self.known[kind] = self.stands_alone(kind)
         is_whole = tensor.is_contiguous() and kernels.has_kernels(tensor.device)
-        if code in (None, "F4") or not is_whole or not self.known[kind]:
+        is_known = code not in (None, "F4") and is_whole and self.known[kind]
+        if not is_known or not agrees_with_host(tensor.device):
             self.left.append(tensor.nbytes)
             return None
         assert code is not None
@@ -89,7 +90,7 @@ class EncodeThere:
             return ()
         n, mb = len(self.left), sum(self.left) / 1e6
         what = f"{n} tensors of {mb:,.1f} MB were encoded on the host"
-        return (f"{what}: the GPU encodes lossless files that are no deltas",)
+        return (f"{what}: the GPU encodes lossless files that are no deltas, once its first bytes agree",)
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
