@@ -18,6 +18,20 @@ if not Path("/dev/nvidiactl").exists():
 # Shells start what runs in the background with Ctrl-C ignored, and so would be what tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Long files that would come last by name: one process would wait for the other.
+LONG = (
+    "test_vectors_damage.py",
+    "test_wire_kernels.py",
+    "test_wire_ddp.py",
+    "test_wire_fuzz.py",
+    "test_tree_trips.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the long files."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
 
 @pytest.fixture(scope="module")
 def deltas_at_any_cost() -> Iterator[None]:

@@ -78,6 +78,11 @@ def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
     return np.bincount(joint, minlength=n_classes * 256).astype(np.int64).reshape(n_classes, 256)
 
 
+def class_counts(classes: Units, n_classes: int) -> Counts:
+    """Count the units of each class: [n_classes]."""
+    return np.bincount(classes.astype(np.int64), minlength=n_classes).astype(np.int64)
+
+
 def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
     """Sort symbols [n] in the order of their classes [n], stable within a class."""
     del n_classes
