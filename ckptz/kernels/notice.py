@@ -20,14 +20,14 @@ class _CompilationNotice(event.Listener):
     """Prints `NOTICE` when the first of our own kernels starts to compile."""
 
     def __init__(self) -> None:
-        self._is_said = False
+        self.is_said = False
 
     def on_start(self, event: event.Event) -> None:
         """A dispatcher found nothing in its cache."""
         dispatcher = event.data["dispatcher"]
-        if self._is_said or not dispatcher.py_func.__module__.startswith("ckptz."):
+        if self.is_said or not dispatcher.py_func.__module__.startswith("ckptz."):
             return
-        self._is_said = True
+        self.is_said = True
         print(NOTICE + cache.note(), file=sys.stderr, flush=True)
 
     def on_end(self, event: event.Event) -> None:
@@ -41,3 +41,8 @@ _notice: Final = _CompilationNotice()
 def listen() -> None:
     """Begin to watch for compilation."""
     event.register("numba:compile", _notice)  # type: ignore[no-untyped-call]  # numba has no types
+
+
+def be_silent() -> None:
+    """Stop the notice in this process, which compiles because it was asked to."""
+    _notice.is_said = True

@@ -29,4 +29,4 @@ def warm_up(session: Session, jobs: int | None) -> None:
 
     report = ckptz.warm_up(jobs=jobs)
     where = f"kept in {report.folder}" if report.folder else "but no folder can be written to keep them in"
-    session.show(report, f"kernels of {', '.join(report.methods)}: ready, {where}, {report.seconds:.1f} s")
+    session.show(report, f"kernels of {', '.join(report.methods)}: ready, {where}, {report.seconds:.2f} s")
