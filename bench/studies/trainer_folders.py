@@ -32,7 +32,7 @@ from ckptz import LOSSLESS, Grid, compress, restore
 from ckptz.methods.method import Method
 
 SHAPE: Final = GPTConfig()
-BATCH, N_SAVES, N_ROWS = 16, 4, 512
+BATCH, N_SAVES, N_ROWS = 4, 4, 512
 CHANCE: Final = "chance"
 ARMS: Final[Mapping[str, Method]] = {
     "lossless": LOSSLESS,
@@ -153,7 +153,7 @@ def row_of(run: Path, arm: str, interval: int, train: Rows, validation: Rows, ex
 def main() -> None:
     """Command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--interval", type=int, default=120, help="steps between saves")
+    parser.add_argument("--interval", type=int, default=100, help="steps between saves")
     parser.add_argument("--arm", nargs="+", default=[CHANCE, *ARMS])
     given = parser.parse_args()
     torch.set_num_threads(1)
