@@ -126,6 +126,7 @@ def unpacked(run: Path, arm: str, work: Path) -> tuple[list[Path], float]:
             disturb(folder)
         return back, 1.0
     compress(sources, work / "packed", config=ARMS[arm], chain=True)
+    (work / "back").mkdir()
     for folder in back:
         restore(work / "packed" / folder.name, folder)
     return back, sum(map(n_bytes, sources)) / n_bytes(work / "packed")
