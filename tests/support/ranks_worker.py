@@ -383,6 +383,8 @@ def run_rank(play: str, rank: int, folder: Path) -> None:
 
 def main() -> None:
     play, folder = sys.argv[1], Path(sys.argv[2])
+    for stale in folder.glob(f"store-{play}-*"):  # of the same play before: ranks would meet its ranks there
+        stale.unlink()
     torch.set_num_threads(1)
     # Forked before any thread is there: the libraries are loaded once for all ranks.
     processes = multiprocessing.get_context("fork")
