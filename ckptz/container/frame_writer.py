@@ -26,7 +26,7 @@ from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import Recipe
-from ckptz.parallel import Workers
+from ckptz.parallel import SMALL_UNITS, Workers
 from ckptz.roles import Role
 
 Progress = Callable[[int], None]
@@ -170,6 +170,11 @@ def _batches(jobs: Iterable[tuple[int, Encoding]]) -> Iterator[list[Encoding]]:
         yield batch
 
 
+def _is_small(batch: Sequence[Encoding]) -> bool:
+    """Tell whether a batch is of chunks of less than `SMALL_UNITS` units."""
+    return len(batch) > BATCH_UNITS // SMALL_UNITS
+
+
 def _encode_all(batch: Sequence[Encoding]) -> list[tuple[Draft, EncodedChunk]]:
     return [encode() for encode in batch]
 
@@ -229,7 +234,7 @@ def write_frames(
     settled = earlier.settled(contents.recipes) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
     jobs = _jobs(_Planning(tensors, contents), fresh, workers)
-    encoded = itertools.chain.from_iterable(workers.map(_encode_all, _batches(jobs)))
+    encoded = itertools.chain.from_iterable(workers.map(_encode_all, _batches(jobs), _is_small))
     for name, source in tensors.items():
         if name in settled:
             entry = copy_frame(sink, offset, settled[name])
