@@ -2,11 +2,11 @@
 
     python -m bench.product.load [--model FOLDER] [--rounds N]
 
-Everything is in the page cache but where it says "cold", and all contenders run in turn. `safetensors, mapped` is what
-`safetensors.torch.load_file` returns at once: tensors that will be read from the file when they are
-first used; `copied` clones each of them, which is when the bytes are read. ckptz and ZipNN give
-tensors in memory of their own. ZipNN's loader is its `safe_open` over a file that it compressed. Before a
-cold load the folder's files are dropped from the page cache; a page of each 4 KiB of the weights is read after it.
+All contenders run in turn, and everything is in the page cache but where it says "cold": the files of the folder
+are dropped from it then, and a value of each 4 KiB of the weights is read after the load. `safetensors, mapped`
+is what `safetensors.torch.load_file` returns at once: tensors that will be read from the file when they are
+first used; `copied` clones each of them, which is when the bytes are read. ckptz and ZipNN give tensors in
+memory of their own. ZipNN's loader is its `safe_open` over a file that it compressed.
 """
 
 from __future__ import annotations
