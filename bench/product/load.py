@@ -2,8 +2,8 @@
 
     python -m bench.product.load [--model FOLDER] [--rounds N]
 
-All contenders run in turn, and everything is in the page cache but where it says "cold": the files of the folder
-are dropped from it then, and a value of each 4 KiB of the weights is read after the load. `safetensors, mapped`
+All contenders run in turn, and all is in the page cache but where it says "cold": the files of the folder
+are dropped then, and a value of each 4 KiB of the weights is read after the load. `safetensors, mapped`
 is what `safetensors.torch.load_file` returns at once: tensors that will be read from the file when they are
 first used; `copied` clones each of them, which is when the bytes are read. ckptz and ZipNN give tensors in
 memory of their own. ZipNN's loader is its `safe_open` over a file that it compressed.
