@@ -25,8 +25,8 @@ from ckptz.pages import words
 from ckptz.pages.facts import budget_tile, quality_text
 from ckptz.pages.grid import Item, heat_map, place_of
 from ckptz.pages.html import PACKED_FROM, el, embedded, table
-from ckptz.pages.notebook import Shown
 from ckptz.pages.page import MARK
+from ckptz.pages.shown import Shown
 from ckptz.roles import ROLES
 from tests.support.checkpointer_support import Run
 from tests.support.cli_support import ckptz as cli

@@ -173,6 +173,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=10, help="processes of each warm case (default 10)")
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
     rows = [*warm_rows(options.runs), *command_rows(options.runs), *first_use_rows()]
     save_rows("startup", rows)
     finish("startup", machine(), rows)

@@ -34,7 +34,7 @@ from ckptz.guidance.parameter_names import ParameterNames
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE, checked
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress

@@ -20,7 +20,7 @@ from ckptz.container.reader import FrameSource, check_empty
 from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.floats import Units
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 

@@ -18,7 +18,7 @@ from ckptz.container.reader import Container
 from ckptz.errors import ConfigError, FormatError, MissingBaseError
 from ckptz.formats.targets import PathLike, check_target, naming_output, paths
 from ckptz.methods.lossless import Lossless
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress

@@ -19,7 +19,7 @@ from ckptz.container.reader import MAX_SOURCE_DEPTH, Container, FrameSource, Inl
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, FormatError
 from ckptz.formats.targets import PathLike, paths
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.roles import role_of
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_file
 from ckptz.store.runs import checkpoint_in

@@ -17,7 +17,7 @@ from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
 from ckptz.store.runs import is_base_name, run_files, step_of
 from ckptz.store.step_files import EXACT_OF_KEY, StepFile

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptz.errors import ConfigError
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 
 DAY: Final = 86_400.0  # seconds
 MAX_BYTES: Final = 1 << 62  # of a state

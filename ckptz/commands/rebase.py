@@ -16,7 +16,7 @@ from ckptz.container.inline_writer import bytes_to_write, write_inline
 from ckptz.container.publish import publish
 from ckptz.errors import CorruptionError, FormatError
 from ckptz.formats.targets import PathLike, check_target, naming_output, paths
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.rebase import standing_alone

@@ -32,7 +32,7 @@ from ckptz.formats.targets import (
     places_for,
     stem_of,
 )
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX

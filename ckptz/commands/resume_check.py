@@ -22,7 +22,7 @@ from ckptz.container.byte_source import FileBytes, path_of
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.roles import STATE_ROLES, role_of

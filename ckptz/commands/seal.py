@@ -32,7 +32,7 @@ from ckptz.formats.dcp import METADATA_FILE, dcp_files, open_dcp
 from ckptz.formats.folders import find_carried, is_within
 from ckptz.formats.sharding import Carried
 from ckptz.formats.targets import PathLike, naming_output
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_file

@@ -23,7 +23,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import Checkpoint, open_checkpoint

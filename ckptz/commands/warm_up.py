@@ -21,7 +21,7 @@ from ckptz.kernels.notice import be_silent
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 from ckptz.methods.table import METHODS
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers, default_jobs
 from ckptz.pipeline import Job, write
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint

@@ -23,16 +23,11 @@ from ckptz.pages.words import cut, size
 Fields = Mapping[str, Any]
 
 
-class Shown:
-    """Reports that notebooks show as tables."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        """Give the report as HTML, without scripts."""
-        fields = msgspec.to_builtins(self)
-        parts = _PARTS.get(type(self).__name__, _facts)(fields)
-        return el("div", el("style", Html(style())), parts, class_="ckptz")
+def shown(report: Any) -> str:
+    """Give a report as HTML, without scripts."""
+    fields = msgspec.to_builtins(report)
+    parts = _PARTS.get(type(report).__name__, _facts)(fields)
+    return el("div", el("style", Html(style())), parts, class_="ckptz")
 
 
 def _facts(fields: Fields) -> Html:

@@ -11,7 +11,7 @@ from ckptz.container.index import QualityRecord
 from ckptz.errors import ConfigError
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.search.budget import Budget
 
 StrategyName = Literal["auto", "one-knob", "guided", "neighbourhood", "exhaustive"]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptz.errors import ConfigError, MissingBaseError
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import Path_
 from ckptz.store.step_files import FileFacts, FileKind, Kept, Listing, StepFile

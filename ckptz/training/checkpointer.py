@@ -20,7 +20,7 @@ from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method
 from ckptz.methods.table import checked
-from ckptz.pages.notebook import Shown
+from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers, default_jobs
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchReport
