@@ -69,6 +69,7 @@ OWNERS = {
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert")
 LATE = (
     ("ckptz.commands.compress", "ckptz.search_run.run"),
+    ("ckptz.pages.shown", "ckptz.pages.notebook"),
 )  # what few runs of a command need, for its start
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
