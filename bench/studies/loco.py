@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.core.measure import CACHE, RESULTS, machine, read_rows, save_rows, verdict
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
-from ckptz.wire import LoCo, loco_hook
+from ckptz.wire import LoCo, Tiled, loco_hook
 
 VERSION = 1  # of the experiment: a change makes cached runs stale
 SHAPE = GPTConfig(n_layers=4, width=64, n_heads=4, context=64)
@@ -53,6 +53,7 @@ HOOKS: dict[str, Callable[[], Hook]] = {
     "PowerSGD, rank 4": lambda: _power(4),
     OURS: lambda: (LoCo(), loco_hook),
     "the same, error averaged at 0.2": lambda: (LoCo(decay=0.2), loco_hook),
+    "the same, in rotated tiles": lambda: (LoCo(Tiled(4, 256)), loco_hook),
 }
 
 

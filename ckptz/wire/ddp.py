@@ -52,8 +52,8 @@ class LoCo:
         **options: Any,
     ) -> None:
         self.group, self.rank, self.n_ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        codec = Uniform(4) if codec is None else codec
-        policy = LinkPolicy(forward=codec, feedback=("ef", None), ef_decay=decay, ef_reset=reset_every)
+        self._codec = Uniform(4) if codec is None else codec
+        policy = LinkPolicy(forward=self._codec, feedback=("ef", None), ef_decay=decay, ef_reset=reset_every)
         self.peers = [rank for rank in range(self.n_ranks) if rank != self.rank]
         options |= {"device": device, "fixed": True, "same_shape": False}
         self._to = {rank: TensorLink(self.rank, rank, policy, **options) for rank in self.peers}
@@ -73,9 +73,10 @@ class LoCo:
         Raises:
             WireError: a rank is gone, or sent another message than the one that is due.
         """
+        parts = [self._rows(part) for part in parts]
         place, mine = self._place(tensor, is_raw), parts[self.rank]
         if not self.peers:
-            return mine.to(torch.float32)
+            return mine.to(torch.float32).view(-1)
         messages = [self._to[rank].send(FORWARD, parts[rank], place)[0] for rank in self.peers]
         sizes = [0 if rank == self.rank else len(messages[0]) for rank in range(self.n_ranks)]
         arrived = torch.empty_like(torch.cat(messages))
@@ -86,7 +87,7 @@ class LoCo:
         total = mine.to(torch.float32, copy=True)
         for rank, message in zip(self.peers, arrived.view(len(messages), -1).unbind(), strict=True):
             total += self._from[rank].receive(FORWARD, message, mine.dtype, tuple(mine.shape), place)
-        return total
+        return total.view(-1)
 
     def means_of_all(self, mean: Tensor, tensor: int, *, is_raw: bool = False) -> Tensor:
         """Give the means [n] of all ranks, one after another; what each rank decodes is the same.
@@ -94,6 +95,7 @@ class LoCo:
         Raises:
             WireError: as `sum_of_parts`.
         """
+        mean = self._rows(mean)
         place, shape = self._place(tensor, is_raw), tuple(mean.shape)
         message, decode = self._means[self.rank].send(FORWARD, mean, place)
         arrived = message.new_empty(self.n_ranks, len(message))
@@ -107,7 +109,12 @@ class LoCo:
             else self._means[rank].receive(FORWARD, each, mean.dtype, shape, place)
             for rank, each in enumerate(arrived.unbind())
         ]
-        return torch.cat(means)
+        return torch.cat(means).view(-1)
+
+    def _rows(self, part: Tensor) -> Tensor:
+        """Make each tile a row of its own, so that tiles differ in bits."""
+        tile = getattr(self._codec, "tile", len(part) + 1)
+        return part if len(part) % tile else part.view(-1, tile)
 
     def _place(self, tensor: int, is_raw: bool) -> Place:
         return Place(self._steps.get(tensor, 0), tensor=tensor, is_raw=is_raw)
