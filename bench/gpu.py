@@ -1,10 +1,12 @@
 """What the kernels for GPUs reach on one, beside their references; one arm a run, under eight minutes each.
 
-    python -m bench.gpu tests|rans|path|load|save|train [--gb N] [--parameters N] [--rounds N] [--any-device]
+    python -m bench.gpu tests|rans|path|links|load|save|train [--gb N] [--parameters N] [--rounds N]
+                        [--any-device]
 
 *tests*: the parity tests of all kernels and every test that needs a GPU. *rans*: exponents of normal bf16
 weights through the coder alone. *path*: lossless bf16, tensors in device memory to coded bytes in pinned
-memory and back, beside a copy within the device. *load*: `load_file(device="cuda")` of files in the page
+memory and back, beside a copy within the device. *links*: fp32 tensors to messages of fixed size and back.
+*load*: `load_file(device="cuda")` of files in the page
 cache, beside safetensors'. *save*: how long saves of fp32 weights with Adam's state stop training, and the
 device memory they take, beside DCP's async_save. *train*: 124 M parameters trained, saved and killed; the
 resumed losses beside those of a run that nobody killed.
@@ -16,6 +18,7 @@ Triton's interpreter (TRITON_INTERPRET=1) and with tiny sizes: its figures say n
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import subprocess
@@ -47,6 +50,10 @@ from ckptz.entropy.frequency import normalise
 from ckptz.kernels import planes_on_gpu, rans_on_gpu
 from ckptz.kernels.floats import ROTATED
 from ckptz.parallel import Workers
+from ckptz.wire import LinkPolicy, TensorLink, Tiled, TopK, Uniform, cap
+from ckptz.wire.codecs import Codec
+from ckptz.wire.header import Direction
+from ckptz.wire.state import Place
 
 SPREAD: Final = 0.02  # of the weights
 GPT2_SMALL: Final = GPTConfig(n_layers=12, width=768, n_heads=12, context=512, vocabulary=25_600)  # 124 M
@@ -164,6 +171,40 @@ def path(options: argparse.Namespace) -> list[Row]:
                 "extra MiB": extra >> 20,
             },
         )
+        for name in cases
+    ]
+
+
+def links(options: argparse.Namespace) -> list[Row]:
+    """Encode tensors to whole messages, headers and checksums included; and encode and decode them."""
+    x = torch.randn(max(int(options.gb * GB / 4096 / 4), 8), 4096, device=options.device)
+    codecs: dict[str, Codec] = {f"{bits} bits": Uniform(bits) for bits in (8, 4, 2)}
+    codecs |= {"Top 10 %": TopK(0.1), "tiles of 4 bits": Tiled(3.9375)}
+    cases: dict[str, Callable[[], float]] = {}
+    sizes = {}
+
+    def trip(codec: Codec, is_received: bool) -> Callable[[], object]:
+        fixed: Any = {"device": options.device, "fixed": True, "verify": "step", "use_torch": True}
+        first, second = (TensorLink(0, 1, LinkPolicy(forward=codec), **fixed) for _ in range(2))
+        steps = itertools.count()
+
+        def run() -> object:
+            place = Place(next(steps))
+            message, _ = first.send(Direction.FORWARD, x, place)
+            if is_received:
+                message = second.receive(Direction.FORWARD, message, x.dtype, tuple(x.shape), place)
+                second.link.check()
+            return message
+
+        return run
+
+    for name, codec in codecs.items():
+        sizes[name] = f"{cap(LinkPolicy(forward=codec), tuple(x.shape), 'F32') / x.nbytes:.3f}"
+        cases[f"{name}: there"] = _synchronized(trip(codec, False), options.device)
+        cases[f"{name}: there and back"] = _synchronized(trip(codec, True), options.device)
+    times = interleave(cases, options.rounds)
+    return [
+        _speed(name, x.nbytes, times[name].best, None, **{"of raw": sizes[name.split(":")[0]]})
         for name in cases
     ]
 
@@ -325,7 +366,7 @@ def _peak(options: argparse.Namespace) -> int:
     return torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
 
 
-ARMS: Final = {arm.__name__: arm for arm in (tests, rans, path, load, save, train)}
+ARMS: Final = {arm.__name__: arm for arm in (tests, rans, path, links, load, save, train)}
 
 
 def main() -> None:

@@ -56,13 +56,17 @@ OWNERS = {
     "pickle": (),
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
-        *("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans", "ckptz.kernels.triton_values"),
+        *("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans"),
+        *("ckptz.kernels.triton_values", "ckptz.kernels.triton_wire"),
         *("ckptz.codec.on_device", "ckptz.encoding.on_device"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage", "ckptz.wire.ddp"),
     ),
-    "triton": ("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans", "ckptz.kernels.triton_values"),
+    "triton": (
+        *("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans"),
+        *("ckptz.kernels.triton_values", "ckptz.kernels.triton_wire"),
+    ),
     "ml_dtypes": (),
     "vl_convert": (),
 }

@@ -40,10 +40,18 @@ from ckptz.kernels import torch as torch_kernels
 from ckptz.kernels import triton_planes as planes
 from ckptz.kernels import triton_rans as rans
 from ckptz.kernels import triton_values as values
+from ckptz.kernels import triton_wire as wire
 from ckptz.parallel import Workers
 from ckptz.torch import load_file, save_file
 from ckptz.training import device as training_device
+from ckptz.wire import LinkPolicy, TensorLink, Tiled, TopK, Uniform
+from ckptz.wire import link as wire_link
+from ckptz.wire.header import Direction
+from ckptz.wire.state import Place
 from tests.support import reference
+from tests.support import wire_reference as ref
+from tests.support.compile_kernels import EXACT, MODULES
+from tests.support.wire_support import from_torch, to_torch
 
 pytestmark = pytest.mark.apps
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -272,15 +280,14 @@ def test_every_kernel_compiles_for_three_generations_of_gpus() -> None:
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     compiled = {tuple(line.split()[:2]): line for line in done.stdout.splitlines()}
-    launched = {name for module in (planes, rans, values) for name in kernels_launched(module)}
+    launched = {name for module in MODULES for name in kernels_launched(module)}
     assert set(compiled) == {(name, target) for name in launched for target in ("sm_80", "sm_90", "sm_100")}
     # What makes a step of the coder short: one vote and one bit count in place of a scan of the warp.
     for name, target in itertools.product(("_encode", "_decode"), ("sm_80", "sm_90", "sm_100")):
         assert "popc" in compiled[name, target]
         assert "redux.sync" in compiled[name, target]
         assert "shfl" not in compiled[name, target]
-    # What would round otherwise than IEEE says, or twice.
-    for name, target in itertools.product(("_restore", "_grid"), ("sm_80", "sm_90", "sm_100")):
+    for name, target in itertools.product(EXACT, ("sm_80", "sm_90", "sm_100")):
         assert not {"fma.", ".ftz", "div.full"} & set(compiled[name, target].split())
 
 
@@ -288,6 +295,127 @@ def kernels_launched(module: Any) -> set[str]:
     tree = ast.parse(inspect.getsource(module))
     launches = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return {ast.unparse(f.value) for f in launches if isinstance(f, ast.Subscript)}
+
+
+# --- links --------------------------------------------------------------------------------------
+
+F32_PATTERNS = patterns(np.uint32)
+SEEDS = st.none() | st.integers(0, (1 << 64) - 1)
+
+
+def same(found: torch.Tensor, expected: Any) -> None:
+    np.testing.assert_array_equal(from_torch(found, expected.dtype), expected)
+
+
+@given(F32_PATTERNS, st.integers(8, 320), st.sampled_from((2, 3, 4, 6, 8)), SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_levels_of_blocks_are_those_of_the_reference(units: Any, block: int, n_bits: int, seed: Any) -> None:
+    expected = ref.quantize(units, block, n_bits, seed)
+    found = wire.quantize(to_torch(units, DEVICE), block, n_bits, seed)
+    for mine, other in zip(found, expected, strict=True):
+        same(mine, other)
+    for largest in ref.LARGEST_F32:
+        same(wire.dequantize(*found, block, largest), ref.dequantize(*expected, block, largest))
+
+
+def test_ranges_of_whole_samples_are_left_to_torch() -> None:
+    units = np.random.default_rng(1).standard_normal(9000).astype(np.float32).view(np.uint32)
+    for mine, other in zip(
+        wire.quantize(to_torch(units, DEVICE), 4500, 4, 7), ref.quantize(units, 4500, 4, 7), strict=True
+    ):
+        same(mine, other)
+
+
+@given(st.integers(1, 3), st.integers(1, 80), st.data())
+@settings(max_examples=30, deadline=None)
+def test_the_largest_of_each_sample_are_marked_moved_and_put_back(n: int, size: int, data: Any) -> None:
+    few = st.sampled_from((0, 1, 0x80000001, 0x3F800000, 0xBF800000, 0x7FC00000, 0x3F800400, 0x3F900000))
+    elements = data.draw(st.sampled_from((few, st.integers(0, (1 << 32) - 1))))
+    units = data.draw(hnp.arrays(np.uint32, n * size, elements=elements))
+    k = data.draw(st.integers(1, size))
+    mask = ref.top_mask(units, n, k)
+    same(wire.top_mask(to_torch(units, DEVICE), n, k), mask)
+    kept = ref.take(units, mask, n * k)
+    same(wire.take(to_torch(units, DEVICE), to_torch(mask, DEVICE), n * k), kept)
+    same(wire.put(to_torch(kept, DEVICE), to_torch(mask, DEVICE)), ref.put(kept, mask))
+
+
+def test_ranks_go_on_from_one_program_to_the_next() -> None:
+    n, k = 3 * planes.BLOCK + 5, 2 * planes.BLOCK
+    units = np.tile(np.array([1, 1, 5, 1], np.uint32), 2 * n)[: 2 * n]
+    mask = ref.top_mask(units, 2, k)
+    same(wire.top_mask(to_torch(units, DEVICE), 2, k), mask)
+    kept = ref.take(units, mask, 2 * k)
+    same(wire.take(to_torch(units, DEVICE), to_torch(mask, DEVICE), 2 * k), kept)
+    same(wire.put(to_torch(kept, DEVICE), to_torch(mask, DEVICE)), ref.put(kept, mask))
+
+
+@given(st.sampled_from((16, 64, 256)), st.integers(1, 4), st.integers(1, 2), SEEDS, st.data())
+@settings(max_examples=30, deadline=None)
+def test_tiles_are_those_of_the_reference(tile: int, n_rows: int, n: int, seed: Any, data: Any) -> None:
+    row, bits = n * tile, data.draw(st.integers(32, 128)) / 16
+    scale = np.float32(2.0 ** data.draw(st.integers(-130, 126)))
+    source = np.random.default_rng(data.draw(st.integers(0, 99)))
+    with np.errstate(all="ignore"):
+        units = (source.standard_normal(n_rows * row).astype(np.float32) * scale).view(np.uint32)
+    for i in data.draw(st.lists(st.integers(0, len(units) - 1), max_size=3)):
+        units[i] = data.draw(st.sampled_from((0, 0x7F800000, 0xFFC00001, 0x00000001, 0x7F7FFFFF)))
+    rotated, peaks = ref.rotate(units, tile, False), ref.tile_peaks(units, tile)
+    same(wire.rotate(to_torch(units, DEVICE), tile, False), rotated)
+    same(wire.rotate(to_torch(units, DEVICE), tile, True), ref.rotate(units, tile, True))
+    same(wire.tile_peaks(to_torch(units, DEVICE), tile), peaks)
+    n_planes, logs = int(bits * n_rows), source.integers(0, 0x7F7F, n_rows)
+    widths = ref.widths_of(logs, n_planes)
+    assert 2 * n_rows <= widths.sum() <= n_planes
+    same(wire.widths_of(to_torch(logs, DEVICE), n_planes), widths)
+    codes = ref.tile_codes(units, peaks, widths, tile, seed)
+    there = to_torch(peaks, DEVICE), to_torch(widths, DEVICE)
+    same(wire.tile_codes(to_torch(units, DEVICE), *there, tile, seed), codes)
+    same(wire.tile_values(*there, to_torch(codes, DEVICE), tile), ref.tile_values(peaks, widths, codes, tile))
+    packed = ref.pack_rows(codes, widths, row, n_planes)
+    same(wire.pack_rows(to_torch(codes, DEVICE), there[1], row, n_planes), packed)
+    same(wire.unpack_rows(to_torch(packed, DEVICE), there[1], row), codes)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@given(st.data())
+@settings(max_examples=8, deadline=None)
+def test_casts_sums_and_checksums_of_links_are_those_of_the_reference(
+    kind: int, dtype: Any, data: st.DataObject
+) -> None:
+    units = data.draw(patterns(dtype))
+    wide = ref.to_f32(units, kind)
+    same(wire.to_f32(to_torch(units, DEVICE), kind), wide)
+    same(wire.from_f32(to_torch(wide, DEVICE), kind), ref.from_f32(wide, kind))
+    other = finite(data.draw(patterns(np.uint32, len(units), len(units))), reference.F32)
+    for mine, expected in ((wire.add, ref.add), (wire.subtract, ref.subtract)):
+        same(mine(to_torch(wide, DEVICE), to_torch(other, DEVICE)), expected(wide, other))
+        same(mine(to_torch(other, DEVICE), to_torch(wide, DEVICE)), expected(other, wide))
+    whole = np.resize(units.view(np.uint8), 8 * len(units))
+    assert int(wire.checksum(to_torch(whole, DEVICE))) % (1 << 64) == ref.checksum(whole)
+    header = np.resize(whole, 64)
+    same(wire.words(header.tobytes(), to_torch(header, DEVICE)), header.view(np.uint64))
+
+
+@pytest.mark.parametrize("codec", [Uniform(4), TopK(0.1), Tiled(3.5)], ids=str)
+def test_links_of_tensors_take_the_kernels_of_their_device(
+    codec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_link, "has_kernels", lambda device: device.type == DEVICE)
+    policy = LinkPolicy(forward=codec, feedback="ef21", rounding="stochastic")
+    there = [TensorLink(0, 1, policy, device=DEVICE, use_torch=True, fixed=True) for _ in range(2)]
+    monkeypatch.undo()
+    here = TensorLink(0, 1, policy, fixed=True)
+    assert there[0].link.state.kernels is wire
+    for step in range(2):
+        x = torch.randn(4, 1040, generator=torch.Generator().manual_seed(step)).bfloat16()
+        message, decode = there[0].send(Direction.FORWARD, x.to(DEVICE), Place(step))
+        expected, decode_here = here.send(Direction.FORWARD, x, Place(step))
+        assert torch.equal(message.cpu(), expected)
+        received = there[1].receive(Direction.FORWARD, message, x.dtype, tuple(x.shape), Place(step))
+        for tensor in (received, decode()):
+            assert torch.equal(tensor.cpu().view(torch.int16), decode_here().view(torch.int16))
+        there[1].link.check()
 
 
 # --- whole chunks -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.studies.paper_b.experimental import Detector
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
-from ckptz.kernels import wire_cpu, wire_torch
+from ckptz.kernels import wire_cpu, wire_on_gpu, wire_torch
 from ckptz.wire import PRESETS, RAW, Adaptive, LinkPolicy, Tiled, TopK, Uniform, cap
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
@@ -238,8 +238,9 @@ class NoQuestions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def waiting_ends(policy: LinkPolicy) -> list[Link]:
-    options: dict[str, Any] = {"kernels": wire_torch, "like": torch.zeros(0, dtype=torch.uint8)}
+def waiting_ends(policy: LinkPolicy, kernels: Any = wire_torch, device: str = "cpu") -> list[Link]:
+    like = torch.zeros(0, dtype=torch.uint8, device=device)
+    options: dict[str, Any] = {"kernels": kernels, "like": like}
     return [Link(0, 1, policy, fixed=True, verify="step", **options) for _ in range(2)]
 
 
@@ -248,21 +249,24 @@ def unasked(*args: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", WAITING, ids=str)
+@pytest.mark.parametrize("is_triton", [False, pytest.param(True, marks=pytest.mark.apps)])
 def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
-    policy: LinkPolicy, monkeypatch: pytest.MonkeyPatch
+    policy: LinkPolicy, is_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = waiting_ends(policy)
+    device = devices()[-1] if is_triton else "cpu"
+    first, second = waiting_ends(policy, wire_on_gpu() if is_triton else wire_torch, device)
     other = Link(0, 1, policy, fixed=True)
     monkeypatch.setattr(wire_torch, "host_bytes", unasked)
     for step in range(3):
         for direction, src, dst in ((FORWARD, first, second), (BACKWARD, second, first)):
             units = f32_units(rng(step + 7 * direction).standard_normal(N))
             units[9] = f32_units([np.inf if step == 1 else 1])[0]
+            live = to_torch(units, device)
             with NoQuestions():
-                message = src.send(direction, to_torch(units), dtype_of("F32"), SHAPE, Place(step)).message
+                message = src.send(direction, live, dtype_of("F32"), SHAPE, Place(step)).message
                 received = dst.receive(direction, message, dtype_of("F32"), SHAPE, Place(step))
             sent = other.send(direction, units, dtype_of("F32"), SHAPE, Place(step))
-            assert np.array_equal(message.numpy(), sent.message)
+            assert np.array_equal(message.cpu().numpy(), sent.message)
             assert np.array_equal(from_torch(received, np.uint32), sent.received)
     first.check()
     second.check()

@@ -45,6 +45,12 @@ def from_bytes(buffer: Any, like: Any) -> Bytes:
     return np.frombuffer(buffer, np.uint8)
 
 
+def words(header: bytes, like: Any) -> NDArray[np.uint64]:
+    """Give the words of a header [8], where `like` lives."""
+    del like
+    return np.frombuffer(bytearray(header), "<u8")
+
+
 def host_bytes(data: Bytes) -> Bytes:
     """Give the bytes as a numpy array."""
     return data
@@ -126,6 +132,21 @@ def signs_of(tile: int) -> NDArray[np.float64]:
     x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_32_A)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(MIX_32_B)
     return np.where((x ^ (x >> np.uint32(16))) >> np.uint32(31), -1.0, 1.0)
+
+
+def widths_of(logs: Any, n_planes: int) -> Any:
+    """Give the bits of each row, int64 [rows], n_planes in all: one bit for each octave of range, 2 to 8.
+
+    The range of a row is the mean logarithm of its tiles' ranges, which is what a uniform variable of
+    that range has as entropy. The threshold is found bit by bit, without asking a device for numbers.
+    """
+    spread = len(logs).bit_length()
+    keys = (logs << spread) + (0 * logs + 1).cumsum(0) - 1
+    threshold = -(1 << 15 + spread)
+    for bit in reversed(range(17 + spread)):
+        total = ((keys + (threshold + (1 << bit))) >> 7 + spread).clip(2, 8).sum()
+        threshold = threshold + (total <= n_planes) * (1 << bit)
+    return ((keys + threshold) >> 7 + spread).clip(2, 8)
 
 
 # --- arithmetic of the per-link state -----------------------------------------------------------

@@ -34,6 +34,7 @@ from ckptz.kernels.wire_arrays import (
     TINY,
     signs_of,
 )
+from ckptz.kernels.wire_arrays import widths_of as widths_of
 
 
 def _signed(value: int) -> int:
@@ -50,6 +51,10 @@ def zeros(n: int, n_bytes: int, like: Tensor) -> Tensor:
 
 def from_bytes(buffer: Any, like: Tensor) -> Tensor:
     return torch.from_numpy(np.frombuffer(buffer, np.uint8).copy()).to(like.device, non_blocking=True)
+
+
+def words(header: bytes, like: Tensor) -> Tensor:
+    return from_bytes(header, like).view(torch.int64)
 
 
 def host_bytes(data: Tensor) -> Any:
@@ -181,8 +186,8 @@ def dequantize(offsets: Tensor, scales: Tensor, codes: Tensor, block: int, large
 # --- the largest of each sample -----------------------------------------------------------------
 
 
-def _find(counts: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row: the bucket of the k-th greatest, and how many of it belong to the k."""
+def find(counts: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the bucket of the k-th greatest in counts [rows, buckets], and how many of it belong to the k."""
     above = counts.flip(1).cumsum(1)
     index = torch.searchsorted(above, k[:, None].contiguous()).clamp(max=counts.shape[1] - 1)
     bucket = counts.shape[1] - 1 - index
@@ -202,7 +207,7 @@ def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
     for shift, width in ((20, 11), (10, 10), (0, 10)):
         inside = (magnitudes >> (shift + width)) == prefix[:, None]
         counts = _row_histogram((magnitudes >> shift) & ((1 << width) - 1), inside, 1 << width)
-        bucket, rest = _find(counts, rest)
+        bucket, rest = find(counts, rest)
         prefix = prefix << width | bucket
     equal = magnitudes == prefix[:, None]
     first = equal & (equal.cumsum(1) <= rest[:, None])

@@ -120,7 +120,7 @@ class Link:
         due = self.message_cap(direction, dtype, tensor.shape, place, "tx") if self._fixed else 0
         received, header, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
         payload = k.concat(frame.parts)
-        words = self._words(dataclasses.replace(header, payload_bytes=len(payload)), payload)
+        words = k.words(dataclasses.replace(header, payload_bytes=len(payload)).pack(), payload)
         words[0] |= k.truth(frame.not_finite) * NOT_FINITE
         words[6] = k.checksum(payload)
         words[7] = k.checksum(k.as_bytes(words[:7]))
@@ -128,11 +128,6 @@ class Link:
         message = k.concat([k.as_bytes(words), payload, rest])
         self.sent_bytes[direction] += len(message)
         return Sent(message, received)
-
-    def _words(self, header: LinkHeader, like: Array) -> Array:
-        """Eight words of a header, where `like` lives."""
-        k = self.state.kernels
-        return k.as_units(k.from_bytes(bytearray(header.pack()), like), 8)
 
     def simulate(
         self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
@@ -293,7 +288,7 @@ class Link:
         def check(wrong: Truth, why: str) -> None:
             self._found.append((wrong, f"{name}: {why}"))
 
-        expected, words = self._words(due, message), k.as_units(message[:HEADER_BYTES], 8)
+        expected, words = k.words(due.pack(), message), k.as_units(message[:HEADER_BYTES], 8)
         not_finite = (words[0] & NOT_FINITE) != 0
         changed = (words ^ expected)[:6]
         changed[0] &= ~NOT_FINITE

@@ -275,7 +275,7 @@ def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: i
     steps = steps + ZERO_TILE * (peaks == 0) + NAN_TILE * bad
     peaks = _peaks(top, steps)
     logs = (peaks * ~bad).reshape(plan.n_rows, -1).sum(1) // (plan.row // codec.tile)
-    widths = _widths(k, logs, plan.n_planes)
+    widths = k.widths_of(logs, plan.n_planes)
     codes = k.tile_codes(tiles, peaks, widths, codec.tile, seed)
     head = [k.as_bytes(k.narrow(top.reshape(1), 2)), k.narrow(steps, 1)]
     planes = k.pack_rows(codes, widths, plan.row, plan.n_planes)
@@ -287,21 +287,6 @@ def _peaks(top: Array, steps: Array) -> Array:
     """The greatest magnitude of each tile, as a bf16 pattern: int64 [tiles], 0, or not finite."""
     peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MOST_STEPS)
     return peaks + wire_arrays.NAN_SCALE * (steps == NAN_TILE)
-
-
-def _widths(k: Any, logs: Array, n_planes: int) -> Array:
-    """Bits of each row, int64 [rows], n_planes in all: one bit for each octave of range, 2 to 8.
-
-    The range of a row is the mean logarithm of its tiles' ranges, which is what a uniform variable of
-    that range has as entropy. The threshold is found bit by bit, without asking a device for numbers.
-    """
-    spread = len(logs).bit_length()
-    keys = (logs << spread) + k.count(len(logs), logs)
-    threshold = -(1 << 15 + spread)
-    for bit in reversed(range(17 + spread)):
-        total = ((keys + (threshold + (1 << bit))) >> 7 + spread).clip(2, 8).sum()
-        threshold = threshold + (total <= n_planes) * (1 << bit)
-    return ((keys + threshold) >> 7 + spread).clip(2, 8)
 
 
 def _from_tiles(k: Any, plan: TensorPlan, codec: Tiled, peaks: Array, widths: Array, codes: Array) -> Array:

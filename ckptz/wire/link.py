@@ -1,6 +1,7 @@
 """Links that carry torch tensors, and a plain pair of ends over `torch.distributed`.
 
-Tensors on the CPU go through the compiled kernels without a copy, tensors elsewhere through torch's.
+Tensors on the CPU go through the compiled kernels without a copy, those on a GPU of NVIDIA's through Triton's
+kernels where it is installed, and others through torch's operations.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from ckptz.dtypes import DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError, WireError
-from ckptz.kernels import wire_torch
-from ckptz.kernels.torch import UNIT_TYPES
+from ckptz.kernels import wire_on_gpu, wire_torch
+from ckptz.kernels.torch import UNIT_TYPES, current, has_kernels
 from ckptz.wire.endpoint import Link, can_wait
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import LinkPolicy, policy_of
@@ -69,7 +70,8 @@ class TensorLink:
     ) -> None:
         self.device = torch.device(device)
         self._use_torch = use_torch or self.device.type != "cpu"
-        kernels = wire_torch if self._use_torch else None
+        there = wire_on_gpu() if has_kernels(self.device) else wire_torch
+        kernels = there if self._use_torch else None
         like = torch.zeros(0, dtype=torch.uint8, device=self.device) if self._use_torch else None
         if verify is None:
             waits = self.device.type != "cpu" and can_wait(policy_of(policy), fixed)
@@ -96,14 +98,21 @@ class TensorLink:
     def send(self, direction: Direction, tensor: Tensor, place: Place) -> tuple[Tensor, Callable[[], Tensor]]:
         """Encode a tensor as (message as uint8, function that makes the tensor which the other end gets)."""
         shape = tuple(tensor.shape)
-        sent = self.link.send(direction, self._units(tensor), dtype_named(tensor.dtype), shape, place)
+        with current(self.device):
+            sent = self.link.send(direction, self._units(tensor), dtype_named(tensor.dtype), shape, place)
         message = sent.message if self._use_torch else torch.from_numpy(sent.message)
-        return message, lambda: self._tensor(sent.decode(), tensor.dtype, shape)
+
+        def decode() -> Tensor:
+            with current(self.device):
+                return self._tensor(sent.decode(), tensor.dtype, shape)
+
+        return message, decode
 
     def simulate(self, direction: Direction, tensor: Tensor, place: Place) -> Tensor:
         """Give what `send` brings to the other end, in memory of its own."""
         shape, units = tuple(tensor.shape), self._units(tensor)
-        received = self.link.simulate(direction, units, dtype_named(tensor.dtype), shape, place)
+        with current(self.device):
+            received = self.link.simulate(direction, units, dtype_named(tensor.dtype), shape, place)
         result = self._tensor(received, tensor.dtype, shape)
         return result.clone() if received is units else result
 
@@ -122,7 +131,8 @@ class TensorLink:
             WireError: the message is damaged, or another one than the one that is due.
         """
         data = message if self._use_torch else message.numpy()
-        units = self.link.receive(direction, data, dtype_named(dtype), tuple(shape), place)
+        with current(self.device):
+            units = self.link.receive(direction, data, dtype_named(dtype), tuple(shape), place)
         return self._tensor(units, dtype, tuple(shape))
 
 

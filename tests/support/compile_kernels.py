@@ -12,8 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ckptz.kernels import triton_planes, triton_rans, triton_values
+from ckptz.kernels import triton_planes, triton_rans, triton_values, triton_wire
+from ckptz.kernels.wire_arrays import LARGEST_F32
 
+MODULES = (triton_planes, triton_rans, triton_values, triton_wire)
 ARCHITECTURES = (80, 90, 100)
 SHOWN = ("redux.sync", "popc", "shfl", "bar.sync", "fma.", ".ftz", "div.full", "div.rn")
 
@@ -36,8 +38,27 @@ SIGNATURES = {
     "widened fp32, key i64, begin i64",
     "_pack": "codes *u8, packed *u8, n i32, n_bytes i32",
     "_unpack": "packed *u8, codes *u8, n i32, n_bytes i32",
+    "_words": "out *u64, " + ", ".join(f"word_{i} u64" for i in range(8)),
+    "_widen": "units *u16, out *u32, n i32",
+    "_narrow": "patterns *u32, out *u16, n i32",
+    "_checksum": "words *u64, total *u64, n i32",
+    "_quantize": "patterns *i32, offsets *u16, scales *u16, codes *u8, n i32, block i32, seed u64",
+    "_dequantize": "offsets *u16, scales *u16, codes *u8, out *i32, n i32, block i32",
+    "_digits": "patterns *i32, prefixes *i64, counts *i32, size i32",
+    "_mark": "patterns *i32, limits *i64, marks *u8, n_equal *i64, size i32",
+    "_settle": "marks *u8, before *i64, rests *i64, size i32",
+    "_move": "source *i32, mask *u8, before *i64, out *i32, n i32, k i32",
+    "_rotate": "patterns *i32, out *i32, n i32",
+    "_peaks": "patterns *i32, out *i64, n_tiles i32",
+    "_tile_codes": "patterns *i32, peaks *i64, widths *i64, out *u8, n i32, row i32, seed u64",
+    "_tile_values": "peaks *i64, widths *i64, codes *u8, out *i32, n i32, row i32",
+    "_widths": "logs *i64, out *i64, n i32, n_planes i32",
+    "_pack_rows": "codes *u8, widths *i64, before *i64, planes *u8, n i32, n_planes i32, row_bytes i32",
+    "_unpack_rows": "planes *u8, widths *i64, before *i64, codes *u8, n i32, n_planes i32, row_bytes i32",
+    "_sum": "a *i32, b *i32, out *i32, n i32",
 }
 BLOCKS = {"BLOCK": triton_planes.BLOCK}
+TILES = [{"LOG": log, "TILE": 1 << log, "ROWS": triton_planes.BLOCK >> log} for log in (4, 6, 8)]
 CONSTANTS: dict[str, list[dict[str, int]]] = {
     **{name: [BLOCKS | {"MODE": mode, "N_PLANES": 0} for mode in range(5)] for name in ("_split", "_merge")},
     "_magnitudes": [BLOCKS | {"WIDTH": 0}],
@@ -51,11 +72,33 @@ CONSTANTS: dict[str, list[dict[str, int]]] = {
     "_regions": [BLOCKS | {"WIDTH": 0}],
     "_grid": [BLOCKS | {"HAS_BASE": nearest, "IS_NEAREST": nearest} for nearest in range(2)],
     **{name: [BLOCKS | {"N_BITS": n_bits} for n_bits in (3,)] for name in ("_pack", "_unpack")},
+    **{name: [BLOCKS | {"KIND": 0}] for name in ("_widen", "_narrow")},
+    **{name: [BLOCKS] for name in ("_checksum", "_mark", "_settle", "_pack_rows", "_unpack_rows")},
+    "_quantize": [
+        {"LAST": 15, "IS_RANDOM": is_random, "BLOCK": block}
+        for is_random in range(2)
+        for block in (256, 4096)
+    ],
+    "_dequantize": [BLOCKS | {"LARGEST": largest} for largest in LARGEST_F32],
+    "_digits": [
+        BLOCKS | {"SHIFT": shift, "N_DIGITS": 1 << width, "TILE": triton_wire.TILE}
+        for shift, width in triton_wire.DIGITS
+    ],
+    "_move": [BLOCKS | {"IS_TAKEN": is_taken} for is_taken in range(2)],
+    "_rotate": [{"IS_INVERSE": is_inverse} | tile for is_inverse in range(2) for tile in TILES],
+    "_peaks": [{name: tile[name] for name in ("TILE", "ROWS")} for tile in TILES],
+    "_tile_codes": [BLOCKS | {"TILE": 64, "IS_RANDOM": is_random} for is_random in range(2)],
+    "_tile_values": [BLOCKS | {"TILE": 64}],
+    "_widths": [BLOCKS | {"SPREAD": 13}],
+    "_sum": [BLOCKS | {"IS_DIFFERENCE": is_difference} for is_difference in range(2)],
 }
 KINDS = {2: (1, 2), 4: (0,)}  # of floats, by the bytes of their units
 
 ONE_WARP = ("_decode", "_encode", "_xxh64")
-EXACT = ("_restore", "_grid")
+EXACT = (  # nothing may be rounded otherwise than IEEE says, or twice
+    *("_restore", "_grid", "_widen", "_narrow", "_quantize", "_dequantize"),
+    *("_rotate", "_tile_codes", "_tile_values", "_sum"),
+)
 
 
 def variants(name: str) -> Iterator[tuple[dict[str, str], dict[str, int]]]:
@@ -76,6 +119,8 @@ def variants(name: str) -> Iterator[tuple[dict[str, str], dict[str, int]]]:
 
 def unit_sizes(name: str) -> tuple[int, ...]:
     """List the bytes of a unit that a kernel is compiled for; (0,) where it has none."""
+    if name in ("_widen", "_narrow"):
+        return (2,)
     if "KIND" in CONSTANTS.get(name, [{}])[0]:
         return (2, 4)
     if name == "_regions":
@@ -97,7 +142,7 @@ def compiled(kernel: Any, name: str, architecture: int) -> str:
 
 
 if __name__ == "__main__":
-    for module in (triton_planes, triton_rans, triton_values):
+    for module in MODULES:
         for name in SIGNATURES.keys() & vars(module).keys():
             for architecture in ARCHITECTURES:
                 print(compiled(vars(module)[name], name, architecture))
