@@ -54,14 +54,14 @@ CHECKED = {
     "residual_sums": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
     "take": "ckptz/wire/state.py:take_mask",
-    "put": "ckptz/wire/frames.py:_decode_topk",
+    "put": "ckptz/wire/frames.py:topk",
     "_threshold": "ckptz/wire/codecs.py:k",
     "_find": "ckptz/wire/codecs.py:k",
     "top_mask": "ckptz/wire/codecs.py:k",
     # as many bytes as codes of so many bits take
     "unpack_codes": "ckptz/wire/frames.py:unpacked",
     "_unpack_tail": "ckptz/wire/frames.py:unpacked",
-    "dequantize": "ckptz/wire/frames.py:_decode_uniform",
+    "dequantize": "ckptz/wire/frames.py:uniform",
     "_checksum": "ckptz/wire/endpoint.py:_checked",  # a multiple of 16 bytes
     "_quantize": "ckptz/wire/endpoint.py:_check_units",
     "_codes_nearest": "ckptz/wire/endpoint.py:_check_units",
@@ -70,8 +70,8 @@ CHECKED = {
     # as many elements in outer vectors as a tensor has rows and columns
     "_outer_rows": "ckptz/codec/frame_plan.py:_parse_outer",
     # tiles of whole rows, and no more planes than there is room for
-    "tile_values": "ckptz/wire/frames.py:_decode_tiled",
-    "unpack_rows": "ckptz/wire/frames.py:_decode_tiled",
+    "tile_values": "ckptz/wire/frames.py:tiled",
+    "unpack_rows": "ckptz/wire/frames.py:tiled",
     # as many units in a base, or in a tensor that is named, as in the tensor
     "_merge_planes": "ckptz/container/reader.py:base",
     "_restore": "ckptz/container/reader.py:base",
@@ -141,7 +141,6 @@ CALLERS = {
     "residual_codes": {"methods/grid.py", "quant/rounding.py"},
     "residual_sums": {"methods/grid.py"},
     "put": {"wire/frames.py"},
-    "mask_at": {"wire/frames.py"},
     "top_mask": {"wire/frames.py"},
     "dequantize": {"wire/frames.py"},
     "quantize": {"wire/frames.py"},

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.studies.paper_b.experimental import Detector
+from bench.studies.paper_b.experimental import Detector, Levels, StudyLink
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire_cpu, wire_on_gpu, wire_torch
-from ckptz.wire import PRESETS, RAW, Adaptive, LinkPolicy, Tiled, TopK, Uniform, cap
+from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform, cap
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
 from ckptz.wire.feedback import MEMORIES, SampleBuffers, describe_memory, state_bytes
@@ -291,10 +291,7 @@ def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(policy: Link
 
 
 def test_a_late_check_needs_fixed_messages_that_tell_nothing() -> None:
-    for policy, fixed in (
-        (LinkPolicy(), False),
-        (LinkPolicy(forward=Adaptive(Uniform(8), Uniform(2))), True),
-    ):
+    for policy, fixed in ((LinkPolicy(), False), (LinkPolicy(feedback="aqsgd"), True)):
         with pytest.raises(ConfigError, match="verify='step' needs"):
             Link(0, 1, policy, fixed=fixed, verify="step")
 
@@ -512,7 +509,7 @@ def test_a_state_that_no_link_saved_is_refused(feedback: Any, name: str, change:
 
 
 def test_the_level_in_a_state_of_an_older_version_is_passed_over() -> None:
-    link = Link(0, 1, LinkPolicy(forward=Adaptive(Uniform(8), Uniform(2))))
+    link = Link(0, 1, LinkPolicy(forward=Uniform(8)))
     link.load_state_dict({"wire/0-1/forward/0/level": np.zeros(4)})
     assert link.state_dict() == {}
 
@@ -565,8 +562,7 @@ def test_mixed_feedback_divides_the_budget() -> None:
 
 @pytest.mark.parametrize("feedback", ["ef", "ef21", "ef-mixed", "aqsgd"])
 def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> None:
-    levels = Adaptive(TopK(0.2), TopK(0.05), threshold=10.0, window=2)
-    policy = LinkPolicy(forward=TopK(0.1), backward=levels, feedback=feedback, rounding="stochastic")
+    policy = LinkPolicy(forward=TopK(0.1), backward=TopK(0.2), feedback=feedback, rounding="stochastic")
     straight, resumed = ends(policy), ends(policy)
     for step in range(6):
         place = Place(step, 0, 0, np.arange(5))
@@ -631,23 +627,34 @@ def test_the_formula_for_memory_is_what_a_link_holds() -> None:
 # --- levels -------------------------------------------------------------------------------------
 
 
+def levels_of(**more: Any) -> Levels:
+    mild, strong = (LinkPolicy(forward=TopK(k), backward=TopK(k), **more) for k in (0.2, 0.05))
+    return Levels(mild, strong, threshold=0.2, window=5)
+
+
 def test_the_level_of_the_study_follows_the_change_of_the_gradient() -> None:
-    detector, levels = Detector(Adaptive(Uniform(8), Uniform(2), threshold=0.2, window=5)), []
+    detector, levels = Detector(levels_of()), []
     for step in range(30):
         levels.append(detector.is_strong(step))
         detector.observe(step, np.inf if step == 3 else 4.0 if step < 20 else 36.0)
     assert levels == [False] * 10 + [True] * 15 + [False] * 5
 
 
-def test_a_message_has_the_level_that_its_sender_chose() -> None:
-    levels = Adaptive(Uniform(8), Uniform(2))
-    pair, sizes = ends(LinkPolicy(forward=levels, backward=levels)), []
-    for step in range(4):
-        pair[0].strong[FORWARD], pair[1].strong[BACKWARD] = step % 2 == 1, step > 1
-        place, units = Place(step), f32_units(rng(step).standard_normal(N))
-        forward, _ = across(pair, units, place)
-        sizes.append((len(forward) < 2000, len(across(pair, units, place, back=True)[0]) < 2000))
-    assert sizes == [(False, False), (True, False), (False, True), (True, True)]
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_link_of_the_study_takes_the_level_of_its_gradients(reuse: bool) -> None:
+    link, kept = StudyLink(0, 1, levels_of(reuse=reuse)), []
+    for step in range(12):
+        units = f32_units(rng().standard_normal(N))
+        both = [link.simulate(d, units, dtype_of("F32"), SHAPE, Place(step)) for d in (FORWARD, BACKWARD)]
+        kept.append([int((received != 0).sum()) for received in both])
+    assert kept == [[5 * 222] * 2] * 10 + [[5 * 56] * 2] * 2
+    assert link.sent_bytes[FORWARD] < 12 * cap(levels_of().mild, SHAPE, "F32")
+
+
+def test_a_message_of_another_level_is_refused_as_of_another_policy() -> None:
+    message = sent_q8()
+    flags = LinkHeader.parse(message[:64].tobytes()).flags
+    refused(rewritten(message, flags=flags | 8), ": flags: ")
 
 
 def test_codecs_and_policies_refuse_nonsense() -> None:
@@ -670,21 +677,3 @@ def test_codecs_and_policies_refuse_nonsense() -> None:
     for make in bad:
         with pytest.raises(ConfigError):
             make()
-
-
-def test_a_reused_mask_brings_its_level() -> None:
-    levels = Adaptive(TopK(0.2), TopK(0.05))
-    policy = LinkPolicy(forward=levels, backward=levels, reuse=True)
-    pair, sizes = ends(policy), set()
-    for step in range(4):
-        pair[0].strong[FORWARD] = step > 1
-        across(pair, f32_units(rng(step).standard_normal(N)), Place(step))
-        sizes.add(len(across(pair, f32_units(rng(step).standard_normal(N)), Place(step), back=True)[0]))
-    assert len(sizes) == 2
-    across(pair, f32_units(rng().standard_normal(N)), Place(4))
-    message = pair[1].send(BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(4)).message
-    flags = LinkHeader.parse(message[:64].tobytes()).flags
-    with pytest.raises(WireError, match="flags: another level than that of the activation"):
-        pair[0].receive(
-            BACKWARD, rewritten(message, flags=flags ^ Flag.STRONG), dtype_of("F32"), SHAPE, Place(4)
-        )

@@ -86,24 +86,7 @@ def mix_64(word: int) -> int:
     return word ^ word >> 33
 
 
-# --- the largest of each sample -----------------------------------------------------------------
-
-
-def positions(mask: Bytes) -> NDArray[np.int64]:
-    """List the positions of the ones in a mask [n]."""
-    return np.flatnonzero(mask).astype(np.int64)
-
-
-def mask_at(where: NDArray[np.int64], n: int) -> Bytes:
-    """Undo `positions`: a mask [n]."""
-    mask = np.zeros(n, np.uint8)
-    mask[where] = 1
-    return mask
-
-
-def gaps_of(where: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the zeros before each one, from the positions [k] of the ones."""
-    return np.diff(where, prepend=-1) - 1
+# --- numbers ------------------------------------------------------------------------------------
 
 
 def narrow(numbers: NDArray[np.int64], n_bytes: int) -> Any:

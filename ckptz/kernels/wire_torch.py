@@ -226,20 +226,6 @@ def put(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask != 0, values[place], 0).to(torch.int32)
 
 
-def positions(mask: Tensor) -> Tensor:
-    return mask.nonzero()[:, 0]
-
-
-def mask_at(where: Tensor, n: int) -> Tensor:
-    mask = torch.zeros(n, dtype=torch.uint8, device=where.device)
-    mask[where] = 1
-    return mask
-
-
-def gaps_of(where: Tensor) -> Tensor:
-    return torch.diff(where, prepend=where.new_full((1,), -1)) - 1
-
-
 wide = _wide
 
 

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ckptz.wire.codecs import RAW, Adaptive, Raw, Tiled, TopK, Uniform
+    from ckptz.wire.codecs import RAW, Raw, Tiled, TopK, Uniform
     from ckptz.wire.ddp import LoCo, loco_hook, shard_with
     from ckptz.wire.endpoint import Link
     from ckptz.wire.feedback import describe_memory
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS",
     "RAW",
-    "Adaptive",
     "CompressLink",
     "CompressedPipelineStage",
     "Link",

@@ -136,49 +136,23 @@ class Tiled:
 Codec = Raw | Uniform | TopK | Tiled
 
 
-@dataclass(frozen=True, slots=True)
-class Adaptive:
-    """Two codecs of a direction; `Link.strong` says which a sender takes, the header which a message has.
-
-    Attributes:
-        mild: the codec of a message, unless its sender chose the other.
-        strong: the codec of the others.
-        threshold: change of the gradient's norm at which Accordion (arXiv 2010.16057) is back at mild.
-        window: steps over which it takes the norm.
-    """
-
-    mild: Codec
-    strong: Codec
-    threshold: float = 0.2
-    window: int = 50
-
-    def __str__(self) -> str:
-        return f"{self.mild}~{self.strong}@{self.threshold:g}/{self.window}"
-
-
-Choice = Codec | Adaptive
 _CLASSES: Final[Mapping[str, type[Codec]]] = {"raw": Raw, "uniform": Uniform, "topk": TopK, "tiled": Tiled}
 
 
-def choice_to_dict(choice: Choice) -> dict[str, Any]:
-    """Give a codec, or a pair of codecs, as JSON values."""
-    if isinstance(choice, Adaptive):
-        levels = {"mild": choice_to_dict(choice.mild), "strong": choice_to_dict(choice.strong)}
-        return {"codec": "adaptive", "threshold": choice.threshold, "window": choice.window} | levels
-    name = next(name for name, kind in _CLASSES.items() if isinstance(choice, kind))
-    return {"codec": name} | dataclasses.asdict(choice)
+def codec_to_dict(codec: Codec) -> dict[str, Any]:
+    """Give a codec as JSON values."""
+    name = next(name for name, kind in _CLASSES.items() if isinstance(codec, kind))
+    return {"codec": name} | dataclasses.asdict(codec)
 
 
-def choice_from_dict(record: Mapping[str, Any]) -> Any:
-    """Read what `choice_to_dict` gave."""
+def codec_from_dict(record: Mapping[str, Any]) -> Codec:
+    """Read what `codec_to_dict` gave."""
     fields = dict(record)
     name = str(fields.pop("codec", None))
-    if name == "adaptive":
-        fields |= {level: choice_from_dict(fields[level]) for level in ("mild", "strong")}
-    elif name not in _CLASSES:
+    if name not in _CLASSES:
         raise ConfigError(f"codec {name!r} is not one of {', '.join(_CLASSES)}")
     try:
-        return Adaptive(**fields) if name == "adaptive" else _CLASSES[name](**fields)
+        return _CLASSES[name](**fields)
     except TypeError as error:
         raise ConfigError(f"codec {name}: {error}") from None
 

@@ -22,7 +22,7 @@ from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, WireError
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
-from ckptz.wire.codecs import KINDS, RAW, Adaptive, TensorPlan
+from ckptz.wire.codecs import KINDS, RAW, TensorPlan
 from ckptz.wire.feedback import Memory
 from ckptz.wire.frames import Check, Frame, Truth, at_once, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
@@ -70,12 +70,9 @@ class Link:
         fixed: every message takes exactly the cap of its plan, for transports that need it.
         verify: "message" looks at each header and checksum as it comes; "step" compares them on the device,
             makes NaN of what is wrong, and leaves it to `check` to say so. That needs torch's kernels,
-            `fixed`, and neither AQ-SGD nor `Adaptive`.
+            `fixed`, and no AQ-SGD.
         same_shape: refuse a tensor whose shape differs from the first one's.
         samples: file and number of samples of AQ-SGD's buffers; in memory by default.
-
-    Attributes:
-        strong: whether messages of a direction that has two codecs take the stronger one.
     """
 
     def __init__(
@@ -99,11 +96,8 @@ class Link:
         self._fixed, self._same_shape, self._verify = fixed, same_shape, verify
         self._found: list[tuple[Truth, str]] = []
         if verify == "step" and not can_wait(self.policy, fixed):
-            raise ConfigError(
-                "verify='step' needs messages of fixed size, without aqsgd and without Adaptive"
-            )
+            raise ConfigError("verify='step' needs messages of fixed size, without aqsgd")
         self._shapes: dict[tuple[Direction, int], tuple[str, tuple[int, ...]]] = {}
-        self.strong = dict.fromkeys(Direction, False)
         self.sent_bytes = dict.fromkeys(Direction, 0)
         self.raw_bytes = dict.fromkeys(Direction, 0)
 
@@ -144,9 +138,7 @@ class Link:
         direction, place, state = tensor.direction, tensor.place, self.state
         self._check_units(tensor, units)
         self._check_shape(tensor)
-        kept = state.level_of_mask(place) if self._reuses(direction) else None
-        strong = (self.strong[direction] if kept is None else kept) and self._has_levels(direction)
-        memory, plan = state.memory("tx", direction, self._plan(tensor, strong), place)
+        memory, plan = state.memory("tx", direction, self._plan(tensor), place)
         if plan.codec == RAW:
             frame = encode_frame(state.kernels, plan, units)
             received = frame.decoded
@@ -154,8 +146,8 @@ class Link:
         else:
             received, frame = self._encode_lossy(tensor, plan, units, memory)
         if direction is Direction.FORWARD:
-            state.keep_mask(plan, place, frame.mask, strong)
-        header = self._header("tx", tensor, plan, memory, strong, frame.mode)
+            state.keep_mask(plan, place, frame.mask)
+        header = self._header("tx", tensor, plan, memory, frame.mode)
         state.count("tx", direction, place)
         self.raw_bytes[direction] += plan.raw_bytes
         return received, header, frame
@@ -235,7 +227,7 @@ class Link:
         if self._verify == "step" and tensor.dtype.name in KINDS:
             received = k.unless(wrong, self._nan(tensor.dtype, received), received)
         if tensor.direction is Direction.FORWARD:
-            state.keep_mask(plan, place, mask, bool(header.flags & Flag.STRONG))
+            state.keep_mask(plan, place, mask)
         state.count("rx", tensor.direction, place)
         return received
 
@@ -250,13 +242,7 @@ class Link:
     def _checked(self, tensor: _Tensor, head: bytes) -> tuple[LinkHeader, TensorPlan, Memory]:
         """Hold a header against the message that is due."""
         header = LinkHeader.parse(head)
-        strong = bool(header.flags & Flag.STRONG)
-        if strong and not self._has_levels(tensor.direction):
-            _refuse("flags", "the strong level, on a link that has one level")
-        kept = self.state.level_of_mask(tensor.place) if self._reuses(tensor.direction) else None
-        if kept is not None and kept != strong:
-            _refuse("flags", "another level than that of the activation")
-        due, plan, memory = self._due(tensor, strong)
+        due, plan, memory = self._due(tensor)
         due = dataclasses.replace(due, flags=due.flags | header.flags & Flag.NOT_FINITE)
         for name in LinkHeader.__slots__:
             if name not in FREE and getattr(header, name) != getattr(due, name):
@@ -267,11 +253,11 @@ class Link:
             )
         return header, plan, memory
 
-    def _due(self, tensor: _Tensor, strong: bool) -> tuple[LinkHeader, TensorPlan, Memory]:
+    def _due(self, tensor: _Tensor) -> tuple[LinkHeader, TensorPlan, Memory]:
         """The header of the message that is due, as a message of fixed size has it."""
         self._check_shape(tensor)
-        memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor, strong), tensor.place)
-        due = self._header("rx", tensor, plan, memory, strong, 0)
+        memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor), tensor.place)
+        due = self._header("rx", tensor, plan, memory, 0)
         return dataclasses.replace(due, payload_bytes=plan.payload_cap), plan, memory
 
     def _checked_later(
@@ -279,7 +265,7 @@ class Link:
     ) -> tuple[LinkHeader, TensorPlan, Memory, Truth, Check]:
         """Compare a header on the device, and tell nothing of it yet."""
         k, name = self.state.kernels, self.name_of(tensor.direction, tensor.place)
-        due, plan, memory = self._due(tensor, False)
+        due, plan, memory = self._due(tensor)
         if len(message) < plan.cap:
             _refuse("payload", f"a message of {len(message)} bytes, {plan.cap} were due")
         if len(self._found) > MOST_FOUND:
@@ -324,8 +310,7 @@ class Link:
         occurs at most once in a step.
         """
         tensor = _Tensor(direction, dtype, tuple(shape), place)
-        levels = (False, True) if self._has_levels(direction) else (False,)
-        plans = [self._plan(tensor, strong) for strong in levels]
+        plans = [self._plan(tensor)]
         if self.policy.feedback_of(direction) == "aqsgd":
             filled = self.state.memory(end, direction, plans[0], place)[1]
             raw = self.policy.plan(direction, dtype, tensor.shape, raw=True)
@@ -372,27 +357,20 @@ class Link:
             return not self.policy.compresses_eval
         return place.is_raw or place.step < self.policy.warmup_steps
 
-    def _plan(self, tensor: _Tensor, strong: bool) -> TensorPlan:
+    def _plan(self, tensor: _Tensor) -> TensorPlan:
         raw = self.is_raw(tensor.place)
         if self._reuses(tensor.direction):
             raw = raw or self.state.lacks_mask(tensor.place)
-        return self.policy.plan(tensor.direction, tensor.dtype, tensor.shape, strong=strong, raw=raw)
+        return self.policy.plan(tensor.direction, tensor.dtype, tensor.shape, raw=raw)
 
     def _reuses(self, direction: Direction) -> bool:
         return self.policy.reuse and direction is Direction.BACKWARD
 
-    def _has_levels(self, direction: Direction) -> bool:
-        choices = [self.policy.choice(direction)]
-        choices += [self.policy.forward] if self.policy.reuse else []
-        return any(isinstance(choice, Adaptive) for choice in choices)
-
-    def _header(
-        self, end: End, tensor: _Tensor, plan: TensorPlan, memory: Memory, strong: bool, mode: int
-    ) -> LinkHeader:
+    def _header(self, end: End, tensor: _Tensor, plan: TensorPlan, memory: Memory, mode: int) -> LinkHeader:
         """The header of a message of finite values, without size and checksums."""
         direction, place = tensor.direction, tensor.place
         flags = Flag.BACKWARD * direction | Flag.REUSE * plan.reuse | Flag.DELTA * (memory is not NOTHING)
-        flags |= Flag.STRONG * strong | Flag.EVAL * place.is_eval
+        flags |= Flag.EVAL * place.is_eval
         ids = place.sample_ids
         batch = 0 if ids is None else xxh64(np.ascontiguousarray(ids, "<i8")) & 0xFFFFFFFF
         return LinkHeader(
@@ -421,8 +399,7 @@ class Link:
 
 def can_wait(policy: LinkPolicy, fixed: bool) -> bool:
     """Tell whether messages may be verified later: whether nothing that follows depends on their headers."""
-    levels = any(isinstance(policy.choice(direction), Adaptive) for direction in Direction)
-    return fixed and not levels and "aqsgd" not in map(policy.feedback_of, Direction)
+    return fixed and "aqsgd" not in map(policy.feedback_of, Direction)
 
 
 def _refuse(field: str, why: str) -> NoReturn:

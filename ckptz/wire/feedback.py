@@ -6,6 +6,7 @@ Arrays are F32 patterns of one of the wire's kernel modules.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -99,55 +100,39 @@ class SampleBuffers:
     """
 
     def __init__(self, size: int, path: Path | None = None, n_samples: int | None = None) -> None:
-        self.size = size
-        self._rows: dict[int, NDArray[np.uint32]] = {}
-        self._file: NDArray[np.uint32] | None = None
-        if path is not None:
-            if n_samples is None:
-                raise ConfigError("sample buffers in a file need n_samples")
-            self._file = np.memmap(path, np.uint32, "w+", shape=(n_samples, size))
-            self._seen = np.zeros(n_samples, np.bool_)
+        if path is not None and n_samples is None:
+            raise ConfigError("sample buffers in a file need n_samples")
+        self.size, self._n_samples, self._seen = size, n_samples, set[int]()
+        shape = (n_samples or 0, size)
+        self._rows: Any = {} if path is None else np.memmap(path, np.uint32, "w+", shape=shape)
 
     def has(self, ids: NDArray[np.int64]) -> bool:
         """Tell whether every sample [n] was seen before."""
-        if self._file is None:
-            return all(i in self._rows for i in ids.tolist())
-        self._check(ids)
-        return bool(self._seen[ids].all())
-
-    def _check(self, ids: NDArray[np.int64]) -> None:
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._seen):
-            raise ConfigError(f"sample ids must be 0..{len(self._seen) - 1}, got {ids.min()}..{ids.max()}")
+        most = self._n_samples
+        if most is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < most:
+            raise ConfigError(f"sample ids must be 0..{most - 1}, got {ids.min()}..{ids.max()}")
+        return self._seen.issuperset(ids.tolist())
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Read the rows of these samples, one after another [n, row units]."""
-        if self._file is not None:
-            return np.ascontiguousarray(self._file[ids]).reshape(-1)
-        return np.concatenate([self._rows[i] for i in ids.tolist()])
+        return np.concatenate([np.zeros(0, np.uint32), *(self._rows[i] for i in ids.tolist())])
 
     def write(self, ids: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
         """Replace the rows of these samples, float32 [n, row units]."""
-        rows = values.reshape(len(ids), self.size)
-        if self._file is None:
-            self._rows |= {i: row.copy() for i, row in zip(ids.tolist(), rows, strict=True)}
-            return
-        self._check(ids)
-        self._file[ids], self._seen[ids] = rows, True
+        self.has(ids)
+        for i, row in zip(ids.tolist(), values.reshape(len(ids), self.size), strict=True):
+            self._rows[i] = row.copy()
+            self._seen.add(i)
 
     @property
     def n_bytes(self) -> int:
         """Bytes held, in memory or in the file."""
-        return self._file.nbytes if self._file is not None else 4 * self.size * len(self._rows)
+        return 4 * self.size * len(self._rows)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Give sample ids [n] and their rows, float32 [n, row units]."""
-        ids = np.flatnonzero(self._seen) if self._file is not None else np.array(sorted(self._rows), np.int64)
-        rows = self.read(ids) if len(ids) else np.zeros(0, np.uint32)
-        return {"ids": ids.astype(np.int64), "rows": rows.reshape(len(ids), self.size)}
-
-    def load(self, ids: NDArray[np.int64], rows: NDArray[np.uint32]) -> None:
-        """Take over what `state` gave: ids [n] and rows."""
-        self.write(ids, np.ascontiguousarray(rows).reshape(-1))
+        ids = np.array(sorted(self._seen), np.int64)
+        return {"ids": ids, "rows": self.read(ids).reshape(len(ids), self.size)}
 
 
 class PerSample(Following):
@@ -178,14 +163,11 @@ def state_bytes(
     EF and EF-mixed: microbatches x elements x 4 at the sender. EF21: the same at both ends. AQ-SGD:
     samples x elements of a sample x 4 at both ends.
     """
-    n = int(np.prod(shape))
     if feedback is None:
         return 0, 0
-    if feedback == "aqsgd":
-        each = n_samples * (n // max(shape[0], 1)) * 4
-        return each, each
-    each = n_microbatches * n * 4
-    return each, each if feedback == "ef21" else 0
+    n, of_sample = math.prod(shape), math.prod(shape) // max(shape[0], 1)
+    each = 4 * (n_samples * of_sample if feedback == "aqsgd" else n_microbatches * n)
+    return each, each if feedback in TWO_SIDED else 0
 
 
 def describe_memory(
@@ -195,13 +177,13 @@ def describe_memory(
 
     `n_samples`, of the data set, counts for AQ-SGD alone.
     """
-    n, lines = int(np.prod(shape)), []
+    lines = []
     for direction in Direction:
         kind = policy.feedback_of(direction)
         sender, receiver = state_bytes(kind, shape, n_microbatches, n_samples)
-        formula = f"{n_microbatches} microbatches x {n} elements x 4 bytes"
+        formula = f"{n_microbatches} microbatches x {math.prod(shape)} elements"
         if kind == "aqsgd":
-            formula = f"{n_samples} samples x {n // max(shape[0], 1)} elements x 4 bytes"
-        held = f"{formula}: {sender} bytes at the sender, {receiver} at the receiver"
-        lines.append(f"{direction.word}: {'no state' if kind is None else f'{kind}, {held}'}")
+            formula = f"{n_samples} samples x {math.prod(shape) // max(shape[0], 1)} elements"
+        held = f"{kind}, {formula} x 4 bytes: {sender} bytes at the sender, {receiver} at the receiver"
+        lines.append(f"{direction.word}: {'no state' if kind is None else held}")
     return "\n".join(lines)

@@ -56,39 +56,131 @@ def at_once(wrong: Truth, why: str) -> None:
         raise CorruptionError(why)
 
 
-class Parts:
-    """Takes a payload apart; padding must be zero."""
+@dataclass
+class _Payload:
+    """A payload that is taken apart; padding must be zero."""
 
-    def __init__(self, payload: Array, check: Check) -> None:
-        self._payload, self._offset, self._check = payload, 0, check
+    k: Any
+    plan: TensorPlan
+    left: Array
+    mode: int
+    not_finite: Truth
+    check: Check
 
     def take(self, n_bytes: int, what: str) -> Array:
         """Take the next part of `n_bytes` bytes, and its padding."""
-        end = self._offset + n_bytes
-        padded = self._offset + -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
-        left = len(self._payload) - self._offset
-        at_once(n_bytes < 0 or padded > len(self._payload), f"{what}: needs {n_bytes} bytes, {left} are left")
-        if end < padded:
-            self._check((self._payload[end:padded] != 0).any(), f"{what}: its padding is not zero")
-        part, self._offset = self._payload[self._offset : end], padded
+        padded = -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
+        wrong = n_bytes < 0 or padded > len(self.left)
+        at_once(wrong, f"{what}: needs {n_bytes} bytes, {len(self.left)} are left")
+        if n_bytes < padded:
+            self.check((self.left[n_bytes:padded] != 0).any(), f"{what}: its padding is not zero")
+        part, self.left = self.left[:n_bytes], self.left[padded:]
         return part
 
-    def rest(self) -> Array:
-        """Take all bytes that are left."""
-        part, self._offset = self._payload[self._offset :], len(self._payload)
-        return part
-
-    def unpacked(self, k: Any, bits: int, n: int, what: str) -> Array:
+    def unpacked(self, bits: int, n: int, what: str) -> Array:
         """Take n codes of so many bits, uint8 [n]."""
         packed = self.take((n * bits + 7) // 8, what)
         if n * bits % 8:
-            self._check((packed[-1] >> (n * bits % 8)) != 0, f"{what}: bits behind the last one are set")
-        return k.unpack(packed, bits, n)
+            self.check((packed[-1] >> (n * bits % 8)) != 0, f"{what}: bits behind the last one are set")
+        return self.k.unpack(packed, bits, n)
 
-    def end(self) -> None:
-        """Require that no bytes are left."""
-        left = len(self._payload) - self._offset
-        at_once(left, f"payload: {left} bytes follow its end")
+    def needs_mode(self, is_there: bool) -> None:
+        """Refuse a mode that the plan has not."""
+        at_once(not is_there, f"mode: {self.mode} does not exist for this codec, or with reused positions")
+
+    # --- uniform levels
+
+    def blocks(self, n: int, block: int, codes: Callable[[], Array]) -> Array:
+        """Decode ranges, and the n codes behind them."""
+        n_blocks = math.ceil(n / block)
+        ranges = self.take(4 * n_blocks, "scales")
+        offsets, scales = (
+            self.k.as_units(half, 2) for half in (ranges[: 2 * n_blocks], ranges[2 * n_blocks :])
+        )
+        wrong = _has_nan(scales) != self.not_finite
+        self.check(wrong, "scales: they disagree with the flag for values that are not finite")
+        wrong = _has_nan(offsets) | ((scales >> 15) != 0).any()
+        self.check(wrong, "scales: one is negative, or an offset is not finite")
+        return self.k.dequantize(offsets, scales, codes(), block, self.plan.largest)
+
+    def uniform(self, codec: Uniform) -> Array:
+        """Decode uniform levels, F32 patterns [n]."""
+        self.needs_mode(self.mode == PACKED or (self.mode == RANS and codec.rans))
+        n, codes = self.plan.n, self._rans_codes if self.mode == RANS else self._packed_codes
+        return self.blocks(n, self.plan.block, lambda: codes(codec.bits))
+
+    def _packed_codes(self, bits: int) -> Array:
+        return self.unpacked(bits, self.plan.n, "codes")
+
+    def _rans_codes(self, bits: int) -> Array:
+        coded, self.left = self.left, self.left[:0]
+        source = ByteReader(self.k.host_bytes(coded).tobytes())
+        coder = source.u8("coder")
+        stream = source.take(source.u32("stream length"), "stream")
+        wrong = source.left >= wire_arrays.ALIGN or any(source.peek())
+        at_once(wrong, "stream: its padding is not zero, or too long")
+        codes = np.empty(self.plan.n, np.uint8)
+        decode_stream(coder, stream, codes)
+        at_once(int(codes.max()) >> bits, f"codes: {int(codes.max())} needs more than {bits} bits")
+        return self.k.from_bytes(codes, coded)
+
+    # --- TopK
+
+    def topk(self, codec: TopK, mask: Array | None) -> tuple[Array, Array]:
+        """Decode the greatest values and their mask [n]; `mask` has the positions that are reused."""
+        k, plan = self.k, self.plan
+        self.needs_mode(self.mode == BITMAP or (codec.tries_rice and not plan.reuse))
+        if self.mode != BITMAP:
+            mask = self._rice_mask(self.mode - RICE)
+        elif not plan.reuse:
+            mask = self.unpacked(1, plan.n, "bitmap")
+        assert mask is not None
+        wrong = (k.wide(mask).reshape(plan.n_samples, -1).sum(1) != plan.k).any()
+        self.check(wrong, f"positions: a sample has not {plan.k} values")
+        if codec.values == 8:
+            values = self.blocks(plan.count, BLOCK, lambda: self.take(plan.count, "values"))
+        else:
+            values = k.to_f32(k.as_units(self.take(2 * plan.count, "values"), 2), _value_kind(plan))
+            wrong = k.not_finite(values) != self.not_finite
+            self.check(wrong, "values: they disagree with the flag for values that are not finite")
+        return k.put(values, mask), mask
+
+    def _rice_mask(self, r: int) -> Array:
+        n, n_values, like = self.plan.n, self.plan.count, self.left
+        at_once(r > MAX_RICE, f"mode: {RICE + r} is not defined for this plan")
+        n_unary = int.from_bytes(bytes(self.k.host_bytes(self.take(4, "length of gaps"))), "little")
+        wrong = not n_values <= n_unary <= n_values + (n >> r)
+        at_once(wrong, f"length of gaps: {n_unary} bits for {n_values} values in {n} elements")
+        ends = np.flatnonzero(self.k.host_bytes(self.unpacked(1, n_unary, "gaps")))
+        wrong = len(ends) != n_values or int(ends[-1]) != n_unary - 1
+        at_once(wrong, f"gaps: {len(ends)} of {n_values}, or zeros behind the last")
+        gaps = (np.diff(ends, prepend=-1) - 1) << r
+        for at in range(0, r, 8):
+            low = self.k.host_bytes(self.unpacked(min(r - at, 8), n_values, "gaps"))
+            gaps += low.astype(np.int64) << at
+        where = np.cumsum(gaps + 1) - 1
+        at_once(int(where[-1]) >= n, f"gaps: a value at {int(where[-1])} in a tensor of {n}")
+        return self.k.from_bytes(_ones_at(where, n), like)
+
+    # --- tiles
+
+    def tiled(self, codec: Tiled) -> Array:
+        """Decode tiles, F32 patterns [n]."""
+        k, plan = self.k, self.plan
+        self.needs_mode(not self.mode)
+        head = self.take(2 + plan.count, "ranges")
+        top, steps = k.wide(k.as_units(head[:2], 2))[0], k.wide(head[2:])
+        widths = k.wide(self.unpacked(4, plan.n_rows, "widths"))
+        planes = self.take(plan.n_planes * plan.row // 8, "codes")
+        wrong = (top > wire_arrays.BF16_MAX) | ((steps == NAN_TILE).any() != self.not_finite)
+        self.check(wrong, "ranges: one is too great, or the flag for what is not finite is wrong")
+        wrong = ((widths < 2) | (widths > 8)).any() | (widths.sum() > plan.n_planes)
+        self.check(wrong, f"widths: not 2 to 8 bits, or more than {plan.n_planes} in all")
+        unused = k.count(plan.n_planes, widths) >= widths.sum()
+        wrong = ((planes != 0).reshape(plan.n_planes, -1).any(1) & unused).any()
+        self.check(wrong, "codes: bits behind the last one are set")
+        codes = k.unpack_rows(planes, widths, plan.row)
+        return _from_tiles(k, plan, codec, _peaks(top, steps), widths, codes)
 
 
 def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> Array:
@@ -118,18 +210,6 @@ def _has_nan(scales: Array) -> Truth:
     return ((scales & 0x7F80) == 0x7F80).any()
 
 
-def _decode_blocks(
-    k: Any, ranges: Array, codes: Array, block: int, largest: float, not_finite: Truth, check: Check
-) -> Array:
-    n_blocks = math.ceil(len(codes) / block)
-    offsets, scales = (k.as_units(ranges[i * 2 * n_blocks : (i + 1) * 2 * n_blocks], 2) for i in (0, 1))
-    wrong = _has_nan(scales) != not_finite
-    check(wrong, "scales: they disagree with the flag for values that are not finite")
-    wrong = _has_nan(offsets) | ((scales >> 15) != 0).any()
-    check(wrong, "scales: one is negative, or an offset is not finite")
-    return k.dequantize(offsets, scales, codes, block, largest)
-
-
 def _encode_uniform(
     k: Any, plan: TensorPlan, codec: Uniform, values: Array, seed: int | None, vary: bool
 ) -> Frame:
@@ -141,30 +221,6 @@ def _encode_uniform(
             coded = b"".join((coder.to_bytes(1, "little"), len(stream).to_bytes(4, "little"), stream))
             packed, mode = k.from_bytes(coded, values), RANS
     return Frame((ranges, packed), mode, decoded, None, not_finite)
-
-
-def _decode_uniform(
-    k: Any, plan: TensorPlan, codec: Uniform, parts: Parts, mode: int, not_finite: Truth, check: Check
-) -> Array:
-    ranges = parts.take(4 * math.ceil(plan.n / plan.block), "scales")
-    at_once(mode > RANS or (mode == RANS and not codec.rans), f"mode: {mode} does not exist for this codec")
-    if mode == RANS:
-        codes = _decode_codes(k, parts.rest(), plan.n, codec.bits)
-    else:
-        codes = parts.unpacked(k, codec.bits, plan.n, "codes")
-    return _decode_blocks(k, ranges, codes, plan.block, plan.largest, not_finite, check)
-
-
-def _decode_codes(k: Any, coded: Array, n: int, bits: int) -> Array:
-    source = ByteReader(k.host_bytes(coded).tobytes())
-    coder = source.u8("coder")
-    stream = source.take(source.u32("stream length"), "stream")
-    wrong = source.left >= wire_arrays.ALIGN or any(source.peek())
-    at_once(wrong, "stream: its padding is not zero, or too long")
-    codes = np.empty(n, np.uint8)
-    decode_stream(coder, stream, codes)
-    at_once(int(codes.max()) >> bits, f"codes: {int(codes.max())} needs more than {bits} bits")
-    return k.from_bytes(codes, coded)
 
 
 # --- TopK ---------------------------------------------------------------------------------------
@@ -196,69 +252,30 @@ def _encode_topk(
 def _encode_mask(k: Any, codec: TopK, mask: Array, n_values: int, vary: bool) -> tuple[int, list[Array]]:
     bitmap = k.pack(mask, 1)
     if vary and codec.tries_rice:
-        r, parts = _encode_rice(k, k.gaps_of(k.positions(mask)), len(mask) / n_values, mask)
+        r, parts = _encode_rice(k, mask, n_values)
         if sum(-(-len(part) // 16) * 16 for part in parts) < len(bitmap):
             return RICE + r, parts
     return BITMAP, [bitmap]
 
 
-def _encode_rice(k: Any, gaps: Array, mean_gap: float, like: Array) -> tuple[int, list[Array]]:
-    """(r, parts): quotients by 2^r in unary, then remainders, low and high bytes apart."""
-    guess = int(math.log2(max(mean_gap * math.log(2), 1)))
+def _encode_rice(k: Any, mask: Array, n_values: int) -> tuple[int, list[Array]]:
+    """(r, parts): quotients by 2^r in unary, then remainders, low and high bytes apart; made on the host."""
+    gaps = np.diff(np.flatnonzero(k.host_bytes(mask)), prepend=-1) - 1
+    guess = int(math.log2(max(len(mask) / n_values * math.log(2), 1)))
     choices = range(max(guess - 1, 0), min(guess + 1, MAX_RICE) + 1)
     r = min(choices, key=lambda r: len(gaps) * r + int((gaps >> r).sum()))
-    ends = ((gaps >> r) + 1).cumsum(0) - 1
-    n_unary = int(ends[-1]) + 1
-    parts = [k.from_bytes(n_unary.to_bytes(4, "little"), like), k.pack(k.mask_at(ends, n_unary), 1)]
-    rest = gaps & ((1 << r) - 1)
-    parts += [k.pack(k.narrow(rest >> at, 1), min(r - at, 8)) for at in range(0, r, 8)]
-    return r, parts
+    ends = np.cumsum((gaps >> r) + 1) - 1
+    n_unary, low = int(ends[-1]) + 1, gaps & ((1 << r) - 1)
+    codes = [(_ones_at(ends, n_unary), 1)]
+    codes += [((low >> at).astype(np.uint8), min(r - at, 8)) for at in range(0, r, 8)]
+    parts = [k.from_bytes(n_unary.to_bytes(4, "little"), mask)]
+    return r, parts + [k.pack(k.from_bytes(each, mask), bits) for each, bits in codes]
 
 
-def _decode_rice(k: Any, parts: Parts, r: int, n: int, n_values: int) -> Array:
-    at_once(r > MAX_RICE, f"mode: {RICE + r} is not defined for this plan")
-    n_unary = int.from_bytes(bytes(k.host_bytes(parts.take(4, "length of gaps"))), "little")
-    wrong = not n_values <= n_unary <= n_values + (n >> r)
-    at_once(wrong, f"length of gaps: {n_unary} bits for {n_values} values in {n} elements")
-    ends = k.positions(parts.unpacked(k, 1, n_unary, "gaps"))
-    wrong = len(ends) != n_values or int(ends[-1]) != n_unary - 1
-    at_once(wrong, f"gaps: {len(ends)} of {n_values}, or zeros behind the last")
-    gaps = k.gaps_of(ends) << r
-    for at in range(0, r, 8):
-        gaps = gaps + (k.wide(parts.unpacked(k, min(r - at, 8), n_values, "gaps")) << at)
-    where = (gaps + 1).cumsum(0) - 1
-    at_once(int(where[-1]) >= n, f"gaps: a value at {int(where[-1])} in a tensor of {n}")
-    return k.mask_at(where, n)
-
-
-def _decode_topk(
-    k: Any,
-    plan: TensorPlan,
-    codec: TopK,
-    parts: Parts,
-    mode: int,
-    not_finite: Truth,
-    check: Check,
-    mask: Array | None,
-) -> tuple[Array, Array]:
-    wrong = mode != BITMAP and (plan.reuse or not codec.tries_rice)
-    at_once(wrong, f"mode: {mode} does not exist for this codec, or with reused positions")
-    if mode != BITMAP:
-        mask = _decode_rice(k, parts, mode - RICE, plan.n, plan.count)
-    elif not plan.reuse:
-        mask = parts.unpacked(k, 1, plan.n, "bitmap")
-    assert mask is not None
-    wrong = (k.wide(mask).reshape(plan.n_samples, -1).sum(1) != plan.k).any()
-    check(wrong, f"positions: a sample has not {plan.k} values")
-    if codec.values == 8:
-        ranges = parts.take(4 * math.ceil(plan.count / BLOCK), "scales")
-        codes = parts.take(plan.count, "values")
-        values = _decode_blocks(k, ranges, codes, BLOCK, plan.largest, not_finite, check)
-    else:
-        values = k.to_f32(k.as_units(parts.take(2 * plan.count, "values"), 2), _value_kind(plan))
-        wrong = k.not_finite(values) != not_finite
-        check(wrong, "values: they disagree with the flag for values that are not finite")
-    return k.put(values, mask), mask
+def _ones_at(where: Array, n: int) -> Array:
+    mask = np.zeros(n, np.uint8)
+    mask[where] = 1
+    return mask
 
 
 # --- tiles --------------------------------------------------------------------------------------
@@ -295,25 +312,6 @@ def _from_tiles(k: Any, plan: TensorPlan, codec: Tiled, peaks: Array, widths: Ar
         tiles = k.rotate(tiles, codec.tile, True)
     tiles = tiles[: plan.n]
     return tiles if plan.kind == floats.F32 else k.saturate(tiles, plan.largest)
-
-
-def _decode_tiled(
-    k: Any, plan: TensorPlan, codec: Tiled, parts: Parts, mode: int, not_finite: Truth, check: Check
-) -> Array:
-    at_once(mode, f"mode: {mode} does not exist for this codec")
-    head = parts.take(2 + plan.count, "ranges")
-    top, steps = k.wide(k.as_units(head[:2], 2))[0], k.wide(head[2:])
-    widths = k.wide(parts.unpacked(k, 4, plan.n_rows, "widths"))
-    planes = parts.take(plan.n_planes * plan.row // 8, "codes")
-    wrong = (top > wire_arrays.BF16_MAX) | ((steps == NAN_TILE).any() != not_finite)
-    check(wrong, "ranges: one is too great, or the flag for what is not finite is wrong")
-    wrong = ((widths < 2) | (widths > 8)).any() | (widths.sum() > plan.n_planes)
-    check(wrong, f"widths: not 2 to 8 bits, or more than {plan.n_planes} in all")
-    unused = k.count(plan.n_planes, widths) >= widths.sum()
-    wrong = ((planes != 0).reshape(plan.n_planes, -1).any(1) & unused).any()
-    check(wrong, "codes: bits behind the last one are set")
-    codes = k.unpack_rows(planes, widths, plan.row)
-    return _from_tiles(k, plan, codec, _peaks(top, steps), widths, codes)
 
 
 # --- any codec ----------------------------------------------------------------------------------
@@ -362,15 +360,15 @@ def decode_frame(
     Raises:
         FormatError: the payload contradicts the plan.
     """
-    codec, parts = plan.codec, Parts(payload, check)
+    codec, source = plan.codec, _Payload(k, plan, payload, mode, not_finite, check)
     if isinstance(codec, Uniform):
-        values = _decode_uniform(k, plan, codec, parts, mode, not_finite, check)
+        values = source.uniform(codec)
     elif isinstance(codec, Tiled):
-        values = _decode_tiled(k, plan, codec, parts, mode, not_finite, check)
+        values = source.tiled(codec)
     elif isinstance(codec, TopK):
-        values, mask = _decode_topk(k, plan, codec, parts, mode, not_finite, check, mask)
+        values, mask = source.topk(codec, mask)
     else:
-        values = k.as_units(parts.take(plan.raw_bytes, "raw values"), plan.dtype.unit_bytes)
+        values = k.as_units(source.take(plan.raw_bytes, "raw values"), plan.dtype.unit_bytes)
         check((mode != 0) | not_finite, "mode: raw messages have none")
-    parts.end()
+    at_once(len(source.left), f"payload: {len(source.left)} bytes follow its end")
     return values, mask

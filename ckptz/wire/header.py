@@ -39,7 +39,6 @@ class Flag(IntFlag):
     BACKWARD = 1
     REUSE = 2
     DELTA = 4
-    STRONG = 8
     NOT_FINITE = 16
     EVAL = 32
     UNDEFINED = 192

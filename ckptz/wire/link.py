@@ -46,14 +46,11 @@ class TensorLink:
     """A `Link` for torch tensors.
 
     Args:
-        src: stage that sends activations.
-        dst: stage that receives them.
-        policy: what both ends agreed on, or the name of a preset.
+        src, dst, policy, options: as for `Link`.
         device: where the tensors live.
         use_torch: take torch's kernels on the CPU too.
         fixed: as for `Link`; NCCL needs it.
         verify: as for `Link`; by default "step" on a device, where the policy and `fixed` allow it.
-        options: as for `Link`.
     """
 
     def __init__(
@@ -140,13 +137,10 @@ class DistributedLink:
     """A plain `send`/`recv` pair over `torch.distributed`, outside of any schedule.
 
     Args:
-        src: stage that sends activations.
-        dst: stage that receives them.
-        policy: what both ends agreed on, or the name of a preset.
+        src, dst, policy, options: as for `TensorLink`.
         peer: rank of the other end.
         group: process group; the default one.
         fixed: messages of fixed size; by default where the backend is not gloo.
-        options: as for `TensorLink`.
     """
 
     def __init__(

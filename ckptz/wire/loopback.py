@@ -34,11 +34,17 @@ class _Through(torch.autograd.Function):
 
 
 class Simulation:
-    """A callable link; `simulate` makes one."""
+    """A function that compresses activations, and the gradients of what it gives, as a link would.
 
-    def __init__(self, policy: LinkPolicy | str, n_microbatches: int, options: Mapping[str, Any]) -> None:
+    Args:
+        policy: the link's policy, or the name of a preset.
+        n_microbatches: calls in one training step.
+        options: `src`, `dst` and others of `TensorLink`.
+    """
+
+    def __init__(self, policy: LinkPolicy | str, *, n_microbatches: int = 1, **options: Any) -> None:
         self.n_microbatches, self._n_calls, self._n_evals = n_microbatches, 0, 0
-        self._options = {"src": 0, "dst": 1, "same_shape": False} | dict(options)
+        self._options = {"src": 0, "dst": 1, "same_shape": False} | options
         self.policy = policy_of(policy)
         self.link = TensorLink(policy=self.policy, **self._options)
 
@@ -79,15 +85,9 @@ class Simulation:
         self.link.link.load_state_dict(rest)
 
 
-def simulate(policy: LinkPolicy | str, *, n_microbatches: int = 1, **options: Any) -> Simulation:
-    """Make an autograd function that compresses activations and their gradients as a link would.
-
-    Args:
-        policy: the link's policy, or the name of a preset.
-        n_microbatches: calls in one training step.
-        options: `src`, `dst` and others of `TensorLink`.
-    """
-    return Simulation(policy, n_microbatches, options)
+def simulate(policy: LinkPolicy | str, **options: Any) -> Simulation:
+    """Make a `Simulation` of a link; takes what that takes."""
+    return Simulation(policy, **options)
 
 
 class CompressLink(nn.Module):
@@ -98,17 +98,12 @@ class CompressLink(nn.Module):
 
     Args:
         policy: the link's policy, the name of a preset, or None for no compression.
-        n_microbatches: calls in one training step.
-        options: `src`, `dst` and others of `TensorLink`.
+        options: `n_microbatches` and others of `simulate`.
     """
 
-    def __init__(
-        self, policy: LinkPolicy | str | None = None, *, n_microbatches: int = 1, **options: Any
-    ) -> None:
+    def __init__(self, policy: LinkPolicy | str | None = None, **options: Any) -> None:
         super().__init__()
-        self.simulation = (
-            None if policy is None else simulate(policy, n_microbatches=n_microbatches, **options)
-        )
+        self.simulation = None if policy is None else simulate(policy, **options)
 
     def forward(self, activation: Tensor, sample_ids: Tensor | None = None) -> Tensor:
         """Give the activation as the next stage gets it."""

@@ -17,14 +17,12 @@ from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import ConfigError
 from ckptz.wire.codecs import (
     RAW,
-    Adaptive,
-    Choice,
     Codec,
     TensorPlan,
     TopK,
     Uniform,
-    choice_from_dict,
-    choice_to_dict,
+    codec_from_dict,
+    codec_to_dict,
     plan_of,
 )
 from ckptz.wire.header import Direction
@@ -56,8 +54,8 @@ class LinkPolicy:
         ef_reset: messages after which "ef" forgets its error; 0 never does.
     """
 
-    forward: Choice = RAW
-    backward: Choice = RAW
+    forward: Codec = RAW
+    backward: Codec = RAW
     feedback: Feedback | tuple[Feedback | None, Feedback | None] | None = None
     reuse: bool = False
     rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -75,7 +73,7 @@ class LinkPolicy:
         if self.warmup_steps < 0 or self.ef_reset < 0 or not 0 <= self.ef_decay < 1:
             raise ConfigError("warmup_steps and ef_reset must not be negative, and ef_decay be 0 to 1")
         self._check_feedback()
-        if self.reuse and _shares(self.forward) != _shares(self.backward):
+        if self.reuse and _share(self.forward) != _share(self.backward):
             raise ConfigError("reuse needs TopK of the same share in both directions")
 
     def _check_feedback(self) -> None:
@@ -86,16 +84,9 @@ class LinkPolicy:
             if kind == "aqsgd" and direction is Direction.BACKWARD:
                 raise ConfigError("aqsgd keeps activations of samples: it is for the forward direction")
 
-    def choice(self, direction: Direction) -> Choice:
-        """Give the codec, or pair of codecs, of a direction."""
+    def codec(self, direction: Direction) -> Codec:
+        """Give the codec of a direction."""
         return self.forward if direction is Direction.FORWARD else self.backward
-
-    def codec(self, direction: Direction, strong: bool = False) -> Codec:
-        """Give the codec of a direction at a level."""
-        choice = self.choice(direction)
-        if isinstance(choice, Adaptive):
-            return choice.strong if strong else choice.mild
-        return choice
 
     def feedback_of(self, direction: Direction) -> Feedback | None:
         """Give the kind of state of a direction."""
@@ -113,28 +104,21 @@ class LinkPolicy:
         return self.feedback_of(Direction.FORWARD) not in ("ef21", "aqsgd")
 
     def plan(
-        self,
-        direction: Direction,
-        dtype: DType,
-        shape: tuple[int, ...],
-        *,
-        strong: bool = False,
-        raw: bool = False,
+        self, direction: Direction, dtype: DType, shape: tuple[int, ...], *, raw: bool = False
     ) -> TensorPlan:
         """Bind the codec of a direction to a tensor; `raw` in warm-up and evaluation without compression."""
         if raw:
             return plan_of(RAW, dtype, shape)
         reuse = self.reuse and direction is Direction.BACKWARD
         if reuse:  # where the activation's plan sends positions
-            forward = plan_of(self.codec(Direction.FORWARD, strong), dtype, shape)
-            reuse = isinstance(forward.codec, TopK)
-        return plan_of(self.codec(direction, strong), dtype, shape, reuse=reuse)
+            reuse = isinstance(plan_of(self.forward, dtype, shape).codec, TopK)
+        return plan_of(self.codec(direction), dtype, shape, reuse=reuse)
 
     def to_json(self) -> str:
         """Give the policy as text, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
-            record[name] = choice_to_dict(record[name])
+            record[name] = codec_to_dict(record[name])
         for name in ("ef_decay", "ef_reset"):  # policies without them keep their text, and so their hash
             if not record[name]:
                 del record[name]
@@ -150,7 +134,7 @@ class LinkPolicy:
         try:
             record = json.loads(text)
             for name in ("forward", "backward"):
-                record[name] = choice_from_dict(record[name])
+                record[name] = codec_from_dict(record[name])
             if isinstance(record["feedback"], list):
                 record["feedback"] = tuple(record["feedback"])
             return cls(**record)
@@ -169,9 +153,8 @@ class LinkPolicy:
         return xxh64(self.to_json().encode()) & 0xFFFFFFFF
 
 
-def _shares(choice: Choice) -> tuple[float, ...]:
-    codecs = (choice.mild, choice.strong) if isinstance(choice, Adaptive) else (choice,)
-    return tuple(c.share for c in codecs if isinstance(c, TopK))
+def _share(codec: Codec) -> float | None:
+    return codec.share if isinstance(codec, TopK) else None
 
 
 PRESETS: Final[Mapping[str, LinkPolicy]] = MappingProxyType(
@@ -201,10 +184,7 @@ def cap(
     `dtype` is the safetensors code, "BF16"; the header is included.
     """
     policy = policy_of(policy)
-    levels = (False, True) if isinstance(policy.choice(direction), Adaptive) else (False,)
-    if policy.reuse and isinstance(policy.forward, Adaptive):
-        levels = (False, True)
-    plans = [policy.plan(direction, dtype_of(dtype), shape, strong=level) for level in levels]
+    plans = [policy.plan(direction, dtype_of(dtype), shape)]
     fills = policy.feedback_of(direction) == "aqsgd"
     if policy.warmup_steps > 0 or fills or not policy.compresses_eval:  # messages that may be raw
         plans.append(policy.plan(direction, dtype_of(dtype), shape, raw=True))
@@ -243,11 +223,11 @@ def _mismatch(trained: LinkPolicy, used: LinkPolicy) -> str | None:
         if compressed:
             return f"trained with {trained}: its state is not there at inference; run it without compression"
         return None
-    shares = _shares(trained.forward)
-    if shares and (not compressed or _shares(used.forward) != shares):
+    share = _share(trained.forward)
+    if share and (not compressed or _share(used.forward) != share):
         return (
             f"trained with {trained}: the layers behind each cut have only seen the greatest "
-            f"{min(shares):.0%} of activations, and lose accuracy on whole ones; "
+            f"{share:.0%} of activations, and lose accuracy on whole ones; "
             "load with the same policy, or train with EF21"
         )
     return None

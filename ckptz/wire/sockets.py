@@ -31,11 +31,8 @@ class SocketLink:
 
     Args:
         connection: a connected stream socket; this object neither opens nor closes it.
-        src: stage that sends activations.
-        dst: stage that receives them.
-        policy: what both ends agreed on, or the name of a preset.
+        src, dst, policy, options: as for `Link`.
         timeout: seconds that a header, or a payload, may take.
-        options: as for `Link`.
     """
 
     def __init__(

@@ -98,12 +98,7 @@ class CompressedPipelineStage(PipelineStage):
         if fixed is None:
             fixed = dist.get_backend(self.group) != "gloo"
         here = self.stage_index
-        options: dict[str, Any] = {
-            "device": self.device,
-            "fixed": fixed,
-            "samples": samples,
-            "verify": verify,
-        }
+        options: Any = {"device": self.device, "fixed": fixed, "samples": samples, "verify": verify}
         before, after = (here - 1, here), (here, here + 1)
         self.incoming = None if self.is_first else TensorLink(*before, self.policy, **options)
         self.outgoing = None if self.is_last else TensorLink(*after, self.policy, **options)
@@ -149,53 +144,43 @@ class CompressedPipelineStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Give the parent's sends, with messages for tensors."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
-        return self._sent(FORWARD, fwd_chunk_id, ops, list(range(len(ops))))
+        return self._named(FORWARD, fwd_chunk_id, ops, range(len(ops)), is_sent=True)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Give the parent's sends, with messages for tensors."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         stages = enumerate(self.grad_send_info or ()) if ops else ()
         indices = [i for i, stage in stages if stage is not None and self._get_grad_send_meta(i) is not None]
-        return self._sent(BACKWARD, bwd_chunk_id, ops, indices)
-
-    def _sent(
-        self, direction: Direction, microbatch: int, ops: list[dist.P2POp], indices: list[int]
-    ) -> list[dist.P2POp]:
-        link = self.outgoing if direction is FORWARD else self.incoming
-        for op, index in zip(ops, indices, strict=True):
-            assert link is not None
-            place = self._place(microbatch, index)
-            op.tensor, _ = link.send(direction, op.tensor, place)
-            op.op = _Named(op.op, link.link.name_of(direction, place))
-        return ops
+        return self._named(BACKWARD, bwd_chunk_id, ops, indices, is_sent=True)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Give the parent's receives, into memory for messages."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        infos = self.args_recv_info[fwd_chunk_id]
-        indices = [i for i, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
-        return self._posted(FORWARD, fwd_chunk_id, ops, indices)
+        infos = enumerate(self.args_recv_info[fwd_chunk_id] if ops else ())
+        indices = [i for i, info in infos if not info.is_root_arg and info.buffer is not None]
+        return self._named(FORWARD, fwd_chunk_id, ops, indices, is_sent=False)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Give the parent's receives, into memory for messages."""
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
-        infos = self.grad_recv_info[bwd_chunk_id] if ops else ()
-        indices = [i for i, info in enumerate(infos) if info.buffer is not None]
-        return self._posted(BACKWARD, bwd_chunk_id, ops, indices)
+        infos = enumerate(self.grad_recv_info[bwd_chunk_id] if ops else ())
+        indices = [i for i, info in infos if info.buffer is not None]
+        return self._named(BACKWARD, bwd_chunk_id, ops, indices, is_sent=False)
 
-    def _posted(
-        self, direction: Direction, microbatch: int, ops: list[dist.P2POp], indices: list[int]
+    def _named(
+        self, direction: Direction, microbatch: int, ops: list[dist.P2POp], indices: Any, *, is_sent: bool
     ) -> list[dist.P2POp]:
-        if not ops:
-            return ops
-        link = self.incoming if direction is FORWARD else self.outgoing
-        inbox = self._inbox.setdefault((direction, microbatch), [])
+        """Put messages, or memory for them, in place of tensors."""
+        link = self.outgoing if (direction is FORWARD) == is_sent else self.incoming
         for op, index in zip(ops, indices, strict=True):
             assert link is not None
             place = self._place(microbatch, index)
-            op.tensor = link.buffer(direction, op.tensor, place)
+            if is_sent:
+                op.tensor, _ = link.send(direction, op.tensor, place)
+            else:
+                op.tensor = link.buffer(direction, op.tensor, place)
+                self._inbox.setdefault((direction, microbatch), []).append((index, op.tensor))
             op.op = _Named(op.op, link.link.name_of(direction, place))
-            inbox.append((index, op.tensor))
         return ops
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:

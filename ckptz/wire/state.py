@@ -61,14 +61,12 @@ class Kept:
 
     Attributes:
         packed: the mask as a bitmap, or None where the activation was sent without positions.
-        strong: level of the activation.
         step: of the activation.
         shape: of the activation.
         k: positions of each sample.
     """
 
     packed: Array | None
-    strong: bool
     step: int
     shape: tuple[int, ...]
     k: int
@@ -162,21 +160,16 @@ class LinkState:
             raise WireError(f"samples: {size} elements each, and those before had {buffers.size}")
         return buffers
 
-    def keep_mask(self, plan: TensorPlan, place: Place, mask: Array | None, strong: bool) -> None:
+    def keep_mask(self, plan: TensorPlan, place: Place, mask: Array | None) -> None:
         """Remember the positions of an activation for its gradient, as a bitmap."""
         if self._policy.reuse and not place.is_eval:
             packed, k = (None, 0) if mask is None else (self.kernels.pack(mask, 1), plan.k)
-            self.masks[place.microbatch, place.tensor] = Kept(packed, strong, place.step, plan.shape, k)
+            self.masks[place.microbatch, place.tensor] = Kept(packed, place.step, plan.shape, k)
 
     def _kept(self, place: Place) -> Kept | None:
         """What the activation of this step and microbatch left, if there was one."""
         kept = self.masks.get((place.microbatch, place.tensor))
         return kept if kept is not None and kept.step == place.step else None
-
-    def level_of_mask(self, place: Place) -> bool | None:
-        """Give the level of the activation whose positions a gradient reuses, if there is one."""
-        kept = self._kept(place)
-        return None if kept is None else kept.strong
 
     def lacks_mask(self, place: Place) -> bool:
         """Tell whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
@@ -248,7 +241,7 @@ class LinkState:
             raise _misfit(name, f"ids {_title(ids)} and rows {_title(rows)}")
         if rows.dtype.itemsize != 4:
             raise _misfit(name, f"rows {_title(rows)}, not F32 patterns")
-        self._sample_buffers(end, tensor, rows.shape[1]).load(ids.astype(np.int64), rows.view(np.uint32))
+        self._sample_buffers(end, tensor, rows.shape[1]).write(ids.astype(np.int64), rows.view(np.uint32))
 
     def _loaded(self, state: Mapping[str, Any], name: str, direction: Direction) -> Slot:
         found = _entry(state, name)

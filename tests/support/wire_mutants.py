@@ -15,7 +15,7 @@ import torch
 from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
 from ckptz.kernels import wire_cpu, wire_torch
-from ckptz.wire import Adaptive, LinkPolicy, TopK, Uniform
+from ckptz.wire import LinkPolicy, TopK, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Flag
 from ckptz.wire.state import Place
@@ -29,7 +29,6 @@ Outcomes = Iterator[tuple[str, str, str]]
 SHAPE = (4, 1024)
 SHAPES = ((8, 1024), (4096,), (2, 2048), (64, 64), (2, 4096), (3, 1366), (16, 4096))
 TOP = TopK(0.05)
-LEVELS = Adaptive(TopK(0.2), TopK(0.05))
 IDS = np.arange(4)
 STATE_EVERY = 10  # of so many mutants one is of a state
 
@@ -56,14 +55,12 @@ class Transcript:
     def has_second(self) -> bool:
         """Whether the second receiver knows what the policy asks for."""
         choices = (self.policy.forward, self.policy.backward)
-        is_known = not any(
-            isinstance(c, Adaptive) or getattr(c, "scale", "block") != "block" for c in choices
-        )
+        is_known = all(getattr(c, "scale", "block") == "block" for c in choices)
         return is_known and self.policy.feedback in (None, "ef21")
 
 
 def transcripts() -> list[Transcript]:
-    """The sessions of the vectors, and what these have not: levels, AQ-SGD, reuse of every kind."""
+    """The sessions of the vectors, and what these have not: AQ-SGD, reuse of every kind."""
     out = []
     for session in WIRE.values():
         made = session.made()
@@ -76,7 +73,6 @@ def transcripts() -> list[Transcript]:
             feedback = "ef21" if index == "rice" else None
             policy = LinkPolicy(forward=codec, backward=codec, reuse=True, feedback=feedback)  # type: ignore[arg-type]
             out += [transcript(policy, both, dtype) for dtype in ("F32", "F16")]
-    out.append(transcript(LinkPolicy(forward=LEVELS, backward=LEVELS, reuse=True), both))
     out.append(transcript(LinkPolicy(forward=TOP, feedback="aqsgd"), (FORWARD,)))
     out.append(transcript(LinkPolicy(forward=Uniform(3, "sample", rans=True)), (FORWARD,), "BF16"))
     return out
@@ -86,7 +82,6 @@ def transcript(policy: LinkPolicy, directions: Sequence[Any], dtype: str = "F32"
     """Two steps of a link."""
     link, due = Link(0, 1, policy, kernels=wire_cpu), []
     for step in range(2):
-        link.strong = dict.fromkeys((FORWARD, BACKWARD), step == 1)
         place = Place(step, sample_ids=IDS if policy.feedback == "aqsgd" else None)
         for direction in directions:
             values = np.random.default_rng(step).standard_normal(np.prod(SHAPE)) ** 3

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import hashlib
 import json
 import statistics
@@ -34,9 +33,9 @@ from torch.nn import functional
 from bench.core.measure import CACHE, machine, read_rows, save_rows
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches
-from bench.studies.paper_b.experimental import StudyLink
+from bench.studies.paper_b.experimental import Levels, StudyLink
 from bench.studies.paper_b.page import write_page, write_picture
-from ckptz.wire import RAW, Adaptive, LinkPolicy, TopK, Uniform, simulate
+from ckptz.wire import RAW, LinkPolicy, TopK, Uniform, simulate
 
 VERSION = 1  # of the experiments: a change makes cached runs stale
 N_CUTS = 3
@@ -51,7 +50,7 @@ class Config:
 
     task: str
     name: str
-    policy: LinkPolicy
+    policy: LinkPolicy | Levels
     augment: bool = False
 
     def key(self, seed: int) -> str:
@@ -74,7 +73,7 @@ def _top(share: float, *, forward: bool = True, backward: bool = True, **more: A
 
 def digits_configs() -> list[Config]:
     """Rows of the image task."""
-    rows = {"none": LinkPolicy()}
+    rows: dict[str, LinkPolicy | Levels] = {"none": LinkPolicy()}
     for fw, bw in ((8, 8), (4, 8), (8, 4), (4, 4), (2, 8), (8, 2), (2, 2)):
         rows[f"fw{fw}-bw{bw}, whole tensor"] = _bits(fw, bw, "tensor")
     for fw, bw in ((4, 4), (2, 8), (8, 2), (2, 2)):
@@ -88,14 +87,11 @@ def digits_configs() -> list[Config]:
     rows["Top10, EF21"] = _top(0.1, feedback="ef21")
     rows["Top10, EF"] = _top(0.1, feedback="ef")
     rows["Top10, EF mixed"] = _top(0.1, feedback="ef-mixed")
-    levels = Adaptive(Uniform(8, "tensor"), Uniform(2, "tensor"), threshold=0.2, window=25)
-    rows["fw8, bw 8 or 2 adaptive, whole tensor"] = LinkPolicy(
-        forward=Uniform(8, "tensor"), backward=levels, eval="same"
+    rows["fw8, bw 8 or 2 adaptive, whole tensor"] = Levels(
+        _bits(8, 8, "tensor"), _bits(8, 2, "tensor"), 0.2, 25
     )
-    both = Adaptive(TopK(0.3, values=16), TopK(0.05, values=16), threshold=0.2, window=25)
-    rows["Top30 or Top5, adaptive"] = LinkPolicy(forward=both, backward=both, eval="same")
-    both = dataclasses.replace(both, threshold=0.5)
-    rows["Top30 or Top5, adaptive at 0.5"] = LinkPolicy(forward=both, backward=both, eval="same")
+    rows["Top30 or Top5, adaptive"] = Levels(_top(0.3), _top(0.05), 0.2, 25)
+    rows["Top30 or Top5, adaptive at 0.5"] = Levels(_top(0.3), _top(0.05), 0.5, 25)
     plain = [Config("digits", name, policy) for name, policy in rows.items()]
     shifted = {"none": LinkPolicy(), "Top10": _top(0.1), "Top10, EF21": _top(0.1, feedback="ef21")}
     for percent in (50, 30, 20, 10):
@@ -105,7 +101,7 @@ def digits_configs() -> list[Config]:
 
 def gpt_configs() -> list[Config]:
     """Rows of the language task."""
-    rows = {"none": LinkPolicy(), "Top10": _top(0.1)}
+    rows: dict[str, LinkPolicy | Levels] = {"none": LinkPolicy(), "Top10": _top(0.1)}
     for percent in (50, 30, 20, 10):
         rows[f"Top{percent}, index reuse"] = _top(percent / 100, reuse=True)
     rows["Top10, EF21"] = _top(0.1, feedback="ef21")
@@ -114,10 +110,8 @@ def gpt_configs() -> list[Config]:
     rows["fw32-bw2, block, stochastic"] = _bits(0, 2, "block", rounding="stochastic")
     rows["fw4-bw32, whole tensor"] = _bits(4, 0, "tensor")
     rows["fw32-bw4, whole tensor"] = _bits(0, 4, "tensor")
-    both = Adaptive(TopK(0.5, values=16), TopK(0.1, values=16), threshold=0.5, window=15)
-    rows["Top50 or Top10, index reuse, adaptive at 0.5"] = LinkPolicy(
-        forward=both, backward=both, reuse=True, eval="same"
-    )
+    both = _top(0.5, reuse=True), _top(0.1, reuse=True)
+    rows["Top50 or Top10, index reuse, adaptive at 0.5"] = Levels(*both, 0.5, 15)
     return [Config("gpt", name, policy) for name, policy in rows.items()]
 
 
@@ -127,9 +121,10 @@ def gpt_configs() -> list[Config]:
 class Cuts:
     """The three links of a model; `on` False leaves them out."""
 
-    def __init__(self, policy: LinkPolicy, seed: int) -> None:
+    def __init__(self, policy: LinkPolicy | Levels, seed: int) -> None:
         del seed
-        self.links = [simulate(policy, src=i, dst=i + 1) for i in range(N_CUTS)]
+        mild = policy.mild if isinstance(policy, Levels) else policy
+        self.links = [simulate(mild, src=i, dst=i + 1) for i in range(N_CUTS)]
         for i, link in enumerate(self.links):
             link.link.link = StudyLink(i, i + 1, policy)
         self.on, self.is_eval, self.ids = True, False, None
