@@ -227,6 +227,7 @@ DELETES = {
     "ckptz.container.publish": "temporary files that got no name",
     "ckptz.store.places": "`Place.remove`, which those below call",
     "ckptz.store.remote": "downloads; and the same",
+    "ckptz.store.links": "symbolic links of its own that lead nowhere",
     "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",
     "ckptz.store.lock": "its own lease",
     "ckptz_cli.streams": "its own copies of streams",

@@ -206,6 +206,8 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
     by_sensitivity = ChainOptions(config=KMeans(prune_by="sensitivity"))
     with pytest.raises(ConfigError, match="magnitude"):
         CkptzStorageWriter(tmp_path, options=by_sensitivity)
+    with pytest.raises(ConfigError, match="leave base out"):
+        CkptzStorageWriter(tmp_path, options=ChainOptions(base=tmp_path))
     with pytest.raises(ConfigError, match="no folder"):
         _ = CkptzStorageWriter().folder
     with pytest.raises(ConfigError, match="no folder"):

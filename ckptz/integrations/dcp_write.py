@@ -22,7 +22,7 @@ from torch.futures import Future
 from ckptz.api.safe_open import PathLike
 from ckptz.codec.values import KINDS
 from ckptz.container.publish import make_folder
-from ckptz.errors import CkptzError, UnsupportedError
+from ckptz.errors import CkptzError, ConfigError, UnsupportedError
 from ckptz.integrations.dcp_index import (
     VERSION,
     FolderIndex,
@@ -43,6 +43,18 @@ from ckptz.store.resolve import SUFFIX
 SHARD_PREFIX: Final = "shard-"
 
 
+def check_begins_alone(options: ChainOptions) -> None:
+    """Refuse a base, which shards cannot be stored against.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if options.base is not None:
+        raise ConfigError(
+            "shards cannot be stored against one file of weights; leave base out of the options"
+        )
+
+
 class CkptzStorageWriter(InFolder, StorageWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint`.
 
@@ -61,7 +73,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         files: what this rank knows of the run's files, for those who save often.
 
     Raises:
-        ConfigError: `KMeans` by sensitivity, which is not known of whole tensors.
+        ConfigError: `KMeans` by sensitivity, which is not known of whole tensors; a base in the options.
     """
 
     def __init__(
@@ -76,6 +88,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         files: RunFiles | None = None,
     ) -> None:
         super().__init__()
+        check_begins_alone(options)
         options = replace(options, exact=int(exact))
         self._options, self._folder = options, None if path is None else Path(path)
         self._base = None if base is None else Path(base)

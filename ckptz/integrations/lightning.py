@@ -48,6 +48,8 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
             where old files go so soon that less disk is taken without.
         exact: so many newest checkpoints come back bit for bit though `config` is lossy.
         jobs: threads, all cores by default.
+        base: a checkpoint of Lightning's, written by this plug-in, that training began from; those that would
+            need no other file are stored against it.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -68,8 +70,10 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         anchor_every: int = 16,
         exact: int = 1,
         jobs: int | None = None,
+        base: PathLike | None = None,
     ) -> None:
-        self._chain = Chain(ChainOptions(config=config, anchor_every=anchor_every, exact=exact, jobs=jobs))
+        options = ChainOptions(config=config, anchor_every=anchor_every, exact=exact, jobs=jobs, base=base)
+        self._chain = Chain(options)
         self._torch = TorchCheckpointIO()
 
     @property

@@ -45,9 +45,18 @@ from ckptz.methods.table import checked
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
-from ckptz.store.links import BASE_PREFIX, digest_of, link_chain
+from ckptz.store.links import BASE_PREFIX, digest_of, link_chain, link_origin
 from ckptz.store.needs import needs_of
-from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, base_ref, open_checkpoint, open_file
+from ckptz.store.resolve import (
+    MAX_DEPTH,
+    SUFFIX,
+    Checkpoint,
+    Path_,
+    base_metadata,
+    base_ref,
+    open_checkpoint,
+    open_file,
+)
 from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
@@ -71,12 +80,15 @@ class ChainOptions:
             where old files go so soon that less disk is taken without. 1 stores no deltas.
         exact: so many newest files come back bit for bit where they are lossy; 0 saves the writes for that.
         jobs: threads, all cores by default.
+        base: the file of weights that training began from; those of a model are stored against it where they
+            would need no other file.
     """
 
     config: Method = LOSSLESS
     anchor_every: int = 16
     exact: int = 1
     jobs: int | None = None
+    base: Path_ | None = None
 
     def __post_init__(self) -> None:
         checked(self.config)
@@ -164,10 +176,17 @@ class Chain:
         self.notes = ()
         try:
             with contextlib.ExitStack() as held:
-                if (found := self._linked_base(path, held)) is not None:
-                    base, ref = found
-                    written = self._publish(path, replace(job, base=ref, bases=base.tensors))
-                    self._files.add(path, written, base)
+                base = self._linked_base(path, held)
+                origin = self._linked_origin(path, held) if base is None else None
+                against = base or origin
+                if against is not None:
+                    opened, ref = against
+                    about = base_metadata(opened)
+                    found = replace(job, base=ref, bases=opened.tensors, base_metadata=about)
+                    written = self._publish(path, found)
+                    self._files.add(path, written, opened if base else None)
+                    if origin and not written.n_deltas:
+                        self.notes += (f"no tensor gains from {self.options.base}; the file stands alone",)
                     return written
         except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
             self.notes = (f"stored as an anchor, because the base cannot be read: {error}",)
@@ -197,6 +216,19 @@ class Chain:
             raise MissingBaseError(str(error)) from error
         self.notes = (f"stored as an anchor, because {base.name} cannot be linked into {path.parent}",)
         return None
+
+    def _linked_origin(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, BaseRef] | None:
+        """Open the weights that training began from by a name in the folder of the new file."""
+        if self.options.base is None:
+            return None
+        origin = Path(os.fspath(self.options.base))
+        try:
+            with contextlib.closing(open_checkpoint(origin)) as opened:
+                linked = link_origin(origin, opened.content_id(), path.parent)
+            base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
+        except OSError as error:
+            raise MissingBaseError(str(error)) from error
+        return base, base_ref(base)
 
     def _publish(self, path: Path, job: Job) -> Written:
         with (

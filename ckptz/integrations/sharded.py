@@ -38,6 +38,7 @@ from ckptz.api.safe_open import PathLike
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
+from ckptz.integrations.dcp_write import check_begins_alone
 from ckptz.integrations.linked import DEFAULTS, EXACT, ChainOptions
 from ckptz.integrations.merging import TIMEOUT, own_group
 from ckptz.integrations.run_files import RunFiles
@@ -87,6 +88,7 @@ class ShardedCheckpointer:
     ) -> None:
         if keep_last < 1:
             raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+        check_begins_alone(options)
         self._folder, self._model, self._extra = Path(directory), model, dict(extra or {})
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._options, self._keep_last, self._is_background = options, keep_last, background

@@ -101,7 +101,10 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         self._ckptz = ckptz
         self._ckptz_frozen = FrozenId() if trainable_only else None
         kept = _kept(self.args)
-        self._ckptz_chains = {name: Chain(ckptz, RunFiles(kept)) for name in (MODEL_NAME, STATE_NAME)}
+        self._ckptz_chains = {
+            MODEL_NAME: Chain(ckptz, RunFiles(kept)),
+            STATE_NAME: Chain(replace(ckptz, base=None), RunFiles(kept)),
+        }
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a model as Trainer does; a checkpoint's weights become model.ckptz."""

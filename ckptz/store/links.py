@@ -15,10 +15,37 @@ from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import read_envelope
 from ckptz.container.index import KEY_DIGEST
 from ckptz.container.reader import Container
-from ckptz.store.resolve import SUFFIX, Checkpoint
+from ckptz.errors import MissingBaseError
+from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name
+N_TOLD: Final = 8  # of a content id, where the name of the file stands beside
+
+
+def link_origin(origin: Path, content_id: str, folder: Path) -> Path:
+    """Give the weights that training began from a second name in a folder, a symbolic one where it must be.
+
+    Returns:
+        The name, which no other weights have.
+
+    Raises:
+        ConfigError: no reader would accept the name.
+        MissingBaseError: the file system cannot do that.
+    """
+    path = folder / base_file_name(Path(f"{BASE_PREFIX}{content_id[:N_TOLD]}-{origin.name}"))
+    if path.exists():
+        return path
+    try:
+        if path.is_symlink():  # it leads nowhere
+            path.unlink(missing_ok=True)
+        try:
+            os.link(origin.resolve(), path)
+        except OSError:
+            path.symlink_to(origin.resolve())
+    except OSError as error:
+        raise MissingBaseError(f"{origin}: cannot be linked into {folder}: {error}") from error
+    return path
 
 
 def digest_of(path: Path) -> str:

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.pages.shown import Shown
+from ckptz.store.links import BASE_PREFIX
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import Path_
 from ckptz.store.step_files import FileFacts, FileKind, Kept, Listing, StepFile
@@ -309,7 +310,7 @@ def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:
     if file in unread:
         raise unread[file]
     fact = facts[file]
-    if fact.base is None:
+    if fact.base is None or fact.base.startswith(BASE_PREFIX):  # what the run began from is no step
         return []
     named = StepFile.parse(fact.base)
     if named is not None and named in unread:

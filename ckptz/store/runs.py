@@ -4,6 +4,7 @@ run/step-100.ckptz                       a file of its own
 run/epoch=0-step=100.ckpt                the same under the name that Lightning gives it
 run/checkpoint-100/model.ckptz           a folder of the Trainer, or one that was compressed
 run/base-4f1c0a9b7d2e6853.ckptz          a second name of a file that others are stored against
+run/base-4f1c0a9b-model.safetensors      the same of the weights that training began from
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ STEP_KEYS: Final = ("step", "global_step")  # in the metadata of what is compres
 _STEP: Final = r"(?:global_?)?(?:step|checkpoint|iter|iteration)[-_=]?(\d{1,18})"
 _IN_NAME: Final = re.compile(rf"(?<![a-z]){_STEP}(?!\d)", re.IGNORECASE)
 _FOLDER: Final = re.compile(_STEP, re.IGNORECASE)
-_BASE: Final = re.compile(r"base-[0-9a-f]{16}\.ckptz")
+_BASE: Final = re.compile(r"base-([0-9a-f]{16}\.ckptz|[0-9a-f]{8}-.+)", re.DOTALL)
 _WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*")
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 

@@ -17,6 +17,7 @@ METRIC_KEY: Final = "metric"  # in the metadata of weights
 POSITION_KEY: Final = "since_anchor"  # in the metadata of both
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
 FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of those that were left out
+NAMES_KEY: Final = "names"  # in the metadata of weights that have the model's own names: "own"
 EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file
 MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # saves: for ever

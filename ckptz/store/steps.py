@@ -5,6 +5,7 @@
     step-00000100.exact.ckptz        a residual: what the weights' file loses, as a lossless delta against it
     step-00000100.state.exact.ckptz  the same of the state
     .step-00000100.ckptz.hidden      an empty file: that file is there only as a base of others
+    base-4f1c0a9b-model.safetensors  a second name of the weights that the run began from, if it was told them
     .ckptz-lock                      see lock.py
 
 Weights and state are chains of their own, so that retention can drop the state of a step and keep its
@@ -39,6 +40,7 @@ from ckptz.errors import (
     MissingBaseError,
     TruncatedError,
 )
+from ckptz.store.links import link_origin
 from ckptz.store.lock import Lock, acquire
 from ckptz.store.places import LocalFolder
 from ckptz.store.remote import UploadFolder, place_of
@@ -118,9 +120,13 @@ class StepStore:
 
     Args:
         folder_or_url: need not exist; a writer makes it.
+        origin: the file of weights that training began from, if there is one; anchors of weights become
+            deltas against it.
     """
 
-    def __init__(self, folder_or_url: Path_) -> None:
+    def __init__(self, folder_or_url: Path_, origin: Path | None = None) -> None:
+        self._origin = origin
+        self._origin_id: str | None = None
         self._place = place_of(folder_or_url)
         self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
@@ -204,7 +210,8 @@ class StepStore:
             FormatError: a file of it is damaged.
         """
         self._fetch(file)
-        with contextlib.closing(open_checkpoint(self.local_folder / file.name)) as checkpoint:
+        elsewhere = () if self._origin is None else (self._origin.parent,)
+        with contextlib.closing(open_checkpoint(self.local_folder / file.name, elsewhere)) as checkpoint:
             yield checkpoint
 
     @property
@@ -344,7 +351,7 @@ class StepStore:
         with self.base(kind, rule, notes) as (base, position):
             try:
                 written = encode(sink, base, position)
-                reach = 0 if base is None else position - _position_of(base)
+                reach = position and (0 if base is None else position - _position_of(base))
                 self._written[kind].append((reach, written.stored_bytes))
                 return written
             except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
@@ -372,12 +379,28 @@ class StepStore:
                 found, position = self._base_file(kind, rule)
                 if found is not None:
                     base = held.enter_context(self.opened(found))
+                elif self._origin is not None and kind == "weights":
+                    linked = self._linked(self._origin)
+                    base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
             except (CkptzError, FileNotFoundError) as error:
                 notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
             yield base, position
 
+    def _linked(self, origin: Path) -> Path:
+        """Give what training began from a name in the folder that no other weights have.
+
+        Raises:
+            MissingBaseError: the file system cannot do that.
+        """
+        if self._origin_id is None:
+            with contextlib.closing(open_checkpoint(origin)) as opened:
+                self._origin_id = opened.content_id()
+        return link_origin(origin, self._origin_id, self.local_folder)
+
     def next_is_anchor(self, kind: FileKind, rule: ChainRule) -> bool:
         """Tell whether the next file of a kind certainly needs no other: nothing is there, or by the rule."""
+        if self._origin is not None and kind == "weights":
+            return False
         try:
             return self._base_file(kind, rule)[0] is None
         except Exception:  # stores behind URLs have errors of their own; `base` tells of them

@@ -137,12 +137,14 @@ def weighed_in_folder(
     stays = dict(zip(steps, kept.stays(steps), strict=True))
     held: list[Held] = []
     found: list[tuple[int, int]] = []
+    places: dict[StepFile, int] = {}  # in `held`
     for file in files:
         fact, n_bytes = facts.get(file), listing.sizes[file]
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base)
-        base = files.index(named) if named in files[: len(held)] else None
+        base = None if named is None else places.get(named)
+        places[file] = len(held)
         held.append(Held(n_bytes, 0 if fact is None else fact.position, base, stays.get(file.step, 0)))
-        if fact is not None and (base is not None or fact.base is None):
+        if fact is not None and (base is not None or not fact.position):
             found.append((0 if base is None else fact.position - held[base].position, n_bytes))
     plain = facts[files[-1]].tensor_bytes
     rest = sum(n_bytes for file, n_bytes in listing.sizes.items() if file.kind == kind and file.is_exact)

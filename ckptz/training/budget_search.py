@@ -26,7 +26,7 @@ from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_
 from ckptz.store.resolve import Checkpoint, base_ref
 from ckptz.store.step_files import OWNER, ChainRule, FileKind, StepFile
 from ckptz.store.steps import StepStore
-from ckptz.training.files import MODEL, StepState, WhatMayBeLost, id_of, remembering
+from ckptz.training.files import StepState, WhatMayBeLost, id_of, remembering
 
 # A calibration, what makes one when it is needed, or a file that one was saved to.
 CalibrationLike: TypeAlias = Calibration | Callable[[], Calibration] | str | os.PathLike[str]
@@ -168,6 +168,7 @@ class BudgetSearch:
         jobs: int,
     ) -> SearchReport:
         found = [base for base in bases.values() if base is not None]
+        state = state.like(bases["weights"])
         stored = {name: source for base in found for name, source in base.tensors.items()}
         parent = self._last or recorded_in(stored, self.template)
         options = replace(self._options, parent=parent, is_dry_run=True)
@@ -183,7 +184,7 @@ class BudgetSearch:
                 workers=workers,
                 base_paths=tuple(Path(base.files[0].name) for base in found),
                 owner=OWNER,
-                prefix=f"{MODEL}.",
+                prefix=state.prefix,
             )
             _, report = search_and_write(target, job, options, run)
         return report

@@ -39,6 +39,7 @@ from ckptz.training.budget_search import (
 from ckptz.training.device import EncodeThere, code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
+from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
 from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.snapshot import Snapshot
@@ -122,6 +123,9 @@ class Checkpointer:
         model: its parameters and buffers are saved by name; wrappers are looked through.
         optimizer: one or several of the model's, or None.
         config: what files may lose; nothing by default. For how many steps the rest is kept, `keep` says.
+        base: the weights that training began from, as a fine-tune does: a `.safetensors` or `.ckptz` file, or
+            a folder with one. Files of weights that would need no other are stored against it, under its
+            names; it gets a second name in the directory, and must stay as it is.
         budget: what quality may be lost, one `Budget` or several. Each save then searches for the smallest
             files that keep it, with the grid method or that of `config`, while training stands still. The
             quality gets weights by the model's own names, decoded from a trial's file; for a `ResumeProbe`,
@@ -152,7 +156,9 @@ class Checkpointer:
             notes; None before.
 
     Raises:
-        ConfigError: an argument is out of range, or they contradict each other.
+        ConfigError: an argument is out of range, or they contradict each other; or the base is no file of
+            this model's weights.
+        FileNotFoundError: there is no base.
 
     Example:
         >>> import torch
@@ -177,6 +183,7 @@ class Checkpointer:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         config: Method = LOSSLESS,
+        base: Path_ | None = None,
         budget: Budget | Sequence[Budget] | None = None,
         calibration: CalibrationLike | None = None,
         extra: Mapping[str, Extra] | None = None,
@@ -215,7 +222,7 @@ class Checkpointer:
         self._rule = ChainRule(anchor_every, is_forked=is_lossless, kept=keep.by_kind)
         self._restore_jobs = jobs or default_jobs()
         self._jobs = jobs or (max(1, default_jobs() // BACKGROUND_SHARE) if background else default_jobs())
-        self._store = StepStore(directory)
+        self._store = StepStore(directory, None if base is None else origin_of(base, model_state(model)))
         self._snapshot = Snapshot()
         self._writer: Background[SaveReport] = Background()
         self._at: int | None = None

@@ -24,8 +24,16 @@ from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import BASES, Role, Rule, role_of
-from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.store.step_files import EXACT_OF_KEY, FROZEN_KEY, METRIC_KEY, POSITION_KEY, FileKind, StepFile
+from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
+from ckptz.store.step_files import (
+    EXACT_OF_KEY,
+    FROZEN_KEY,
+    METRIC_KEY,
+    NAMES_KEY,
+    POSITION_KEY,
+    FileKind,
+    StepFile,
+)
 from ckptz.store.steps import Opener
 from ckptz.tree.flatten import flatten
 from ckptz.tree.leaves import DTypeName, Size, TensorRef
@@ -89,8 +97,10 @@ class StepState:
         coded: weights by name that are codes already, and so not in `state`.
         frozen: content id of weights that are left out, or None.
         encoded: what was encoded elsewhere, by the address of the tensor in `state` that stands for it.
+        prefix: what begins the names of weights in the file, and not those in the model.
 
     Attributes:
+        metadata: of the first file, what to read it by.
         weights: of the first file.
         rest: of the second one.
         exact: by kind, what those that are in `state` hold, without codes.
@@ -104,17 +114,30 @@ class StepState:
         coded: Mapping[str, TensorSource] = MappingProxyType({}),
         frozen: str | None = None,
         encoded: Mapping[int, TensorSource] = MappingProxyType({}),
+        prefix: str = f"{MODEL}.",
     ) -> None:
-        self.frozen = {} if frozen is None else {FROZEN_KEY: frozen}
-        uncoded = _part({MODEL: state[MODEL]}, encoded)
-        more = {f"{MODEL}.{name}": source for name, source in coded.items()}
+        self._given = state, coded, frozen, encoded
+        self.prefix = prefix
+        self.metadata = {} if frozen is None else {FROZEN_KEY: frozen}
+        self.metadata |= {} if prefix else {NAMES_KEY: "own"}
+        uncoded = _part({MODEL: state[MODEL]}, encoded, prefix)
+        more = {f"{prefix}{name}": source for name, source in coded.items()}
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
         self.rest = _part({name: value for name, value in state.items() if name != MODEL}, encoded)
         self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
         self.updates = dict(_updates(state, self.rest.tensors))
-        self.roles = dict(_weight_roles(self.weights.tensors)) | dict(
+        self.roles = dict(_weight_roles(self.weights.tensors, prefix)) | dict(
             moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
+
+    def like(self, base: Checkpoint | None) -> StepState:
+        """Give a snapshot whose weights are named as in a base, which may have the model's own names."""
+        if base is None:
+            return self
+        names = [name.removeprefix(self.prefix) for name in self.weights.tensors]
+        n_found = {p: sum(f"{p}{name}" in base.tensors for name in names) for p in (f"{MODEL}.", "")}
+        prefix = max(n_found, key=lambda p: n_found[p])
+        return self if prefix == self.prefix else StepState(*self._given, prefix)
 
     @property
     def optimizer(self) -> dict[str, TensorSource]:
@@ -145,11 +168,11 @@ class StepState:
         )
 
 
-def _weight_roles(weights: Mapping[str, TensorSource]) -> Iterator[tuple[str, Role]]:
+def _weight_roles(weights: Mapping[str, TensorSource], prefix: str) -> Iterator[tuple[str, Role]]:
     for name, source in weights.items():
         if source.dtype.is_float:
             layer_type = role_of(name, source.shape, is_float=True).layer_type
-            yield name, Role("weight", name.removeprefix(f"{MODEL}."), layer_type)
+            yield name, Role("weight", name.removeprefix(prefix), layer_type)
 
 
 def moment_roles(
@@ -213,15 +236,16 @@ class StepEncoder:
         restored: Opener,
     ) -> Written:
         """Write the weights; see `ckptz.store.steps.WeightsEncoder`."""
-        metadata = {POSITION_KEY: str(position), **self._state.frozen}
+        state = self._state.like(base)
+        metadata = {POSITION_KEY: str(position), **state.metadata}
         if self._metric is not None:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
-        job = replace(self._state.job(self._state.weights, method), quality=method.quality)
+        job = replace(state.job(state.weights, method), quality=method.quality)
         if not method.config.loses_state or method.quality:  # qualities were measured without
             return self._write("weights", sink, job, base, metadata)
         with restored() as tensors:
-            job = replace(job, restored=tensors, updates=self._state.updates)
+            job = replace(job, restored=tensors, updates=state.updates)
             return self._write("weights", sink, job, base, metadata)
 
     def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
@@ -237,11 +261,12 @@ class StepEncoder:
         self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
     ) -> Written:
         """Write what one of the two loses; see `ckptz.store.steps.ExactEncoder`."""
-        part = self._state.exact[kind]
-        job = Job(tensors=part.tensors, tree=part.tree, roles=self._state.roles, guides={})
+        state = self._state.like(lossy) if kind == "weights" else self._state
+        part = state.exact[kind]
+        job = Job(tensors=part.tensors, tree=part.tree, roles=state.roles, guides={})
         file = StepFile(self._step, kind).name  # which it does not have yet
         if kind == "weights":
-            metadata = {**metadata, **self._state.frozen}
+            metadata = {**metadata, **state.metadata}
         return self._write(kind, sink, job, lossy, metadata, file)
 
     def _against(self, kind: FileKind, base: Checkpoint | None) -> WhatMayBeLost:
@@ -265,6 +290,7 @@ class StepEncoder:
             step=self._step,
             base=None if base is None else base_ref(base, base_file),
             bases={} if base is None else remembering(base.tensors),
+            base_metadata=base_metadata(base),
         )
         with Workers(self._jobs) as workers:
             written = write(sink, job, workers)
@@ -279,21 +305,19 @@ def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
     }
 
 
-def _part(state: Mapping[str, Any], encoded: Mapping[int, TensorSource]) -> Part:
-    flat = flatten(dict(state))
+def _part(state: Mapping[str, Any], encoded: Mapping[int, TensorSource], prefix: str | None = None) -> Part:
+    flat = flatten(dict(state), n_outer=int(prefix == ""))
     tensors = {name: encoded.get(_address(source), source) for name, source in flat.tensors.items()}
-    return Part(tensors, None if _says_nothing(state, tensors) else flat.tree)
+    return Part(tensors, None if _says_nothing(state, tensors, prefix) else flat.tree)
 
 
 def _address(source: TensorSource) -> int:
     return int(source.units(0, source.n_units).ctypes.data) if source.n_units else 0
 
 
-def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> bool:
+def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource], prefix: str | None) -> bool:
     """Whether the names of the tensors tell all: one level below `MODEL`, no two of one memory."""
-    if set(state) != {MODEL}:
-        return False
-    return [f"{MODEL}.{name}" for name in state[MODEL]] == list(tensors)
+    return prefix is not None and [f"{prefix}{name}" for name in state[MODEL]] == list(tensors)
 
 
 # --- and back -----------------------------------------------------------------------------------
@@ -348,7 +372,7 @@ class StepReader:
     def _assembled(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         tree = self._container.index.tree
         if tree is None:
-            prefix = f"{MODEL}."
+            prefix = "" if NAMES_KEY in self.metadata else f"{MODEL}."
             if odd := [name for name in tensors if not name.startswith(prefix)]:
                 raise CorruptionError(f"{self.name}: tensor {odd[0]!r} was not saved by a Checkpointer")
             return {MODEL: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}}

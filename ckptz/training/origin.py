@@ -1,0 +1,60 @@
+"""The weights that training begins from: a file elsewhere, against which a run's anchors may be stored."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptz.errors import ConfigError
+from ckptz.frameworks.torch import torch_dtype
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Path_, open_checkpoint
+from ckptz.training.files import MODEL
+
+
+def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:
+    """Find the file of weights that training began from.
+
+    Args:
+        base: the file, or a folder with one file of weights.
+        model: the state that is to be saved, by the model's own names.
+
+    Raises:
+        ConfigError: it is not one file that stands alone, or has no matrix of the model in its dtype and
+            shape.
+        FileNotFoundError: no such file.
+        FormatError: it is damaged.
+    """
+    path = _one_file(Path(os.fspath(base)))
+    with contextlib.closing(open_checkpoint(path)) as opened:
+        if opened.depth:
+            raise ConfigError(
+                f"{path}: a base stands alone, and this file is stored against others; restore it to a "
+                f"{PLAIN_SUFFIX} file and name that"
+            )
+        there = {(n, torch_dtype(s.dtype), tuple(s.shape)) for n, s in opened.tensors.items()}
+    tensors = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.dim() > 1} or tensors
+    wanted = {(f"{p}{n}", t.dtype, tuple(t.shape)) for n, t in tensors.items() for p in ("", f"{MODEL}.")}
+    if there.isdisjoint(wanted):
+        such = next((f", such as {n!r} as {t.dtype} {list(t.shape)}" for n, t in tensors.items()), "")
+        raise ConfigError(
+            f"{path}: has none of the model's tensors{such}; name the weights that training began from"
+        )
+    return path
+
+
+def _one_file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    found = [file for suffix in (PLAIN_SUFFIX, SUFFIX) for file in sorted(path.glob(f"*{suffix}"))]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{path}: a base is one file, and this folder has {len(found)}; name one, or compress the folder "
+            f"and name its {SUFFIX} file"
+        )
+    return found[0]
