@@ -31,13 +31,23 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.core.measure import CACHE, cpu_seconds, machine, parser_of, save_facts, save_rows
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
 from bench.studies.paper_a.chain import FAILURES, disturbed
 from bench.studies.paper_a.tasks import GPT, HELD_OUT, SEARCH, Batch, Task, image, language
-from bench.studies.paper_a.training import N_CHECKPOINTS, N_THREADS, Run, State, Trainer, remembered
+from bench.studies.paper_a.training import (
+    N_CHECKPOINTS,
+    N_THREADS,
+    Run,
+    State,
+    Trainer,
+    publish,
+    remembered,
+    weights_of,
+)
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans
 from ckptz.methods.method import Method
 from ckptz.methods.state import MOMENTS
@@ -56,12 +66,14 @@ class Arm:
         anchor_every: of the Checkpointer.
         restores: of the Checkpointer.
         budget: what a search at each checkpoint keeps, as a relative change of the loss, or None.
+        from_base: whether anchors are stored against the weights that training began from.
     """
 
     config: Method
     anchor_every: int = 16
     restores: int | None = None
     budget: float | None = None
+    from_base: bool = False
 
 
 def grid(step: float, second: float = MOMENTS.second_step, first: float = MOMENTS.first_step) -> Grid:
@@ -71,6 +83,7 @@ def grid(step: float, second: float = MOMENTS.second_step, first: float = MOMENT
 
 ARMS: Final[Mapping[str, Arm]] = {
     "grid, default": Arm(config=Grid()),
+    "grid, from the base": Arm(config=Grid(), from_base=True),
     "grid, all steps halved": Arm(config=Grid().scaled(0.5)),
     "grid, step 0.5": Arm(config=grid(0.5)),
     "grid, first 0.25": Arm(config=grid(1.0, first=0.25)),
@@ -96,12 +109,14 @@ class Plan:
         n_checkpoints: of the run.
         failures: indices of those that training restarts from.
         start: the state that it begins with, at the first checkpoint; None for the cached run's own.
+        base: the weights that training began from, where that is a fine-tune.
     """
 
     task: Task
     n_checkpoints: int = N_CHECKPOINTS
     failures: tuple[int, ...] = FAILURES
     start: State | None = field(default=None, repr=False)
+    base: Path | None = None
 
     def first(self, seed: int) -> State:
         """The state of the first checkpoint; of seeds above 0 disturbed."""
@@ -162,13 +177,14 @@ def fine_tune() -> Plan:
         batch=_tuning_batch,
         slices=_tuning_slices,
     )
-    trainer = Trainer(task)
-    trainer.model.load_state_dict(
-        {n.removeprefix("model."): t for n, t in Run(base).state(N_CHECKPOINTS - 1).items() if "model." in n}
-    )
+    trainer, weights = Trainer(task), weights_of(Run(base).state(N_CHECKPOINTS - 1))
+    trainer.model.load_state_dict(weights)
     trainer.train(FINE_TUNE_EVERY)
     last = FINE_TUNE_CHECKPOINTS - 1
-    return Plan(task, FINE_TUNE_CHECKPOINTS, tuple(range(last)), trainer.state())
+    plan = Plan(task, FINE_TUNE_CHECKPOINTS, tuple(range(last)), trainer.state())
+    path = plan.folder / "base.safetensors"
+    publish(path, lambda p: save_file(weights, p))
+    return replace(plan, base=path)
 
 
 def toy() -> Plan:
@@ -222,7 +238,7 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
             if index:
                 trains = functools.partial(trainer.train, plan.task.interval)
                 training.append(cpu_seconds(trains)[1])
-            with _saver(folder, trainer, arm) as saver:
+            with _saver(folder, trainer, arm, plan.base) as saver:
                 _, spent = cpu_seconds(functools.partial(saver.save, trainer.step))
                 report = saver.wait()
                 assert report is not None
@@ -245,13 +261,14 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
     } | _quality(trainer)
 
 
-def _saver(folder: Path, trainer: Trainer, arm: Arm) -> Checkpointer:
+def _saver(folder: Path, trainer: Trainer, arm: Arm, base: Path | None) -> Checkpointer:
     budget = None if arm.budget is None else _budget(trainer.task, arm.budget)
     return Checkpointer(
         folder,
         trainer.model,
         trainer.optimizer,
         config=arm.config,
+        base=base if arm.from_base else None,
         budget=budget,
         keep=KEEP_ALL,
         anchor_every=arm.anchor_every,
