@@ -68,7 +68,7 @@ from ckptz.transform.classes import (
     write_runs,
 )
 
-# Of anchors and deltas, from the run of bench/studies/grid.py: 4 to 9 % fewer bits at no loss that could be
+# Of anchors and deltas, from the run of the demo: 4 to 9 % fewer bits at no loss that could be
 # measured, and chains still send all of the movement, as each delta begins with what the last one left.
 # Above, a larger step gives the same size at less loss; on a larger run, 0.2 saves 1.5 % of a file at equal
 # weighted error. Anchors take the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.

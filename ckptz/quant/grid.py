@@ -23,7 +23,7 @@ Labels = NDArray[np.uint8]
 Codes = NDArray[np.uint8]
 
 MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
-REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; bench/studies/grid.py
+REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; from the run of the demo
 # Largest step over spread, for rows that hardly got gradients. 1.5 takes a fifth more bits at an equal loss,
 # and 4 loses more at equal bits: so far from the minimum the loss is no parabola.
 SPREAD_CAP: Final = 2.5
