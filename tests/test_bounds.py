@@ -29,8 +29,9 @@ CHECKED = {
     # entropy coding: what is read bounds itself, word by word or bit by bit
     "rans_decode": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_decode_scalar": "ckptz/kernels/coding_cpu.py:_decode_scalar",
-    "slot_tables": "ckptz/kernels/coding_cpu.py:table_unpack",  # frequencies that sum to 4096
+    "slot_tables": "ckptz/kernels/coding_cpu.py:_table_unpack",  # frequencies that sum to 4096
     "table_unpack": "ckptz/kernels/coding_cpu.py:table_unpack",
+    "_table_unpack": "ckptz/kernels/coding_cpu.py:_table_unpack",
     "golomb_unpack": "ckptz/kernels/coding_cpu.py:golomb_unpack",
     "sparse_merge": "ckptz/kernels/coding_cpu.py:sparse_merge",
     "unpack_gaps": "ckptz/kernels/sparse_cpu.py:unpack_gaps",

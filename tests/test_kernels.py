@@ -299,20 +299,22 @@ def test_golomb_codes_are_equal_and_come_back(values: Any, order: int) -> None:
             assert kernels.golomb_unpack(packed[:-1], len(values), order, out) == -1
 
 
-@given(st.integers(1, 60), st.integers(0, 99), st.binary(max_size=40))
+@given(st.integers(1, 3), st.integers(1, 60), st.integers(0, 99), st.binary(max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_frequency_tables_are_read_alike(n_symbols: int, seed: int, noise: bytes) -> None:
-    row = frequency_rows(1, n_symbols, seed)[0]
-    first, last = np.flatnonzero(row)[[0, -1]]
-    codes = reference.golomb_pack(row[first:last], seed % 12)
-    packed = np.concatenate([np.array([first, last, seed % 12], np.uint8), codes])
+def test_frequency_tables_are_read_alike(n_tables: int, n_symbols: int, seed: int, noise: bytes) -> None:
+    rows, parts = frequency_rows(n_tables, n_symbols, seed), []
+    for row in rows:
+        first, last = np.flatnonzero(row)[[0, -1]]
+        codes = reference.golomb_pack(row[first:last], seed % 12)
+        parts += [np.array([first, last, seed % 12], np.uint8), codes]
+    packed = np.concatenate(parts)
     for source in (packed, packed[:-1], np.frombuffer(noise, np.uint8)):
         found = []
         for kernels in (reference, cpu_kernels()):
-            out = np.full(256, 7, np.uint16)
+            out = np.full((n_tables, 256), 7, np.uint16)
             found.append((kernels.table_unpack(source, out), out.tolist()))
         assert found[0][0] == found[1][0]
         assert found[0][0] < 0 or found[0] == found[1]
-    out = np.empty(256, np.uint16)
+    out = np.empty((n_tables, 256), np.uint16)
     assert cpu_kernels().table_unpack(packed, out) == len(packed)
-    np.testing.assert_array_equal(out, row)
+    np.testing.assert_array_equal(out, rows)

@@ -28,10 +28,11 @@ class ByteReader:
 
     def take(self, n_bytes: int, what: str) -> memoryview:
         """Take the next `n_bytes` bytes, not copied."""
-        if not 0 <= n_bytes <= self.left:
-            raise TruncatedError(f"{what}: need {n_bytes} bytes at offset {self.offset}, have {self.left}")
-        self.offset += n_bytes
-        return self._view[self.offset - n_bytes : self.offset]
+        begin, end = self.offset, self.offset + n_bytes
+        if not begin <= end <= len(self._view):
+            raise TruncatedError(f"{what}: need {n_bytes} bytes at offset {begin}, have {self.left}")
+        self.offset = end
+        return self._view[begin:end]
 
     def peek(self) -> memoryview:
         """Show everything not read yet, not copied and not consumed."""
@@ -55,12 +56,15 @@ class ByteReader:
 
     def varint(self, what: str) -> int:
         """Read an unsigned integer in groups of seven bits, least significant first, shortest form only."""
-        value = 0
-        for i in range(MAX_VARINT_BYTES):
+        value = self.u8(what)
+        if value < 0x80:
+            return value
+        value &= 0x7F
+        for i in range(1, MAX_VARINT_BYTES):
             byte = self.u8(what)
             value |= (byte & 0x7F) << (7 * i)
             if byte < 0x80:
-                if byte == 0 and i:
+                if byte == 0:
                     raise CorruptionError(f"{what}: varint is not in its shortest form")
                 if value >= 1 << 64:
                     break

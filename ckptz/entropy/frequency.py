@@ -44,16 +44,18 @@ def pack_table(frequencies: Frequencies) -> bytes:
 
 def parse_table(source: ByteReader) -> Frequencies:
     """Read what `pack_table` wrote, [256]; refuse tables that do not sum to 4096."""
-    frequencies = np.empty(256, np.uint16)
-    _parse_into(source, frequencies)
-    return frequencies
+    return _parse(source, 1)[0]
 
 
-def _parse_into(source: ByteReader, frequencies: Frequencies) -> None:
-    n_bytes = int(cpu().table_unpack(np.frombuffer(source.peek(), np.uint8), frequencies))
+def _parse(source: ByteReader, n_tables: int) -> Frequencies:
+    tables = np.empty((n_tables, 256), np.uint16)
+    n_bytes = int(cpu().table_unpack(np.frombuffer(source.peek(), np.uint8), tables))
     if n_bytes < 0:
+        for _ in range(n_tables - 1):
+            _parse(source, 1)
         raise _why_no_table(source)
     source.take(n_bytes, "frequency table")
+    return tables
 
 
 def _why_no_table(source: ByteReader) -> FormatError:
@@ -83,7 +85,4 @@ def parse_tables(source: ByteReader, most: int) -> Frequencies:
     n_tables = source.u8("number of frequency tables")
     if n_tables > most:
         raise CorruptionError(f"{n_tables} frequency tables, at most {most} are allowed")
-    tables = np.empty((n_tables, 256), np.uint16)
-    for row in tables:
-        _parse_into(source, row)
-    return tables
+    return _parse(source, n_tables)

@@ -341,7 +341,7 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
 
 
 @kernel
-def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
+def _table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
     if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
         return -1
     first, last = int(source[0]), int(source[1])
@@ -354,6 +354,17 @@ def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
         return -1
     out[last] = left
     return 3 + used if out[first] else -1
+
+
+@kernel
+def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
+    at = 0
+    for row in out:
+        used = _table_unpack(source[at:], row)
+        if used < 0:
+            return -1
+        at += used
+    return at
 
 
 @kernel

@@ -304,20 +304,26 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
 
 @_counted
 def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
-    """Read a packed frequency table into `out` [256]; returns the bytes used, or -1 if it is none.
+    """Read packed frequency tables into `out` [n_tables, 256]; returns the bytes used, or -1 if one is none.
 
     spec/02-entropy.md#frequency-table: first and last symbol, order, codes of all frequencies but the last.
     """
-    if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
-        return -1
-    first, last, order = (int(byte) for byte in source[:3])
-    out[:] = 0
-    used = golomb_unpack(source[3:], last - first, order, out[first:last])
-    left = SCALE - int(out.sum(dtype=np.int64))
-    if used < 0 or left < 1:
-        return -1
-    out[last] = left
-    return 3 + used if out[first] else -1
+    at = 0
+    for row in out:
+        head = source[at : at + 3]
+        if len(head) < 3 or head[1] < head[0] or head[2] > MAX_TABLE_ORDER:
+            return -1
+        first, last, order = (int(byte) for byte in head)
+        row[:] = 0
+        used = golomb_unpack(source[at + 3 :], last - first, order, row[first:last])
+        left = SCALE - int(row.sum(dtype=np.int64))
+        if used < 0 or left < 1:
+            return -1
+        row[last] = left
+        if not row[first]:
+            return -1
+        at += 3 + used
+    return at
 
 
 # --- the encoder's choices ----------------------------------------------------------------------
