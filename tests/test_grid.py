@@ -67,15 +67,22 @@ def test_the_step_of_equally_sensitive_weights_is_that_of_the_spread() -> None:
     np.testing.assert_allclose(plain.steps, [0.7 * REFERENCE_NOISE * spread])
 
 
-def test_rows_without_gradients_get_the_largest_step_and_no_more() -> None:
-    sensitivity = np.array([0, 1e-300, 1e-12, 1.0, 1e30])
+def test_rows_with_hardly_a_gradient_get_the_largest_step_and_no_more() -> None:
+    sensitivity = np.array([1e-300, 1e-12, 1.0, 1e30])
     rows = row_steps(1.0, 0.5, sensitivity, 0.25)
     chosen = rows.steps[rows.labels]
     assert (chosen > 0).all()
     assert chosen.max() <= SPREAD_CAP * 0.5
-    assert chosen[0] == chosen[1] == chosen[2] == chosen.max() > SPREAD_CAP * 0.5 / 1.42
+    assert chosen[0] == chosen[1] == chosen.max() > SPREAD_CAP * 0.5 / 1.42
     assert rows.n_classes <= MAX_ROW_CLASSES
-    np.testing.assert_allclose(row_steps(1.0, 0.5, np.zeros(4), 0.25).steps, [REFERENCE_NOISE * 0.5])
+
+
+def test_rows_that_never_had_a_gradient_get_the_step_of_weights_of_which_nothing_is_known() -> None:
+    for step in (0.25, 1.0, 20.0):
+        rows = row_steps(step, 0.5, np.array([0, 1e-12, 1.0, 0]), 0.25)
+        [unknown] = row_steps(step, 0.5, np.zeros(4), 0.25).steps
+        assert unknown == min(step * REFERENCE_NOISE, SPREAD_CAP) * 0.5
+        np.testing.assert_allclose(rows.steps[rows.labels][[0, 3]], unknown)
 
 
 def grid_codes(scaled: Array, dead_zone: float, most: int = 127) -> Array:

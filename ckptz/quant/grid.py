@@ -24,7 +24,7 @@ Codes = NDArray[np.uint8]
 
 MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
 REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; from the run of the demo
-# Largest step over spread, for rows that hardly got gradients. 1.5 takes a fifth more bits at an equal loss,
+# Largest step over spread, for rows that hardly get gradients. 1.5 takes a fifth more bits at an equal loss,
 # and 4 loses more at equal bits: so far from the minimum the loss is no parabola.
 SPREAD_CAP: Final = 2.5
 ESCAPED_BITS: Final = 40.0  # what a value beside its code takes, with the code
@@ -53,7 +53,7 @@ def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: flo
     (step * REFERENCE_NOISE)^2 / 12 of what zeroing all weights would be expected to change. That share
     depends neither on the scales of loss, gradients and weights nor on the size of the model. Without
     second moments v counts as equal within the tensor, and the same share gives
-    `step * REFERENCE_NOISE * spread`.
+    `step * REFERENCE_NOISE * spread`, as in rows whose second moments are all 0.
 
     Args:
         step: multiple of the reference step.
@@ -68,8 +68,9 @@ def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: flo
         return RowSteps(np.array([plain]), np.zeros(n_rows, np.uint8))
     with np.errstate(divide="ignore", over="ignore"):
         wanted = step * REFERENCE_NOISE * np.sqrt(energy / sensitivity)
-    # Anchored to `plain`, steps are proportional to `step`; rows without gradients get the largest.
-    half_octaves = np.rint(2 * np.log2(np.minimum(wanted, largest) / plain))
+    # Anchored to `plain`, steps are proportional to `step`. Of rows that never had a gradient nothing is
+    # known: in a pretrained embedding they are words that this training has not met, not words of no use.
+    half_octaves = np.rint(2 * np.log2(np.minimum(np.where(sensitivity > 0, wanted, plain), largest) / plain))
     half_octaves = np.maximum(half_octaves, half_octaves.max() - MAX_ROW_CLASSES + 1)
     used, labels = np.unique(half_octaves, return_inverse=True)
     return RowSteps(np.minimum(plain * 2.0 ** (used / 2), largest), labels.astype(np.uint8))
