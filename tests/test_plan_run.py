@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptz import plan_run
-from ckptz.commands.plan_run import GRID, LOSSLESS, MODES, best_interval
+from ckptz.commands.plan_run import GRID, LOSSLESS, LOSSLESS_BF16, MODES, best_interval
 from ckptz.errors import ConfigError
 from tests.support.cli_support import ckptz
 from tests.support.spec_support import ROOT
@@ -42,6 +42,19 @@ def test_cores_bound_what_the_store_does_not() -> None:
     assert plan["grid, newest step exact"].bytes_kept == pytest.approx(kept)
 
 
+def test_bf16_weights_count_by_their_share_of_the_bytes() -> None:
+    [alone] = [
+        one
+        for one in plan_run(1e9, bytes_per_parameter=2, cores=1, bandwidth=1e15).modes
+        if one.mode == "lossless"
+    ]
+    assert (alone.bytes_a_save, alone.safe_seconds) == pytest.approx(
+        (2e9 / 1.508, 2e9 / LOSSLESS_BF16.encode)
+    )
+    [beside] = [one for one in plan_run(1e9, bytes_per_parameter=14).modes if one.mode == "lossless"]
+    assert beside.bytes_a_save == pytest.approx(12e9 / LOSSLESS.ratio + 2e9 / LOSSLESS_BF16.ratio)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_no_other_interval_is_better(mode: str) -> None:
     settings: dict[str, Any] = {"nodes": 4, "bandwidth": 5e9, "between_failures": 20_000}
@@ -64,11 +77,14 @@ def test_the_figures_are_those_of_the_benches() -> None:
     for name, used in (("ckptz lossless", LOSSLESS), ("ckptz grid", GRID)):
         measured = float(demo[name]["ratio, weights and both moments"].removesuffix("x"))
         assert used.ratio == pytest.approx(measured, rel=0.15)
-    speeds = {
-        row["case"]: float(row["best MB/s"]) for row in rows("lossless_speeds") if row["weights"] == "fp32"
-    }
-    assert LOSSLESS.encode / 1e6 == pytest.approx(speeds["ckptz file, compress"], rel=0.15)
-    assert LOSSLESS.decode / 1e6 == pytest.approx(speeds["ckptz file, decompress"], rel=0.15)
+    speeds = {(row["weights"], row["case"]): float(row["best MB/s"]) for row in rows("lossless_speeds")}
+    for weights, used in (("fp32", LOSSLESS), ("bf16", LOSSLESS_BF16)):
+        assert used.encode / 1e6 == pytest.approx(speeds[weights, "ckptz file, compress"], rel=0.15)
+        assert used.decode / 1e6 == pytest.approx(speeds[weights, "ckptz file, decompress"], rel=0.15)
+    [bf16] = [
+        row for row in rows("lossless_sizes") if row["tool"].startswith("ckptz") and row["weights"] == "bf16"
+    ]
+    assert LOSSLESS_BF16.ratio == pytest.approx(1 / float(bf16["of raw"]), rel=0.01)
     for row in rows("whole_state"):
         if row["case"].startswith("delta"):
             used = GRID.encode if row["case"].endswith("encode") else GRID.decode

@@ -34,6 +34,7 @@ class Measured:
 # From bench/results: ratios of demo.csv, speeds of lossless_speeds.csv (files of fp32) and of whole_state.csv
 # (deltas, a CPU second). A test holds these to those.
 LOSSLESS: Final = Measured(1.275, 570e6, 1560e6)
+LOSSLESS_BF16: Final = Measured(1.508, 548e6, 1061e6)  # the same of bf16 weights, with lossless_sizes.csv
 GRID: Final = Measured(48.0, 86e6, 205e6)
 MODES: Final[Mapping[str, tuple[Measured, ...]]] = {  # the files that a save writes
     "plain, training waits": (Measured(blocks=True),),
@@ -94,9 +95,15 @@ class RunPlan(Shown):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """The arguments of `plan_run`, in bytes and seconds."""
+    """The arguments of `plan_run`, in bytes and seconds.
+
+    Attributes:
+        state: of a checkpoint.
+        bf16: share of these bytes that bf16 weights are.
+    """
 
     state: float
+    bf16: float
     interval: float
     nodes: int
     cores: int
@@ -108,7 +115,7 @@ class _Job:
 
     def plan(self, mode: str) -> ModePlan:
         """Cost a way to save."""
-        files = MODES[mode]
+        files = [_mixed(self.bf16) if file is LOSSLESS else file for file in MODES[mode]]
         sizes = [self.state / file.ratio for file in files]
         core_seconds = sum(self.state / file.encode for file in files)
         per_save, n_cores = sum(sizes), self.nodes * self.cores
@@ -137,6 +144,14 @@ class _Job:
 
     def _overhead(self, interval: float, stall: float, after: float) -> float:
         return stall / interval + (interval / 2 + after) / self.between_failures
+
+
+def _mixed(share: float) -> Measured:
+    """Lossless files of fp32 with a share of bf16."""
+    pairs = (
+        (getattr(LOSSLESS, name), getattr(LOSSLESS_BF16, name)) for name in ("ratio", "encode", "decode")
+    )
+    return Measured(*(1 / ((1 - share) / fp32 + share / bf16) for fp32, bf16 in pairs))
 
 
 def best_interval(cost: float, between_failures: float) -> float:
@@ -172,7 +187,7 @@ def plan_run(
     Args:
         parameters: of the model.
         bytes_per_parameter: of a checkpoint: 12 for fp32 weights with both of Adam's moments, 14 with bf16
-            weights beside them.
+            weights beside them, 2 for bf16 weights alone, of which the modes without a grid say something.
         interval: seconds between saves.
         nodes: machines, each with its share of the state.
         cores: of each node, that encode.
@@ -194,6 +209,7 @@ def plan_run(
     state = parameters * bytes_per_parameter
     job = _Job(
         state=state,
+        bf16=2 / bytes_per_parameter if bytes_per_parameter % 4 == 2 else 0.0,
         interval=interval,
         nodes=nodes,
         cores=cores,
@@ -205,7 +221,7 @@ def plan_run(
     )
     for name in _Job.__slots__:
         value = getattr(job, name)
-        least = 0 if name == "restart" else 1e-9
+        least = 0 if name in ("restart", "bf16") else 1e-9
         if not least <= value <= MAX_BYTES:
             raise ConfigError(f"{name.replace('_', ' ')} must be a finite number above 0, got {value}")
     return RunPlan(state_bytes=state, modes=tuple(job.plan(mode) for mode in MODES))

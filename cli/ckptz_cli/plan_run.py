@@ -49,7 +49,7 @@ RATE: Final = _Quantity("bytes a second", POWERS, suffix="B")
     "--bytes-per-parameter",
     type=float,
     metavar="N",
-    help="Of a checkpoint (default 12: fp32 weights and both of Adam's moments; 14 with bf16 weights too).",
+    help="Of a checkpoint: 12 (default) for fp32 with Adam's moments, 14 with bf16 weights too, 2 for these.",
 )
 @click.option("--interval", type=TIME, metavar="TIME", help="Between two saves: 90s, 15m, 2h (default 30m).")
 @click.option("--nodes", type=COUNT, metavar="N", help="Machines, each with its share (default 1).")
