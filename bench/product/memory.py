@@ -11,6 +11,7 @@ numba and everything else count. Mapped files do not: ckptz reads its inputs by 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -18,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from bench.core.measure import RESULTS, Row, machine, parser_of, save_rows, table, verdict
 from bench.core.report import finish
+from ckptz.dtypes import dtype_of
 
 LIMIT_GIB: Final = 1.0
 SAMPLE_SECONDS: Final = 0.003
@@ -64,15 +66,23 @@ def _pieces(tensors: Shapes, is_changed: bool) -> Iterator[Floats]:
 
 def write_input(path: Path, tensors: Shapes, is_changed: bool) -> None:
     """A safetensors file of random weights, without holding more than a piece."""
-    header, offset = {}, 0
-    for name, n in tensors.items():
-        header[name] = {"dtype": "F32", "shape": [n], "data_offsets": [offset, offset + 4 * n]}
-        offset += 4 * n
+    write_pieces(path, {name: (n,) for name, n in tensors.items()}, "F32", _pieces(tensors, is_changed))
+
+
+def write_pieces(
+    path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str, pieces: Iterable[NDArray[Any]]
+) -> None:
+    """A safetensors file of tensors whose values come in pieces, one tensor after another."""
+    header, offset, width = {}, 0, dtype_of(dtype).unit_bytes
+    for name, shape in tensors.items():
+        end = offset + width * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for piece in _pieces(tensors, is_changed):
+        for piece in pieces:
             file.write(piece.data)
 
 
