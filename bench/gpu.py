@@ -6,10 +6,10 @@
 *tests*: the parity tests of all kernels and every test that needs a GPU. *rans*: exponents of normal bf16
 weights through the coder alone. *path*: lossless bf16, tensors in device memory to coded bytes in pinned
 memory and back, beside a copy within the device. *links*: fp32 tensors to messages of fixed size and back.
-*load*: `load_file(device="cuda")` of files in the page
-cache, beside safetensors'. *save*: how long saves of fp32 weights with Adam's state stop training, and the
-device memory they take, beside DCP's async_save. *train*: 124 M parameters trained, saved and killed; the
-resumed losses beside those of a run that nobody killed.
+*load*: `load_file(device="cuda")` of files in the page cache, beside safetensors'. *save*: how long saves of
+fp32 weights with Adam's state stop training, the device memory they take, and when they are written, beside
+DCP's async_save; the state is that of bench.product.whole_state. *train*: 124 M parameters trained, saved
+and killed; the resumed losses beside those of a run that nobody killed.
 
 Raw bytes a second, the best round after one that warms up. `--any-device` tries an arm without a GPU, in
 Triton's interpreter (TRITON_INTERPRET=1) and with tiny sizes: its figures say nothing.
@@ -18,6 +18,7 @@ Triton's interpreter (TRITON_INTERPRET=1) and with tiny sizes: its figures say n
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import signal
@@ -39,7 +40,8 @@ import ckptz.torch
 from bench.core.measure import BENCH, Row, interleave, machine, parser_of, save_rows, timed, verdict, version
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
-from ckptz import Checkpointer, KeepPolicy
+from bench.product.whole_state import MOVED, SPREAD
+from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy
 from ckptz.codec.decode import Run
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.on_device import decode_runs
@@ -49,13 +51,14 @@ from ckptz.encoding.on_device import DEVICE_BYTES, encode_on_device
 from ckptz.entropy.frequency import normalise
 from ckptz.kernels import planes_on_gpu, rans_on_gpu
 from ckptz.kernels.floats import ROTATED
+from ckptz.methods.method import Method
 from ckptz.parallel import Workers
+from ckptz.training.checkpointer import SaveReport
 from ckptz.wire import LinkPolicy, TensorLink, Tiled, TopK, Uniform, cap
 from ckptz.wire.codecs import Codec
 from ckptz.wire.header import Direction
 from ckptz.wire.state import Place
 
-SPREAD: Final = 0.02  # of the weights
 GPT2_SMALL: Final = GPTConfig(n_layers=12, width=768, n_heads=12, context=512, vocabulary=25_600)  # 124 M
 TRAIN_BATCH, KILLED_AT, N_STEPS, SHOWN = 16, 150, 200, (160, 180, 200)
 GB: Final = 1e9
@@ -233,32 +236,69 @@ def load(options: argparse.Namespace) -> list[Row]:
 
 
 def save(options: argparse.Namespace) -> list[Row]:
-    """Stop a loop for saves of fp32 weights with Adam's moments; the second save counts."""
+    """Stop a loop for saves of a whole state; the second counts, which of the grid is a delta."""
     width = max(int((options.parameters / 16) ** 0.5), 64)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=options.device) for _ in range(16)))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) * 1e-3
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    parameters = sum(p.numel() for p in model.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        ours = _stalls_of_ckptz(options, Path(folder), model, optimizer)
-        theirs = _stalls_of_dcp(options, Path(folder), model, optimizer)
-    rows = []
-    for name, (stall, extra) in {"ckptz": ours, "dcp.async_save": theirs}.items():
-        is_ours = name == "ckptz"
-        judged = verdict(stall < min(0.3, theirs[0]) and extra < 1 << 30) if is_ours else ""
-        row = {"what": name, "stall ms": f"{1000 * stall:.0f}", "extra device MiB": extra >> 20}
-        rows.append({**row, "parameters": parameters, "verdict": judged})
+    raw, rows = 12 * sum(p.numel() for p in model.parameters()), list[Row]()
+    with tempfile.TemporaryDirectory() as name:
+        _age(model, optimizer, is_first=True)
+        theirs, extra = _stalls_of_dcp(options, Path(name), model, optimizer)
+        rows.append(_save_row("dcp.async_save", theirs, extra, raw))
+        for what, config in {"ckptz, lossless": LOSSLESS, "ckptz, grid": Grid()}.items():
+            _age(model, optimizer, is_first=True)
+            stall, extra, report = _stalls_of_ckptz(options, Path(name), model, optimizer, config)
+            judged = verdict(stall < min(0.3, theirs) and extra < 1 << 30)
+            rows.append(_save_row(what, stall, extra, raw, report, judged))
     return rows
 
 
+def _save_row(
+    what: str, stall: float, extra: int, raw: int, report: SaveReport | None = None, judged: str = ""
+) -> Row:
+    return {
+        "what": what,
+        "raw GB": f"{raw / GB:.2f}",
+        "stall ms": f"{1000 * stall:.0f}",
+        "extra device MiB": extra >> 20,
+        "smaller": "" if report is None else f"{raw / report.stored_bytes:.2f}x",
+        "written after s": "" if report is None else f"{report.write_seconds:.1f}",
+        "GB/s": "" if report is None else f"{raw / report.write_seconds / GB:.3g}",
+        "verdict": judged,
+    }
+
+
+@torch.no_grad()
+def _age(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_first: bool) -> None:
+    """Give a model the state that bench.product.whole_state makes up, or that of a while later."""
+    for parameter in model.parameters():
+        own, normal = optimizer.state[parameter], functools.partial(torch.randn_like, parameter)
+        if is_first:
+            rows = torch.randn(len(parameter), 2, 1, device=parameter.device)
+            parameter.copy_(SPREAD * torch.exp2(0.5 * rows[:, 0]) * normal())
+            level = -24 + 2 * rows[:, 1] + normal()[:1] + 1.2 * normal()
+            own["exp_avg_sq"].copy_(torch.exp2(level))
+        else:
+            parameter.add_(normal(), alpha=MOVED * SPREAD)
+            own["exp_avg_sq"].mul_(torch.exp2(0.33 * normal()))
+        own["exp_avg"].copy_(0.25 * own["exp_avg_sq"].sqrt() * normal())
+
+
 def _stalls_of_ckptz(
-    options: argparse.Namespace, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[float, int]:
-    keep = KeepPolicy(last=1)
-    with Checkpointer(folder / "ckptz", model, optimizer, anchor_every=1, keep=keep) as checkpointer:
+    options: argparse.Namespace,
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Method,
+) -> tuple[float, int, SaveReport]:
+    is_lossy = config.is_lossy
+    settings: dict[str, Any] = {"keep": KeepPolicy(last=2 if is_lossy else 1, exact=0)}
+    settings |= {"config": config, "anchor_every": 2 if is_lossy else 1, "jobs": os.cpu_count()}
+    with Checkpointer(folder / f"lossy-{is_lossy}", model, optimizer, **settings) as checkpointer:
         for step in (1, 2):
             before = _allocated(options)
             _wait(options.device)
@@ -267,7 +307,9 @@ def _stalls_of_ckptz(
             report = checkpointer.wait()
             assert report is not None
             print(f"step {step}: stall {stall:.3f} s, {report}", flush=True)
-    return stall, extra
+            if step == 1:
+                _age(model, optimizer, is_first=False)
+    return stall, extra, report
 
 
 def _stalls_of_dcp(

@@ -110,6 +110,7 @@ class Plan:
         failures: indices of those that training restarts from.
         start: the state that it begins with, at the first checkpoint; None for the cached run's own.
         base: the weights that training began from, where that is a fine-tune.
+        jobs: threads that save.
     """
 
     task: Task
@@ -117,6 +118,7 @@ class Plan:
     failures: tuple[int, ...] = FAILURES
     start: State | None = field(default=None, repr=False)
     base: Path | None = None
+    jobs: int = N_THREADS
 
     def first(self, seed: int) -> State:
         """The state of the first checkpoint; of seeds above 0 disturbed."""
@@ -126,9 +128,18 @@ class Plan:
     @property
     def folder(self) -> Path:
         """Where rows are kept."""
-        folder = CACHE / "restarts" / self.task.name
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return folder_of(self.task)
+
+    def end_path(self, seed: int) -> Path:
+        """Where the end of the run that nothing interrupts is kept."""
+        return self.folder / f"exact-{seed}.json"
+
+
+def folder_of(task: Task) -> Path:
+    """Where everything about a task is kept."""
+    folder = CACHE / "restarts" / task.name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 # --- the fine-tune ------------------------------------------------------------------------------
@@ -142,9 +153,12 @@ def docstrings() -> tuple[Tensor, Tensor]:
 
 
 def _prose(source: bytes) -> Iterator[bytes]:
-    for quoted in source.decode("utf-8", "replace").split('"""')[1::2]:
-        if len(quoted) > 200:
-            yield quoted.encode()
+    return (quoted.encode() for quoted in quoted_in(source.decode("utf-8", "replace")))
+
+
+def quoted_in(source: str) -> list[str]:
+    """Docstrings of more than 200 characters."""
+    return [quoted for quoted in source.split('"""')[1::2] if len(quoted) > 200]
 
 
 def _tuning_batch(step: int) -> Batch:
@@ -210,12 +224,13 @@ def exact_end(plan: Plan, seed: int) -> dict[str, Any]:
             return {part: Run(plan.task).facts(N_CHECKPOINTS - 1)[part] for part in (SEARCH, HELD_OUT)}
         trainer = Trainer(plan.task, plan.first(seed))
         trainer.train(plan.task.interval * (plan.n_checkpoints - 1))
-        return _quality(trainer)
+        return quality(trainer)
 
-    return remembered(plan.folder / f"exact-{seed}.json", train)
+    return remembered(plan.end_path(seed), train)
 
 
-def _quality(trainer: Trainer) -> dict[str, Any]:
+def quality(trainer: Trainer) -> dict[str, Any]:
+    """Loss and accuracy on both slices."""
     found = {part: trainer.evaluate(part) for part in (SEARCH, HELD_OUT)}
     return {part: {"loss": one.loss, "accuracy": one.accuracy} for part, one in found.items()}
 
@@ -238,7 +253,7 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
             if index:
                 trains = functools.partial(trainer.train, plan.task.interval)
                 training.append(cpu_seconds(trains)[1])
-            with _saver(folder, trainer, arm, plan.base) as saver:
+            with _saver(folder, trainer, arm, plan) as saver:
                 _, spent = cpu_seconds(functools.partial(saver.save, trainer.step))
                 report = saver.wait()
                 assert report is not None
@@ -258,22 +273,23 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
         "encode_cpu_s": seconds,
         "training_cpu_s": training,
         "n_restarts": len(plan.failures),
-    } | _quality(trainer)
+    } | quality(trainer)
 
 
-def _saver(folder: Path, trainer: Trainer, arm: Arm, base: Path | None) -> Checkpointer:
+def _saver(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpointer:
     budget = None if arm.budget is None else _budget(trainer.task, arm.budget)
     return Checkpointer(
         folder,
         trainer.model,
         trainer.optimizer,
         config=arm.config,
-        base=base if arm.from_base else None,
+        base=plan.base if arm.from_base else None,
         budget=budget,
         keep=KEEP_ALL,
         anchor_every=arm.anchor_every,
         restores=arm.restores,
         background=False,
+        jobs=plan.jobs,
     )
 
 
@@ -281,12 +297,12 @@ def _budget(task: Task, drop: float) -> Budget:
     """A budget of the task's own measure, on the slice that searches use; `drop` is a share of its value."""
     model = task.model()
 
-    def quality(state: Mapping[str, Tensor]) -> dict[str, float]:
+    def measured(state: Mapping[str, Tensor]) -> dict[str, float]:
         model.load_state_dict({name: state[name] for name in model.state_dict()})
         found = task.evaluate(model, SEARCH)
         return {"loss": found.loss, "accuracy": found.accuracy}
 
-    return Budget(quality, drop, metric=task.budgeted)
+    return Budget(measured, drop, metric=task.budgeted)
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -294,7 +310,7 @@ def _budget(task: Task, drop: float) -> Budget:
 
 def rows_of(plan: Plan, arms: Sequence[str], seed: int, *, only_known: bool) -> Iterator[dict[str, Any]]:
     """A row for each arm, and one for chance alone; what the cache lacks is measured, or left out."""
-    if only_known and not (plan.folder / f"exact-{seed}.json").exists():
+    if only_known and not plan.end_path(seed).exists():
         return
     exact = exact_end(plan, seed)
     if seed:
