@@ -264,13 +264,15 @@ def _digits(
     prefixes,
     counts,
     size,
+    n_parts,
     SHIFT: tl.constexpr,
     N_DIGITS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count a digit of the magnitudes of sample `program_id(1)` whose higher bits are its prefix."""
-    sample, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE
+    """Count a digit of the magnitudes of a part of a sample whose higher bits are those of its prefix."""
+    part = tl.program_id(0).to(tl.int64)
+    sample, begin = part // n_parts, part % n_parts * TILE
     end, prefix = tl.minimum(size, begin + TILE), tl.load(prefixes + sample).to(tl.int32)
     found = tl.zeros([N_DIGITS], tl.int32)
     for at in tl.range(begin, end, BLOCK):
@@ -283,26 +285,26 @@ def _digits(
 
 
 @triton.jit
-def _mark(patterns, limits, marks, n_equal, size, BLOCK: tl.constexpr):
+def _mark(patterns, limits, marks, n_equal, size, n_parts, BLOCK: tl.constexpr):
     """Mark magnitudes above the limit of their sample by 1, equal ones by 2, and count the equal ones."""
-    sample, j = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(0).to(tl.int64)
+    sample, j = part // n_parts, part % n_parts * BLOCK + tl.arange(0, BLOCK)
     i = sample * size + j
     magnitude = tl.load(patterns + i, mask=j < size, other=0) & 0x7FFFFFFF
     limit = tl.load(limits + sample).to(tl.int32)
     is_equal = (magnitude == limit) & (j < size)
     mark = tl.where(is_equal, 2, (magnitude > limit).to(tl.int32))
     tl.store(marks + i, mark.to(tl.uint8), mask=j < size)
-    part = sample * tl.num_programs(0) + tl.program_id(0)
     tl.store(n_equal + part, tl.sum(is_equal.to(tl.int64), axis=0))
 
 
 @triton.jit
-def _settle(marks, before, rests, size, BLOCK: tl.constexpr):
+def _settle(marks, before, rests, size, n_parts, BLOCK: tl.constexpr):
     """Make 1 of the first equal ones of a sample, and 0 of the others."""
-    sample, j = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(0).to(tl.int64)
+    sample, j = part // n_parts, part % n_parts * BLOCK + tl.arange(0, BLOCK)
     mark = tl.load(marks + sample * size + j, mask=j < size, other=0)
-    rank = tl.load(before + sample * tl.num_programs(0) + tl.program_id(0))
-    rank += tl.cumsum((mark == 2).to(tl.int32), axis=0)
+    rank = tl.load(before + part) + tl.cumsum((mark == 2).to(tl.int32), axis=0)
     is_first = (rank <= tl.load(rests + sample)).to(tl.uint8)
     tl.store(marks + sample * size + j, tl.where(mark == 2, is_first, mark), mask=j < size)
 
@@ -314,14 +316,15 @@ def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
     limits = torch.zeros_like(rests)
     for shift, width in DIGITS:
         counts = torch.zeros((n_samples, 1 << width), dtype=torch.int32, device=device)
-        grid = (triton.cdiv(size, TILE), n_samples)
-        _digits[grid](patterns, limits, counts, size, shift, 1 << width, TILE, BLOCK)
+        n_parts = triton.cdiv(size, TILE)
+        shape = shift, 1 << width, TILE, BLOCK
+        _digits[(n_samples * n_parts,)](patterns, limits, counts, size, n_parts, *shape)
         digit, rests = wire_torch.find(counts, rests)
         limits = limits << width | digit
-    marks, grid = _like(patterns, n, torch.uint8), (triton.cdiv(size, BLOCK), n_samples)
-    n_equal = torch.empty(grid[::-1], dtype=torch.int64, device=device)
-    _mark[grid](patterns, limits, marks, n_equal, size, BLOCK)
-    _settle[grid](marks, n_equal.cumsum(1) - n_equal, rests, size, BLOCK)
+    marks, n_parts = _like(patterns, n, torch.uint8), triton.cdiv(size, BLOCK)
+    n_equal = torch.empty((n_samples, n_parts), dtype=torch.int64, device=device)
+    _mark[(n_equal.numel(),)](patterns, limits, marks, n_equal, size, n_parts, BLOCK)
+    _settle[(n_equal.numel(),)](marks, n_equal.cumsum(1) - n_equal, rests, size, n_parts, BLOCK)
     return marks
 
 
