@@ -309,6 +309,15 @@ def _settle(marks, before, rests, size, n_parts, BLOCK: tl.constexpr):
     tl.store(marks + sample * size + j, tl.where(mark == 2, is_first, mark), mask=j < size)
 
 
+def _find(counts: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the bucket of the k-th greatest in counts [rows, buckets], and how many of it belong to the k."""
+    above = counts.flip(1).cumsum(1)
+    index = torch.searchsorted(above, k[:, None].contiguous()).clamp(max=counts.shape[1] - 1)
+    bucket = counts.shape[1] - 1 - index
+    rest = k - (above.gather(1, index) - counts.gather(1, bucket))[:, 0]
+    return bucket[:, 0], rest
+
+
 def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
     n, device = len(patterns), patterns.device
     size = n // n_samples
@@ -319,7 +328,7 @@ def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
         n_parts = triton.cdiv(size, TILE)
         shape = shift, 1 << width, TILE, BLOCK
         _digits[(n_samples * n_parts,)](patterns, limits, counts, size, n_parts, *shape)
-        digit, rests = wire_torch.find(counts, rests)
+        digit, rests = _find(counts, rests)
         limits = limits << width | digit
     marks, n_parts = _like(patterns, n, torch.uint8), triton.cdiv(size, BLOCK)
     n_equal = torch.empty((n_samples, n_parts), dtype=torch.int64, device=device)

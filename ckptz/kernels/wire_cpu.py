@@ -32,7 +32,7 @@ from ckptz.kernels.wire_arrays import (
 )
 
 ONE_LESS_31 = np.int32(0x7FFFFFFF)
-N_COARSE, N_MIDDLE, N_FINE = 1 << 11, 1 << 10, 1 << 10  # 31 magnitude bits in three steps
+N_COARSE, N_MIDDLE = 1 << 11, 1 << 10  # 31 magnitude bits in three steps, the last two alike
 
 
 def __getattr__(name: str) -> Any:

@@ -186,32 +186,10 @@ def dequantize(offsets: Tensor, scales: Tensor, codes: Tensor, block: int, large
 # --- the largest of each sample -----------------------------------------------------------------
 
 
-def find(counts: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the bucket of the k-th greatest in counts [rows, buckets], and how many of it belong to the k."""
-    above = counts.flip(1).cumsum(1)
-    index = torch.searchsorted(above, k[:, None].contiguous()).clamp(max=counts.shape[1] - 1)
-    bucket = counts.shape[1] - 1 - index
-    rest = k - (above.gather(1, index) - counts.gather(1, bucket))[:, 0]
-    return bucket[:, 0], rest
-
-
-def _row_histogram(values: Tensor, weights: Tensor, n_buckets: int) -> Tensor:
-    counts = torch.zeros(len(values), n_buckets, dtype=torch.int64, device=values.device)
-    return counts.scatter_add_(1, values, weights.to(torch.int64))
-
-
 def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
-    magnitudes = (_wide(patterns) & 0x7FFFFFFF).view(n_samples, -1)
-    rest = torch.full((n_samples,), k, dtype=torch.int64, device=patterns.device)
-    prefix = torch.zeros_like(rest)
-    for shift, width in ((20, 11), (10, 10), (0, 10)):
-        inside = (magnitudes >> (shift + width)) == prefix[:, None]
-        counts = _row_histogram((magnitudes >> shift) & ((1 << width) - 1), inside, 1 << width)
-        bucket, rest = find(counts, rest)
-        prefix = prefix << width | bucket
-    equal = magnitudes == prefix[:, None]
-    first = equal & (equal.cumsum(1) <= rest[:, None])
-    return ((magnitudes > prefix[:, None]) | first).to(torch.uint8).view(-1)
+    magnitudes = (patterns & 0x7FFFFFFF).view(n_samples, -1)
+    chosen = magnitudes.argsort(dim=1, descending=True, stable=True)[:, :k]
+    return torch.zeros_like(magnitudes, dtype=torch.uint8).scatter_(1, chosen, 1).view(-1)
 
 
 def take(patterns: Tensor, mask: Tensor, k: int) -> Tensor:
