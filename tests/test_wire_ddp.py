@@ -66,7 +66,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.apps
 def test_replicas_stay_equal_and_near_exact_gradients(trained: list[dict[str, Any]]) -> None:
-    for name, exact in (("loco", "stock"), ("sharded", "stock sharded")):
+    for name, exact in (("loco", "stock"), ("tiles", "stock"), ("sharded", "stock sharded")):
         assert len({rank[name]["digest"] for rank in trained}) == 1
         assert trained[0][name]["digest"] != trained[0][exact]["digest"]
         for rank in trained:
@@ -78,6 +78,7 @@ def test_bytes_are_seven_times_fewer_than_those_of_a_ring(trained: list[dict[str
     share = (len(trained) - 1) / len(trained)
     for rank in trained:
         assert rank["loco"]["bytes"] < 2 * share * 4 * N_WEIGHTS * (N_STEPS - 2) / 7
+        assert rank["tiles"]["bytes"] == pytest.approx(rank["loco"]["bytes"], rel=0.02)  # rows of one tile
         assert rank["loco"]["raw bytes"] > 2 * share * 4 * N_WEIGHTS * 2
         assert rank["sharded"]["bytes"] < share * 4 * N_WEIGHTS * N_STEPS / 7
 

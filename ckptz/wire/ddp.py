@@ -33,8 +33,8 @@ class LoCo:
 
     Args:
         codec: of gradients; messages have one size, so gaps and coded levels are of no use.
-        decay: share of the old error in the one that is kept. LoCo averages; in bench/studies/loco.py the
-            newest error alone, 0.0, came nearer to exact gradients.
+        decay: share of the old error in the one that is kept. LoCo averages; in bench/studies/loco.py that
+            differs by no more than chance from the newest error alone, 0.0.
         reset_every: steps after which errors are forgotten; 0 never does.
         group: process group; the default one.
         device: where gradients live.

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptz.errors import WireError
-from ckptz.wire import LoCo, loco_hook, shard_with
+from ckptz.wire import LoCo, Tiled, Uniform, loco_hook, shard_with
 
 N_STEPS = 12
 
@@ -52,12 +52,13 @@ def train(model: nn.Module, rank: int, steps: range) -> dict[str, Any]:
 
 def scenarios(rank: int) -> dict[str, Any]:
     out = {"stock": train(DistributedDataParallel(make()), rank, range(N_STEPS))}
-    state, model = LoCo(decay=0.2, reset_every=5), DistributedDataParallel(make())
-    model.register_comm_hook(state, loco_hook)
-    first, n_bytes = train(model, rank, range(2)), state.sent_bytes()
-    rest = train(model, rank, range(2, N_STEPS))
-    losses = first["losses"] + rest["losses"]
-    out["loco"] = rest | {"losses": losses, "bytes": state.sent_bytes() - n_bytes, "raw bytes": n_bytes}
+    for name, codec in (("loco", Uniform(4)), ("tiles", Tiled(3.9375))):
+        state, model = LoCo(codec, decay=0.2, reset_every=5), DistributedDataParallel(make())
+        model.register_comm_hook(state, loco_hook)
+        first, n_bytes = train(model, rank, range(2)), state.sent_bytes()
+        rest = train(model, rank, range(2, N_STEPS))
+        losses = first["losses"] + rest["losses"]
+        out[name] = rest | {"losses": losses, "bytes": state.sent_bytes() - n_bytes, "raw bytes": n_bytes}
     sharded, state = fully_shard(make()), LoCo(decay=0.2, reset_every=5)
     shard_with(sharded, state)
     out["sharded"] = train(sharded, rank, range(N_STEPS)) | {"bytes": state.sent_bytes()}
