@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ckptz.errors import UnsupportedError, WireError
 from ckptz.wire.codecs import Codec, Uniform
 from ckptz.wire.header import Direction
-from ckptz.wire.link import TensorLink, failed
+from ckptz.wire.link import TensorLink, naming
 from ckptz.wire.policy import LinkPolicy
 from ckptz.wire.state import Place
 
@@ -80,10 +80,8 @@ class LoCo:
         messages = [self._to[rank].send(FORWARD, parts[rank], place)[0] for rank in self.peers]
         sizes = [0 if rank == self.rank else len(messages[0]) for rank in range(self.n_ranks)]
         arrived = torch.empty_like(torch.cat(messages))
-        try:
+        with naming(self._from[self.peers[0]].link.name_of(FORWARD, place), "parts"):
             dist.all_to_all_single(arrived, torch.cat(messages), sizes, sizes, group=self.group)
-        except RuntimeError as error:
-            raise failed(self._from[self.peers[0]].link.name_of(FORWARD, place), "parts", error) from None
         total = mine.to(torch.float32, copy=True)
         for rank, message in zip(self.peers, arrived.view(len(messages), -1).unbind(), strict=True):
             total += self._from[rank].receive(FORWARD, message, mine.dtype, tuple(mine.shape), place)
@@ -99,10 +97,8 @@ class LoCo:
         place, shape = self._place(tensor, is_raw), tuple(mean.shape)
         message, decode = self._means[self.rank].send(FORWARD, mean, place)
         arrived = message.new_empty(self.n_ranks, len(message))
-        try:
+        with naming(self._means[self.rank].link.name_of(FORWARD, place), "means"):
             dist.all_gather(list(arrived.unbind()), message, group=self.group)
-        except RuntimeError as error:
-            raise failed(self._means[self.rank].link.name_of(FORWARD, place), "means", error) from None
         means = [
             decode()
             if rank == self.rank

@@ -6,7 +6,8 @@ kernels where it is installed, and others through torch's operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -168,10 +169,8 @@ class DistributedLink:
         place = place or Place(self._sent[direction])
         message, decode = self.link.send(direction, tensor, place)
         self._sent[direction] = place.step + 1
-        try:
+        with naming(self.link.link.name_of(direction, place), "send"):
             dist.send(message, self._peer, self._group)
-        except RuntimeError as error:
-            raise failed(self.link.link.name_of(direction, place), "send", error) from None
         return decode()
 
     def recv(
@@ -189,18 +188,20 @@ class DistributedLink:
         place = place or Place(self._received[direction])
         like = torch.empty(shape, dtype=dtype, device="meta")
         buffer = self.link.buffer(direction, like, place).zero_()
-        try:
+        with naming(self.link.link.name_of(direction, place), "receive"):
             dist.recv(buffer, self._peer, self._group)
-        except RuntimeError as error:
-            raise failed(self.link.link.name_of(direction, place), "receive", error) from None
         self._received[direction] = place.step + 1
         return self.link.receive(direction, buffer, dtype, tuple(shape), place)
 
 
-def failed(name: str, what: str, error: Exception) -> WireError:
-    """Make the error of a transport that failed on a message."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return WireError(f"{name}: {what}: {reason}")
+@contextlib.contextmanager
+def naming(name: str, what: str) -> Iterator[None]:
+    """Name the message in the error of a transport that fails on it."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WireError(f"{name}: {what}: {reason}") from error
 
 
 def sample_ids_of(ids: Tensor | None) -> Any:

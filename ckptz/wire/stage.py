@@ -10,7 +10,7 @@ schedules, exchange tensors without a wire and without compression. Tested with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ckptz.errors import UnsupportedError, WireError
 from ckptz.wire.header import Direction
-from ckptz.wire.link import TensorLink, failed, sample_ids_of
+from ckptz.wire.link import TensorLink, naming, sample_ids_of
 from ckptz.wire.policy import LinkPolicy, policy_metadata, policy_of
 from ckptz.wire.state import Place
 
@@ -46,25 +46,22 @@ class _Named:
         return hash(self._op)
 
     def __call__(self, tensor: Tensor, *, group: Any, tag: int, **peer: int) -> Any:
-        is_send = self._op is dist.isend
         (rank,) = peer.values()  # named for receives where a schedule mixes both
-        self._work = self._guarded(
-            lambda: self._op(tensor, group=group, tag=tag, **{f"group_{'dst' if is_send else 'src'}": rank})
-        )
+        to = {f"group_{'dst' if self._op is dist.isend else 'src'}": rank}
+        with self._naming():
+            self._work = self._op(tensor, group=group, tag=tag, **to)
         return None if self._work is None else self
 
     def wait(self, *timeout: Any) -> Any:
         """Wait as the work of the operation does."""
-        return self._guarded(lambda: self._work.wait(*timeout))
+        with self._naming():
+            return self._work.wait(*timeout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
-    def _guarded(self, run: Callable[[], Any]) -> Any:
-        try:
-            return run()
-        except RuntimeError as error:
-            raise failed(self._name, "send" if self._op is dist.isend else "receive", error) from error
+    def _naming(self) -> Any:
+        return naming(self._name, "send" if self._op is dist.isend else "receive")
 
 
 class CompressedPipelineStage(PipelineStage):
