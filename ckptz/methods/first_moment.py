@@ -5,6 +5,9 @@ follow its root. Without second moments (SGD, Lion) it is a label of the row, by
 
 Codes rather than outer products of a few vectors: on a language model's run, 2 outer products kept as much
 of Adam's direction (29 %) in 0.09 bits as codes do in 0.45, but resumed no better than codes in 0.02 bits.
+The nearest level rather than thresholds that are drawn: on the fine-tune of bench/studies/restarts.py, drawn
+ones at four roots kept the momentum on average, but ended 0.61 % above the uninterrupted run at 123x, against
+0.65 % at 224x.
 """
 
 from __future__ import annotations
