@@ -18,7 +18,8 @@ square is about |n| steps, where n^2 was to be saved: so this pays only where st
 On the fine-tune of bench/studies/restarts.py, with steps ten times the moves, nine restarts ended 1.99 %
 above the uninterrupted run with it, 1.03 % with half of it and 0.69 % without. That grows with the square of
 what is made up for, more than errors of rounding do: a move that is made at once is not turned by the
-gradients that it would have met on its way.
+gradients that it would have met on its way. On the language run, where nothing restarted, steps are fine
+enough for weights of one dimension alone, 0.4 % of all elements; so `compress` does without.
 """
 
 from __future__ import annotations
