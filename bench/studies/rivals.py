@@ -165,44 +165,6 @@ def nearest(values: Floats, centroids: NDArray[np.float64]) -> NDArray[np.uint8]
     return np.searchsorted((centroids[1:] + centroids[:-1]) / 2, values).astype(np.uint8)
 
 
-# --- LC-Checkpoint, arXiv 2009.13003 ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LCCheckpoint:
-    """Differences of weights by sign and exponent, a mean for each bucket; only the largest are sent.
-
-    With b bits the 2^b - 1 buckets of the largest exponents are kept ("priority promotion"), others are zero.
-    Optimizer state is not its subject and is kept exactly.
-    """
-
-    bits: int = 3
-    name: str = "LC-Checkpoint's rule"
-
-    def store(self, state: Arrays, before: Arrays | None) -> Stored:
-        """See `Rival.store`."""
-        ledger = _Ledger()
-        for parameter in parameters_of(state):
-            name = WEIGHT.format(parameter)
-            if is_matrix(state[name]):
-                base = np.zeros_like(state[name]) if before is None else before[name]
-                moved, n_bytes = self._promoted(state[name] - base)
-                ledger.add(name, base + moved, n_bytes)
-        return ledger.finish(state)
-
-    def _promoted(self, moved: Floats) -> tuple[Floats, int]:
-        bits = moved.ravel().view(np.uint32)
-        buckets = bits >> 23  # sign and exponent
-        used = np.unique(buckets)
-        first = sorted(used.tolist(), key=lambda bucket: -(bucket & 0xFF))[: 2**self.bits - 1]
-        codes, table = np.zeros(moved.size, np.uint8), np.zeros(2**self.bits, np.float32)
-        for code, bucket in enumerate(first, 1):
-            is_in = buckets == bucket
-            codes[is_in] = code
-            table[code] = moved.ravel()[is_in].mean(dtype=np.float64)
-        return table[codes].reshape(moved.shape), packed(codes) + table.nbytes
-
-
 # --- eight bits in blocks -----------------------------------------------------------------------
 
 BLOCK: Final = 256

@@ -1,1 +1,0 @@
-"""Whole training states by ckptz and by rivals: sizes and resumed losses."""
