@@ -102,6 +102,15 @@ def test_the_figures_are_those_of_the_benches() -> None:
     assert float(kept["lossless"]["on disk, MB"]) == pytest.approx(raw / LOSSLESS.ratio, rel=0.15)
 
 
+def test_what_is_said_of_large_cases_is_what_was_measured_or_the_table_says_why() -> None:
+    if not (ROOT / "bench" / "results" / "plan_run.csv").exists():
+        pytest.skip("not measured yet: python -m bench.product.plan_run")
+    found = rows("plan_run")
+    assert len(found) >= 3
+    for row in found:
+        assert row["why"] or abs(float(row["plan-run"]) / float(row["measured"]) - 1) < 0.155, row["case"]
+
+
 @pytest.mark.parametrize(
     "wrong", [{"interval": 0}, {"bandwidth": math.nan}, {"keep": -1}, {"restart": math.inf}]
 )

@@ -20,6 +20,7 @@ from ckptz.commands.plan_run import ModePlan
 MOST: Final = 0.15
 ENDLESS: Final = 1e15  # bytes a second
 WHY: Final = {
+    "encoder, residual of the newest step: MB": "moments of words that training has not met are zeros",
     "encoder, lossy files: times smaller": "training moves less: take the ratio of a run of your own",
 }
 
