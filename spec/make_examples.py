@@ -210,11 +210,7 @@ def header_notes(framed: Framed) -> list[Note]:
     with mock.patch("ckptz.codec.frame.ByteReader", lambda source: Noting(source, notes)):
         parsed = FrameHeader.parse(packed)
     assert parsed.pack() == packed
-    tables = iter(row for stream in parsed.plan.tables for row in stream.frequencies)
-    shown = [
-        Note(n.offset, n.raw, n.field, _frequencies(next(tables))) if n.field == "frequencies" else n
-        for n in notes.notes
-    ]
+    shown = [part for n in notes.notes for part in (_each_table(n) if n.field == "frequencies" else (n,))]
     checksum = packed[-8:]
     return [
         *shown,
@@ -222,8 +218,13 @@ def header_notes(framed: Framed) -> list[Note]:
     ]
 
 
-def _frequencies(row: Any) -> str:
-    return "frequencies " + ", ".join(str(int(f)) for f in np.trim_zeros(row))
+def _each_table(note: Note) -> Iterator[Note]:
+    """Tables of frequencies, which the reader takes at once."""
+    source = ByteReader(note.raw)
+    while source.left:
+        begin, row = source.offset, parse_table(source)
+        value = "frequencies " + ", ".join(str(int(f)) for f in np.trim_zeros(row))
+        yield Note(note.offset + begin, note.raw[begin : source.offset], note.field, value)
 
 
 def stream_notes(coder: int, raw: bytes, offset: int) -> Iterator[Note]:
