@@ -203,7 +203,7 @@ def disk_speed(source: Path) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all commands are judged by.
+    """The limits that all commands are judged by.
 
     Attributes:
         disk: bytes a second, read and written together.

@@ -1,4 +1,4 @@
-"""What `ckptz plan-run` says of cases that other benches have measured; measures nothing itself.
+"""Holds what `ckptz plan-run` says against cases that other benches have measured; measures nothing itself.
 
     python -m bench.product.plan_run
 
@@ -26,7 +26,7 @@ WHY: Final = {
 
 
 def mode(name: str, n_bytes: float, *, bytes_per_parameter: float = 12, cores: int = 1) -> ModePlan:
-    """What is said of a state of so many bytes on a machine whose store costs no time."""
+    """Ask plan-run about a state of so many bytes, on a machine whose store costs no time."""
     found = plan_run(
         n_bytes / bytes_per_parameter, bytes_per_parameter=bytes_per_parameter, cores=cores, bandwidth=ENDLESS
     )

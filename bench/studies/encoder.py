@@ -307,7 +307,7 @@ def resume_rows(plan: Plan, resumed: Sequence[int], *, only_known: bool) -> list
 
 
 def head_row(whole: Mapping[str, Any]) -> Row:
-    """What it costs to keep the newest step exact beside lossy ones."""
+    """Make the row that says what it costs to keep the newest step exact beside lossy ones."""
     raw, sizes = whole["raw_bytes"], whole["sizes"]
     share = np.median(whole["encode_cpu_s"][1:]) / np.median(whole["training_cpu_s"])
     return {

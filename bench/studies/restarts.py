@@ -127,16 +127,16 @@ class Plan:
 
     @property
     def folder(self) -> Path:
-        """Where rows are kept."""
+        """Give the folder of the rows."""
         return folder_of(self.task)
 
     def end_path(self, seed: int) -> Path:
-        """Where the end of the run that nothing interrupts is kept."""
+        """Give the file of the end of the run that nothing interrupts."""
         return self.folder / f"exact-{seed}.json"
 
 
 def folder_of(task: Task) -> Path:
-    """Where everything about a task is kept."""
+    """Make the folder of everything about a task, if it is not there, and give it."""
     folder = CACHE / "restarts" / task.name
     folder.mkdir(parents=True, exist_ok=True)
     return folder

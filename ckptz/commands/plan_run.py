@@ -147,7 +147,7 @@ class _Job:
 
 
 def _mixed(share: float) -> Measured:
-    """Lossless files of fp32 with a share of bf16."""
+    """Cost lossless files of fp32 and a share of bf16."""
     pairs = (
         (getattr(LOSSLESS, name), getattr(LOSSLESS_BF16, name)) for name in ("ratio", "encode", "decode")
     )
@@ -188,6 +188,7 @@ def plan_run(
         parameters: of the model.
         bytes_per_parameter: of a checkpoint: 12 for fp32 weights with both of Adam's moments, 14 with bf16
             weights beside them, 2 for bf16 weights alone, of which the modes without a grid say something.
+            Two bytes beyond a multiple of four are taken for bf16 weights, everything else for fp32.
         interval: seconds between saves.
         nodes: machines, each with its share of the state.
         cores: of each node, that encode.

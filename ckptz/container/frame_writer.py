@@ -171,7 +171,7 @@ def _batches(jobs: Iterable[tuple[int, Encoding]]) -> Iterator[list[Encoding]]:
 
 
 def _is_small(batch: Sequence[Encoding]) -> bool:
-    """Tell whether a batch is of chunks of less than `SMALL_UNITS` units."""
+    """Tell whether the chunks of a batch have less than `SMALL_UNITS` units on average."""
     return len(batch) > BATCH_UNITS // SMALL_UNITS
 
 

@@ -1,4 +1,4 @@
-"""What makes notebooks show a report; loads the pages when one does."""
+"""The base class of reports that notebooks show; it loads the pages when a notebook asks for one."""
 
 from __future__ import annotations
 

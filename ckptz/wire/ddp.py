@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptz.errors import UnsupportedError, WireError
-from ckptz.wire.codecs import Codec, Uniform
+from ckptz.wire.codecs import Codec, Tiled, Uniform
 from ckptz.wire.header import Direction
 from ckptz.wire.link import TensorLink, naming
 from ckptz.wire.policy import LinkPolicy
@@ -108,9 +108,10 @@ class LoCo:
         return torch.cat(means).view(-1)
 
     def _rows(self, part: Tensor) -> Tensor:
-        """Make each tile a row of its own, so that tiles differ in bits."""
-        tile = getattr(self._codec, "tile", len(part) + 1)
-        return part if len(part) % tile else part.view(-1, tile)
+        """Make each tile a row of its own where they fit, so that tiles differ in bits."""
+        if isinstance(self._codec, Tiled) and not len(part) % self._codec.tile:
+            return part.view(-1, self._codec.tile)
+        return part
 
     def _place(self, tensor: int, is_raw: bool) -> Place:
         return Place(self._steps.get(tensor, 0), tensor=tensor, is_raw=is_raw)
