@@ -14,8 +14,8 @@ from typing import BinaryIO
 from ckptz.codec.units import TensorSource
 from ckptz.container.frame_writer import Contents, Earlier, FileRecord, Progress
 from ckptz.container.writer import Written, write_container
-from ckptz.encoding.guide import Guide, Update
-from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of, with_folds
+from ckptz.encoding.guide import Guide
+from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
 from ckptz.guidance.owners import known_roles
 from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
 from ckptz.methods.lossless import LOSSLESS
@@ -44,10 +44,6 @@ class Job(FileRecord):
     guides: Mapping[str, Guide] | None = None  # what is known of them, by name; None to find it
     # tensors of another file that tell of these: optimizer state beside weights
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
-    # of those beside, what readers will get of them, where that is known
-    restored: Mapping[str, TensorSource] = field(default_factory=dict)
-    # how the optimizer moves weights by their first moments, by parameter
-    updates: Mapping[str, Update] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,6 @@ def prepared(job: Job) -> Iterator[Prepared]:
                 everything, roles, method, job.guide_files, held, tree=job.tree, rules=job.role_rules
             )
             notes = [*notes, *more]
-        guides = with_folds(guides, everything, roles, job.restored, job.updates)
         yield Prepared(job, roles, guides, tuple(notes))
 
 

@@ -113,7 +113,7 @@ OWN = {
     *("_indices", "ladder_codes", "ladder_sums", "ladder_counts", "level_codes", "level_sums"),
     "_near_zero",
     *("_nearest", "_drawn", "_leaf", "power", "largest", "_row_sums", "sensitivities"),
-    *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios", "moves"),
+    *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
     *("_rotate", "tile_peaks", "_tile_codes", "pack_rows"),
 }
 # Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.

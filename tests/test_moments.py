@@ -569,13 +569,16 @@ def test_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject)
     values = floats.widen_f64(patterns)
     steps = np.array([0.0, np.abs(values).max() / 20, 1e-3])
     dead_zone = data.draw(st.sampled_from([0.0, 0.35, 1.0]))
-    indices = reference.level_indices(values, steps[labels], dead_zone)
-    given_floats = patterns, patterns.view(np.float32), labels, steps, dead_zone
+    seed = data.draw(st.integers(0, 99))
+    drawn = np.random.default_rng(seed).random(len(values) if seed % 2 else 0, np.float32)
+    indices = reference.level_indices(values, steps[labels], dead_zone, drawn if len(drawn) else None)
+    given_floats = patterns, patterns.view(np.float32), labels, steps, dead_zone, drawn
 
-    found = LevelSums.of(patterns, labels, steps, dead_zone)
+    found = LevelSums.of(patterns, labels, steps, dead_zone, drawn)
     cells, size = labels.astype(np.int64) * 257 + indices + 128, 3 * 257
     np.testing.assert_array_equal(found.counts.reshape(-1), np.bincount(cells, minlength=size))
     ratios = np.where(indices != 0, values / np.where(steps > 0, steps, 1.0)[labels], 0.0)
+    ratios = indices if len(drawn) else ratios
     np.testing.assert_array_equal(found.sums.reshape(-1), np.bincount(cells, ratios, size))
 
     codes = np.empty(len(patterns), np.uint8)

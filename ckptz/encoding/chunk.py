@@ -170,7 +170,7 @@ def _deviation(kind: int, units: Units, decoded: Units, counts: NDArray[np.int64
 
 def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) -> Units:
     """Give the units [n] that a chunk will decode to, without coding it; others may be classed by them."""
-    units = (draft.source or source).units(sources.begin, sources.end)
+    units = source.units(sources.begin, sources.end)
     if draft.plan.quant_map is None:
         if draft.rounding is None:
             return units
@@ -205,15 +205,14 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
     if isinstance(source, EncodedSource) and draft == Draft(source.plan):
         return source.chunks[sources.begin // CHUNK_UNITS]
     header = FrameHeader(source.dtype, source.shape, plan, ())
-    exact = source.units(sources.begin, sources.end)
-    units = exact if draft.source is None else draft.source.units(sources.begin, sources.end)
+    units = source.units(sources.begin, sources.end)
     labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
     deviation, decoded = None, units
     if plan.quant_map is None:
         if draft.rounding is not None:
             kind = KINDS[source.dtype.name]
             decoded = draft.rounding.rounded(units, kind, sources.begin)
-            deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
+            deviation = _deviation(kind, units, decoded, np.zeros(256, np.int64))
         base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
         changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
         if changed is None:
@@ -227,7 +226,7 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
             deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(codes))
         else:
             counts = draft.counted[0].total if draft.counted else cpu().histogram(codes)
-            deviation = _deviation(header.value_table.kind, exact, decoded, counts)
+            deviation = _deviation(header.value_table.kind, units, decoded, counts)
     parts = tuple(data for _, data in streams)
     records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
     base_codes = None

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from ckptz.codec.plan import Plan
 from ckptz.codec.units import Companions, TensorSource
 from ckptz.encoding.counts import ClassCounts
-from ckptz.encoding.guide import NO_GUIDE, Folded, Guide
+from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer
 
@@ -31,14 +31,6 @@ class Subject:
     companions: Companions | None = None
     run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
     seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
-
-    def moved(self, step: float) -> TensorSource | None:
-        """Give the tensor moved by what its restored moments will not do any more.
-
-        None if they are not known, or where rounding to multiples of `step` would lose more by it.
-        """
-        moved = None if self.guide.fold is None else Folded(self.source, self.guide.fold)
-        return moved if moved is not None and moved.is_worth(step) else None
 
 
 def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:
@@ -64,8 +56,6 @@ class Draft:
     # codes by class of each stream, if the planner counted the one chunk there is
     counted: tuple[ClassCounts, ...] = ()
     is_sparse: bool = False  # code a chunk of which few units changed by their positions
-    # what is coded instead of the tensor, to make up for what is lost elsewhere; errors are of the tensor
-    source: TensorSource | None = None
     # what the file's record says of the planning, beside what was asked
     found: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     # planes domain: what units are rounded to before they are split, if at all

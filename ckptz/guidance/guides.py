@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.extent import moments_energy
-from ckptz.encoding.guide import NO_GUIDE, Fold, Guide, InputMoments, Update
+from ckptz.encoding.guide import Guide, InputMoments
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.formats.inputs import open_input
 from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile
@@ -24,8 +26,10 @@ from ckptz.guidance.layout import Shapes
 from ckptz.guidance.owners import roles_beside
 from ckptz.methods.method import CALIBRATION, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.methods.table import METHODS
+from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role, Rule, role_of
 
+N_SAMPLED: Final = 1 << 16  # units of a weight
 UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
 Calibrated: TypeAlias = Path | RecordedCalibration  # saved, or in memory
 # A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
@@ -228,44 +232,30 @@ def _shapes(weights: Mapping[str, TensorSource]) -> dict[str, tuple[int, ...]]:
     return {name: source.shape for name, source in weights.items()}
 
 
-# --- how optimizers move weights ------------------------------------------------------------------
-
-# Read from the settings of torch's Adam, AdamW and NAdam; of SGD and RMSprop with momentum. Lion and Muon are
-# not linear in their momentum. What is not known gives no update; nothing is guessed.
+# --- how far first moments move weights -----------------------------------------------------------
 
 
-def update_of(group: Mapping[str, Any], step: float | None) -> Update | None:
-    """Describe the update of a parameter; None if it is not linear in a first moment, or not known.
+def rate_of(group: Mapping[str, Any], step: float | None) -> float | None:
+    """Give how far Adam will move a weight for each root of the second moment that its first moment is.
+
+    The moves of a first moment m that no gradient renews are lr * b1^k * m / sqrt(v) with both bias
+    corrections, k = 1, 2 and so on.
 
     Args:
-        group: settings of its parameter group, as torch's optimizers name them.
-        step: updates that the parameter has had; Adam's bias corrections follow from it.
+        group: settings of its parameter group, as torch's Adam, AdamW and NAdam name them.
+        step: updates that the parameter has had.
+
+    Returns:
+        The sum of the moves; None for other optimizers and for what is not known.
     """
-    rate = _number(group.get("lr"))
-    if rate is None or group.get("amsgrad"):
-        return None
-    if "amsgrad" in group or "momentum_decay" in group:
-        return _adam(group, rate, step)
-    is_sgd, is_rmsprop = "dampening" in group, "centered" in group
-    momentum = _number(group.get("momentum"))
-    if not (is_sgd or is_rmsprop) or momentum is None or not 0 < momentum < 1:
-        return None
-    lead = momentum if group.get("nesterov") else 1.0
-    return Update(rate * lead * momentum / (1 - momentum))
-
-
-def _adam(group: Mapping[str, Any], rate: float, step: float | None) -> Update | None:
-    betas, eps = group.get("betas"), _number(group.get("eps"))
-    if not isinstance(betas, list | tuple) or len(betas) != 2 or eps is None or not step or step < 1:
+    rate, betas = _number(group.get("lr")), group.get("betas")
+    is_adam = "amsgrad" in group or "momentum_decay" in group
+    if not is_adam or not isinstance(betas, list | tuple) or len(betas) != 2 or not step or step < 1:
         return None
     first, second = (_number(beta) for beta in betas)
-    if first is None or second is None or not (0 < first < 1 and 0 < second < 1):
+    if rate is None or first is None or second is None or not (0 < first < 1 and 0 < second < 1):
         return None
-    rate *= first / (1 - first)
-    decay = _number(group.get("momentum_decay"))
-    # NAdam weighs its first moment by a momentum that grows, whose bias is gone after a few steps.
-    rate *= 1 / (1 - first**step) if decay is None else first * (1 - 0.5 * 0.96 ** (step * decay))
-    return Update(rate, 1 / math.sqrt(1 - second**step), eps)
+    return abs(rate) * first / (1 - first) / (1 - first**step) * math.sqrt(1 - second**step)
 
 
 def _number(value: Any) -> float | None:
@@ -274,38 +264,12 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None
 
 
-def with_folds(
-    guides: Mapping[str, Guide],
-    tensors: Mapping[str, TensorSource],
-    roles: Mapping[str, Role],
-    restored: Mapping[str, TensorSource],
-    updates: Mapping[str, Update],
-) -> Mapping[str, Guide]:
-    """Add to the guides of weights what a file loses of their moments.
-
-    Args:
-        guides: by name of the weight.
-        tensors: the exact ones, moments included.
-        roles: of each of them.
-        restored: what readers get of moments, by name.
-        updates: by parameter; weights without one are left as they are.
-    """
-    if not restored or not updates:
-        return guides
-    moments = {(roles[name].parameter, roles[name].role): name for name in restored if name in roles}
-    found = dict(guides)
-    for name, source in tensors.items():
-        role = roles[name]
-        update = updates.get(role.parameter) if role.role == "weight" else None
-        if update is None:
-            continue
-        first = moments.get((role.parameter, "momentum" if update.root_scale is None else "exp_avg"))
-        second = moments.get((role.parameter, "exp_avg_sq"))
-        if first is None or tensors[first].shape != source.shape:
-            continue
-        if update.root_scale is not None and second is None:
-            continue
-        exact, lossy = ((of[first], None if second is None else of[second]) for of in (tensors, restored))
-        fold = Fold(update, exact, lossy)
-        found[name] = replace(found.get(name, NO_GUIDE), fold=fold)
-    return found
+def rms_of(weight: TensorSource) -> float:
+    """Measure the root mean square of units in the middle; 0 for what is no such float, or not finite."""
+    if weight.dtype.name not in KINDS or isinstance(weight, CodedSource) or not weight.n_units:
+        return 0.0
+    begin = max(weight.n_units - N_SAMPLED, 0) // 2
+    units = weight.units(begin, min(begin + N_SAMPLED, weight.n_units))
+    with np.errstate(all="ignore"):
+        power = np.square(floats_of(units, KINDS[weight.dtype.name]), dtype=np.float64).mean()
+    return float(np.sqrt(power)) if np.isfinite(power) else 0.0

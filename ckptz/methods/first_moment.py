@@ -5,9 +5,12 @@ follow its root. Without second moments (SGD, Lion) it is a label of the row, by
 
 Codes rather than outer products of a few vectors: on a language model's run, 2 outer products kept as much
 of Adam's direction (29 %) in 0.09 bits as codes do in 0.45, but resumed no better than codes in 0.02 bits.
-The nearest level rather than thresholds that are drawn: on the fine-tune of bench/studies/restarts.py, drawn
-ones at four roots kept the momentum on average, but ended 0.61 % above the uninterrupted run at 123x, against
-0.65 % at 224x.
+
+What a file loses of a first moment is lost movement, as its weight would have followed it for some ten steps
+to come. On the encoder of bench/studies/momentum.py, ten restarts in 200 steps, that alone ended 2.6 % above
+the uninterrupted run. Thresholds that are drawn keep it on average; where rates are low their steps can be
+large, and take hundredths of a bit. Where rates are high they take several tenths, so there most moments fall
+into a dead zone. To move weights at once by what is lost costs more than it saves at such rates.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.kernels import cpu, floats, moments
-from ckptz.kernels.floats import Units
+from ckptz.kernels import cpu, floats, moments, rounding
+from ckptz.kernels.floats import NEAREST, Units
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
-from ckptz.methods.method import Recipe, Setting
+from ckptz.methods.method import DRAWN, Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of
 from ckptz.quant.moments import (
     MAX_INDEX,
@@ -49,6 +52,12 @@ Bounds = tuple[int, int]
 
 MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
 RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
+# Moves to come of a first moment that is kept, and of one of its steps, in root mean squares of the weight.
+# On the fine-tunes of bench/studies/momentum.py, what steps of 0.08 add is hardly seen; with larger moves
+# they take more than 0.2 bits, and cost more than they keep.
+KEPT_MOVES: Final = 0.0025
+KEPT_REACH: Final = 0.08
+MAX_KEPT_STEP: Final = 64.0  # roots
 USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
 MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than these save
 
@@ -75,12 +84,14 @@ class StepQuantizer(Quantizer):
     kind: int
     classes: Classes
     dead_zone: float
+    key: int = NEAREST
     rungs: Rungs | None = None
 
     def found(self, begin: int, end: int, units: Units) -> LevelSums:
         """Sum the levels of units begin..end by class."""
         patterns, labels = cpu().to_f32(units, self.kind), self.classes.labels(begin, end)
-        return LevelSums.of(patterns, labels, self.classes.steps, self.dead_zone)
+        drawn = self._thresholds(begin, end)
+        return LevelSums.of(patterns, labels, self.classes.steps, self.dead_zone, drawn)
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
@@ -88,9 +99,15 @@ class StepQuantizer(Quantizer):
         assert rungs is not None
         codes = np.empty(len(units), np.uint8)
         codes_of = (rungs.lowest, rungs.n_levels, rungs.escape_code or 0, MAX_INDEX + 1)
-        steps = self.classes.steps
-        moments().level_codes(*_values(units, self.kind), labels, steps, self.dead_zone, codes_of, codes)
+        given = labels, self.classes.steps, self.dead_zone, self._thresholds(begin, end)
+        moments().level_codes(*_values(units, self.kind), *given, codes_of, codes)
         return codes
+
+    def _thresholds(self, begin: int, end: int) -> NDArray[np.float32]:
+        """Draw the thresholds of units begin..end [end - begin]; none for the nearest level."""
+        n = 0 if self.key == NEAREST else end - begin
+        found: NDArray[np.float32] = rounding().thresholds(self.key, begin, n)
+        return found
 
 
 def _values(units: Units, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
@@ -107,11 +124,14 @@ class FirstMoment(Recipe):
         step: in roots of the restored second moment; without one, in root mean squares of the row.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero.
         source: name of the tensor of second moments, or None.
+        is_kept: whether it is kept on average where that takes few bits: by thresholds that are drawn, and
+            without a dead zone.
     """
 
     step: float
     dead_zone: float
     source: str | None = None
+    is_kept: bool = False
     name: ClassVar[str] = "first-moment"
 
     def settings(self) -> dict[str, Setting]:
@@ -134,14 +154,26 @@ class FirstMoment(Recipe):
             return exact_with_note(subject, "holds NaN or infinity")
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
-            return _first_plan(source, self, _by_row(source, self, run), run)[0]
+            return _first_plan(subject, self._quantizer(source, _by_row(source, self, run)))[0]
+        reach = subject.guide.reach
+        if self.is_kept and reach is not None and reach * ratio < KEPT_MOVES:
+            step = KEPT_REACH / max(reach, KEPT_REACH / MAX_KEPT_STEP)
+            return self._kept(subject, _by_second(second, replace(self, step=step)), step)
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         candidates = [_by_second(second, wanted)]
         if n_units < MIN_CLASSED_UNITS:
             candidates.append(_as_one(second, wanted, run))
-        sized = [_first_plan(source, self, classes, run) for classes in candidates]
+        sized = [_first_plan(subject, self._quantizer(source, classes)) for classes in candidates]
         return min(sized, key=lambda plan: plan[1])[0]
+
+    def _quantizer(self, source: TensorSource, classes: Classes) -> StepQuantizer:
+        return StepQuantizer(KINDS[source.dtype.name], classes, self.dead_zone)
+
+    def _kept(self, subject: Subject, classes: Classes, step: float) -> Draft:
+        quantizer = replace(self._quantizer(subject.source, classes), key=subject.seed)
+        draft, _ = _first_plan(subject, quantizer)
+        return replace(draft, found={"step": step, DRAWN: subject.seed})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
@@ -207,17 +239,13 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Clas
     return Classes((Row(len(spreads), indices),), wanted.step * spreads, labels)
 
 
-def _first_plan(
-    source: TensorSource, wanted: FirstMoment, classes: Classes, run: MapFunction
-) -> tuple[Draft, float]:
-    """A plan, and the bytes that it promises."""
-    kind = KINDS[source.dtype.name]
-    quantizer = StepQuantizer(kind, classes, wanted.dead_zone)
+def _first_plan(subject: Subject, quantizer: StepQuantizer) -> tuple[Draft, float]:
+    source, kind, classes = subject.source, quantizer.kind, quantizer.classes
 
     def levels(bounds: Bounds) -> LevelSums:
         return quantizer.found(*bounds, source.units(*bounds))
 
-    found = summed(run, levels, source)
+    found = summed(subject.run, levels, source)
     rungs = found.rungs()
     joint = _codes_by_class(found, rungs)
     if not rungs.has_exceptions and (rungs.lowest, rungs.n_levels) == (0, 1):

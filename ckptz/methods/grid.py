@@ -111,7 +111,7 @@ ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that re
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
 LEAST_MOVING: Final = 1 / 16  # of elements; see `_Grid.after`
-MAX_HALVED: Final = 3
+MAX_HALVED: Final = 6
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
@@ -145,9 +145,12 @@ class UniformGrid(Recipe):
             return replace(plan_lossless(source, base, run), note=fault)
         if found.residual_power >= found.power:
             base = None
-        step = self.anchor_step if base is None and self.anchor_step is not None else self.step
-        draft = self._draft(subject, base, _row_steps(source, step, guide, found))
-        return draft if step == self.step else replace(draft, found={**draft.found, "step": step})
+        # A base that is no such grid, as the weights that a fine-tune began from, is that of an anchor.
+        begins = base is None or base.stored is None or base.stored.method != self.name
+        step = self.anchor_step if begins and self.anchor_step is not None else self.step
+        wanted = replace(self, step=step)
+        draft = wanted._draft(subject, base, _row_steps(source, step, guide, found))
+        return draft if step == self.step else replace(draft, found={"step": step, **draft.found})
 
     def _draft(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         if self.purpose == "resume" or (self.purpose == "auto" and base is not None):
@@ -164,10 +167,9 @@ class UniformGrid(Recipe):
         stored = None if base is None else base.stored
         kept = _steps_of(stored, rows, self.step)
         rows = kept or rows
-        moved = subject.moved(float(rows.steps[rows.labels].mean()))
         drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
         key = drawn if isinstance(drawn, int) else NEAREST
-        grid = _Grid(moved or subject.source, base, rows, self.dead_zone or 0.0, key)
+        grid = _Grid(subject.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
             grid = grid.after(subject.seed, PEAK if kept else PEAK_TO_SHIP)
         counted = summed(subject.run, grid.count, subject.source)
@@ -179,7 +181,7 @@ class UniformGrid(Recipe):
         draft = _draft_of(grid, counted, most, bare_levels(grid.rows.steps, most))
         share = grid.rows.steps[0] / rows.steps[0]
         found = {} if grid.key == NEAREST else {DRAWN: grid.key, "step": float(self.step * share)}
-        return replace(draft, source=moved, found=found)
+        return replace(draft, found=found)
 
     def _standing(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         """Plan a weight that is only evaluated: smallest at an equal error."""
@@ -293,11 +295,15 @@ class Grid(Method):
     def expecting(self, restores: int) -> Self:
         """Give finer steps the more restores there will be: what each costs grows with the step.
 
-        Anchors are finer still: the error of the first stays in the run, however often it restarts.
+        Anchors are finer still: the error of the first stays in the run, however often it restarts. Momentum
+        is kept on average where that takes few bits.
         """
         share = min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
         finer = self._with_step(self.step * share, share)
-        return replace(finer, anchor_step=self.anchor_step or finer.step * ANCHOR_SHARE)
+        moments = finer.moments
+        if moments is not None:
+            moments = replace(moments, keeps_first=True)
+        return replace(finer, moments=moments, anchor_step=self.anchor_step or finer.step * ANCHOR_SHARE)
 
     @property
     def multiplier(self) -> float:

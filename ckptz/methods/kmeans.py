@@ -193,8 +193,7 @@ class Clusters(Recipe):
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        moved = subject.moved(float(np.ptp(levels)) / (len(levels) - 1))
-        return Draft(plan, replace(quantizer, key=key), source=moved, found={DRAWN: key})
+        return Draft(plan, replace(quantizer, key=key), found={DRAWN: key})
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +369,7 @@ class KMeans(Method):
 
 def _regrouped(subject: Subject, draft: Draft) -> Draft:
     """Group the codes by those of the base, where it has any and that is smaller."""
-    source, base, quantizer = draft.source or subject.source, subject.base, draft.quantizer
+    source, base, quantizer = subject.source, subject.base, draft.quantizer
     if base is None or base.n_codes is None or quantizer is None:
         return draft
     found = counts_by_base(source, base, quantizer, subject.run)

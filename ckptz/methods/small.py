@@ -93,9 +93,8 @@ class Rounding(Recipe):
         if not sketch_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
         chosen = self if subject.base is None else replace(self, key=self._key_after(source, subject.seed))
-        moved = subject.moved(0.0)  # its steps are far below what moments move
-        exact = plan_lossless(RoundedSource(moved or source, chosen), subject.base, run)
-        return replace(exact, source=moved, rounding=chosen)
+        exact = plan_lossless(RoundedSource(source, chosen), subject.base, run)
+        return replace(exact, rounding=chosen)
 
     def _key_after(self, source: TensorSource, new: int) -> int:
         """Choose the thresholds by the first chunk; the base's file does not tell its own."""

@@ -224,21 +224,29 @@ def class_roots(kind: int) -> Floats:
 
 @dataclass(slots=True)
 class LevelSums:
-    """Occurrences of each level in each class, and sums of values in steps; chunks add up."""
+    """Occurrences of each level in each class, and sums of what they stand for; chunks add up."""
 
     # [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
     counts: Integers
-    sums: Floats  # of values in steps, the same; 0 for level 0
+    sums: Floats  # in steps, the same; 0 for level 0
 
     @classmethod
     def of(
-        cls, patterns: NDArray[np.uint32], labels: NDArray[np.uint8], steps: Floats, dead_zone: float
+        cls,
+        patterns: NDArray[np.uint32],
+        labels: NDArray[np.uint8],
+        steps: Floats,
+        dead_zone: float,
+        drawn: NDArray[np.float32],
     ) -> LevelSums:
-        """Count F32 patterns [n] with labels [n] by the steps of these, wider around zero by a dead zone."""
+        """Count F32 patterns [n] with labels [n] by the steps of these.
+
+        They are rounded by thresholds [n], or without any to the nearest level, wider around zero.
+        """
         shape = (len(steps), 2 * (MAX_INDEX + 1) + 1)
         counts, sums = np.zeros(shape, np.int64), np.zeros(shape)
         values = patterns.view(np.float32)
-        moments().level_sums(patterns, values, labels, steps, dead_zone, counts, sums)
+        moments().level_sums(patterns, values, labels, steps, dead_zone, drawn, counts, sums)
         return cls(counts, sums)
 
     def __add__(self, other: LevelSums) -> LevelSums:

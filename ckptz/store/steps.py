@@ -17,7 +17,6 @@ may read while one process writes. Knows no torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from ckptz.codec.units import TensorSource
 from ckptz.container.amend import amend_metadata
 from ckptz.container.index import Index
 from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, make_folder, publish_together
@@ -65,21 +63,6 @@ from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
 ABANDONED_SECONDS: Final = 3600.0
 
 Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
-
-
-Opener = Callable[[], contextlib.AbstractContextManager[Mapping[str, TensorSource]]]
-
-
-class WeightsEncoder(Protocol):
-    """Writes weights; may look at what of the state beside them will be restored."""
-
-    def __call__(
-        self,
-        sink: BinaryIO,
-        base: Checkpoint | None,
-        position: int,
-        restored: Opener,
-    ) -> Written: ...
 
 
 class ExactEncoder(Protocol):
@@ -299,7 +282,7 @@ class StepStore:
     def write(
         self,
         step: int,
-        encode_weights: WeightsEncoder,
+        encode_weights: Encoder,
         encode_state: Encoder,
         rule: ChainRule,
         encode_exact: ExactEncoder | None = None,
@@ -308,8 +291,7 @@ class StepStore:
 
         Args:
             step: after all that are there.
-            encode_weights: writes weights to a file, against a base or, for None, alone; can open
-                the state as a reader will restore it.
+            encode_weights: writes weights to a file, against a base or, for None, alone.
             encode_state: writes state.
             rule: what they are stored against.
             encode_exact: writes the residuals of those files that lose something; None for none.
@@ -332,9 +314,7 @@ class StepStore:
                 with files.file(folder / state_file.name) as state_sink:
                     state = self._encode("state", state_sink, encode_state, rule, notes)
                 written = Path(state_sink.name)
-                restored = functools.partial(_restored, written, notes)
-                with_state = functools.partial(encode_weights, restored=restored)
-                weights = self._encode("weights", weights_sink, with_state, rule, notes)
+                weights = self._encode("weights", weights_sink, encode_weights, rule, notes)
                 weights_sink.flush()
                 n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
                 state = replace(state, stored_bytes=n_bytes)
@@ -508,15 +488,3 @@ def number_of(text: str | None) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-@contextlib.contextmanager
-def _restored(path: Path, notes: list[str]) -> Iterator[Mapping[str, TensorSource]]:
-    """Open a state that was just written; nothing where its base is elsewhere or cannot be read."""
-    with contextlib.ExitStack() as held:
-        tensors: Mapping[str, TensorSource] = {}
-        try:
-            tensors = held.enter_context(contextlib.closing(open_checkpoint(path))).tensors
-        except (CkptzError, OSError) as error:
-            notes.append(f"weights: what the state loses is not made up for, as it cannot be read: {error}")
-        yield tensors

@@ -253,7 +253,7 @@ class Checkpointer:
             return
         self._store.check_new(step)
         method = self._method()
-        taken = self._taken()
+        taken = self._taken(method.config)
         search = None
         if self._search is not None:
             method, search = self._searched(self._search, taken, method, step)
@@ -323,9 +323,11 @@ class Checkpointer:
     def _config_now(self) -> Method:
         """The configuration for the restarts that are expected, or twice as many where these are used up."""
         expected = self._expected
-        while 0 < expected < self._n_restores:
+        if not expected or self._search is not None:
+            return self._config
+        while expected < self._n_restores:
             expected *= 2
-        return self._config.expecting(expected) if expected and self._search is None else self._config
+        return self._config.expecting(expected)
 
     def _searched(
         self, search: BudgetSearch, taken: _Taken, method: WhatMayBeLost, step: int
@@ -341,7 +343,7 @@ class Checkpointer:
         finally:
             set_random_state(random)
 
-    def _taken(self) -> _Taken:
+    def _taken(self, config: Method) -> _Taken:
         """A copy of the state; of weights that are to be coded and live elsewhere, their codes.
 
         Deltas are coded here: which level keeps what training has moved depends on the base. So is what is
@@ -354,7 +356,7 @@ class Checkpointer:
         is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
         if is_alone and self._store.next_is_anchor("weights", self._rule):
             with Workers(self._restore_jobs) as workers:
-                coded = code_where_they_live(state[MODEL], f"{MODEL}.", self._config_now, workers)
+                coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         frozen_id = None if self._frozen is None else self._frozen.of(frozen)
         is_exact = self._search is None and not self._config.is_lossy

@@ -15,10 +15,10 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
-from ckptz.encoding.guide import Update
+from ckptz.encoding.guide import Guide
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.frameworks.torch import TorchTensors, torch_dtype
-from ckptz.guidance.guides import Calibrated, GuideFiles, update_of
+from ckptz.guidance.guides import Calibrated, GuideFiles, rate_of, rms_of
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
@@ -34,7 +34,6 @@ from ckptz.store.step_files import (
     FileKind,
     StepFile,
 )
-from ckptz.store.steps import Opener
 from ckptz.tree.flatten import flatten
 from ckptz.tree.leaves import DTypeName, Size, TensorRef
 from ckptz.tree.skeleton import parse_tree
@@ -104,7 +103,6 @@ class StepState:
         weights: of the first file.
         rest: of the second one.
         exact: by kind, what those that are in `state` hold, without codes.
-        updates: how optimizers move weights by their first moments, by parameter.
         roles: of weights and of optimizer state, by name. The state says what they are: names may mislead.
     """
 
@@ -125,7 +123,6 @@ class StepState:
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
         self.rest = _part({name: value for name, value in state.items() if name != MODEL}, encoded)
         self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
-        self.updates = dict(_updates(state, self.rest.tensors))
         self.roles = dict(_weight_roles(self.weights.tensors, prefix)) | dict(
             moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
@@ -148,6 +145,17 @@ class StepState:
     def trained(self) -> frozenset[str]:
         """Parameters that have moments."""
         return frozenset(role.parameter for role in self.roles.values() if role.role in _MOMENTS)
+
+    def reaches(self) -> Iterator[tuple[str, float]]:
+        """Give `Guide.reach` of Adam's first moments, by their names, where it is known."""
+        state = self._given[0]
+        for group in state.get("groups", ()):
+            for parameter in group.get("params", ()):
+                weight = self.weights.tensors.get(f"{self.prefix}{parameter}")
+                step = _step(state.get(OPTIMIZER, {}), parameter, self.rest.tensors)
+                rate, size = rate_of(group, step), 0.0 if weight is None else rms_of(weight)
+                if rate is not None and size:
+                    yield f"{OPTIMIZER}.{parameter}.exp_avg", rate / size
 
     def job(self, part: Part, method: WhatMayBeLost) -> Job:
         """Describe one of the two files.
@@ -188,13 +196,6 @@ def moment_roles(
                 yield name, role if BASES.isdisjoint(state) else replace(role, role="other")
 
 
-def _updates(state: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> Iterator[tuple[str, Update]]:
-    for group in state.get("groups", ()):
-        for parameter in group.get("params", ()):
-            if update := update_of(group, _step(state.get(OPTIMIZER, {}), parameter, tensors)):
-                yield parameter, update
-
-
 def _step(optimizer: Mapping[str, Any], parameter: str, tensors: Mapping[str, TensorSource]) -> float | None:
     """Find the updates that a parameter has had: a number, or a tensor of one."""
     step = optimizer.get(parameter, {}).get("step")
@@ -228,33 +229,23 @@ class StepEncoder:
         """Notes for the user on the files that are written."""
         return [note for notes in self._notes.values() for note in notes]
 
-    def weights(
-        self,
-        sink: BinaryIO,
-        base: Checkpoint | None,
-        position: int,
-        restored: Opener,
-    ) -> Written:
-        """Write the weights; see `ckptz.store.steps.WeightsEncoder`."""
+    def weights(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
+        """Write the weights; see `ckptz.store.steps.Encoder`."""
         state = self._state.like(base)
         metadata = {POSITION_KEY: str(position), **state.metadata}
         if self._metric is not None:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
         job = replace(state.job(state.weights, method), quality=method.quality)
-        if not method.config.loses_state or method.quality:  # qualities were measured without
-            return self._write("weights", sink, job, base, metadata)
-        with restored() as tensors:
-            job = replace(job, restored=tensors, updates=state.updates)
-            return self._write("weights", sink, job, base, metadata)
+        return self._write("weights", sink, job, base, metadata)
 
     def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
         """Write the rest; see `ckptz.store.steps.Encoder`."""
         metadata = {POSITION_KEY: str(position)}
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
-        # Nothing in it is a weight that could be guided.
-        job = replace(self._state.job(self._state.rest, method), guides={}, beside={}, quality=quality)
+        guides = {name: Guide(reach=reach) for name, reach in self._state.reaches()}
+        job = replace(self._state.job(self._state.rest, method), guides=guides, beside={}, quality=quality)
         return self._write("state", sink, job, base, metadata)
 
     def exact(

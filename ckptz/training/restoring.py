@@ -1,7 +1,7 @@
 """The files of a step, opened to be restored, and the parts of the run that they hold.
 
-What a residual makes exact comes back so. A step is exact as a whole or not at all: lossy weights make up for
-what lossy moments lose, so either with the exact other would be neither.
+What a residual makes exact comes back so. A step is exact as a whole or not at all: what training goes on
+from is one of the two that were measured, never a mixture.
 """
 
 from __future__ import annotations

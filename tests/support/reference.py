@@ -357,7 +357,10 @@ def log_sums(
 
 
 def level_indices(
-    values: NDArray[np.float64], steps: NDArray[np.float64], dead_zone: float
+    values: NDArray[np.float64],
+    steps: NDArray[np.float64],
+    dead_zone: float,
+    drawn: NDArray[np.float32] | None = None,
 ) -> NDArray[np.int64]:
     """Find the level of each value, 0 in the dead zone, and 128 or -128 beyond the last level.
 
@@ -365,9 +368,13 @@ def level_indices(
         values: finite [n].
         steps: of each [n], 0 where there is none: such values are level 0 if they are zero.
         dead_zone: share of a step.
+        drawn: thresholds of each [n], from 0 to 1, in place of nearest levels and the dead zone.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratios = np.where(values == 0, 0.0, np.abs(values) / steps)
+    if drawn is not None:
+        scaled = np.sign(values) * np.minimum(ratios, MAX_MAGNITUDE + 1)
+        return (np.floor(scaled) + (drawn >= 1 - (scaled - np.floor(scaled)))).astype(np.int64)
     whole = np.minimum(np.maximum(np.rint(ratios), 1), MAX_MAGNITUDE + 1)
     return (np.sign(values) * np.where(ratios < 0.5 + dead_zone, 0, whole)).astype(np.int64)
 
