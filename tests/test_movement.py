@@ -347,10 +347,11 @@ def test_steps_are_halved_where_little_moves(tmp_path: Path, movement: float, ha
 def test_more_restores_than_usual_want_finer_steps() -> None:
     given = Grid(step=0.5)
     usual, many = given.expecting(10), given.expecting(40)
-    assert (usual.step, usual.anchor_step, usual.moments) == (0.5, 0.125, given.moments)
+    assert given.moments is not None
+    kept = replace(given.moments, keeps_first=True)
+    assert (usual.step, usual.anchor_step, usual.moments) == (0.5, 0.125, kept)
     assert (many.step, many.anchor_step) == (0.125, 0.03125)
     assert many.moments is not None
-    assert given.moments is not None
     assert many.moments.second_step == given.moments.second_step / 4
     assert many.moments.first_step == given.moments.first_step / 4
     assert replace(given, anchor_step=1.0).expecting(40).anchor_step == 1.0
@@ -472,6 +473,8 @@ def test_settings_of_other_optimizers_tell_no_reach() -> None:
     for odd in ({"lr": None}, {"betas": 0.9}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}, {"lr": math.nan}):
         assert rate_of({**adam, **odd}, 100) is None
     assert rate_of({"lr": 1e-3, "betas": (0.9, 0.99)}, 100) is None  # Lion
+    for schedule in ({"initial_lr": 2e-3}, {"initial_lr": 1e-5, "max_lr": 2e-3}):
+        assert rate_of({**adam, **schedule}, 1e6) == pytest.approx(18e-3)
     assert rate_of(adam, None) is None
     assert rate_of(adam, 0) is None
 

@@ -30,6 +30,7 @@ from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role, Rule, role_of
 
 N_SAMPLED: Final = 1 << 16  # units of a weight
+RATES: Final = ("lr", "initial_lr", "max_lr")  # now, and what schedules of torch note beside it
 UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
 Calibrated: TypeAlias = Path | RecordedCalibration  # saved, or in memory
 # A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
@@ -246,16 +247,18 @@ def rate_of(group: Mapping[str, Any], step: float | None) -> float | None:
         step: updates that the parameter has had.
 
     Returns:
-        The sum of the moves; None for other optimizers and for what is not known.
+        The sum of the moves, at the highest rate that a schedule of torch is known to come to, as the next
+        steps may raise it; None for other optimizers and for what is not known.
     """
-    rate, betas = _number(group.get("lr")), group.get("betas")
+    rates, betas = [_number(group.get(name)) for name in RATES], group.get("betas")
     is_adam = "amsgrad" in group or "momentum_decay" in group
     if not is_adam or not isinstance(betas, list | tuple) or len(betas) != 2 or not step or step < 1:
         return None
     first, second = (_number(beta) for beta in betas)
-    if rate is None or first is None or second is None or not (0 < first < 1 and 0 < second < 1):
+    if rates[0] is None or first is None or second is None or not (0 < first < 1 and 0 < second < 1):
         return None
-    return abs(rate) * first / (1 - first) / (1 - first**step) * math.sqrt(1 - second**step)
+    rate = max(abs(known) for known in rates if known is not None)
+    return rate * first / (1 - first) / (1 - first**step) * math.sqrt(1 - second**step)
 
 
 def _number(value: Any) -> float | None:
