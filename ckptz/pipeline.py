@@ -51,7 +51,7 @@ class Prepared:
     """A job of which all is known that its files need, whatever their configuration."""
 
     job: Job  # what to write
-    roles: Mapping[str, Role]  # what its tensors are
+    roles: Mapping[str, Role]  # what its tensors are, where that changes anything
     guides: Mapping[str, Guide]  # what is known of them, by name
     notes: tuple[str, ...]  # for the user
 
@@ -83,7 +83,7 @@ def prepared(job: Job) -> Iterator[Prepared]:
     everything = {**job.tensors, **job.beside}
     roles = {
         name: known.get(name) or role_of(name, tuple(s.shape), s.dtype.is_float, job.role_rules)
-        for name, s in everything.items()
+        for name, s in (everything.items() if method.is_lossy else ())
     }
     with contextlib.ExitStack() as held:
         guides = job.guides

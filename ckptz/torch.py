@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,13 @@ from ckptz.api.apply import apply_
 from ckptz.api.read import check_limit
 from ckptz.api.safe_open import PathLike, checked_path, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
-from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units, tensor_bytes
+from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, tensor_bytes
 from ckptz.commands.restore import decoded_chunks
-from ckptz.dtypes import DType
+from ckptz.encoding.on_device import DeviceSource
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.frameworks.plain_types import Mover, from_plain, on_device, to_plain
 from ckptz.frameworks.torch import stored_type
+from ckptz.kernels.torch import lives_elsewhere
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
@@ -405,19 +405,6 @@ def _is_complete(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() == storage.data_ptr() and fills
 
 
-@dataclass(frozen=True, slots=True)
-class _DeviceSource(TensorSource):
-    """A tensor on an accelerator; its units are fetched chunk by chunk."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    raw: torch.Tensor
-
-    def units(self, begin: int, end: int) -> Units:
-        n = self.dtype.unit_bytes
-        return self.raw[begin * n : end * n].cpu().numpy().view(UNIT_TYPES[n])
-
-
 def _sources(tensors: Tensors) -> dict[str, TensorSource]:
     _check(tensors)
     check_tensor_names(tensors)
@@ -461,8 +448,8 @@ def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
     dtype, shape = stored_type(name, tensor)
     if not tensor.numel():
         return ArraySource(dtype, shape, np.empty(0, UNIT_TYPES[dtype.unit_bytes]))
-    raw = tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    if tensor.device.type != "cpu":
-        return _DeviceSource(dtype, shape, raw)
-    units = raw.numpy().view(UNIT_TYPES[dtype.unit_bytes])
+    tensor = tensor.resolve_conj().resolve_neg()
+    if lives_elsewhere(tensor):
+        return DeviceSource.of(dtype, shape, tensor)
+    units = tensor.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
     return ArraySource(dtype, shape, np.require(units, requirements=["A"]))

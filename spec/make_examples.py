@@ -194,6 +194,13 @@ class Noting(ByteReader):
         taken = super().take(n_bytes, what)
         if what in VALUES:
             self._notes.add(self.offset - n_bytes, bytes(taken), what, VALUES[what](bytes(taken)))
+        if what == "chunk records":  # of one chunk, without base codes
+            end, self.offset = self.offset, self.offset - n_bytes
+            self.u64("stored checksum")
+            self.u64("decoded checksum")
+            while self.offset < end:
+                self.u8("coder")
+                self.u32("stream length")
         return taken
 
 

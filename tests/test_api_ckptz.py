@@ -22,11 +22,11 @@ from ckptz.codec.units import ArraySource
 from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.on_device import DeviceSource
 from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
 from ckptz.frameworks.torch import TorchTensors
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
-from ckptz.torch import _DeviceSource
 from tests.support.api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 
 ROOT = Path(__file__).parent.parent
@@ -280,7 +280,7 @@ def test_tensors_go_to_the_device_of_the_framework() -> None:
 
 def test_units_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
     tensor = make(torch.float32, 100)
-    source = _DeviceSource(dtype_of("F32"), (100,), tensor.view(torch.uint8))
+    source = DeviceSource.of(dtype_of("F32"), (100,), tensor)
     assert source.units(3, 9).tobytes() == tensor[3:9].numpy().tobytes()
     assert source.units(0, 100).dtype == np.dtype("<u4")
 

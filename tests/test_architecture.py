@@ -10,11 +10,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckptz._version import __version__
 from ckptz.container.index import FORMAT_VERSION
+from ckptz.methods.method import Recipe
 from ckptz.methods.table import METHODS
+from tests.support.walk import walk
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,6 +53,7 @@ FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1, "ckptz.__main__
 # Third parties have owners; what one may lack loads inside functions elsewhere.
 OWNERS = {
     "numba": ("ckptz.kernels",),
+    "llvmlite": ("ckptz.kernels",),
     "xxhash": ("ckptz.bits",),
     "zstandard": ("ckptz.entropy",),
     "click": ("ckptz_cli",),
@@ -58,7 +63,8 @@ OWNERS = {
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
         *("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans"),
         *("ckptz.kernels.triton_values", "ckptz.kernels.triton_wire"),
-        *("ckptz.codec.on_device", "ckptz.encoding.on_device"),
+        *("ckptz.codec.on_device", "ckptz.encoding.on_device", "ckptz.encoding.near"),
+        *("ckptz.encoding.planes_on_device", "ckptz.encoding.grid_on_device"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage", "ckptz.wire.ddp"),
@@ -75,6 +81,7 @@ LATE = (
     ("ckptz.commands.compress", "ckptz.search_run.run"),
     ("ckptz.pages.shown", "ckptz.pages.notebook"),
 )  # what few runs of a command need, for its start
+N_MODULES, N_RECORDS = 75, 41  # that `ckptz compress --base --method grid` goes through at the most
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 
@@ -194,20 +201,26 @@ def test_no_modules_import_each_other_not_even_for_types() -> None:
         pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
 
 
+def subclasses(kind: type) -> set[str]:
+    """Names of all classes below one."""
+    return {name for one in kind.__subclasses__() for name in (one.__name__, *subclasses(one))}
+
+
 def config_checks(tree: ast.AST) -> Iterator[str]:
-    """`isinstance` tests on the configurations of methods."""
+    """`isinstance` tests on configurations and recipes of methods, and casts to them."""
+    known = {*(method.__name__ for method in METHODS.values()), *subclasses(Recipe), "Moments"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
-            kinds = set(re.findall(r"\w+", ast.unparse(node.args[1])))
-            if kinds & {*(method.__name__ for method in METHODS.values()), "Moments"}:
-                yield ast.unparse(node)
+        text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+        if re.match(r"(isinstance|cast)\(", text) and known & set(re.findall(r"\w+", text)):
+            yield text
 
 
 def test_only_methods_ask_which_method_it_is() -> None:
     outside = {module: tree for module, tree in TREES.items() if room_of(module) != "ckptz.methods"}
     found = [f"{module}: {check}" for module, tree in outside.items() for check in config_checks(tree)]
     assert not found
-    assert list(config_checks(ast.parse("isinstance(config, (int, KMeans))")))
+    for check in ("isinstance(config, (int, KMeans))", "isinstance(a, Clusters)", "cast(KMeans, config)"):
+        assert list(config_checks(ast.parse(check)))
 
 
 def test_one_function_publishes_files() -> None:
@@ -277,6 +290,24 @@ def test_a_look_loads_neither_torch_nor_numba(command: str) -> None:
     loaded = set(done.stderr.split())
     assert "ckptz" in loaded
     assert not loaded & {"torch", "numba"}
+
+
+def test_a_delta_on_the_grid_goes_through_no_more_modules_and_records(tmp_path: Path) -> None:
+    """Of a user's commonest lossy command; CONTRIBUTING says what it was before. Let neither number grow."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((128, 128), np.float32)
+    for name in ("a", "b"):
+        save_file({"a.weight": weight, "a.bias": weight[0]}, tmp_path / f"{name}.safetensors")
+        weight = weight + np.float32(0.01) * rng.standard_normal((128, 128), np.float32)
+    first, second = (str(tmp_path / f"{name}.safetensors") for name in ("a", "b"))
+    walk("compress", first, "--method", "grid")
+    delta = ("compress", second, "--method", "grid", "--base", str(tmp_path / "a.ckptz"), "--output")
+    walk(*delta, str(tmp_path / "once.ckptz"))  # compiles what this machine has not compiled yet
+    found = walk(*delta, str(tmp_path / "b.ckptz"))
+    assert 50 < len(found.modules) <= N_MODULES, "\n".join(sorted(found.modules))
+    assert 30 < len(found.records) <= N_RECORDS, "\n".join(sorted(map(str, found.records)))
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert f"{N_MODULES} modules and makes {N_RECORDS} kinds of records" in text
 
 
 def test_the_changelog_opens_with_this_version_and_its_format() -> None:

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, KMeans
+from ckptz.container import reader
 from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.methods.method import Method
 from ckptz.torch import load_file
 from ckptz.training.restoring import Restored
 from ckptz.training.snapshot import Snapshot
 from tests.support.checkpointer_support import (
+    GRID,
     LOSSY,
     Run,
     linear,
@@ -276,3 +278,39 @@ def test_the_example_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 def test_nothing_unfinished_is_left_behind(tmp_path: Path) -> None:
     saved_run(tmp_path, 3, keep=KeepPolicy(last=1))
     assert not [name for name in names_in(tmp_path) if name.endswith(TEMPORARY_SUFFIX)]
+
+
+@pytest.mark.parametrize("exact", [0, 1], ids=["lossy", "exact head"])
+def test_a_save_decodes_as_much_however_long_its_chain_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: int
+) -> None:
+    decoded: list[str] = []
+    keep = KeepPolicy(last=None, exact=exact)
+
+    def counting(name: str) -> None:
+        decode = getattr(reader, name)
+        monkeypatch.setattr(reader, name, lambda *a: decoded.append(name) or decode(*a))  # type: ignore[func-returns-value]
+
+    def counts(folder: Path) -> list[int]:
+        """Chunks that each save from the second delta on decodes."""
+        run, found = Run(), []
+        with run.checkpointer(folder, background=False, config=GRID, keep=keep) as checkpointer:
+            for step in range(1, 7):
+                run.step()
+                decoded.clear()
+                checkpointer.save(step)
+                found.append(len(decoded))
+        return found[2:]
+
+    counting("decode_chunk")
+    counting("decode_codes")
+    held = counts(tmp_path / "held")
+    assert held[0] == max(held) > 0
+    monkeypatch.setattr("ckptz.training.checkpointer.memory_for_last", lambda: 0)
+    anew = counts(tmp_path / "anew")
+    assert anew == sorted(anew)
+    assert anew[-1] > 2 * held[-1]
+    files = sorted(name for name in names_in(tmp_path / "held") if name.startswith("step-"))
+    assert [(tmp_path / "held" / name).read_bytes() for name in files] == [
+        (tmp_path / "anew" / name).read_bytes() for name in files
+    ]

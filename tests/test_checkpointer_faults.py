@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import random
@@ -63,20 +62,16 @@ class Aborting:
 
         return wrapped
 
-    def open(self, path: Path, mode: str, opener: Any) -> io.BufferedWriter:
-        aborting = self
-
-        class File(io.FileIO):
-            def write(self, data: Any) -> int:
-                if aborting.tick():
-                    super().write(memoryview(data)[: len(data) // 2])
-                    os._exit(ABORTED)
-                return super().write(data)
-
-        return io.BufferedWriter(File(path, mode, opener=opener))
-
     def install(self) -> None:
-        publish.open = self.open  # type: ignore[attr-defined]
+        write = publish.EagerFile.write
+
+        def halved(file: publish.EagerFile, data: Any) -> int:
+            if self.tick():
+                write(file, memoryview(data)[: len(data) // 2])
+                os._exit(ABORTED)
+            return write(file, data)
+
+        publish.EagerFile.write = halved  # type: ignore[assignment, method-assign]
         for name in ("fsync", "replace", "unlink"):
             setattr(os, name, self.wrap(getattr(os, name)))
 

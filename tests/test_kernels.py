@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from ckptz.encoding.counts import ClassCounts
 from ckptz.kernels import compiled as cpu_kernels
 from tests.support import reference, torch_kernels
 
@@ -119,6 +120,16 @@ def test_classes_histograms_and_grouping_agree(dtype: Any, data: st.DataObject) 
     assert counts.sum() == len(units)
     grouped = check_equal("group", np.uint8, symbols, classes, 256)
     np.testing.assert_array_equal(check_equal_into("ungroup", symbols, grouped, classes, 256), symbols)
+
+
+def test_classes_of_many_codes_are_counted_as_those_of_few() -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.choice(np.array([3, 4, 9], np.uint8), 3 * 1024 + 1)
+    codes = rng.integers(0, 256, len(labels)).astype(np.uint8)
+    dense, sparse = ClassCounts.of(labels, codes, 10), ClassCounts.of(labels, codes, 256)
+    np.testing.assert_array_equal(dense.classes, [3, 4, 9])
+    np.testing.assert_array_equal(sparse.classes, dense.classes)
+    np.testing.assert_array_equal(sparse.counts, dense.counts)
 
 
 @pytest.mark.parametrize("dtype", UNIT_TYPES)
@@ -254,6 +265,9 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
     symbols = rng.integers(0, n_symbols, n).astype(np.uint8)
     ends = np.unique(np.append(rng.integers(0, n + 1, n_segments - 1), n)).astype(np.int64)
     table_of = rng.integers(0, 3, len(ends))
+    if data.draw(st.booleans()):  # a table of a single code beside others
+        frequencies[1] = np.where(np.arange(256) == 7, 4096, 0)
+        symbols[np.repeat(table_of == 1, np.diff(ends, prepend=0))] = 7
     arguments = (ends, table_of, frequencies, n_lanes)
     states, words = reference.rans_encode(symbols, *arguments)
     fast_states, fast_words = cpu_kernels().rans_encode(symbols, *arguments)

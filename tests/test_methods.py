@@ -77,6 +77,47 @@ class Sign(Method):
         return replace(self, gain=float(found[0])) if found else None
 
 
+@dataclass(frozen=True, slots=True)
+class Nearest(Quantizer):
+    """The nearest of some levels at equal distances."""
+
+    ceiling: float
+    levels: int
+
+    def codes(self, begin: int, end: int, units: Any) -> Any:
+        places = (units.view(np.float32) / self.ceiling + 1) * ((self.levels - 1) / 2)
+        return np.rint(places).astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class EvenRecipe(Recipe):
+    levels: int
+    name: ClassVar[str] = "even"
+
+    def settings(self) -> dict[str, Setting]:
+        return {"levels": self.levels}
+
+    def plan(self, subject: Subject) -> Draft:
+        values = subject.source.units(0, subject.source.n_units).view(np.float32)
+        ceiling = float(np.abs(values).max())
+        table = np.linspace(-ceiling, ceiling, self.levels, dtype=np.float32).view(np.uint32)
+        quant_map = QuantizationMap(ExplicitTable(table[None]), np.zeros(1, np.int64))
+        return Draft(Plan(quant_map=quant_map, domain=Domain.LINEAR), Nearest(ceiling, self.levels))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Even(Method):
+    """Levels at equal distances, as many as a search over an axis finds."""
+
+    levels: int = 64
+    name: ClassVar[str] = "even"
+    axes: ClassVar[dict[str, tuple[float, ...]]] = {"levels": (128, 64, 32, 16, 8, 4, 2)}
+
+    def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
+        is_coded = dtype.name == "F32" and is_large_weight(role, dtype, shape)
+        return EvenRecipe(self.levels) if is_coded else EXACT
+
+
 @pytest.fixture
 def sign() -> Iterator[type[Sign]]:
     yield ckptz.register(Sign)
@@ -144,6 +185,34 @@ def test_a_search_turns_its_knob(sign: type[Sign], state: dict[str, Any], tmp_pa
     assert is_signs(load_file(report.output)["w"], state["w"], report.search.config["gain"])
 
 
+@pytest.mark.parametrize("strategy", ["guided", "exhaustive"])
+def test_a_search_goes_along_its_axes(strategy: Any, state: dict[str, Any], tmp_path: Path) -> None:
+    import safetensors.numpy
+
+    state["w"] = np.random.default_rng(1).standard_normal((256, 256), np.float32)
+    safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
+    errors = {}
+
+    def error(tensors: dict[str, Any]) -> float:
+        return float(np.square(tensors["w"].numpy() - state["w"]).mean())
+
+    ckptz.register(Even)
+    try:
+        for levels in (16, 8):
+            save_file(state, tmp_path / "b.ckptz", config=Even(levels=levels))
+            errors[levels] = float(np.square(load_file(tmp_path / "b.ckptz")["w"] - state["w"]).mean())
+        budget = ckptz.Budget(error, (errors[16] + errors[8]) / 2, relative=False, lower_is_better=True)
+        search = ckptz.SearchOptions(budgets=(budget,), template=Even(), strategy=strategy)
+        (report,) = ckptz.compress(tmp_path / "a.safetensors", search=search)
+    finally:
+        del METHODS["even"]
+    assert report.search is not None
+    assert report.search.config == {"levels": 16}
+    assert report.search.n_predicted == 7
+    for trial in report.search.trials:
+        assert trial.predicted_bytes == pytest.approx(trial.n_bytes, rel=0.1), trial.config
+
+
 def test_the_command_line_shows_its_options(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import ckptz, test_methods as t;"
@@ -154,6 +223,17 @@ def test_the_command_line_shows_its_options(tmp_path: Path) -> None:
     )
     assert "--gain" in done.stdout, done.stderr
     assert "sign: multiple of the mean magnitude." in done.stdout
+
+
+def test_the_command_line_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
+    import safetensors.numpy
+
+    from ckptz_cli.main import main
+
+    safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["compress", str(tmp_path / "a.safetensors"), "--method", "sign", "--gain", "2", "-q"])
+    assert is_signs(load_file(tmp_path / "a.ckptz")["w"], state["w"], 2.0)
 
 
 def test_what_is_not_registered_is_an_error_and_no_other_method(tmp_path: Path) -> None:

@@ -569,16 +569,13 @@ def test_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject)
     values = floats.widen_f64(patterns)
     steps = np.array([0.0, np.abs(values).max() / 20, 1e-3])
     dead_zone = data.draw(st.sampled_from([0.0, 0.35, 1.0]))
-    seed = data.draw(st.integers(0, 99))
-    drawn = np.random.default_rng(seed).random(len(values) if seed % 2 else 0, np.float32)
-    indices = reference.level_indices(values, steps[labels], dead_zone, drawn if len(drawn) else None)
-    given_floats = patterns, patterns.view(np.float32), labels, steps, dead_zone, drawn
+    indices = reference.level_indices(values, steps[labels], dead_zone)
+    given_floats = patterns, patterns.view(np.float32), labels, steps, dead_zone
 
-    found = LevelSums.of(patterns, labels, steps, dead_zone, drawn)
+    found = LevelSums.of(patterns, labels, steps, dead_zone)
     cells, size = labels.astype(np.int64) * 257 + indices + 128, 3 * 257
     np.testing.assert_array_equal(found.counts.reshape(-1), np.bincount(cells, minlength=size))
     ratios = np.where(indices != 0, values / np.where(steps > 0, steps, 1.0)[labels], 0.0)
-    ratios = indices if len(drawn) else ratios
     np.testing.assert_array_equal(found.sums.reshape(-1), np.bincount(cells, ratios, size))
 
     codes = np.empty(len(patterns), np.uint8)
@@ -586,6 +583,27 @@ def test_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject)
     expected = indices + 2
     expected[(expected < 0) | (expected >= 7)] = 9
     np.testing.assert_array_equal(codes, expected)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_drawn_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(LIVE | st.just(0), min_size=1, max_size=60))
+    n, rng = len(numbers), np.random.default_rng(data.draw(st.integers(0, 99)))
+    patterns = np.array(numbers, np.uint32) | (rng.integers(0, 2, n, np.uint32) << np.uint32(31))
+    labels, thresholds = rng.integers(0, 3, n, np.uint8), rng.random(n, np.float32)
+    values = floats.widen_f64(patterns)
+    steps = np.array([0.0, np.abs(values).max() / 20, 1e-3])
+    expected = reference.drawn_levels(values, steps[labels], thresholds)
+    found = np.empty(n, np.int64)
+    given_floats = patterns, patterns.view(np.float32)
+    moments().drawn_levels(*given_floats, labels, steps, thresholds, 128, found)
+    np.testing.assert_array_equal(found, expected)
+
+    sums = LevelSums.of_levels(found, labels, 3)
+    cells, size = labels.astype(np.int64) * 257 + expected + 128, 3 * 257
+    np.testing.assert_array_equal(sums.counts.reshape(-1), np.bincount(cells, minlength=size))
+    np.testing.assert_array_equal(sums.sums.reshape(-1), np.bincount(cells, expected, size))
 
 
 def test_a_ladder_counts_the_nearest_level() -> None:

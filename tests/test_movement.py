@@ -458,6 +458,7 @@ def test_momentum_that_moves_weights_little_is_kept_on_average(
         share = ((restored * exact).sum() / exact.square().sum()).item()
         record = record_of(tmp_path, f"step-{n_steps + step:08d}.state", f"optimizer.weight.{key}")
         assert ("drawn" in record.settings) is is_kept
+        assert record.settings["dead_zone"] == (0 if is_kept else 0.35)
         if is_kept:
             assert kept[step].float().mean() < 0.1
             assert share == pytest.approx(1, abs=0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,27 @@ def test_every_anchor_is_stored_against_it(folder: Path, pretrained: Path) -> No
     depths = [inspect(folder / f"step-{step:08d}.ckptz").depth for step in (1, 2, 3, 4)]
     assert depths == [1, 2, 1, 2]
     assert [inspect(folder / f"step-{step:08d}.state.ckptz").depth for step in (1, 3)] == [0, 0]
+
+
+@pytest.mark.parametrize("anchor_step", [None, 0.5])
+def test_a_file_against_it_has_the_step_of_an_anchor(
+    folder: Path, pretrained: Path, anchor_step: float | None
+) -> None:
+    run, config = tuned(), replace(GRID, anchor_step=anchor_step)
+    with torch.no_grad():
+        for parameter in run.model.parameters():  # so far that no step is halved
+            parameter += 0.5 * torch.randn_like(parameter)
+    options: dict[str, Any] = {"config": config, "keep": LOSSY, "background": False}
+    with run.checkpointer(folder, base=pretrained, **options) as checkpointer:
+        for step in (1, 2):
+            run.step()
+            checkpointer.save(step)
+    steps = []
+    for name in (STEP_1, STEP_2):
+        records = [tensor.lossy for tensor in inspect(folder / name).tensors]
+        steps.append({one.settings["step"] for one in records if one is not None and one.method == "grid"})
+    assert steps[0] == {anchor_step or GRID.step / 4}
+    assert max(steps[1]) == GRID.step, "deltas of the run have their own"
 
 
 def test_a_run_that_goes_on_without_being_told_stays_with_its_names(folder: Path, pretrained: Path) -> None:

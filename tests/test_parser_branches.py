@@ -47,11 +47,11 @@ UNITS = np.zeros(8, np.uint32)
 
 def test_integers_are_little_endian_and_bounded() -> None:
     out = ByteWriter()
-    out.u16(0x1234)
+    out.u32(0x1234)
     out.varint(300)
-    assert out.getvalue() == b"\x34\x12\xac\x02"
+    assert out.getvalue() == b"\x34\x12\x00\x00\xac\x02"
     source = ByteReader(out.getvalue())
-    assert (source.u16("n"), source.left, bytes(source.peek())) == (0x1234, 2, b"\xac\x02")
+    assert (source.u32("n"), source.left, bytes(source.peek())) == (0x1234, 2, b"\xac\x02")
     with pytest.raises(CorruptionError, match="2 bytes follow"):
         source.end("here")
     with pytest.raises(TruncatedError, match="n: need -1 bytes"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckptz.container.publish import make_folder, publish, publish_together, sync_folder
@@ -118,6 +120,33 @@ def test_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
         write_one_of_two()
     assert (tmp_path / "a").read_text() == "old"
     assert temporaries(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="a system that takes no advice")
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_long_file_is_stored_while_it_is_written(
+    is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    def advise(descriptor: int, begin: int, n_bytes: int, advice: int) -> None:
+        begun.append((begin, n_bytes))
+        if not is_taken:
+            raise OSError(errno.ENOSYS, "no advice")
+
+    monkeypatch.setattr("ckptz.container.publish.EAGER_BYTES", 1 << 16)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    data = np.random.default_rng(0).bytes(300_000)
+    with publish(tmp_path / "long") as file:
+        file.seek(1000)
+        for at in range(0, len(data), 30_000):
+            file.write(data[at : at + 30_000])
+        file.seek(0)
+        file.write(bytes(1000))
+    assert (tmp_path / "long").read_bytes() == bytes(1000) + data
+    assert [begin for begin, _ in begun] == [0, *itertools.accumulate(n for _, n in begun[:-1])]
+    assert all(1 << 16 <= n < (1 << 16) + 31_000 for _, n in begun)
+    assert sum(n for _, n in begun) > 200_000
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM])

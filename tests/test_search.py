@@ -17,20 +17,21 @@ from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.draft import Subject
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.errors import ConfigError
+from ckptz.kernels.floats import F32
 from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
+from ckptz.quant.sensitivity import SensitivitySketch
 from ckptz.search.budget import Limit, Reading, share_used
-from ckptz.search.guided import MAX_TRIALS, Exhaustive, Guided, Neighbourhood
-from ckptz.search.rate import SizeModel, Sources
-from ckptz.search.space import TEMPLATE, Cube, dominates
+from ckptz.search.guided import MAX_TRIALS, Exhaustive, Guided, Neighbourhood, dominates
+from ckptz.search.rate import SizeModel
 from ckptz.search.trials import Outcome, best_of, run_stages
-from tests.support.search_support import landscape, model
+from tests.support.search_support import BOTH, CUBE, TEMPLATE, landscape, model
 
 QUARTER = 216 // 4
-BOTH = (Cube(), Cube(prune_by="sensitivity"))
 
 # --- budgets ------------------------------------------------------------------------------------
 
@@ -119,8 +120,11 @@ def test_the_cube_has_the_papers_configurations() -> None:
     assert [len(cube.points) for cube in BOTH] == [216, 216]
     configs = {cube.config(point) for cube in BOTH for point in cube.points}
     assert len(configs) == 432 - 36  # without pruning both metrics mean the same
-    assert len({config for config in configs if config.prune_by == "sensitivity"}) == 180
-    assert len(Cube(has_embeddings=False).points) == 108
+    assert len({config for config in configs if config.cube_name == "sensitivity"}) == 180
+    (without,) = TEMPLATE.cubes(["magnitude"], {"head"}, is_ranked=True)
+    assert len(without.points) == 108
+    (unranked,) = TEMPLATE.cubes(["sensitivity"], {"embedding"}, is_ranked=False)
+    assert unranked.name == "magnitude"
 
 
 def test_every_point_is_found_again_from_its_configuration() -> None:
@@ -129,8 +133,8 @@ def test_every_point_is_found_again_from_its_configuration() -> None:
 
 
 def test_a_configuration_between_points_becomes_the_milder_one() -> None:
-    point = Cube().point(KMeans(levels=10, embedding_levels=20, prune=0.35, protect=0.004))
-    assert Cube().config(point) == replace(TEMPLATE, levels=12, embedding_levels=32, prune=0.3, protect=0.005)
+    point = CUBE.point(KMeans(levels=10, embedding_levels=20, prune=0.35, protect=0.004))
+    assert CUBE.config(point) == replace(TEMPLATE, levels=12, embedding_levels=32, prune=0.3, protect=0.005)
 
 
 # --- strategies ---------------------------------------------------------------------------------
@@ -141,7 +145,7 @@ def test_guided_finds_what_exhaustive_finds_with_a_quarter_of_the_trials(workers
     n_trials = []
     for seed in range(15):
         scene = landscape(seed)
-        found = scene.search(Guided(cubes=(Cube(),), predict=scene.predict), workers=workers)
+        found = scene.search(Guided(cubes=(CUBE,), predict=scene.predict), workers=workers)
         assert scene.excess(found) <= 0.005
         assert len({outcome.config for outcome in found}) == len(found)
         n_trials.append(len(found))
@@ -152,7 +156,7 @@ def test_guided_finds_what_exhaustive_finds_with_a_quarter_of_the_trials(workers
 @pytest.mark.parametrize(("noise", "least"), [(0.05, 0.9), (0.1, 0.85)])
 def test_noise_and_wrong_predictions_seldom_cost_two_per_cent(noise: float, least: float) -> None:
     scenes = [landscape(seed, noise) for seed in range(20)]
-    found = [scene.search(Guided(cubes=(Cube(),), predict=scene.predict)) for scene in scenes]
+    found = [scene.search(Guided(cubes=(CUBE,), predict=scene.predict)) for scene in scenes]
     excess = np.array([scene.excess(one) for scene, one in zip(scenes, found, strict=True)])
     assert np.mean(excess <= 0.02) >= least
     assert excess.max() <= 0.1
@@ -163,9 +167,9 @@ def test_noise_and_wrong_predictions_seldom_cost_two_per_cent(noise: float, leas
 def test_where_quality_is_not_monotone_guided_descends_to_the_smallest_nearby(workers: int) -> None:
     """Without protected values all level counts keep the budget, with them only the largest does."""
     scene = landscape(0)
-    used = {c: 0.5 if Cube().point(c)[2] == 2 or Cube().point(c)[0] == 0 else 3.0 for c in scene.used}
+    used = {c: 0.5 if CUBE.point(c)[2] == 2 or CUBE.point(c)[0] == 0 else 3.0 for c in scene.used}
     valley = replace(scene, used=used)
-    found = valley.search(Guided(cubes=(Cube(),), predict=scene.predict), workers=workers)
+    found = valley.search(Guided(cubes=(CUBE,), predict=scene.predict), workers=workers)
     assert valley.excess(found) <= 0.02
     assert len(found) <= QUARTER
 
@@ -188,7 +192,7 @@ def test_exhaustive_tries_each_configuration_once() -> None:
 def test_where_nothing_keeps_the_budget_one_trial_can_tell() -> None:
     scene = landscape(0)
     hopeless = replace(scene, used={config: 50.0 for config in scene.used})
-    found = hopeless.search(Guided(cubes=(Cube(),), predict=scene.predict))
+    found = hopeless.search(Guided(cubes=(CUBE,), predict=scene.predict))
     assert best_of(found) is None
     assert len(found) <= 12
 
@@ -198,11 +202,11 @@ def test_the_neighbourhood_tries_the_other_metric_first_and_is_never_more_aggres
     parent = BOTH[0].config((3, 2, 1, 1))
     nothing = replace(scene, used={config: 2.0 for config in scene.used})
     found = nothing.search(Neighbourhood(parent=parent, cubes=BOTH, predict=scene.predict))
-    assert found[0].config == replace(parent, prune_by="sensitivity")
+    assert found[0].config == BOTH[1].config((3, 2, 1, 1))
     assert 1 < len(found) <= MAX_TRIALS
     for outcome in found:
         assert isinstance(outcome.config, KMeans)
-        assert dominates((3, 2, 1, 1), Cube().point(outcome.config))
+        assert dominates((3, 2, 1, 1), CUBE.point(outcome.config))
     sizes = [scene.predicted[outcome.config] for outcome in found[1:]]  # type: ignore[index]
     assert sizes == sorted(sizes)
 
@@ -224,10 +228,10 @@ def test_the_neighbourhood_ends_with_the_first_that_keeps_the_budget() -> None:
 
 def test_where_the_neighbourhood_has_nothing_guided_takes_over() -> None:
     scene = landscape(2)
-    parent = Cube().config((5, 5, 2, 1))
-    strict = replace(scene, used={c: 0.5 if Cube().point(c)[0] == 0 else 3.0 for c in scene.used})
-    near = Neighbourhood(parent=parent, cubes=(Cube(),), predict=scene.predict)
-    found = strict.search(near, Guided(cubes=(Cube(),), predict=scene.predict))
+    parent = CUBE.config((5, 5, 2, 1))
+    strict = replace(scene, used={c: 0.5 if CUBE.point(c)[0] == 0 else 3.0 for c in scene.used})
+    near = Neighbourhood(parent=parent, cubes=(CUBE,), predict=scene.predict)
+    found = strict.search(near, Guided(cubes=(CUBE,), predict=scene.predict))
     assert not any(outcome.is_feasible for outcome in found[:MAX_TRIALS])
     assert strict.excess(found) <= 0.005
     assert len(found) == len({outcome.config for outcome in found})
@@ -239,7 +243,7 @@ def test_a_search_stops_after_the_most_trials() -> None:
     def try_all(configs: Any, _: str) -> list[Outcome]:
         return [Outcome(c, 2.0, 1) for c in configs]
 
-    stages = [Guided(cubes=(Cube(),), predict=scene.predict)]
+    stages = [Guided(cubes=(CUBE,), predict=scene.predict)]
     assert len(list(run_stages(stages, try_all, n_side_by_side=4, most=3))) == 3
 
 
@@ -261,32 +265,43 @@ def file_of(job: Job) -> bytes:
 @pytest.mark.parametrize("is_delta", [False, True], ids=["anchor", "delta"])
 def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool) -> None:
     anchor, tensors = sources_of(model(0, width=256)), sources_of(model(3, width=256))
-    squares = sources_of(
-        {n: v for n, v in model(0, width=256, moments=True).items() if n.endswith("exp_avg_sq")}
-    )
+    moments = {n: v for n, v in model(0, width=256, moments=True).items() if n.endswith("exp_avg_sq")}
+    for moment in moments.values():
+        moment[: len(moment) // 3] = 0  # rows that training has not met
+    squares = sources_of(moments)
     guides = {n: Guide(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
-    cube = Cube(prune_by="sensitivity") if ranked else Cube(template=KMeans())
-    job = Job(tensors=tensors, guides=guides if ranked else {})
+    cube = BOTH[1] if ranked else replace(CUBE, template=KMeans())
+    job = Job(tensors=tensors, config=cube.template, guides=guides if ranked else {})
     if is_delta:
         first = replace(job, tensors=anchor, config=cube.config((2, 1, 1, 1)))
         base = Container(MemoryBytes(file_of(first)))
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:
-        known = {
-            n: Sources(t, job.bases.get(n), ready.roles[n], ready.guides.get(n, NO_GUIDE))
-            for n, t in tensors.items()
-        }
-    predict = SizeModel(known, [cube.config(point) for point in cube.points])
+        known = {n: Subject(t, job.bases.get(n), ready.guides.get(n, NO_GUIDE)) for n, t in tensors.items()}
+        predict = SizeModel(known, ready.roles, [cube.config(point) for point in cube.points])
     for point in ((0, 0, 0, 0), (2, 1, 1, 1), (2, 3, 0, 1), (4, 5, 2, 1), (5, 2, 1, 0)):
         config = cube.config(point)
         n_bytes = len(file_of(replace(job, config=config)))
         assert predict(config) == pytest.approx(n_bytes, rel=0.03), config
 
 
+def test_what_training_has_not_met_is_pruned_by_as_large_a_share_as_the_rest() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(0, 1, 30_000).astype(np.float32)
+    sensitivities = np.abs(values) * rng.uniform(0.5, 2, len(values)).astype(np.float32)
+    is_met = np.arange(len(values)) % 3 > 0
+    sensitivities[~is_met] = 0
+    cut = SensitivitySketch.of(sensitivities, values.view(np.uint32), F32).cut(0.3, 0.0)
+    pruned = cut.prunes(sensitivities, np.abs(values))
+    assert pruned[is_met].mean() == pytest.approx(0.3, abs=0.02)
+    assert pruned[~is_met].mean() == pytest.approx(0.3, abs=0.02)
+    assert np.abs(values[~is_met & pruned]).max() <= np.abs(values[~is_met & ~pruned]).min()
+
+
 def test_lossless_tensors_count_too() -> None:
     state = sources_of(model(0, moments=True))
     job = Job(tensors=state, config=KMeans(), guides={})
     with prepared(job) as ready:
-        predict = SizeModel({n: Sources(t, None, ready.roles[n]) for n, t in state.items()}, [KMeans()])
+        predict = SizeModel({n: Subject(t) for n, t in state.items()}, ready.roles, [KMeans()])
     n_bytes = len(file_of(job))
     assert predict(KMeans()) == pytest.approx(n_bytes, rel=0.02)

@@ -23,12 +23,11 @@ from safetensors.torch import load_file as load_plain
 from ckptz import Budget, KMeans, compress
 from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
-from ckptz.search.space import TEMPLATE
 from ckptz.search_run.plans import load_plan, save_plan
 from ckptz.search_run.run import SearchOptions, TrialReport
 from ckptz.torch import load_file
 from tests.support.cli_support import ckptz
-from tests.support.search_support import model
+from tests.support.search_support import TEMPLATE, model
 
 KMEANS = ("--method", "kmeans")
 
@@ -112,7 +111,7 @@ def search(
     """Compress under one relative budget; options of the compression begin with an underscore."""
     own = {name[1:]: options.pop(name) for name in list(options) if name.startswith("_")}
     budgets = (Budget(quality, drop),) if quality is not None else ()
-    options = {"prune_metrics": ("magnitude",), "template": TEMPLATE, "max_evaluations": 10, **options}
+    options = {"cubes": ("magnitude",), "template": TEMPLATE, "max_evaluations": 10, **options}
     asked = SearchOptions(budgets=budgets, **options)
     (report,) = compress([source], output, jobs=1, search=asked, **own)
     return report

@@ -178,7 +178,7 @@ def test_the_worked_steps_follow_from_the_stream() -> None:
         slot = state % 4096
         code = next(s for s in range(256) if sum(frequencies[: s + 1]) > slot)
         after = frequencies[code] * (state // 4096) + slot - sum(frequencies[:code])
-        word = None if after >= 1 << 16 else source.u16("word")
+        word = None if after >= 1 << 16 else int.from_bytes(source.take(2, "word"), "little")
         ended = after if word is None else after << 16 | word
         shown = [int(cell) if cell else None for cell in row.values()]
         assert shown == [i, state, slot, code, after, word, ended]

@@ -203,3 +203,18 @@ def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path) -> None:
         done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
         said += "" if words == ("warm-up",) else done.stderr
     assert NOTICE not in said
+
+
+@pytest.mark.apps
+def test_a_processor_without_shuffles_codes_the_same_rans_streams(tmp_path: Path) -> None:
+    test = [str(ROOT / "tests" / "test_kernels.py"), "-k", "rans_streams and kept"]
+    plainest = {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *test],
+        env=os.environ | plainest,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 passed" in run.stdout, run.stdout + run.stderr

@@ -8,7 +8,6 @@ import itertools
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,32 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz import LOSSLESS, Checkpointer, Grid, safe_open
-from ckptz.api import read as api_read
 from ckptz.bits.checksum import xxh64
-from ckptz.codec import decode as codec_decode
-from ckptz.codec import on_device as on_device_codec
-from ckptz.codec import units as codec_units
-from ckptz.codec.decode import Run
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.plan import exact_plan
-from ckptz.container.reader import FrameSource
-from ckptz.encoding import chunk as encoding_chunk
-from ckptz.encoding import on_device as on_device_encoding
-from ckptz.encoding.draft import Draft
 from ckptz.entropy import streams
 from ckptz.entropy.frequency import normalise
-from ckptz.errors import ChecksumError
-from ckptz.frameworks import torch as torch_frameworks
-from ckptz.frameworks.torch import stored_type
-from ckptz.kernels import torch as torch_kernels
 from ckptz.kernels import triton_planes as planes
 from ckptz.kernels import triton_rans as rans
 from ckptz.kernels import triton_values as values
 from ckptz.kernels import triton_wire as wire
-from ckptz.parallel import Workers
-from ckptz.torch import load_file, save_file
-from ckptz.training import device as training_device
 from ckptz.wire import LinkPolicy, TensorLink, Tiled, TopK, Uniform
 from ckptz.wire import link as wire_link
 from ckptz.wire.header import Direction
@@ -102,8 +82,9 @@ def test_classes_and_histograms_agree(dtype: Any, data: st.DataObject) -> None:
     for j, plane in enumerate(split):
         for k, begin in enumerate(range(0, len(units), chunk)):
             np.testing.assert_array_equal(counts[j, k], reference.histogram(plane[begin : begin + chunk]))
-    by_class = planes.class_histogram(moved(classes), moved(split[0]), 256)
-    np.testing.assert_array_equal(back(by_class), reference.class_histogram(classes, split[0], 256))
+    grouped = reference.group(split[0], classes, 256)
+    by_class = planes.segment_histograms(moved(grouped)[None], np.bincount(classes, minlength=256).cumsum())
+    np.testing.assert_array_equal(back(by_class)[0], reference.class_histogram(classes, split[0], 256))
 
 
 @given(st.data())
@@ -134,7 +115,7 @@ def test_values_are_those_of_the_reference(kind: int, dtype: Any, data: st.DataO
     base = finite(data.draw(patterns(dtype)), kind)
     n = len(base)
     codes = data.draw(hnp.arrays(np.uint8, n, elements=st.integers(0, 4)))
-    rows = data.draw(hnp.arrays(np.uint16, n, elements=st.integers(0, 2)))
+    rows = data.draw(hnp.arrays(st.sampled_from((np.uint8, np.int16)), n, elements=st.integers(0, 2)))
     entries = finite(data.draw(patterns(np.uint32, 15, 15)), reference.F32).reshape(3, 5)
     units = data.draw(patterns(dtype, 15, 15)).reshape(3, 5)
     outer = tuple(finite(data.draw(patterns(np.uint32, 20, 20)), reference.F32) for _ in range(2))
@@ -205,6 +186,19 @@ def test_codes_of_grids_draw_the_thresholds_of_the_reference(data: st.DataObject
 
 
 @given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_sums_of_squares_are_added_up_in_the_order_of_the_host(data: st.DataObject) -> None:
+    n, chunk = data.draw(st.integers(1, 3000)), data.draw(st.sampled_from((128, 136, 1000, 1024, 4096)))
+    rng = np.random.default_rng(n)
+    numbers, other = rng.normal(0, 1, (2, n)).astype(np.float32)
+    for base in (None, other):
+        wide = numbers.astype(np.float64) - (0 if base is None else base.astype(np.float64))
+        expected = [(wide[begin : begin + chunk] ** 2).sum() for begin in range(0, n, chunk)]
+        got = values.powers(moved(numbers), None if base is None else moved(base), chunk)
+        assert got == expected
+
+
+@given(st.data())
 @settings(max_examples=20, deadline=None)
 def test_codes_are_packed_alike_and_come_back(data: st.DataObject) -> None:
     n_bits = data.draw(st.integers(1, 8))
@@ -263,7 +257,7 @@ def test_rans_notices_words_that_are_wrong_missing_or_left_over() -> None:
     codes = np.random.default_rng(1).binomial(9, 0.4, 500).astype(np.uint8)
     tables = normalise(np.bincount(codes, minlength=256))[None]
     one = np.ones(1, np.int64)
-    described = rans.single(0 * one, 500 * one, 32 * one, tables)
+    described = rans.joined(0 * one, 32 * one, [streams.single(tables[0], 500)])
     words, states, n_words = rans.rans_encode(moved(codes), described, 500 * one)
     n, begin = int(n_words[0]), 500 - int(n_words[0])
     for flip, at, length in ((1, begin, n), (0, begin, n - 1), (0, begin, n + 1), (0, begin, n)):
@@ -416,224 +410,3 @@ def test_links_of_tensors_take_the_kernels_of_their_device(
         for tensor in (received, decode()):
             assert torch.equal(tensor.cpu().view(torch.int16), decode_here().view(torch.int16))
         there[1].link.check()
-
-
-# --- whole chunks -------------------------------------------------------------------------------
-
-SMALL_CHUNK = 2048
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes milliseconds for a step of a coder."""
-    for module in (on_device_codec, codec_decode, on_device_encoding, encoding_chunk, codec_units):
-        monkeypatch.setattr(module, "CHUNK_UNITS", SMALL_CHUNK)
-    monkeypatch.setattr(streams, "LANE_MIN_BYTES", (0, 40, 160))
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    weights = torch.randn(2 * SMALL_CHUNK + 37, generator=generator) * 0.02
-    rare = torch.where(weights[:2000].abs() > 0.05, (1e5 * weights[:2000]).to(torch.int64) % 256, 0)
-    return {
-        "bf16": weights.bfloat16(),
-        "f32": weights[: SMALL_CHUNK + 8],
-        "few values": torch.arange(700, dtype=torch.float32) % 3,  # zstd
-        "nearly zero": torch.nn.functional.pad(weights[:4].half(), (0, 900)),  # sparse and constant
-        "integers": torch.arange(900, dtype=torch.int64),
-        "bytes": torch.arange(800, dtype=torch.uint8) % 7,
-        "rare": rare.to(torch.uint8),  # sparse, where zstd is not tried
-        "one": torch.ones(1, dtype=torch.bfloat16),
-        "none": torch.ones(0),
-    }
-
-
-def encoded_here(tensor: torch.Tensor) -> tuple[Any, list[Any]]:
-    """A tensor as host memory, and its chunks as the CPU encodes them."""
-    dtype, shape = stored_type("", tensor)
-    data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.zeros(0, np.uint8)
-    source = codec_units.ArraySource.from_buffer(dtype, shape, data)
-    draft = Draft(exact_plan(dtype))
-    bounds = codec_units.chunk_bounds(source.n_units)
-    chunks = [encoding_chunk.encode_chunk(source, draft, codec_units.ChunkSources(*b)) for b in bounds]
-    return source, chunks
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("name", tensors())
-def test_chunks_coded_on_the_device_are_those_of_the_host_and_come_back_there(name: str) -> None:
-    tensor = tensors()[name]
-    source, chunks = encoded_here(tensor)
-    with Workers(1) as workers:
-        most = int(2 * SMALL_CHUNK * 2.25 * source.dtype.unit_bytes)
-        made = on_device_encoding.encode_on_device(
-            tensor.to(DEVICE), source.dtype, source.shape, workers, most
-        )
-    assert [(c.record, bytes(c.payload)) for c in made.chunks] == [(c.record, c.payload) for c in chunks]
-    if source.n_units > 40:
-        np.testing.assert_array_equal(made.units(3, 40), source.units(3, 40))
-    header = FrameHeader(source.dtype, source.shape, made.plan, tuple(c.record for c in chunks))
-    payloads = [np.frombuffer(c.payload, np.uint8) for c in chunks]
-    out = moved(np.zeros_like(source.flat))
-    half = len(payloads) // 2
-    cut = half * SMALL_CHUNK
-    runs = [Run(header, 0, payloads[:half], out[:cut]), Run(header, half, payloads[half:], out[cut:])]
-    on_device_codec.decode_runs(runs)
-    np.testing.assert_array_equal(back(out), source.flat)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_damage_is_reported_as_the_host_reports_it() -> None:
-    source, chunks = encoded_here(tensors()["bf16"])
-    header = FrameHeader(
-        source.dtype, source.shape, exact_plan(source.dtype), tuple(c.record for c in chunks)
-    )
-    whole = [np.frombuffer(c.payload, np.uint8) for c in chunks]
-    damaged = [3, len(whole[1]) - 1, SMALL_CHUNK]
-    for at in damaged:
-        payload = whole[1].copy()
-        payload[at] ^= 0x55
-        run = Run(header, 1, [payload], moved(np.zeros_like(source.flat[:SMALL_CHUNK])))
-        with pytest.raises(ChecksumError, match="chunk 1: its stored bytes were changed"):
-            on_device_codec.decode_runs([run])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32])
-def test_whole_chunks_on_hardware_take_bounded_memory(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(5 * codec_units.CHUNK_UNITS + 12_345, generator=generator) * 0.02
-    tensor = (values * (1 if dtype.is_floating_point else 1000)).to(dtype)
-    source, chunks = encoded_here(tensor)
-    live = tensor.to(DEVICE)
-    torch.cuda.reset_peak_memory_stats()
-    before, most = torch.cuda.memory_allocated(), 2 * int(2.25 * codec_units.CHUNK_UNITS * dtype.itemsize)
-    with Workers(4) as workers:
-        made = on_device_encoding.encode_on_device(live, source.dtype, source.shape, workers, most)
-    assert torch.cuda.max_memory_allocated() - before < 1.1 * most
-    assert [(c.record, bytes(c.payload)) for c in made.chunks] == [(c.record, c.payload) for c in chunks]
-    header = FrameHeader(source.dtype, source.shape, made.plan, tuple(c.record for c in chunks))
-    out = moved(np.zeros_like(source.flat))
-    payloads = [np.frombuffer(c.payload, np.uint8) for c in chunks]
-    on_device_codec.decode_runs([Run(header, 0, payloads, out)])
-    np.testing.assert_array_equal(back(out), source.flat)
-
-
-# --- files --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory counts as a device with kernels where there is no GPU."""
-    monkeypatch.setattr(streams, "LANE_MIN_BYTES", (0, 40, 160))
-    if DEVICE == "cpu":
-        monkeypatch.setattr(torch_frameworks, "has_kernels", lambda device: True)
-        monkeypatch.setattr(training_device, "agrees_with_host", lambda device: True)
-
-
-@pytest.fixture
-def decoded_on_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of tensors of which a chunk was decoded on the host."""
-    names: list[str] = []
-    decode = FrameSource.decode_chunk
-
-    def noted(self: FrameSource, index: int, out: Any) -> Any:
-        names.append(self.entry.name)
-        return decode(self, index, out)
-
-    monkeypatch.setattr(FrameSource, "decode_chunk", noted)
-    return names
-
-
-@pytest.mark.usefixtures("kernels_everywhere")
-def test_files_are_decoded_on_the_device_where_it_can_and_else_on_the_host(
-    tmp_path: Path, decoded_on_host: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api_read, "DEVICE_BYTES", 6000)  # several batches
-    first = {name: tensors()[name][:1500] for name in ("bf16", "nearly zero", "none", "few values")}
-    save_file(first, tmp_path / "1.ckptz")
-    loaded = load_file(tmp_path / "1.ckptz", DEVICE)
-    assert decoded_on_host == []
-    assert loaded.keys() == first.keys()
-    second = {name: tensor.clone() for name, tensor in first.items()}
-    second["bf16"][::9] *= 1.01
-    save_file(second, tmp_path / "2.ckptz", base=tmp_path / "1.ckptz")
-    changed = load_file(tmp_path / "2.ckptz", DEVICE)
-    assert "bf16" in decoded_on_host
-    for name in first:
-        assert torch.equal(loaded[name].cpu(), first[name])
-        assert torch.equal(changed[name].cpu(), second[name])
-        assert loaded[name].device.type == DEVICE
-
-
-@pytest.mark.usefixtures("kernels_everywhere")
-def test_a_damaged_file_names_file_tensor_and_chunk_on_the_device_too(tmp_path: Path) -> None:
-    path = tmp_path / "1.ckptz"
-    save_file({"weight": tensors()["bf16"][:1500]}, path)
-    with safe_open(path, "pt") as file:
-        payload = file._opened.sources["weight"].payload(0)
-    data = bytearray(path.read_bytes())
-    data[data.index(payload.tobytes()) + 50] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ChecksumError, match=r"1\.ckptz: tensor 'weight': chunk 0"):
-        load_file(path, DEVICE)
-
-
-@pytest.mark.usefixtures("kernels_everywhere")
-def test_a_checkpointer_writes_the_files_of_the_host_from_what_the_device_coded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = torch.nn.Linear(24, 24).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=False)
-    model(torch.ones(3, 24, device=DEVICE)).square().sum().backward()
-    optimizer.step()
-    monkeypatch.setattr(training_device, "MIN_ENCODED", 1 << 40)
-    with Checkpointer(tmp_path / "host", model, optimizer, anchor_every=1, background=False) as plain:
-        plain.save(1)
-    monkeypatch.setattr(training_device, "MIN_ENCODED", 500)
-    monkeypatch.setattr(training_device, "lives_elsewhere", torch.Tensor.is_floating_point)
-    monkeypatch.setattr(torch_kernels, "has_kernels", lambda device: True)
-    with Checkpointer(tmp_path / "there", model, optimizer, anchor_every=1, background=False) as there:
-        there.save(1)
-        report = there.wait()
-        assert len(there._snapshot.encoded) == 3  # the weight and its two moments
-        assert report is not None
-        assert report.notes == ()
-    files = sorted(path.name for path in (tmp_path / "host").glob("*.ckptz"))
-    assert len(files) == 2
-    for name in files:
-        assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "host" / name).read_bytes()
-
-
-def test_a_device_is_believed_once_its_bytes_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (on_device_codec, codec_decode, on_device_encoding, encoding_chunk, codec_units):
-        monkeypatch.setattr(module, "CHUNK_UNITS", 256)
-    monkeypatch.setattr(streams, "LANE_MIN_BYTES", (0, 40, 160))
-    agrees, encode = on_device_encoding.agrees_with_host.__wrapped__, on_device_encoding.encode_on_device
-    assert agrees(torch.device(DEVICE))
-
-    def wrong(tensor: torch.Tensor, *args: Any) -> Any:
-        tensor[-1] ^= 1
-        return encode(tensor, *args)
-
-    monkeypatch.setattr(on_device_encoding, "encode_on_device", wrong)
-    assert not agrees(torch.device(DEVICE))
-
-
-@pytest.mark.parametrize("is_believed", [True, False])
-@pytest.mark.usefixtures("kernels_everywhere")
-def test_what_the_device_does_not_code_is_said(
-    is_believed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Grid(step=1.0) if is_believed else LOSSLESS
-    monkeypatch.setattr(training_device, "agrees_with_host", lambda device: is_believed)
-    monkeypatch.setattr(training_device, "MIN_ENCODED", 500)
-    monkeypatch.setattr(training_device, "lives_elsewhere", torch.Tensor.is_floating_point)
-    monkeypatch.setattr(torch_kernels, "has_kernels", lambda device: True)
-    model = torch.nn.Linear(24, 24).to(DEVICE)
-    with Checkpointer(tmp_path / "run", model, config=config, background=False) as checkpointer:
-        checkpointer.save(1)
-        report = checkpointer.wait()
-    assert report is not None
-    assert any(note.startswith("1 tensors of 0.0 MB were encoded on the host") for note in report.notes)

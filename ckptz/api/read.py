@@ -7,23 +7,26 @@ memory that is there.
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from ckptz.codec.decode import Run
-from ckptz.codec.units import CHUNK_UNITS, chunk_bounds, n_chunks_of
+from ckptz.codec.units import CHUNK_UNITS, Part, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError
-from ckptz.frameworks import Device, Framework, Selection
+from ckptz.frameworks import Device, Framework, Selection, units_per_element
 from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
-from ckptz.parallel import SMALL_UNITS, Workers, default_jobs
+from ckptz.parallel import MAX_DEFAULT_JOBS, SMALL_UNITS, Workers, default_jobs
+
+Group = tuple[int, list[Piece]]  # a chunk, and what is wanted of it
 
 DEVICE_BYTES: Final = 768 << 20  # taken on a device beside the tensors
-SCRATCH: Final = 2  # bytes that decoding a byte takes there: planes, and at most as many words
+# Bytes that decoding a byte takes there: planes or codes, at most as many words, classes; or instead of
+# these a tensor that classes look at.
+SCRATCH: Final = 4
 CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -45,7 +48,7 @@ def _meminfo_available() -> int | None:
 
 
 def _limit_available() -> int | None:
-    """What `ulimit -v` leaves."""
+    """Give the bytes that `ulimit -v` leaves; None without a limit."""
     try:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -95,30 +98,42 @@ def read_tensors(
     if decoder is None:
         yield from _read_here(sources, framework, jobs)
         return
-    for there, names in groupby(sources, lambda name: decoder.decodes(sources[name].header)):
+    for there, names in groupby(sources, lambda name: bool(sources[name].lineage[1])):
         part = {name: sources[name] for name in names}
-        yield from _read_there(part, framework, decoder) if there else _read_here(part, framework, jobs)
+        yield from _read_there(part, framework, decoder, jobs) if there else _read_here(part, framework, jobs)
 
 
 def _read_there(
-    sources: Mapping[str, FrameSource], framework: Framework, device: Device
+    sources: Mapping[str, FrameSource], framework: Framework, device: Device, jobs: int | None
 ) -> Iterator[tuple[str, Any]]:
-    """Decode on a device, in batches that take bounded memory there beside the tensors."""
+    """Decode on a device, what stands against others after those."""
     made: dict[str, Any] = {}
-    batch: list[Run] = []
-    for name, source in sources.items():
-        check_empty(source)
-        made[name], units = device.allocate(source.dtype, framework.shape_of(source.dtype, source.shape))
-        most = max(DEVICE_BYTES // (SCRATCH * source.dtype.unit_bytes * CHUNK_UNITS), 1)
-        for first in range(0, n_chunks_of(source.n_units), most):
-            end = min(first + most, n_chunks_of(source.n_units))
-            out = units[first * CHUNK_UNITS : end * CHUNK_UNITS]
-            if SCRATCH * (sum(run.out.nbytes for run in batch) + out.nbytes) > DEVICE_BYTES:
-                device.decode_runs(batch)
-                batch.clear()
-            batch.append(source.run(first, end, out))
-    device.decode_runs(batch)
+
+    def parts() -> Iterator[Part]:
+        for name, source in sources.items():
+            check_empty(source)
+            made[name], units = device.allocate(source.dtype, framework.shape_of(source.dtype, source.shape))
+            yield source, 0, units
+
+    _decode_there(device, parts(), jobs)
     yield from made.items()
+
+
+def _decode_there(device: Device, parts: Iterable[Part], jobs: int | None) -> None:
+    """Decode on a device in batches that take bounded memory there beside the units."""
+    batch: list[Part] = []
+    n_bytes = 0
+    with _workers(jobs, MAX_DEFAULT_JOBS) as workers:
+        for source, first, units in parts:
+            step = max(DEVICE_BYTES // (SCRATCH * source.dtype.unit_bytes * CHUNK_UNITS), 1) * CHUNK_UNITS
+            for begin in range(0, len(units), step):
+                out = units[begin : begin + step]
+                if SCRATCH * (n_bytes + out.nbytes) > DEVICE_BYTES:
+                    device.decode(batch, workers.map)
+                    batch, n_bytes = [], 0
+                batch.append((source, first + begin // CHUNK_UNITS, out))
+                n_bytes += out.nbytes
+        device.decode(batch, workers.map)
 
 
 def _read_here(
@@ -139,7 +154,7 @@ def _read_here(
 
     n_chunks = {name: _n_chunks(source) for name, source in sources.items()}
     with _workers(jobs, sum(n_chunks.values())) as workers:
-        done = workers.map(_decode, tasks(), _is_small)
+        done = workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_UNITS)
         for name, n in n_chunks.items():
             for _ in range(n):
                 next(done)
@@ -156,32 +171,51 @@ def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name:
 
 
 def _n_chunks(source: FrameSource) -> int:
-    """Chunks of a tensor; where there are none, its frame is checked at once."""
+    """Count the chunks of a tensor; where there are none, check its frame at once."""
     check_empty(source)
     return n_chunks_of(source.n_units)
 
 
-def _is_small(task: tuple[FrameSource, int, Units]) -> bool:
-    return len(task[2]) < SMALL_UNITS
-
-
-def _decode(task: tuple[FrameSource, int, Units]) -> None:
-    source, index, out = task
-    source.fill(index, out)
-
-
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:
     """Read the tensor that `selection` picks from `source`; only the chunks it touches are decoded."""
-    tensor, units = framework.allocate(source.dtype, selection.shape)
     groups = [(chunk, list(pieces)) for chunk, pieces in groupby(_pieces(selection), lambda p: p.chunk)]
+    device = framework.decoder
+    # A single chunk may be one that the next selection touches too, and these are kept on the host.
+    if device is not None and len(groups) > 1 and source.lineage[1]:
+        tensor = _selected_there(source, selection, groups, device, jobs)
+    else:
+        tensor, units = framework.allocate(source.dtype, selection.shape)
 
-    def fill(group: tuple[int, list[Piece]]) -> None:
-        _fill(source, *group, units)
+        def fill(group: Group) -> None:
+            _fill(source, *group, units)
 
-    with _workers(jobs, len(groups)) as workers:
-        for _ in workers.map(fill, groups):
-            pass
+        with _workers(jobs, len(groups)) as workers:
+            for _ in workers.map(fill, groups):
+                pass
     return framework.finish(tensor if selection.then is None else selection.then(tensor))
+
+
+def _selected_there(
+    source: FrameSource, selection: Selection, groups: Sequence[Group], device: Device, jobs: int | None
+) -> Any:
+    """Decode chunks on a device, neighbours at once, and take from them there what is selected."""
+    tensor, units = device.allocate(source.dtype, selection.shape)
+    most = max(DEVICE_BYTES // ((SCRATCH + 1) * source.dtype.unit_bytes * CHUNK_UNITS), 1)
+    waiting = list(groups)
+    while waiting:
+        first = waiting[0][0]
+        n = next(
+            (i for i, (chunk, _) in enumerate(waiting[:most]) if chunk != first + i), min(most, len(waiting))
+        )
+        end = min((first + n) * CHUNK_UNITS, source.n_units)
+        shape = ((end - first * CHUNK_UNITS) // units_per_element(source.dtype),)
+        decoded = device.allocate(source.dtype, shape)[1]
+        _decode_there(device, [(source, first, decoded)], jobs)
+        for chunk, pieces in waiting[:n]:
+            for piece in pieces:
+                device.copy(piece, decoded[(chunk - first) * CHUNK_UNITS :], units)
+        del waiting[:n]
+    return tensor
 
 
 def _pieces(selection: Selection) -> Iterator[Piece]:

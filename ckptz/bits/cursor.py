@@ -42,10 +42,6 @@ class ByteReader:
         """Read an unsigned 8-bit integer."""
         return self.take(1, what)[0]
 
-    def u16(self, what: str) -> int:
-        """Read an unsigned 16-bit integer."""
-        return int.from_bytes(self.take(2, what), "little")
-
     def u32(self, what: str) -> int:
         """Read an unsigned 32-bit integer."""
         return int.from_bytes(self.take(4, what), "little")
@@ -103,10 +99,6 @@ class ByteWriter:
     def u8(self, value: int) -> None:
         """Write an unsigned 8-bit integer."""
         self._parts.append(value)
-
-    def u16(self, value: int) -> None:
-        """Write an unsigned 16-bit integer."""
-        self._parts += struct.pack("<H", value)
 
     def u32(self, value: int) -> None:
         """Write an unsigned 32-bit integer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from ckptz.bits.checksum import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader
-from ckptz.codec.plan import Predictor, kernel_mode
+from ckptz.codec.plan import Plan, Predictor, kernel_mode
 from ckptz.codec.sparse import read_changes
-from ckptz.codec.units import CHUNK_UNITS, ChunkSources
-from ckptz.codec.values import predicted
+from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource
+from ckptz.codec.values import MAX_BY_CLASS, predicted
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes, Units
-from ckptz.transform.classes import Labels, labels_of
+from ckptz.transform.classes import Labels, labels_of, moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,36 @@ class Run:
         header: of the frame.
         first: which chunk is the first.
         payloads: their stored bytes.
-        out: their units on the device, torch's unsigned integers [n].
-        naming: makes a context that names file and tensor in errors.
+        out: their units on the device, torch's unsigned integers [n]; at first the base's, if it is needed.
+        on_host: decodes a chunk by its index into units on the host, with the errors of that.
+        base_codes: the codes of the base's frame on the device, uint8 [n], if it has any and they are read.
+        only_codes: whether the codes of a quantization map are all that is wanted.
+        companions: by name, the tensors of the same file that classes look at.
     """
 
     header: FrameHeader
     first: int
     payloads: Sequence[Bytes]
     out: Any
-    naming: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    on_host: Callable[[int, Units], object]
+    base_codes: Any = None
+    only_codes: bool = False
+    companions: Callable[[str], TensorSource] | None = None
 
     def chunks(self) -> Iterator[tuple[int, Bytes, int, int]]:
         """List (index, stored bytes, begin and end in `out`) of each."""
         for i, payload in enumerate(self.payloads):
             yield self.first + i, payload, i * CHUNK_UNITS, min((i + 1) * CHUNK_UNITS, len(self.out))
+
+
+def decodes_there(plan: Plan) -> bool:
+    """Tell whether a device can decode the chunks of a frame, as it can all that ckptz writes.
+
+    Others are those whose map a header of few bytes blows up, and those that are classed by other tensors
+    of the file and stored against a base too: each file of a chain would begin a chain of its own.
+    """
+    is_small = plan.quant_map is None or math.prod(plan.quant_map.table.shape) <= MAX_BY_CLASS
+    return is_small and not (plan.companion_names and plan.needs_base)
 
 
 def decode_chunk(
@@ -157,8 +173,7 @@ class _Streams:
             out[:] = base
             out[changes.positions] = changes.units(base[changes.positions])
             return
-        planes = [self.codes(i) for i in range(dtype.unit_bytes)]
-        cpu().merge_planes(planes, base, kernel_mode(plan.mode, dtype), out)
+        cpu().merge_planes(self._codes(dtype.unit_bytes), base, kernel_mode(plan.mode, dtype), out)
 
     def _decode_map(self, out: Units) -> Bytes:
         plan, sources = self._header.plan, self._sources
@@ -182,7 +197,7 @@ class _Streams:
 
     def map_codes(self) -> Bytes:
         """The codes of a quantization map, each of which it has."""
-        codes, quant_map = self.codes(0), self._header.plan.quant_map
+        [codes], quant_map = self._codes(1), self._header.plan.quant_map
         assert quant_map is not None
         if len(codes) and int(codes.max()) >= quant_map.n_codes:
             raise CorruptionError(f"code {int(codes.max())} is beyond the {quant_map.n_codes} of the map")
@@ -206,17 +221,30 @@ class _Streams:
         decode_stream(coder, data.data, plane)
         return plane
 
-    def codes(self, index: int) -> Bytes:
-        """Code stream `index`, in the order of the units."""
-        coder, data = self._take()
-        if coder != CoderId.RANS_SHARED:
-            return self._plain(coder, data, self._n)
-        if self._labels is None or self._per_class is None:
+    def _codes(self, n_streams: int) -> list[Bytes]:
+        """The next code streams, each [n] in the order of the units."""
+        streams = [self._take() for _ in range(n_streams)]
+        by_class = [i for i, (coder, _) in enumerate(streams) if coder == CoderId.RANS_SHARED]
+        codes = [
+            self._in_class_order(i, data) if i in by_class else self._plain(coder, data, self._n)
+            for i, (coder, data) in enumerate(streams)
+        ]
+        if by_class:
+            for i, own in zip(by_class, moved([codes[i] for i in by_class], self._ungrouped), strict=True):
+                codes[i] = own
+        return codes
+
+    def _in_class_order(self, index: int, data: Bytes) -> Bytes:
+        if self._per_class is None:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
         classes = np.flatnonzero(self._per_class)
         tables = self._header.plan.tables[index]
         segments = tables.segments(classes, self._per_class[classes], self._header.slot_tables[index])
-        grouped, plane = np.empty(self._n, np.uint8), np.empty(self._n, np.uint8)
-        decode_stream(coder, data.data, grouped, segments)
-        cpu().ungroup(grouped, self._labels, self._header.plan.n_classes, plane)
-        return plane
+        grouped = np.empty(self._n, np.uint8)
+        decode_stream(CoderId.RANS_SHARED, data.data, grouped, segments)
+        return grouped
+
+    def _ungrouped(self, grouped: Units) -> Units:
+        out = np.empty_like(grouped)
+        cpu().ungroup(grouped, self._labels, self._header.plan.n_classes, out)
+        return out

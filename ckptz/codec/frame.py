@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import struct
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits.checksum import combine, xxh64
-from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.bits.cursor import ByteReader
 from ckptz.codec.frame_plan import pack_plan, parse_plan
 from ckptz.codec.plan import Plan
 from ckptz.codec.units import n_chunks_of, n_rows_of
@@ -53,7 +54,19 @@ class ChunkRecord:
     @property
     def n_bytes(self) -> int:
         """Stored bytes of the chunk."""
-        return sum(stream.n_bytes for stream in self.streams)
+        return sum([stream.n_bytes for stream in self.streams])
+
+    def pack(self) -> bytes:
+        """Write the record's bytes."""
+        sums = (self.stored, self.decoded) + (() if self.base_codes is None else (self.base_codes,))
+        streams = [number for stream in self.streams for number in (stream.coder, stream.n_bytes)]
+        return _record_layout(len(sums), len(self.streams)).pack(*sums, *streams)
+
+
+@functools.cache
+def _record_layout(n_sums: int, n_streams: int) -> struct.Struct:
+    """Describe a packed ChunkRecord with so many checksums."""
+    return struct.Struct("<" + "Q" * n_sums + "BI" * n_streams)
 
 
 def chunk_record_bytes(dtype: DType, plan: Plan) -> int:
@@ -107,17 +120,8 @@ class FrameHeader:
 
     def pack(self, packed_plan: bytes | None = None) -> bytes:
         """Write the header's bytes; `packed_plan` is what `pack_plan` gave, where the caller has it."""
-        out = ByteWriter()
-        out.raw(packed_plan or pack_plan(self.dtype, self.shape, self.plan))
-        for chunk in self.chunks:
-            out.u64(chunk.stored)
-            out.u64(chunk.decoded)
-            if chunk.base_codes is not None:
-                out.u64(chunk.base_codes)
-            for stream in chunk.streams:
-                out.u8(stream.coder)
-                out.u32(stream.n_bytes)
-        body = out.getvalue()
+        packed_plan = packed_plan or pack_plan(self.dtype, self.shape, self.plan)
+        body = b"".join((packed_plan, *(chunk.pack() for chunk in self.chunks)))
         length = (PREFIX_BYTES + len(body) + CHECKSUM_BYTES).to_bytes(PREFIX_BYTES, "little")
         return length + body + xxh64(length + body).to_bytes(CHECKSUM_BYTES, "little")
 
@@ -163,16 +167,13 @@ def _parse_chunks(
     n_chunks = n_chunks_of(dtype.n_units(shape))
     if n_chunks * chunk_record_bytes(dtype, plan) != source.left:
         raise CorruptionError(f"{source.left} bytes of chunk records for {n_chunks} chunks")
-    n_streams = plan.n_streams(dtype)
-    chunks = []
-    for _ in range(n_chunks):
-        stored, decoded = source.u64("stored checksum"), source.u64("decoded checksum")
-        base_codes = source.u64("checksum of base codes") if plan.reads_base_codes else None
-        streams = tuple(
-            StreamRecord(source.u8("coder"), source.u32("stream length")) for _ in range(n_streams)
-        )
+    n_sums, chunks = 2 + plan.reads_base_codes, []
+    layout = _record_layout(n_sums, plan.n_streams(dtype))
+    for numbers in layout.iter_unpack(source.take(source.left, "chunk records")):
+        rest = numbers[n_sums:]
+        streams = tuple(map(StreamRecord, rest[::2], rest[1::2]))
         _check_coders(streams, len(plan.tables))
-        chunks.append(ChunkRecord(stored, decoded, streams, base_codes))
+        chunks.append(ChunkRecord(numbers[0], numbers[1], streams, *numbers[2:n_sums]))
     return tuple(chunks)
 
 

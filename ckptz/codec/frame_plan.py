@@ -5,6 +5,7 @@ version | dtype | domain | predictor | flags | shape | mode | class rules | map 
 
 from __future__ import annotations
 
+import functools
 import math
 from enum import IntEnum
 from typing import Any, Final, TypeVar
@@ -82,28 +83,37 @@ def _known(kind: type[E], value: int, what: str) -> E:
 
 def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
     """Write everything of the header but its length, the chunk records and the checksum."""
-    out = ByteWriter()
-    quant_map = plan.quant_map
-    out.u8(FRAME_VERSION)
-    out.u8(dtype.id)
-    out.u8(plan.domain)
-    out.u8(plan.predictor)
-    out.u32(_flags(quant_map))
-    out.u8(len(shape))
-    for n in shape:
-        out.varint(n)
-    if plan.domain is Domain.PLANES:
-        out.u8(plan.mode)
+    out, quant_map = ByteWriter(), plan.quant_map
+    out.raw(_packed_head(dtype, shape, plan.domain, plan.predictor, _flags(quant_map), plan.mode))
     out.u8(len(plan.rules))
     for rule in plan.rules:
         _write_rule(out, rule)
     if quant_map is not None:
         _write_map(out, quant_map, dtype)
     for stream in plan.tables:
-        write_tables(out, stream.frequencies)
-        write_runs(out, stream.table_of)
+        out.raw(stream.packed)
+        if not stream.packed:
+            write_tables(out, stream.frequencies)
+            write_runs(out, stream.table_of)
     if plan.outer is not None:
         _write_outer(out, plan.outer)
+    return out.getvalue()
+
+
+@functools.lru_cache(256)  # a file has few
+def _packed_head(
+    dtype: DType, shape: tuple[int, ...], domain: Domain, predictor: Predictor, flags: int, mode: PlaneMode
+) -> bytes:
+    """The fields before the class rules."""
+    out = ByteWriter()
+    for number in (FRAME_VERSION, dtype.id, domain, predictor):
+        out.u8(number)
+    out.u32(flags)
+    out.u8(len(shape))
+    for n in shape:
+        out.varint(n)
+    if domain is Domain.PLANES:
+        out.u8(mode)
     return out.getvalue()
 
 

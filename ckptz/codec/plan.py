@@ -60,6 +60,7 @@ class StreamTables:
 
     frequencies: NDArray[np.uint16]
     table_of: NDArray[np.int64]  # [n_classes]
+    packed: bytes = b""  # both as they stand in a frame's header, where their maker has written them
 
     def segments(
         self,
@@ -166,7 +167,12 @@ class Plan:
     @property
     def reads_base_units(self) -> bool:
         """Whether decoding reads the base's values."""
-        return self.predictor is Predictor.BASE or any(rule == Magnitude() for rule in self.rules)
+        return self.reads_units(only_codes=False)
+
+    def reads_units(self, *, only_codes: bool) -> bool:
+        """Tell whether decoding, or decoding the codes alone, reads the base's values."""
+        by_magnitude = any(isinstance(rule, Magnitude) and rule.source is None for rule in self.rules)
+        return by_magnitude or (not only_codes and self.predictor is Predictor.BASE)
 
     @property
     def needs_base(self) -> bool:
@@ -177,6 +183,11 @@ class Plan:
     def reads_base_codes(self) -> bool:
         """Whether a class rule looks at the codes of the base's frame."""
         return any(isinstance(rule, BaseCode) for rule in self.rules)
+
+    @property
+    def companion_names(self) -> list[str]:
+        """Name the tensors beside this one whose magnitudes its classes read."""
+        return [rule.source for rule in self.rules if isinstance(rule, Magnitude) and rule.source]
 
     def n_code_streams(self, dtype: DType) -> int:
         """Count the streams of codes in each chunk."""

@@ -58,7 +58,7 @@ def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: in
     streams = _sparse_streams(header, record, payload)
     if streams is None:
         return None
-    found = [None if data is None else _read_plane(data, n) for data in streams]
+    found = [None if data is None else read_plane(data, n)[1:] for data in streams]
     mode = kernel_mode(header.plan.mode, header.dtype)
     changed = [positions for positions, _ in filter(None, found)]
     if not changed:
@@ -88,12 +88,17 @@ def _sparse_streams(
     return found
 
 
-def _read_plane(source: ByteReader, n: int) -> tuple[Positions, Bytes]:
-    _, gaps, values = read_sparse(source, n)
+def read_plane(source: ByteReader, n: int) -> tuple[int, Positions, Bytes]:
+    """Read a sparse stream of n codes: the common code, the positions of other ones, and these.
+
+    Raises:
+        FormatError: the bytes are not one.
+    """
+    common, gaps, values = read_sparse(source, n)
     positions = np.empty(len(values), np.int64)
     if not sparse().unpack_gaps(gaps, n, positions):
         raise CorruptionError("sparse stream: gaps and values do not agree")
-    return positions, values
+    return common, positions, values
 
 
 def _placed(plane: tuple[Positions, Bytes] | None, everywhere: Positions) -> Bytes:

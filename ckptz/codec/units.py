@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,6 +75,58 @@ class TensorSource:
         return chunk_bounds(self.n_units)
 
     @property
+    def lineage(self) -> tuple[TensorSource | None, tuple[Any, ...]]:
+        """Say what a device decodes the tensor from.
+
+        Returns:
+            A source whose units come from the host, or None, and the frames that are decoded over it, in
+            order, each with whether only its codes are needed; this source and no frames where the host has
+            to decode it.
+        """
+        return self, ()
+
+    def encoded_there(
+        self, plan: Callable[[TensorSource | None], Any] | None, base: TensorSource | None, workers: Any
+    ) -> tuple[Any, TensorSource] | None:
+        """Plan and encode the tensor where it lives; None where that is the host.
+
+        Args:
+            plan: makes a draft of the tensor against a base, which it may be given as another source; None if
+                something may be lost.
+            base: what it may be stored against, or None.
+            workers: threads.
+
+        Returns:
+            The draft, and the tensor as a source of encoded chunks.
+        """
+        del plan, base, workers
+        return None
+
+    def class_counts(self, base: TensorSource, mode: int) -> list[Any] | None:
+        """Count the codes of each plane by the magnitude of a base, where the tensor lives; None on the host.
+
+        `mode` is the kernels' number of a plane mode.
+        """
+        del base, mode
+        return None
+
+    def extent(self, base: TensorSource | None, squares: TensorSource | None) -> Any:
+        """Measure the tensor, with a base and second moments, where it lives; None on the host.
+
+        See `ckptz.encoding.extent.Extent`.
+        """
+        del base, squares
+        return None
+
+    def codes_by_class(self, quantizer: Any, rules: tuple[Any, ...]) -> Any:
+        """Count the codes that a quantizer on a grid gives, by classes, where the tensor lives.
+
+        None on the host.
+        """
+        del quantizer, rules
+        return None
+
+    @property
     def stored(self) -> Stored | None:
         """Plan and record of the frame that the tensor stands in; None if it has none."""
         return None
@@ -112,6 +164,11 @@ class SourceOf(TensorSource):
 @dataclass(frozen=True, slots=True)
 class ViewOf(SourceOf):
     """A tensor with the values and the frame of another one; subclasses say how units are read."""
+
+    @property
+    def lineage(self) -> tuple[TensorSource | None, tuple[Any, ...]]:
+        root, frames = self.source.lineage
+        return (root, frames) if frames else (self, ())
 
     @property
     def stored(self) -> Stored | None:
@@ -164,6 +221,9 @@ def chunk_bounds(n_units: int) -> Iterator[tuple[int, int]]:
 
 
 Companions = Callable[[str], TensorSource]  # tensors of the same file by name
+MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+# A tensor, its first chunk that is meant, and units on a device from there on.
+Part = tuple[TensorSource, int, Any]
 
 
 @dataclass(slots=True)

@@ -213,7 +213,7 @@ def compress(
 
 
 def _by_step(sources: list[Path]) -> list[Path]:
-    """The same by step, which shells do not list them by, if each has one of its own in its name."""
+    """Order inputs by the steps in their names; leave them in the given order if not all have one."""
     steps = {step: source for source in sources if (step := step_of(source)) is not None}
     return [steps[step] for step in sorted(steps)] if len(steps) == len(sources) else sources
 

@@ -142,7 +142,7 @@ def diff(
         a = held.enter_context(contextlib.closing(open_any(path_of(first), paths(search_path))))
         b = held.enter_context(contextlib.closing(open_any(path_of(second), paths(search_path))))
         workers = held.enter_context(Workers(jobs))
-        pairs = _pairs(a.tensors, b.tensors)
+        pairs = [Pair(name, one, b.tensors[name]) for name, one in a.tensors.items() if name in b.tensors]
         progress.start(f"{a.name} and {b.name}", sum(pair.n_bytes for pair in pairs if pair.is_read))
         sums = sums_of(pairs, workers, progress)
         diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
@@ -198,10 +198,6 @@ class Pair:
     def n_bytes(self) -> int:
         """Bytes of the tensor in A."""
         return self.a.n_bytes
-
-
-def _pairs(a: Tensors, b: Tensors) -> list[Pair]:
-    return [Pair(name, a[name], b[name]) for name in a if name in b]
 
 
 @dataclass(slots=True)

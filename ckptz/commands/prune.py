@@ -125,7 +125,7 @@ def _unit(name: str, path: Path, files: tuple[Path, ...]) -> _Unit:
 
 
 def _bases_of(unit: _Unit, units: Sequence[_Unit]) -> list[_Unit]:
-    """What a unit is stored against, by second names where there are some; raises if that cannot be told."""
+    """List the bases of a unit, by second names where there are some; raises if that cannot be told."""
     if unit.error is not None:
         raise unit.error
     found: list[_Unit] = []
@@ -181,7 +181,7 @@ def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool)
 def _kept(
     folder: Path, units: Sequence[_Unit], keep: KeepPolicy, steps: AbstractSet[int], after: int | None
 ) -> set[_Unit]:
-    """What the rules keep, and what has no step."""
+    """List the units that the rules keep, and those that have no step."""
     left = {step for step in steps if after is None or step <= after}
     if not left:
         raise ConfigError(f"{folder}: no step would be left to go on from; name one that is there")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -123,13 +123,14 @@ def report(
         _check_output(Path(output), wanted.files, force)
     made = _Maker(wanted, paths(search_path), tell or (lambda error: None))
     compared = made.compared(jobs, progress)
+    searched = [SearchedFile(output=one.output, search=one.search) for one in searches if one.search]
     found = PageReport(
         output=None if output is None else str(output),
         paths=tuple(map(str, given)),
         runs=tuple(map(made.run, wanted.folders)),
         files=tuple(made.files()),
         diff=compared,
-        searches=(*_searches(wanted.documents), *(_searched(one) for one in searches if one.search)),
+        searches=(*_searches(wanted.documents), *searched),
         histograms=tuple(made.histograms(histograms)),
         problems=tuple(made.problems),
     )
@@ -225,7 +226,8 @@ class _Maker:
             opened = [held.enter_context(contextlib.closing(open_input(f, self._search_path))) for f in files]
             first = opened[0].tensors if opened and len(self._wanted.files) == 2 else {}
             for file in opened:
-                for name in _chosen(file.tensors, patterns, MAX_HISTOGRAMS - n):
+                wanted = [name for name in file.tensors if any(fnmatchcase(name, p) for p in patterns)]
+                for name in wanted[: MAX_HISTOGRAMS - n]:
                     n += 1
                     yield from _spread(file.name, name, file.tensors[name], None)
                     before = first.get(name)
@@ -238,10 +240,6 @@ class _Maker:
 
 
 # --- how values are spread ----------------------------------------------------------------------
-
-
-def _chosen(names: Iterable[str], patterns: Sequence[str], most: int) -> list[str]:
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)][:most]
 
 
 def _spread(file: str, name: str, source: TensorSource, before: TensorSource | None) -> Iterator[Histogram]:
@@ -305,7 +303,3 @@ def _searches(documents: Sequence[Path]) -> Iterator[SearchedFile]:
         if not found:
             raise FormatError(f"{path}: no search in it; give what ckptz compress --eval ... --json printed")
         yield from found
-
-
-def _searched(report_: CompressReport) -> SearchedFile:
-    return SearchedFile(output=report_.output, search=report_.search)

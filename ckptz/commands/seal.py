@@ -350,7 +350,7 @@ def _kind(tensor: SealedTensor) -> str:
 
 
 def _problems_of_dcp(sealed: Sequence[SealedTensor], folder: Path, reading: Reading) -> list[str]:
-    """Which tensors differ in a folder of torch of which some file does."""
+    """Say which tensors differ in a folder that torch.distributed wrote, of which some file differs."""
     unread, found = {}, []
     try:
         sources, _ = open_dcp(folder)

@@ -158,14 +158,8 @@ def _verify_sealed(
 
 def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
     """Check the stored bytes of every chunk of all files of a chain; returns how many there are."""
-    return sum(workers.map(_check_stored, _frames(checkpoint)))
-
-
-def _frames(checkpoint: Checkpoint) -> Iterator[FrameSource]:
-    for file in checkpoint.files:
-        if isinstance(file, Container):
-            for level in file.levels:
-                yield from level.tensors.values()
+    levels = (level for file in checkpoint.files if isinstance(file, Container) for level in file.levels)
+    return sum(workers.map(_check_stored, (frame for level in levels for frame in level.tensors.values())))
 
 
 def _check_stored(frame: FrameSource) -> int:

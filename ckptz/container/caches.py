@@ -1,11 +1,14 @@
-"""What an open file keeps in memory: the chunks and the frame headers used last, both bounded."""
+"""What stays in memory, up to a bound: chunks and headers that were read last, and the last file of a run."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from typing import Final
 
-from ckptz.codec.frame import FrameHeader
+from ckptz.codec.frame import ChunkRecord, FrameHeader
+from ckptz.container.needed import Decoded
 from ckptz.errors import LimitError
 from ckptz.kernels.floats import Units
 from ckptz.parallel import Recent
@@ -22,6 +25,40 @@ class ChunkCache(Recent[Units]):
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         super().__init__(max_bytes, lambda units: units.nbytes)
+
+
+class LastChunks:
+    """The decoded chunks of the file that a run wrote last: the next one is stored against them.
+
+    A chunk takes the place of that of the file before, which it was decoded from. So a file is decoded by
+    itself, however long its chain is; and one of the same records by nothing at all.
+
+    Args:
+        most: gives the bytes that are held; asked when the first chunk comes. Chunks beyond stay out, and
+            are decoded through the chain.
+    """
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        self._most, self._limit = most, -1
+        self._held: dict[tuple[str, int], tuple[ChunkRecord, Decoded]] = {}
+        self._lock = threading.Lock()
+        self.n_bytes = 0  # of all that is held
+
+    def get(self, name: str, index: int, record: ChunkRecord) -> Decoded | None:
+        """Give a chunk of a tensor, if what is held has the same checksums as stored and as decoded."""
+        found = self._held.get((name, index))
+        return found[1] if found is not None and found[0] == record else None
+
+    def put(self, name: str, index: int, record: ChunkRecord, chunk: Decoded) -> None:
+        """Hold a chunk, never to be written to, if there is room where the one before it was."""
+        with self._lock:
+            if self._limit < 0:
+                self._limit = self._most()
+            _, before = self._held.pop((name, index), (None, None))
+            self.n_bytes -= 0 if before is None else before.n_bytes
+            if self.n_bytes + chunk.n_bytes <= self._limit:
+                self._held[name, index] = record, chunk
+                self.n_bytes += chunk.n_bytes
 
 
 def _weight(header: FrameHeader) -> int:

@@ -20,17 +20,19 @@ from ckptz.codec.quant_map import QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSource, chunk_bounds, companions_of
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
-from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
+from ckptz.dtypes import DType
+from ckptz.encoding.chunk import Deviation, EncodedChunk, EncodedSource, encode_chunk
 from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
 from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.encoding.guide import NO_GUIDE, Guide
-from ckptz.methods.lossless import EXACT
+from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe
 from ckptz.parallel import SMALL_UNITS, Workers
 from ckptz.roles import Role
 
 Progress = Callable[[int], None]
 BATCH_UNITS: Final = CHUNK_UNITS // 4
+SMALL_UNITS_TOGETHER: Final = 1 << 13  # as `SMALL_UNITS`, where chunks of a batch are encoded together
 MOST_IN_BATCH: Final = 64  # of tiny tensors, each of which has a header
 
 
@@ -87,7 +89,8 @@ class Contents:
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
 
 
-Encoding = Callable[[], tuple[Draft, EncodedChunk]]
+# A chunk to encode: of which tensor, its draft where it is planned already, its bounds and base.
+_Chunk = tuple[str, TensorSource, Draft | None, ChunkSources]
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
@@ -109,9 +112,18 @@ class _Planning:
     def base(self, name: str) -> TensorSource | None:
         """Give what a tensor may be stored against; held where several passes will read it."""
         base = matching_base(self.tensors[name], self._contents.record.bases.get(name))
-        if base is None or (base.n_units > CHUNK_UNITS and not self._contents.recipes[name].is_lossy):
+        recipe = self._contents.recipes[name]
+        if base is None or recipe == EXACT or (base.n_units > CHUNK_UNITS and not recipe.is_lossy):
             return base
         return self._chunks.of(f"base of {name}", base)
+
+    def alike(self, chunk: _Chunk) -> tuple[DType, bool] | None:
+        """Say with which others a tensor can be encoded: by dtype and having a base; None for none."""
+        name, source, draft, sources = chunk
+        is_exact = self._contents.recipes[name] == EXACT
+        if draft is not None or not is_exact or isinstance(source, EncodedSource):
+            return None
+        return source.dtype, sources.base is not None
 
     def draft(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
@@ -120,6 +132,17 @@ class _Planning:
         if name in self._shared:
             return self._shared.draft(name, run)
         return self._planned(name, base, companions, run)
+
+    def made_there(
+        self, name: str, base: TensorSource | None, workers: Workers
+    ) -> tuple[Draft, TensorSource] | None:
+        """Plan and encode a tensor where it lives; None where that is the host."""
+        nothing = companions_of({})
+        plan = functools.partial(self.draft, name, companions=nothing, run=workers.map)
+        # Columns push errors by inputs, one after another.
+        has_inputs = self._contents.guides.get(name, NO_GUIDE).inputs is not None
+        is_for_it = self._contents.recipes[name].plans_there and not has_inputs
+        return self.tensors[name].encoded_there(plan if is_for_it else None, base, workers)
 
     def _make(self, name: str, run: MapFunction) -> Draft:
         return self._planned(name, self.base(name), None, run)
@@ -143,49 +166,60 @@ class _Planning:
         return companions_of({wanted: self._chunks.of(wanted, restored)})
 
 
-def _jobs(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[tuple[int, Encoding]]:
-    """List the chunks to encode, with their units; a tensor of one chunk is planned where it is encoded."""
+def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
+    """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
     for name in names:
         source = planning.tensors[name]
         n_units = source.n_units
         base, draft, companions = planning.base(name), None, companions_of({})
-        if n_units > CHUNK_UNITS:
+        made = planning.made_there(name, base, workers)
+        if made is not None:
+            draft, source = made
+        elif n_units > CHUNK_UNITS:
             companions = planning.companions(name, workers.map)
             draft = planning.draft(name, base, companions, workers.map)
         for begin, end in chunk_bounds(n_units):
-            sources = ChunkSources(begin, end, base, companions)
-            yield end - begin, functools.partial(_encode, planning, name, draft, sources)
+            yield name, source, draft, ChunkSources(begin, end, base, companions)
 
 
-def _batches(jobs: Iterable[tuple[int, Encoding]]) -> Iterator[list[Encoding]]:
+def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
     """Put small chunks together, up to the size of a large one: handing one to a thread costs as much."""
-    batch, total = list[Encoding](), 0
-    for n_units, encode in jobs:
+    batch, total = list[_Chunk](), 0
+    for chunk in chunks:
+        n_units = chunk[-1].end - chunk[-1].begin
         if batch and (total + n_units > BATCH_UNITS or len(batch) == MOST_IN_BATCH):
             yield batch
             batch, total = [], 0
-        batch.append(encode)
+        batch.append(chunk)
         total += n_units
     if batch:
         yield batch
 
 
-def _is_small(batch: Sequence[Encoding]) -> bool:
-    """Tell whether the chunks of a batch have less than `SMALL_UNITS` units on average."""
-    return len(batch) > BATCH_UNITS // SMALL_UNITS
+def _is_small(planning: _Planning, batch: Sequence[_Chunk]) -> bool:
+    """Tell whether the chunks of a batch take more Python than arithmetic, by their units on average."""
+    is_together = all(planning.alike(chunk) for chunk in batch)
+    return len(batch) > BATCH_UNITS // (SMALL_UNITS_TOGETHER if is_together else SMALL_UNITS)
 
 
-def _encode_all(batch: Sequence[Encoding]) -> list[tuple[Draft, EncodedChunk]]:
-    return [encode() for encode in batch]
+def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[Draft, EncodedChunk]]:
+    encoded: list[tuple[Draft, EncodedChunk]] = []
+    for key, run in itertools.groupby(batch, planning.alike):
+        chunks = list(run)
+        if key is None:
+            encoded += [_encode(planning, chunk) for chunk in chunks]
+        else:
+            bases = [sources.base for *_, sources in chunks if sources.base is not None]
+            encoded += plan_and_encode([source for _, source, *_ in chunks], bases)
+    return encoded
 
 
-def _encode(
-    planning: _Planning, name: str, draft: Draft | None, sources: ChunkSources
-) -> tuple[Draft, EncodedChunk]:
+def _encode(planning: _Planning, chunk: _Chunk) -> tuple[Draft, EncodedChunk]:
+    name, source, draft, sources = chunk
     if draft is None:
         sources.companions = planning.companions(name)
         draft = planning.draft(name, sources.base, sources.companions)
-    return draft, encode_chunk(planning.tensors[name], draft, sources)
+    return draft, encode_chunk(source, draft, sources)
 
 
 def _lossy_record(
@@ -233,8 +267,10 @@ def write_frames(
     earlier = contents.earlier
     settled = earlier.settled(contents.recipes) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
-    jobs = _jobs(_Planning(tensors, contents), fresh, workers)
-    encoded = itertools.chain.from_iterable(workers.map(_encode_all, _batches(jobs), _is_small))
+    planning = _Planning(tensors, contents)
+    batches = _batches(_chunks(planning, fresh, workers))
+    encode, is_small = functools.partial(_encode_all, planning), functools.partial(_is_small, planning)
+    encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
     for name, source in tensors.items():
         if name in settled:
             entry = copy_frame(sink, offset, settled[name])
@@ -280,7 +316,7 @@ def _write_frame(
     if 0 < source.n_units <= CHUNK_UNITS:
         draft, chunk = next(encoded)
         header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, (chunk.record,))
-        sink.write(b"".join((header.pack(), *chunk.streams)))
+        sink.writelines((header.pack(), *chunk.streams))
         if progress:
             progress(source.n_bytes)
         return draft, header, chunk.deviation

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from ckptz.errors import ConfigError
 
 TEMPORARY_SUFFIX: Final = ".ckptz-tmp"
+EAGER_BYTES: Final = 1 << 26  # small beside what a system collects, and long enough for any disk
 READ_WRITE: Final = 0o666  # what the system makes of it by the user's umask is the widest mode
 
 _CANNOT_SYNC: Final = frozenset(
@@ -71,6 +73,23 @@ def make_folder(folder: Path, *, parents: bool = True) -> bool:
     return is_new
 
 
+class EagerFile(io.FileIO):
+    """A new file that the system begins to store while it is written: all is waited for at its end."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
+        self._begun = 0
+
+    def write(self, data: Any) -> int:
+        n, end = super().write(data), self.tell()
+        if end - self._begun >= EAGER_BYTES and hasattr(os, "posix_fadvise"):
+            begin, self._begun = self._begun, end
+            with contextlib.suppress(OSError):  # advice that a file system does not take
+                # What is not stored yet cannot be dropped from memory, and so is stored.
+                os.posix_fadvise(self.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+        return n
+
+
 class Publication:
     """New files that replace others together, in the order in which they were completed.
 
@@ -104,7 +123,7 @@ class Publication:
         try:
             with (
                 _naming(temporary, target),
-                open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
+                io.BufferedWriter(EagerFile(temporary, mode)) as file,
             ):
                 yield file
                 file.flush()

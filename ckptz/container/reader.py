@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.decode import Run, check_stored, decode_chunk, decode_codes
+from ckptz.codec.decode import Run, check_stored, decode_chunk, decode_codes, decodes_there
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.codec.sparse import Changes, read_changes
 from ckptz.codec.units import (
@@ -27,7 +27,7 @@ from ckptz.codec.units import (
     companions_of,
 )
 from ckptz.container.byte_source import ByteSource
-from ckptz.container.caches import ChunkCache, HeaderCache
+from ckptz.container.caches import ChunkCache, HeaderCache, LastChunks
 from ckptz.container.checked_index import read_index
 from ckptz.container.envelope import Envelope, read_envelope
 from ckptz.container.index import (
@@ -50,7 +50,6 @@ from ckptz.errors import (
     naming,
 )
 from ckptz.kernels.floats import Units
-from ckptz.transform.classes import Magnitude
 
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
 
@@ -108,6 +107,40 @@ class FrameSource(TensorSource):
         return base if isinstance(base := self.base, FrameSource) else None
 
     @property
+    def lineage(self) -> tuple[TensorSource | None, tuple[tuple[FrameSource, bool], ...]]:
+        """Say what a device decodes the tensor from; see `TensorSource.lineage`."""
+        frames: list[tuple[FrameSource, bool]] = []
+        found: TensorSource | None = self
+        only_codes = False
+        while isinstance(found, FrameSource) and found._decodes_there:
+            frames.append((found, only_codes))
+            plan = found.header.plan
+            only_codes = not plan.reads_units(only_codes=only_codes)
+            if only_codes and not plan.reads_base_codes:
+                found = None
+                break
+            with found._container.naming(found.entry.name):
+                found = found.base
+            if only_codes and found is not None and found.n_codes is None:
+                found = None
+        if (
+            found is not None
+            and found.n_codes is not None
+            and frames
+            and frames[-1][0].header.plan.reads_base_codes
+        ):
+            return self, ()
+        return found, tuple(reversed(frames))
+
+    @property
+    def _decodes_there(self) -> bool:
+        """Whether a device decodes the frame, and the tensors that its classes look at."""
+        with self._container.naming(self.entry.name):
+            return decodes_there(self.header.plan) and all(
+                self._companion(name).lineage[1] for name in self.companion_names
+            )
+
+    @property
     def needs_other_file(self) -> bool:
         """Whether the frame is decoded from a base in another file."""
         return self._container.outer_base is not None and self.header.plan.needs_base
@@ -118,8 +151,7 @@ class FrameSource(TensorSource):
             if only_codes and plan.quant_map is None:
                 return []
             needed: list[Node] = [(self._companion(name), False) for name in self.companion_names]
-            # For the codes alone the predictor is not asked.
-            units = plan.reads_base_units if not only_codes else Magnitude() in plan.rules
+            units = plan.reads_units(only_codes=only_codes)
             if (units or plan.reads_base_codes) and isinstance(base := self.base, FrameSource):
                 needed.append((base, not units))
             return needed
@@ -159,7 +191,7 @@ class FrameSource(TensorSource):
     @property
     def companion_names(self) -> list[str]:
         """Tensors that stand beside this one and whose magnitudes its classes read."""
-        return [r.source for r in self.header.plan.rules if isinstance(r, Magnitude) and r.source]
+        return self.header.plan.companion_names
 
     def _companion(self, name: str) -> FrameSource:
         """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
@@ -217,10 +249,16 @@ class FrameSource(TensorSource):
                 check_stored(record, index, payload)
             yield payload
 
-    def run(self, first: int, end: int, out: Any) -> Run:
-        """Read chunks first..end, to be decoded into units on a device."""
+    def run(self, first: int, end: int, out: Any, base_codes: Any, only_codes: bool) -> Run:
+        """Read chunks first..end, to be decoded into units on a device; see `Run`."""
         payloads = [self.payload(index) for index in range(first, end)]
-        return Run(self.header, first, payloads, out, lambda: self._container.naming(self.entry.name))
+        on_host = self._codes_alone if only_codes else self.decode_chunk
+        return Run(self.header, first, payloads, out, on_host, base_codes, only_codes, self._companion)
+
+    def _codes_alone(self, index: int, out: Units | None = None) -> NDArray[np.uint8] | None:
+        """Decode only the codes of chunk `index`."""
+        del out
+        return self.decoded(index, True, gather(index, self.needs(True))).codes
 
     def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
         """Decode chunk `index` into `out`, all its units; returns the codes, if a map made them."""
@@ -228,13 +266,23 @@ class FrameSource(TensorSource):
 
     def _gathered(self, index: int) -> Held:
         """Decode what a chunk needs; chunks of other tensors of this file are kept for who reads these."""
-        nodes = self.needs(False)
-        beside = [node for node in nodes if node[0] is not self.base_frame]
-        held: dict[Node, Decoded] = dict(gather(index, [node for node in nodes if node not in beside]))
-        for frame, only_codes in beside:
+        held: dict[Node, Decoded] = {}
+        missing: list[Node] = []
+        for node in self.needs(False):
+            frame, _ = node
             assert isinstance(frame, FrameSource)
-            held[frame, only_codes] = Decoded(frame.chunk(index), None)
-        return held
+            if frame is not self.base_frame:
+                held[node] = Decoded(frame.chunk(index), None)
+            elif (last := frame.last(index)) is not None:
+                held[node] = last
+            else:
+                missing.append(node)
+        return held | dict(gather(index, missing)) if missing else held
+
+    def last(self, index: int) -> Decoded | None:
+        """Give chunk `index` if it is held for the next file of a run."""
+        last = self._container.last
+        return None if last is None else last.get(self.entry.name, index, self.header.chunks[index])
 
     def fill(self, index: int, out: Units) -> None:
         """Decode chunk `index` into `out`, all its units, or copy it if it is kept."""
@@ -246,8 +294,14 @@ class FrameSource(TensorSource):
 
     def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
         """Decode units and codes of begin..end, which are one chunk, at once."""
+        index, held = begin // CHUNK_UNITS, self._container.last
+        if (last := self.last(index)) is not None and last.units is not None:
+            return last.units, last.codes
         units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
-        return units, self.decode_chunk(begin // CHUNK_UNITS, units)
+        codes = self.decode_chunk(index, units)
+        if held is not None:
+            held.put(self.entry.name, index, self.header.chunks[index], Decoded(units, codes))
+        return units, codes
 
     @property
     def stored(self) -> Stored:
@@ -265,7 +319,8 @@ class FrameSource(TensorSource):
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Decode the codes of units begin..end, one chunk; None if no quantization map made them."""
         index = begin // CHUNK_UNITS
-        return self.decoded(index, True, gather(index, self.needs(True))).codes
+        last = self.last(index)
+        return self._codes_alone(index) if last is None else last.codes
 
     def changes(self, index: int) -> Changes | None:
         """Find where chunk `index` differs from its base; None if it does not say so, but must be decoded."""
@@ -353,6 +408,7 @@ class InlineFrames:
     """
 
     outer_base: BaseRef | None = None
+    last: LastChunks | None = None
 
     def __init__(
         self, container: Container, level: int, record: InlineBase, bases: Mapping[str, TensorSource]
@@ -388,6 +444,7 @@ class Container:
         features: what the file requires of a reader.
         version: of the format, as the file names it.
         bases: base tensors by name; of a delta set by whoever resolves the chain.
+        last: where decoded chunks are held for the next file of a run, if they are; set by its writer.
         inline: the bases that the file carries within, nearest first.
         tensors: sources by name, in stored order.
     """
@@ -398,6 +455,7 @@ class Container:
         self.cache = ChunkCache()
         self.headers = HeaderCache()
         self.bases: Mapping[str, TensorSource] = {}
+        self.last: LastChunks | None = None
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         self._sections = {r.name: r for r in envelope.regions if r.name.startswith(OPTIONAL_PREFIX)}

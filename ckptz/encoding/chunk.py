@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,21 @@ from ckptz.encoding.coded import CodedQuantizer
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.entropy.streams import LANE_CHOICES, CoderId, encode_rans, encode_sparse, encode_stream
+from ckptz.entropy.streams import (
+    LANE_CHOICES,
+    CoderId,
+    Stream,
+    encode_rans,
+    encode_sparse,
+    encode_stream,
+    encode_streams,
+)
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning, sparse
 from ckptz.kernels.floats import Bytes, Units, widen_f64
 from ckptz.quant.quantizer import Quantizer
-from ckptz.transform.classes import Labels, labels_of
+from ckptz.transform.classes import Labels, labels_of, moved
 
-Stream = tuple[CoderId, bytes | memoryview]
 FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 # From bench/product/weight_sync.py: where more units change, a sparse chunk decodes no faster
@@ -69,12 +77,16 @@ class EncodedChunk:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSource(TensorSource):
-    """A tensor that was encoded elsewhere, without loss; its units are decoded when they are asked for."""
+    """A tensor that was encoded elsewhere; without loss and a base, its units are decoded when asked for."""
 
     dtype: DType
     shape: tuple[int, ...]
     plan: Plan
     chunks: tuple[EncodedChunk, ...]
+
+    def is_by(self, draft: Draft) -> bool:
+        """Tell whether its chunks are those of a draft; one with a map is known by its very plan."""
+        return self.plan is draft.plan or draft == Draft(self.plan, counted=draft.counted)
 
     def units(self, begin: int, end: int) -> Units:
         header = FrameHeader(self.dtype, self.shape, self.plan, tuple(chunk.record for chunk in self.chunks))
@@ -82,40 +94,56 @@ class EncodedSource(TensorSource):
         at = first * CHUNK_UNITS
         out = np.empty(min(last * CHUNK_UNITS, self.n_units) - at, UNIT_TYPES[self.dtype.unit_bytes])
         for index, (low, high) in enumerate(chunk_bounds(len(out)), first):
-            payload = np.frombuffer(self.chunks[index].payload, np.uint8)
+            copy = bytearray(self.chunks[index].payload)  # kernels take what may change
+            payload = np.frombuffer(copy, np.uint8)
             decode_chunk(header, index, payload, ChunkSources(at + low, at + high), out[low:high])
         return out[begin - at : end - at]
 
 
-def _encode_classed(
-    plane: Bytes, labels: Labels, n_classes: int, tables: StreamTables, found: ClassCounts
-) -> Stream:
+def beats_shared(found: ClassCounts, tables: StreamTables) -> tuple[bool, float]:
+    """Tell whether a coder may need fewer bytes than the tensor's tables do, and how many these do."""
     total, shared = found.total, found.bytes_by(tables) + MAX_LANE_BYTES
-    coder: CoderId = CoderId.STORED
-    data: bytes | memoryview = plane.data
-    if total.max() == len(plane) or entropy_bits(total[None]) / 8 < shared:
-        coder, data = encode_stream(plane, total, beat=shared)
-        if len(data) <= shared:
-            return coder, data
-    grouped = cpu().group(plane, labels, n_classes)
-    classed = encode_rans(grouped, tables.segments(found.classes, found.per_class), shared)
-    return (CoderId.RANS_SHARED, classed) if len(classed) < len(data) else (coder, data)
+    return bool(total.max() == total.sum() or entropy_bits(total[None]) / 8 < shared), shared
+
+
+def encode_by_classes(
+    planes: Sequence[Bytes],
+    labels: Labels,
+    n_classes: int,
+    tables: Sequence[StreamTables],
+    found: Sequence[ClassCounts],
+) -> list[Stream]:
+    """Code planes, each [n], by tables that classes share, or by another coder where that is smaller."""
+    weighed = list(map(beats_shared, found, tables))
+    streams: list[Stream] = [
+        encode_stream(plane, own.total, beat=shared) if beats else (CoderId.STORED, plane.data)
+        for plane, own, (beats, shared) in zip(planes, found, weighed, strict=True)
+    ]
+    left = [j for j, (beats, shared) in enumerate(weighed) if not beats or len(streams[j][1]) > shared]
+    if not left:
+        return streams
+    grouped = moved([planes[j] for j in left], lambda units: cpu().group(units, labels, n_classes))
+    for j, codes in zip(left, grouped, strict=True):
+        segments = tables[j].segments(found[j].classes, found[j].per_class)
+        classed = encode_rans(codes, segments, weighed[j][1])
+        if len(classed) < len(streams[j][1]):
+            streams[j] = CoderId.RANS_SHARED, classed
+    return streams
 
 
 def _encode_codes(planes: Any, draft: Draft, labels: Labels | None) -> list[Stream]:
     if labels is None:
-        return [encode_stream(plane) for plane in planes]
+        return encode_streams(planes)
     n_classes = draft.plan.n_classes
     counted = draft.counted or [ClassCounts.of(labels, plane, n_classes) for plane in planes]
-    rows = zip(planes, draft.plan.tables, counted, strict=True)
-    return [_encode_classed(plane, labels, n_classes, tables, found) for plane, tables, found in rows]
+    return encode_by_classes(planes, labels, n_classes, draft.plan.tables, counted)
 
 
 def encode_values(units: Units) -> list[Stream]:
     """Code units [n] as they are, each byte plane a stream; empty streams for no units."""
     if not len(units):
         return [(CoderId.STORED, b"")] * units.itemsize
-    return [encode_stream(plane) for plane in cpu().split_planes(units, units, 0)]
+    return encode_streams(cpu().split_planes(units, units, 0))
 
 
 # Codes of a lossy chunk, the units they decode to, where these escaped, and which are protected.
@@ -148,7 +176,7 @@ def _quantize(
 
 def _encode_quantized(draft: Draft, quantized: Quantized, labels: Labels | None) -> list[Stream]:
     codes, decoded, escaped, protected = quantized
-    streams = _encode_codes([codes], draft, labels)
+    streams = _encode_codes(codes[None], draft, labels)
     if escaped is not None:
         streams += encode_values(decoded[escaped])
     if protected is not None:
@@ -202,7 +230,7 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
 def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
     """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
     plan = draft.plan
-    if isinstance(source, EncodedSource) and draft == Draft(source.plan):
+    if isinstance(source, EncodedSource) and source.is_by(draft):
         return source.chunks[sources.begin // CHUNK_UNITS]
     header = FrameHeader(source.dtype, source.shape, plan, ())
     units = source.units(sources.begin, sources.end)
@@ -227,11 +255,22 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         else:
             counts = draft.counted[0].total if draft.counted else cpu().histogram(codes)
             deviation = _deviation(header.value_table.kind, units, decoded, counts)
-    parts = tuple(data for _, data in streams)
-    records = tuple(StreamRecord(coder, len(data)) for coder, data in streams)
     base_codes = None
     if plan.reads_base_codes:
         found = sources.base_codes()
         base_codes = 0 if found is None else xxh64(found)
-    record = ChunkRecord(xxh64_of_parts(parts), xxh64(decoded), records, base_codes)
-    return EncodedChunk(record, parts, deviation)
+    return encoded_chunk(streams, decoded, base_codes, deviation)
+
+
+def encoded_chunk(
+    streams: Sequence[Stream],
+    decoded: Units,
+    base_codes: int | None = None,
+    deviation: Deviation | None = None,
+) -> EncodedChunk:
+    """Make the chunk of these streams, which decodes to units [n]."""
+    parts = tuple([data for _, data in streams])
+    records = tuple([StreamRecord(coder, len(data)) for coder, data in streams])
+    return EncodedChunk(
+        ChunkRecord(xxh64_of_parts(parts), xxh64(decoded), records, base_codes), parts, deviation
+    )

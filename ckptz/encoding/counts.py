@@ -8,9 +8,10 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import StreamTables
-from ckptz.kernels import planning
-from ckptz.transform.classes import MAX_TABLES, Labels
+from ckptz.codec.plan import PlaneMode, StreamTables, kernel_mode
+from ckptz.codec.units import TensorSource
+from ckptz.kernels import cpu, planning
+from ckptz.transform.classes import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 
 # Bits that one more frequency table must save to stand for itself: the measured size of a packed table.
 TABLE_COST_BITS_PER_SYMBOL: Final = 6.0
@@ -27,7 +28,11 @@ class ClassCounts:
     @classmethod
     def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
         """Count codes [n] with labels [n]."""
-        return cls(*planning().used_class_histogram(labels, codes, n_classes))
+        if len(codes) < 256 * n_classes:
+            return cls(*planning().used_class_histogram(labels, codes, n_classes))
+        counts = cpu().class_histogram(labels, codes, n_classes)  # of all, which is quicker
+        used = np.flatnonzero(counts.any(axis=1))
+        return cls(used, counts[used])
 
     def __add__(self, other: Self) -> Self:
         classes = np.union1d(self.classes, other.classes)
@@ -50,6 +55,16 @@ class ClassCounts:
         """Compute the bytes that the codes take with these tables, without the tables."""
         table_of = tables.table_of[self.classes]
         return float(planning().shared_cost_bits(self.counts, table_of, tables.frequencies)) / 8
+
+
+def plane_counts(
+    source: TensorSource, base: TensorSource, mode: PlaneMode, bounds: tuple[int, int]
+) -> list[ClassCounts]:
+    """Count the codes of each plane of a chunk (begin, end) by the magnitude of the base."""
+    units, base_units = source.units(*bounds), base.units(*bounds)
+    labels = cpu().magnitude_classes(base_units)
+    planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
+    return [ClassCounts.of(labels, plane, N_MAGNITUDE_CLASSES) for plane in planes]
 
 
 def share_tables(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ckptz.codec.plan import Plan
 from ckptz.codec.units import Companions, TensorSource
+from ckptz.codec.units import MapFunction as MapFunction
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer
 
-MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 T = TypeVar("T")
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, Units, n_rows_of
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
+from ckptz.encoding.draft import MapFunction, summed
 from ckptz.encoding.guide import Guide
 from ckptz.kernels import cpu, rounding
 from ckptz.quant.sensitivity import Floats, floats_of
@@ -39,6 +40,17 @@ class Extent:
     row_sums: Reals | None  # of the second moments [n_rows], or None
     energy: float  # sum of second moments times squared values
     is_measured: bool  # whether all second moments are finite and not negative
+
+    @classmethod
+    def whole(cls, source: TensorSource, base: TensorSource | None, guide: Guide, run: MapFunction) -> Extent:
+        """Measure a tensor that is not empty, where it lives; `run` maps over chunks."""
+        there: Extent | None = None
+        if guide.second_moment is not None or guide.gradient is None:
+            there = source.extent(base, guide.second_moment)
+        if there is not None:
+            return there
+        found: Extent = summed(run, lambda b: cls.of(source, base, guide, b), source)
+        return found
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None, guide: Guide, bounds: Bounds) -> Extent:

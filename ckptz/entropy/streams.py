@@ -7,8 +7,9 @@ the tensor's tables takes the tables and the class segments from the frame.
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -45,9 +46,19 @@ ZSTD_LEVEL: Final = 3
 ZSTD_SAMPLE: Final = 1 << 14
 ZSTD_SAMPLE_LEVEL: Final = 1
 ZSTD_MIN_GAIN: Final = 0.95  # of the best other coder, on the sample, before zstd runs on everything
+# Zstd is not tried where an estimate of what it takes at best, from codes and repeats, is above so much.
+ZSTD_MAY_GAIN: Final = 0.96
+MATCH_BITS: Final = 20  # of a repeat
+ZSTD_HEAD: Final = 32  # bytes of headers and tables
+QUICK_BITS: Final = 5  # a code; from here on zstd finds little to try, and is quick
+QUICK_CODES: Final = 1 << 13  # below, its smaller tables may gain more than repeats
 SPARSE_MIN_SHARE: Final = 0.97
-RANDOM_MIN: Final = 1 << 18
-RANDOM_BITS: Final = 7.97  # 32,768 uniform bytes measure 7.994; MIN_GAIN asks for 7.94 of the whole
+# 32,768 uniform bytes measure 7.994, the low bytes of weights 7.955 to 7.97; MIN_GAIN asks for 7.94 of all.
+RANDOM_MIN: Final = 1 << 17
+RANDOM_BITS: Final = 7.95
+
+
+Stream = tuple[CoderId, bytes | memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,12 @@ def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> by
     """Code symbols [n]: lane index u8, lane states u32 each, words u16 each."""
     n_lanes = n_lanes_for(expected_bytes)
     states, words = cpu().rans_encode(symbols, segments.ends, segments.table_of, segments.tables, n_lanes)
-    return b"".join((bytes((LANE_CHOICES.index(n_lanes),)), states.tobytes(), words.tobytes()))
+    return b"".join((lanes_byte(n_lanes), states.tobytes(), words.tobytes()))
+
+
+def lanes_byte(n_lanes: int) -> bytes:
+    """Give the byte that begins a stream of so many lanes."""
+    return bytes((LANE_CHOICES.index(n_lanes),))
 
 
 def parse_rans(source: ByteReader) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
@@ -117,13 +133,14 @@ def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
         raise CorruptionError("rANS stream does not end in its start state")
 
 
-def _single(table: Frequencies, n: int) -> Segments:
+def single(table: Frequencies, n: int) -> Segments:
+    """Describe a stream of n codes that has one table [256]."""
     return Segments(np.array([n], np.int64), np.zeros(1, np.int64), table[None])
 
 
 def _decode_own(source: ByteReader, out: Bytes) -> None:
     table = parse_table(source)
-    decode_rans(source, _single(table, len(out)), out)
+    decode_rans(source, single(table, len(out)), out)
 
 
 # --- sparse -------------------------------------------------------------------------------------
@@ -131,11 +148,15 @@ def _decode_own(source: ByteReader, out: Bytes) -> None:
 
 def encode_sparse(gaps: Bytes, values: Bytes, common: int) -> bytes:
     """Write the common symbol u8, then gaps [m] and values [k]: each a count and an embedded stream."""
+    return _packed_sparse(common, [(part, encode_stream(part, nested=True)) for part in (gaps, values)])
+
+
+def _packed_sparse(common: int, parts: Iterable[tuple[Bytes, Stream]]) -> bytes:
     out = ByteWriter()
     out.u8(common)
-    for part in (gaps, values):
+    for part, stream in parts:
         out.varint(len(part))
-        write_embedded(out, part, nested=True)
+        _write_stream(out, stream)
     return out.getvalue()
 
 
@@ -165,7 +186,7 @@ def _decode_sparse(source: ByteReader, out: Bytes) -> None:
 
 def encode_stream(
     symbols: Bytes, counts: Counts | None = None, *, nested: bool = False, beat: float = float("inf")
-) -> tuple[CoderId, bytes | memoryview]:
+) -> Stream:
     """Code a stream by the smallest of the coders that need nothing else.
 
     Args:
@@ -174,28 +195,110 @@ def encode_stream(
         nested: inside a sparse stream, where sparse may not nest.
         beat: bytes that another coder would take; what is larger is not tried.
     """
-    n = len(symbols)
+    if counts is not None:
+        counts = counts[None]
+    [coded] = encode_streams([symbols], counts, nested=nested, beats=[beat])
+    return coded
+
+
+def encode_streams(
+    parts: Sequence[Bytes],
+    counts: Counts | None = None,
+    *,
+    nested: bool = False,
+    beats: Sequence[float] | None = None,
+) -> list[Stream]:
+    """Code streams [m], each as `encode_stream` does by itself, in few calls for all of them.
+
+    Args:
+        parts: codes of each.
+        counts: their histograms [m, 256], where the caller has them.
+        nested: inside a sparse stream.
+        beats: with counts, the bytes that another coder would take of each.
+    """
+    is_random = [counts is None and looks_random(len(p), spread_of(p), middle_of(p)) for p in parts]
+    counted = [part for part, is_it in zip(parts, is_random, strict=True) if not is_it]
+    # Large ones by themselves: they would be copied to stand side by side.
+    is_large = max(map(len, counted), default=0) >= RANDOM_MIN and counts is None
+    groups = [[part] for part in counted] if is_large else [counted] * bool(counted)
+    coded = itertools.chain.from_iterable(_encode_counted(g, counts, beats, nested=nested) for g in groups)
+    return [
+        (CoderId.STORED, part.data) if is_it else next(coded)
+        for part, is_it in zip(parts, is_random, strict=True)
+    ]
+
+
+def _encode_counted(
+    parts: Sequence[Bytes], counts: Counts | None, beats: Sequence[float] | None, *, nested: bool
+) -> list[Stream]:
+    symbols, ends = joined(parts)
     if counts is None:
-        if looks_random(n, spread_of(symbols), middle_of(symbols)):
-            return CoderId.STORED, symbols.data
-        counts = cpu().histogram(symbols)
-    common = int(counts.argmax())
+        counts = cpu().count_streams(symbols, ends)
+    tables, packed, packed_ends, bits = cpu().weigh_rows(counts)
+    rows = zip(parts, tables, cut(packed, packed_ends), bits.tolist(), strict=True)
+    owns = [OwnTable.made(len(part), table, head.tobytes(), own_bits) for part, table, head, own_bits in rows]
+    sparse = {} if nested else _encode_sparse(parts, counts)
+    least = _least_zstd([middle_of(part) for part in parts], owns)
+    found = [
+        _by_another(
+            part, counts[k], owns[k], sparse.get(k), least[k], float("inf") if beats is None else beats[k]
+        )
+        for k, part in enumerate(parts)
+    ]
+    if at := [k for k, other in enumerate(found) if other is None]:
+        lanes = [n_lanes_for(owns[k].n_bytes) for k in at]
+        begins = ends - [len(part) for part in parts]
+        heads, head_ends = joined([_head(owns[k], n) for k, n in zip(at, lanes, strict=True)])
+        chosen = symbols, begins[at], ends[at], tables[at], np.array(lanes), heads, head_ends
+        coded, spans = cpu().rans_encode_streams(*chosen)
+        for k, (i, j) in zip(at, spans.tolist(), strict=True):
+            found[k] = CoderId.RANS_OWN, coded.data[i:j]
+    return [stream for stream in found if stream is not None]
+
+
+def _head(own: OwnTable, n_lanes: int) -> Bytes:
+    """Give the bytes before the lane states of a stream."""
+    return np.frombuffer(bytearray(own.packed + lanes_byte(n_lanes)), np.uint8)
+
+
+def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
+    """Code those streams, by number, of which nearly all codes are the same, but not all, as sparse."""
+    commons, peaks = counts.argmax(axis=1).tolist(), counts.max(axis=1).tolist()
+    at = [k for k, part in enumerate(parts) if SPARSE_MIN_SHARE * len(part) <= peaks[k] < len(part)]
+    if not at:
+        return {}
+    splits = [part for k in at for part in cpu().sparse_split(parts[k], commons[k])]
+    coded = iter(zip(splits, encode_streams(splits, nested=True), strict=True))
+    return {k: _packed_sparse(commons[k], (next(coded), next(coded))) for k in at}
+
+
+def joined(parts: Sequence[Any]) -> tuple[Any, Counts]:
+    """Put arrays [m] one behind the other; gives them and the end of each [m]. A single one is not copied."""
+    if len(parts) == 1:
+        return parts[0], np.array([len(parts[0])])
+    return np.concatenate(parts), np.cumsum([len(part) for part in parts])
+
+
+def cut(parts: Any, ends: Counts) -> list[Any]:
+    """Cut an array [n] behind these positions [m], the last of which is its end."""
+    return [parts[i:j] for i, j in itertools.pairwise((0, *ends.tolist()))]
+
+
+def _by_another(
+    symbols: Bytes, counts: Counts, own: OwnTable, sparse: bytes | None, least: float, beat: float
+) -> Stream | None:
+    """Code a stream by another coder than its own table; None if that is the smallest."""
+    n, common = len(symbols), int(counts.argmax())
     if counts[common] == n:
         return CoderId.CONSTANT, bytes((common,))
-    own = OwnTable.of(counts)
     plain = min(own.n_bytes if own.pays else n, beat)
-    candidates: list[tuple[CoderId, bytes]] = []
-    if counts[common] >= SPARSE_MIN_SHARE * n and not nested:
-        gaps, values = cpu().sparse_split(symbols, common)
-        candidates.append((CoderId.SPARSE, encode_sparse(gaps, values, common)))
-    if _zstd_promises(middle_of(symbols), n, plain):
+    candidates: list[tuple[CoderId, bytes]] = [] if sparse is None else [(CoderId.SPARSE, sparse)]
+    if _zstd_promises(middle_of(symbols), n, plain, least):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
     if candidates and len(stream) < plain:
         return coder, stream
-    if not own.pays or own.n_bytes > plain:
-        return CoderId.STORED, symbols.data
-    return CoderId.RANS_OWN, own.packed + encode_rans(symbols, _single(own.frequencies, n), own.n_bytes)
+    return (CoderId.STORED, symbols.data) if not own.pays or own.n_bytes > plain else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,19 +310,28 @@ class OwnTable:
     packed: bytes
     n_bytes: float  # of the stream
     pays: bool  # whether it is enough smaller than the codes
+    bits: float  # of the codes alone
 
     @classmethod
     def of(cls, counts: Counts) -> OwnTable:
         """Make the table for codes of which there are `counts` [256]."""
-        n, (table, packed, bits) = int(counts.sum()), cpu().weigh(counts)
+        table, packed, bits = cpu().weigh(counts)
+        return cls.made(int(counts.sum()), table, packed.tobytes(), bits)
+
+    @classmethod
+    def made(cls, n: int, frequencies: Frequencies, packed: bytes, bits: float) -> OwnTable:
+        """Weigh `n` codes that take so many bits under a table [256] that is made and packed."""
         n_bytes = bits / 8
         n_bytes += len(packed) + 1 + 4 * n_lanes_for(n_bytes)
-        return cls(n, table, packed.tobytes(), n_bytes, n_bytes < n * (1 - MIN_GAIN))
+        return cls(n, frequencies, packed, n_bytes, n_bytes < n * (1 - MIN_GAIN), bits)
 
-    @property
-    def most_words(self) -> int:
-        """Give a bound of the words: a step loses less than log2(17 / 16) bits, as x / f is at least 16."""
-        return min(self.n, int((8 * self.n_bytes + 0.0875 * self.n) / 16) + 1)
+
+def most_words(n: int, n_bytes: float) -> int:
+    """Give a bound of the words of n codes that should take so many bytes under rANS.
+
+    A step loses less than log2(17 / 16) bits, as x / f is at least 16.
+    """
+    return min(n, int((8 * n_bytes + 0.0875 * n) / 16) + 1)
 
 
 def choose_elsewhere(n: int, counts: Counts, spread: Bytes, middle: Bytes) -> OwnTable | CoderId | None:
@@ -239,7 +351,8 @@ def choose_elsewhere(n: int, counts: Counts, spread: Bytes, middle: Bytes) -> Ow
     if (most := counts.max()) == n:
         return CoderId.CONSTANT
     own = OwnTable.of(counts)
-    if most >= SPARSE_MIN_SHARE * n or _zstd_promises(middle, n, own.n_bytes if own.pays else n):
+    [least] = _least_zstd([middle], [own])
+    if most >= SPARSE_MIN_SHARE * n or _zstd_promises(middle, n, own.n_bytes if own.pays else n, least):
         return None
     return own if own.pays else CoderId.STORED
 
@@ -265,8 +378,25 @@ def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
     return is_even and not _zstd_promises(middle, n, n)
 
 
-def _zstd_promises(middle: Bytes, n: int, other_bytes: float) -> bool:
-    return len(_zstd_compress(middle, ZSTD_SAMPLE_LEVEL)) < ZSTD_MIN_GAIN * other_bytes * len(middle) / n
+def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[float]:
+    """Estimate the bytes that zstd takes at best of samples [n] of streams; 0 where a trial is quick."""
+    asked = [
+        m if own.bits < QUICK_BITS * own.n and own.n >= QUICK_CODES else m[:0]
+        for m, own in zip(middles, owns, strict=True)
+    ]
+    least = []
+    for sample, own, (hits, runs) in zip(asked, owns, cpu().repeats(*joined(asked)).tolist(), strict=True):
+        per_code = own.bits / own.n
+        saved = max((hits + 7 * runs) * per_code - runs * MATCH_BITS, 0)
+        least.append((len(sample) * per_code - saved) / 8 + ZSTD_HEAD if len(sample) else 0)
+    return least
+
+
+def _zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
+    other_bytes *= len(middle) / n
+    if least > ZSTD_MAY_GAIN * other_bytes:
+        return False
+    return len(_zstd_compress(middle, ZSTD_SAMPLE_LEVEL)) < ZSTD_MIN_GAIN * other_bytes
 
 
 def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments | None = None) -> None:
@@ -294,9 +424,13 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
     decode(ByteReader(stream), out)
 
 
-def write_embedded(out: ByteWriter, symbols: Bytes, *, nested: bool = False) -> None:
+def write_embedded(out: ByteWriter, symbols: Bytes) -> None:
     """Write symbols [n] with coder and length before them: spec/02-entropy.md#embedded-streams."""
-    coder, stream = encode_stream(symbols, nested=nested) if len(symbols) else (CoderId.STORED, b"")
+    _write_stream(out, encode_stream(symbols) if len(symbols) else (CoderId.STORED, b""))
+
+
+def _write_stream(out: ByteWriter, coded: Stream) -> None:
+    coder, stream = coded
     out.u8(coder)
     out.varint(len(stream))
     out.raw(stream)

@@ -140,7 +140,7 @@ def _nested(leaves: Mapping[str, Any], paths: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """What is no tensor, whatever it consists of."""
+    """A value of the state that is not a tensor."""
 
     value: Any
 
@@ -217,7 +217,7 @@ class _Reader:
         return target.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
 
     def object(self, part: _StoredPart) -> Any:
-        """What is no tensor."""
+        """Read a value that is not a tensor."""
         try:
             return self._load(part)
         except UnsupportedError:

@@ -52,7 +52,9 @@ def places_for(sources: Sequence[Path], output: Path | None, suffix: str) -> lis
     else:
         names = zip(sources, _distinct_stems(sources), strict=True)
         places = [output / (stem if source.is_dir() else f"{stem}{suffix}") for source, stem in names]
-    _check_distinct(places)
+    for place, n in Counter(places).items():
+        if n > 1:
+            raise ConfigError(f"{place}: {n} inputs would be written here; name their outputs one by one")
     return places
 
 
@@ -63,12 +65,6 @@ def _distinct_stems(sources: Sequence[Path]) -> list[str]:
         f"{source.absolute().parent.name}-{stem}" if taken[stem] > 1 else stem
         for source, stem in zip(sources, stems, strict=True)
     ]
-
-
-def _check_distinct(places: Sequence[Path]) -> None:
-    for place, n in Counter(places).items():
-        if n > 1:
-            raise ConfigError(f"{place}: {n} inputs would be written here; name their outputs one by one")
 
 
 def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:

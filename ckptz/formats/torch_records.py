@@ -188,7 +188,7 @@ class _Values(Maker):
         vars(target).update(state)
 
     def stored(self, key: Any) -> _Storage:
-        """See `Maker.stored`: a storage, and of the old form a view of one."""
+        """Give the storage of a key, in the old form a view of one; see `Maker.stored`."""
         if type(key) is not tuple or len(key) not in (5, 6) or key[0] != "storage":
             _refuse("a storage without a key")
         _, kind, name, _, n_items, view = (*key, None)[:6]
@@ -246,16 +246,16 @@ class _Values(Maker):
         return text.encode("latin-1")
 
     def tensor(self, *args: Any) -> Any:
-        """`_rebuild_tensor(storage, offset, shape, strides)`."""
+        """Rebuild a tensor from (storage, offset, shape, strides)."""
         storage = args[0]
         return self._tensor(storage, getattr(storage, "dtype", None), *args[1:4])
 
     def tensor_v2(self, *args: Any) -> Any:
-        """The same, then (requires_grad, hooks, what is not yet computed)."""
+        """Rebuild a tensor from (storage, offset, shape, strides, requires_grad, hooks[, flags])."""
         return self._flagged(self.tensor(*args), args[4], args[6:])
 
     def tensor_v3(self, *args: Any) -> Any:
-        """The same with an element type before the last."""
+        """Rebuild a tensor from (storage, offset, shape, strides, requires_grad, hooks, dtype[, flags])."""
         return self._flagged(self._tensor(args[0], args[6], *args[1:4]), args[4], args[7:])
 
     def _tensor(self, storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Any:
@@ -286,14 +286,14 @@ class _Values(Maker):
         return tensor.requires_grad_(requires_grad)
 
     def parameter(self, *args: Any) -> Any:
-        """`_rebuild_parameter(tensor, requires_grad, hooks)`."""
+        """Rebuild a parameter from (tensor, requires_grad, hooks)."""
         data, requires_grad = (*args, True)[:2]
         if type(data) is not self._torch.Tensor or type(requires_grad) is not bool:
             _refuse("a parameter without a tensor")
         return self._torch.nn.Parameter(data, requires_grad)
 
     def parameter_with_state(self, *args: Any) -> Any:
-        """The same, then attributes."""
+        """Rebuild a parameter from (tensor, requires_grad, hooks, attributes), of which the last is empty."""
         if args[3]:
             raise UnsupportedError("a parameter with attributes; save a plain state_dict")
         return self.parameter(*args[:3])
@@ -331,7 +331,8 @@ def _load_zip(memory: Bytes) -> Any:
         if key not in storages:
             if f"data/{key}" not in records:
                 raise CorruptionError(f"storage {key[:80]!r} is missing; try an intact copy")
-            storages[key] = _aligned(records[f"data/{key}"])
+            memory = records[f"data/{key}"]
+            storages[key] = memory.copy() if memory.ctypes.data % ALIGNMENT else memory
         return storages[key]
 
     if len(records["data.pkl"]) > MAX_BYTES:
@@ -345,10 +346,6 @@ def _directory(memory: Bytes) -> list[zipfile.ZipInfo]:
             return archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
         raise CorruptionError(f"cut or damaged ({error}); try an intact copy") from None
-
-
-def _aligned(memory: Bytes) -> Bytes:
-    return memory.copy() if memory.ctypes.data % ALIGNMENT else memory
 
 
 def _records(memory: Bytes, found: list[zipfile.ZipInfo]) -> dict[str, Bytes]:

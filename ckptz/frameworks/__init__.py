@@ -13,12 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from ckptz.codec.decode import Run
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.units import Units
+from ckptz.codec.units import MapFunction, Part, Units
 from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.frameworks.window import Window
+from ckptz.frameworks.window import Piece, Window
 
 Shape = tuple[int, ...]
 
@@ -78,14 +76,14 @@ class Framework(Protocol):
 class Device(Protocol):
     """Decodes on a device; `ckptz.codec.on_device` is the definition."""
 
-    def decodes(self, header: FrameHeader) -> bool:
-        """Tell whether the chunks of a frame can be decoded there."""
-
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Any]:
         """Make a tensor there of this (framework's) shape, and its units to be written."""
 
-    def decode_runs(self, runs: Sequence[Run]) -> None:
-        """Decode chunks into their units."""
+    def decode(self, parts: Sequence[Part], run: MapFunction) -> None:
+        """Decode chunks, and what they are stored against, into their units."""
+
+    def copy(self, piece: Piece, chunk: Any, out: Any) -> None:
+        """Take the units of a piece from their chunk to their place in `out`, both there."""
 
 
 def units_per_element(dtype: DType) -> int:

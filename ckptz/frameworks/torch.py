@@ -18,14 +18,12 @@ import numpy as np
 import torch
 
 from ckptz.codec import on_device
-from ckptz.codec.decode import Run
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.units import UNIT_TYPES, Units
+from ckptz.codec.units import UNIT_TYPES, MapFunction, Part, Units
 from ckptz.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError
 from ckptz.frameworks import Selection, Shape, units_per_element
 from ckptz.frameworks.strict import select as strict_select
-from ckptz.frameworks.window import Window, row_major_strides
+from ckptz.frameworks.window import Piece, Window, row_major_strides
 from ckptz.kernels.torch import UNSIGNED, has_kernels
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
@@ -135,15 +133,17 @@ class _OnDevice:
 
     device: torch.device
 
-    def decodes(self, header: FrameHeader) -> bool:
-        return on_device.decodes(header)
-
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Any]:
         tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=self.device)
         return tensor, tensor.reshape(-1).view(torch.uint8).view(UNSIGNED[dtype.unit_bytes])
 
-    def decode_runs(self, runs: Sequence[Run]) -> None:
-        on_device.decode_runs(runs)
+    def decode(self, parts: Sequence[Part], run: MapFunction) -> None:
+        on_device.decode(parts, run)
+
+    def copy(self, piece: Piece, chunk: Any, out: Any) -> None:
+        sizes, strides = zip(*piece.dims, strict=True) if piece.dims else ((), ())
+        picked = chunk.as_strided(sizes, strides, chunk.storage_offset() + piece.offset)
+        out[piece.at : piece.at + piece.n_units].view(sizes).copy_(picked)
 
 
 def make(device: str | int, backend: str) -> TorchTensors:
@@ -152,6 +152,8 @@ def make(device: str | int, backend: str) -> TorchTensors:
 
 
 def _select(index: Any, shape: Shape) -> Selection:
+    # What an index says is asked of tensors on the CPU, wherever those end up that it picks from.
+    index = tuple(map(_on_cpu, index)) if isinstance(index, tuple) else _on_cpu(index)
     items = index if isinstance(index, tuple) else (index,)
     if all(isinstance(item, _BASIC_ITEMS) and not isinstance(item, bool) for item in items):
         view = torch.empty(shape, dtype=torch.uint8, device="meta")[index]
@@ -165,6 +167,10 @@ def _select(index: Any, shape: Shape) -> Selection:
         return Selection((Window.whole(shape),), shape, lambda tensor: tensor[index])
     rows, item = found
     return _select_rows(rows, (item, *items[1:]), shape)
+
+
+def _on_cpu(item: Any) -> Any:
+    return item.cpu() if isinstance(item, torch.Tensor) else item
 
 
 def _leading_rows(item: Any, n_rows: int) -> tuple[np.ndarray[Any, Any], Any] | None:

@@ -237,7 +237,7 @@ def _stored_sums(file: GuideFile, rows: Iterable[ModuleRow]) -> Iterator[StoredS
 
 
 def _weights(file: GuideFile, rows: Sequence[ModuleRow]) -> Iterator[tuple[str, RecordedInputs]]:
-    """What each weight's layers recorded; layers that share a weight are summed up."""
+    """Sum up what the layers of each weight recorded."""
     by_weight: dict[str, list[ModuleRow]] = {}
     for row in rows:
         by_weight.setdefault(row.weight[0], []).append(row)

@@ -238,7 +238,7 @@ def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> I
 
 
 def _labelled(optimizers: Sequence[Sequence[_Entry]], names: ParameterNames) -> Iterator[list[_Entry]]:
-    """The parameters of each optimizer, under the names that the user gives for all of them in order."""
+    """Give the entries of each optimizer the names that the user listed, in order."""
     listed, n = names.listed(), sum(map(len, optimizers))
     if names.listed_in is not None and len(listed) != n:
         raise ConfigError(
@@ -288,7 +288,7 @@ def _join(
 def _parameters(
     entries: Sequence[_Entry], weights: Sequence[_Weight], is_ordered: bool, names: ParameterNames
 ) -> tuple[dict[Any, str], str]:
-    """The parameter of each key, and what kept the others from being found."""
+    """Find the parameter of each key; the text says why some were not found, or is empty."""
     if names.listed_in is not None:
         _check_listed(entries, weights, names.listed_in)
     parameters, fault = _match(entries, weights, is_ordered=is_ordered)
@@ -311,7 +311,7 @@ def _check_listed(entries: Sequence[_Entry], weights: Sequence[_Weight], listed_
 def _match(
     entries: Sequence[_Entry], weights: Sequence[_Weight], *, is_ordered: bool
 ) -> tuple[dict[Any, str], str]:
-    """The same by the checkpoint alone."""
+    """Find the parameter of each key by labels, order or shapes in the checkpoint; see `_parameters`."""
     shapes = {weight.parameter: weight.shape for weight in weights}
     labels = {entry.key: (entry.label or "").removeprefix("model.") for entry in entries}
     if all(label in shapes for label in labels.values()):
@@ -328,7 +328,7 @@ def _match(
 def _match_by_model(
     entries: Sequence[_Entry], weights: Sequence[_Weight], names: ParameterNames
 ) -> tuple[dict[Any, str], str] | None:
-    """The same by the model that a folder describes; None if there is none, or two ways that differ."""
+    """Find parameters in the order of the model that a folder describes; None if no order fits, or two do."""
     by_name = {weight.parameter: weight for weight in weights}
     ways = []
     for order in names.orders():

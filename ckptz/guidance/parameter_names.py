@@ -59,7 +59,7 @@ class ParameterNames:
 
 @cache
 def _orders(config: Path) -> tuple[tuple[str, ...], ...]:
-    """Of the model itself, and of the Trainer's two groups: with weight decay, and without."""
+    """List parameter names in the order of the model, and in the Trainer's: weight decay first, then none."""
     try:
         if not config.is_file() or config.stat().st_size > MAX_CONFIG_BYTES or not _is_bounded(config):
             return ()

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ckptz.errors import UnsupportedError
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, on_host, read_newest
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
 from ckptz.store.resolve import SUFFIX
@@ -64,7 +64,7 @@ class Registration:
         del models
         if self._accelerator.is_main_process:
             for i, state in enumerate(weights):
-                self.chain(i).write(_path(output_dir, i), job_of(on_host(dict(state))))
+                self.chain(i).write(_path(output_dir, i), job_of(dict(state)))
         weights.clear()
 
     def load(self, models: list[Any], input_dir: str) -> None:

@@ -126,7 +126,7 @@ class CkptzStorageReader(InFolder, StorageReader):
         planner.commit_tensor(item, target)
 
     def _object(self, index: FolderIndex, name: str) -> io.BytesIO:
-        """What is no tensor, as planners take it: these bytes were never in a file."""
+        """Write a value that is not a tensor into memory as torch does, since planners take it so."""
         data = io.BytesIO()
         torch.save(self.read_object(index, name), data)
         data.seek(0)

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAS
 from ckptz.api.safe_open import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.frameworks.plain_types import on_device
-from ckptz.integrations.linked import Chain, ChainOptions, job_of, on_host, read_newest
+from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.versions import warn_untested
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
@@ -99,7 +99,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         if storage_options is not None:
             raise TypeError("CkptzIO takes no storage_options; leave them out of Trainer.save_checkpoint")
         step = checkpoint.get("global_step")
-        self._chain.write(_local(path), job_of(on_host(checkpoint), step if isinstance(step, int) else None))
+        self._chain.write(_local(path), job_of(checkpoint, step if isinstance(step, int) else None))
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None

@@ -30,7 +30,9 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes
+from ckptz.container.caches import LastChunks
 from ckptz.container.envelope import LENGTH_BYTES
 from ckptz.container.index import BaseRef
 from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
@@ -60,7 +62,8 @@ from ckptz.store.resolve import (
 from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
-from ckptz.training.files import remembering
+from ckptz.training.device import there
+from ckptz.training.files import address_of, memory_for_last, remembering
 from ckptz.training.snapshot import check_dense
 from ckptz.tree.flatten import flatten
 
@@ -103,10 +106,12 @@ T = TypeVar("T")
 
 
 def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:
-    """Describe the file of a nested state of plain values and tensors on the CPU, whose memory is shared."""
-    flat = flatten(state)
+    """Describe the file of a nested state, whose memory is shared; tensors on a GPU are encoded there."""
+    elsewhere: dict[int, TensorSource] = {}
+    flat = flatten(on_host(state, elsewhere))
+    tensors = {name: elsewhere.get(address_of(source), source) for name, source in flat.tensors.items()}
     tree = None if type(state) is dict and list(state) == list(flat.tensors) else flat.tree
-    return Job(tensors=flat.tensors, tree=tree, step=step, role_rules=role_rules)
+    return Job(tensors=tensors, tree=tree, step=step, role_rules=role_rules)
 
 
 class Chain:
@@ -126,6 +131,7 @@ class Chain:
     def __init__(self, options: ChainOptions = DEFAULTS, files: RunFiles | None = None) -> None:
         self.options = options
         self._files = RunFiles() if files is None else files
+        self._last = LastChunks(memory_for_last) if options.config.is_lossy else None
         self.notes: tuple[str, ...] = ()
         self._saved: list[Path] = []  # oldest first
         self._unwanted: list[Path] = []  # to be deleted
@@ -210,6 +216,7 @@ class Chain:
                 return None
             if found:
                 base = held.enter_context(contextlib.closing(open_checkpoint(base.files[found].name)))
+            base.hold(self._last)
             if names := link_chain(base, path.parent):
                 return base, BaseRef(base.content_id(), names[0], base.depth + 1)
         except OSError as error:  # the framework deletes it, or a disk fails, while it is looked at
@@ -242,6 +249,7 @@ class Chain:
                 place = residual_of(Path(sink.name), path)
                 lossy = contextlib.closing(open_checkpoint(sink.name))
                 with files.file(place) as exact, lossy as base:
+                    base.hold(self._last)
                     write(exact, _residual_job(job, base, path.name), workers)
             return written
 
@@ -366,8 +374,13 @@ def _is_no_checkpoint(path: Path) -> bool:
     return head.startswith(ZIP_MAGIC) or not (is_named or head[LENGTH_BYTES:] == b"{")
 
 
-def on_host(state: Any) -> Any:
-    """Bring a nested state to the CPU, its tensors as plain ones; what is there already is shared."""
+def on_host(state: Any, elsewhere: dict[int, TensorSource] | None = None) -> Any:
+    """Bring a nested state to the CPU, its tensors as plain ones; what is there already is shared.
+
+    Args:
+        state: what to bring.
+        elsewhere: is given those tensors that stay where they are, by the address of what stands for them.
+    """
     copies: dict[object, torch.Tensor] = {}  # those that are one stay one
 
     def tensor(value: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
@@ -376,7 +389,11 @@ def on_host(state: Any) -> Any:
         if value.numel():
             key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
         if key not in copies:
-            copies[key] = value.detach().as_subclass(torch.Tensor).cpu()
+            plain = value.detach().as_subclass(torch.Tensor)
+            source = None if elsewhere is None else there(plain)
+            copies[key] = plain.cpu() if source is None else torch.empty(plain.shape, dtype=plain.dtype)
+            if elsewhere is not None and source is not None:
+                elsewhere[copies[key].data_ptr()] = source
         return copies[key]
 
     return to_plain(state, tensor)

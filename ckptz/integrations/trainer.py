@@ -33,7 +33,6 @@ from ckptz.integrations.linked import (
     Chain,
     ChainOptions,
     job_of,
-    on_host,
     read_newest,
 )
 from ckptz.integrations.run_files import RunFiles
@@ -123,7 +122,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
                 part.save_pretrained(folder)
         frozen = {} if self._ckptz_frozen is None else frozen_weights(model)
         state = {name: value for name, value in model.state_dict().items() if name not in frozen}
-        job = job_of(on_host(state), self.state.global_step)
+        job = job_of(state, self.state.global_step)
         if self._ckptz_frozen is not None and (frozen_id := self._ckptz_frozen.of(frozen)) is not None:
             job = replace(job, metadata={FROZEN_KEY: frozen_id})
         if self._ckptz.config.is_lossy:
@@ -138,7 +137,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         """Write nothing: it is in state.ckptz."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        job = job_of(on_host({"rng": random_state()}), self.state.global_step)
+        job = job_of({"rng": random_state()}, self.state.global_step)
         Chain(ChainOptions(jobs=1)).write(_rng_path(self, output_dir), job)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -234,7 +233,7 @@ def _training_job(trainer: Any) -> Job:
         "scheduler": trainer.lr_scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
-    job = job_of(on_host(state), trainer.state.global_step, _EXACT)
+    job = job_of(state, trainer.state.global_step, _EXACT)
     return replace(job, roles=dict(moment_roles(state["optimizer"], job.tensors)))
 
 

@@ -142,7 +142,7 @@ def _place(folder: PathLike, kwargs: Mapping[str, Any]) -> Path:
 
 
 def _config(model_class: Any, folder: PathLike, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The configuration, and the arguments that are not part of it."""
+    """Find the configuration, and the arguments that are not part of it."""
     options, config = dict(kwargs), kwargs.get("config")
     options.pop("config", None)
     if isinstance(config, PreTrainedConfig):
@@ -170,7 +170,7 @@ def _class_and_config(model_class: Any, config: Any, trust_remote_code: bool | N
 
 
 def _finish(model: Any, folder: PathLike, kwargs: Mapping[str, Any]) -> None:
-    """What transformers does with a folder once the weights are in their places."""
+    """Do what transformers does with a folder once the weights are in their places."""
     model.name_or_path = model.config.name_or_path = str(folder)
     if not model.can_generate() or kwargs.get("generation_config") is not None:
         return

@@ -32,6 +32,7 @@ rounding = _door("rounding_cpu")  # to grids
 moments = _door("moments_cpu")  # of optimizers
 planes_on_gpu = _door("triton_planes")
 rans_on_gpu = _door("triton_rans")
+values_on_gpu = _door("triton_values")
 wire_on_gpu = _door("triton_wire")
 
 

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from ckptz.kernels.batches_cpu import (  # noqa: F401
+    count_streams,
+    delta_bits,
+    encode_classed,
+    rans_encode_streams,
+    repeats,
+    weigh_rows,
+)
 from ckptz.kernels.coding_cpu import (  # noqa: F401
     encoding_tables,
     golomb_pack,
@@ -28,7 +36,6 @@ from ckptz.kernels.planes_cpu import (  # noqa: F401
 )
 from ckptz.kernels.planning_cpu import (  # noqa: F401
     best_golomb_order,
-    class_bits,
     cost_bits,
     deviation,
     entropy_bits,

@@ -17,6 +17,7 @@ from ckptz.kernels.floats import (
     Bytes,
     Counts,
 )
+from ckptz.kernels.lanes_cpu import decode_step, encode_step
 from ckptz.kernels.numba_base import ONE, inlined, kernel
 from ckptz.kernels.planning_cpu import best_golomb_order, cost_bits, normalise
 
@@ -27,18 +28,6 @@ LOW_32 = np.uint64(0xFFFFFFFF)
 
 
 # --- rANS ---------------------------------------------------------------------------------------
-
-# Position of the lowest set bit of a 32-bit word, by a de Bruijn product.
-_BIT_MULTIPLIER = np.uint32(0x077CB531)
-_BIT_POSITION = np.zeros(32, np.uint8)
-for _bit in range(32):
-    _BIT_POSITION[((0x077CB531 << _bit) & 0xFFFFFFFF) >> 27] = _bit
-
-
-@inlined
-def _lowest_bit(mask: Any) -> Any:
-    lowest = uint32(mask & (uint32(0) - mask))
-    return np.intp(_BIT_POSITION[uint32(lowest * _BIT_MULTIPLIER) >> uint32(27)])
 
 
 @kernel
@@ -80,12 +69,12 @@ def _encode_scalar(
     q = np.uintp(p)
     for i in range(end - 1, begin - 1, -1):
         lane = np.uintp(i) & last
-        entry, state = entries[symbols[np.uintp(i)]], lanes[lane]
+        entry, state = entries[symbols[np.uintp(i)]], uint64(lanes[lane])
         # Without a branch, which would be a guess: a word is written always, and counts if the state is full.
         words[q - np.uintp(1)] = uint16(state)
         full = uint64((state >> uint64(20)) > (entry >> uint64(48)))
         q -= np.uintp(full)
-        lanes[lane] = _encode_one(state >> (full << uint64(4)), entry)
+        lanes[lane] = uint32(_encode_one(state >> (full << uint64(4)), entry))
     return np.intp(q)
 
 
@@ -93,42 +82,26 @@ def _encode_scalar(
 def _encode_segments(
     symbols: Any, ends: Any, table_of: Any, tables: Any, lanes: Any, n_lanes: int, words: Any
 ) -> int:
-    # One array holds the lane states and the step's table entries: at constant distances in one
-    # buffer LLVM knows that they do not overlap, and vectorises.
-    both = np.empty(2 * N_LANES, np.uint64)
-    both[:N_LANES] = uint64(STATE_LOW)
+    states = np.full(N_LANES, STATE_LOW, np.uint32)
     p: Any = len(words)
     for s in range(len(ends) - 1, -1, -1):
         begin = ends[s - 1] if s else 0
         entries = tables[table_of[s]]
         i = ends[s]
+        if i > begin and entries[symbols[begin]] >> uint64(48) == uint64(SCALE - 1):
+            continue  # the only code of its table changes no state
         if n_lanes == N_LANES:
             whole_end = i // N_LANES * N_LANES
             whole_begin = (begin + N_LANES - 1) // N_LANES * N_LANES
             if whole_end > whole_begin:
-                p = _encode_scalar(symbols, whole_end, i, entries, both, n_lanes, words, p)
+                p = _encode_scalar(symbols, whole_end, i, entries, states, n_lanes, words, p)
                 i = whole_begin
-                q = np.uintp(p)
+                q = uint64(p)
                 for step in range(whole_end - N_LANES, whole_begin - 1, -N_LANES):
-                    here = symbols[np.uintp(step) : np.uintp(step + N_LANES)]
-                    for lane in range(N_LANES):
-                        both[N_LANES + lane] = entries[here[lane]]
-                    mask = uint32(0)
-                    for lane in range(N_LANES):
-                        full = (both[lane] >> uint64(20)) > (both[N_LANES + lane] >> uint64(48))
-                        mask |= uint32(full) << uint32(N_LANES - 1 - lane)
-                    while mask != uint32(0):
-                        lane = N_LANES - 1 - _lowest_bit(mask)
-                        q -= np.uintp(1)
-                        words[q] = uint16(both[lane])
-                        both[lane] >>= uint64(16)
-                        mask &= mask - uint32(1)
-                    for lane in range(N_LANES):
-                        both[lane] = _encode_one(both[lane] & LOW_32, both[N_LANES + lane])
+                    q = encode_step(states, entries, words, q, symbols, uint64(step))
                 p = np.int64(q)
-        p = _encode_scalar(symbols, begin, i, entries, both, n_lanes, words, p)
-    for lane in range(n_lanes):
-        lanes[lane] = uint32(both[lane])
+        p = _encode_scalar(symbols, begin, i, entries, states, n_lanes, words, p)
+    lanes[:n_lanes] = states[:n_lanes]
     return p
 
 
@@ -193,45 +166,35 @@ def rans_decode(
     out: Bytes,
 ) -> bool:
     n_lanes, n_words = len(states), len(words)
-    both = np.empty(2 * N_LANES, np.uint32)
-    both[:n_lanes] = states
+    lanes = np.empty(N_LANES, np.uint32)
+    lanes[:n_lanes] = states
     begin = 0
     p: Any = 0
     for s in range(len(ends)):
         end = ends[s]
         slots = tables[table_of[s]]
         i = begin
+        if (slots[0] >> uint32(8)) & uint32(0xFFF) == uint32(SCALE - 1):  # the only code changes no state
+            out[begin:end] = uint8(slots[0])
+            begin = end
+            continue
         if n_lanes == N_LANES:
             aligned = min((begin + N_LANES - 1) // N_LANES * N_LANES, end)
-            p = _decode_scalar(words, p, both, n_lanes, begin, aligned, slots, out)
+            p = _decode_scalar(words, p, lanes, n_lanes, begin, aligned, slots, out)
             if p < 0:
                 return False
             i = aligned
-            q = np.uintp(p)
+            q = uint64(p)
             while i + N_LANES <= end and np.intp(q) + N_LANES <= n_words:
-                for lane in range(N_LANES):
-                    both[N_LANES + lane] = slots[both[lane] & uint32(SCALE - 1)]
-                mask = uint32(0)
-                for lane in range(N_LANES):
-                    state = _decode_one(both[lane], both[N_LANES + lane])
-                    both[lane] = state
-                    mask |= uint32(state < uint32(STATE_LOW)) << uint32(lane)
-                here = out[np.uintp(i) : np.uintp(i + N_LANES)]
-                for lane in range(N_LANES):
-                    here[lane] = uint8(both[N_LANES + lane])
-                while mask != uint32(0):
-                    lane = _lowest_bit(mask)
-                    both[lane] = (both[lane] << uint32(16)) | uint32(words[q])
-                    q += np.uintp(1)
-                    mask &= mask - uint32(1)
+                q = decode_step(lanes, slots, words, q, out, uint64(i))
                 i += N_LANES
             p = np.int64(q)
-        p = _decode_scalar(words, p, both, n_lanes, i, end, slots, out)
+        p = _decode_scalar(words, p, lanes, n_lanes, i, end, slots, out)
         if p < 0:
             return False
         begin = end
     for lane in range(n_lanes):
-        if both[lane] != uint32(STATE_LOW):
+        if lanes[lane] != uint32(STATE_LOW):
             return False
     return p == n_words
 
@@ -297,20 +260,26 @@ def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
 
 @kernel
 def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
-    out = np.zeros(len(values) * 5 + 1, np.uint8)
-    position = 0
+    out = np.empty(len(values) * 5 + 1, np.uint8)
+    waiting: Any = 0  # bits that fill no byte yet
+    at, n_waiting = 0, 0
     for i in range(len(values)):
         u = np.int64(values[i]) + (1 << order)
-        n_low = 0
+        n_low = order
         while u >> (n_low + 1):
             n_low += 1
-        position += n_low - order
-        out[position >> 3] |= uint8(1 << (position & 7))
-        position += 1
-        for j in range(n_low):
-            out[position >> 3] |= uint8(((u >> j) & 1) << (position & 7))
-            position += 1
-    return out[: (position + 7) >> 3]
+        n_high = n_low - order
+        waiting |= (1 | (u - (1 << n_low)) << 1) << (n_high + n_waiting)
+        n_waiting += n_high + 1 + n_low
+        while n_waiting >= 8:
+            out[at] = uint8(waiting & 0xFF)
+            at += 1
+            waiting >>= 8
+            n_waiting -= 8
+    if n_waiting:
+        out[at] = uint8(waiting)
+        at += 1
+    return out[:at]
 
 
 @kernel

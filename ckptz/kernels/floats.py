@@ -25,6 +25,8 @@ SCALE_BITS = 12
 SCALE = 1 << SCALE_BITS
 STATE_LOW = 1 << 16
 MAX_GAP_BYTE = 255
+N_LAST = 1 << 14  # groups of eight codes that `repeats` remembers
+LAST_MIX = 0x9E3779B97F4A7C15  # hashes them: the top 14 bits are the place, the next 32 stand there
 MAX_TABLE_ORDER = 11  # of the codes of a frequency table
 MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
 

@@ -202,18 +202,6 @@ def _level(ratio: Any, nearest: Any, largest: Any) -> Any:
     return 0 if ratio < nearest else int64(min(max(np.rint(ratio), 1.0), float64(largest)))
 
 
-@inlined
-def _drawn_level(pattern: Any, value: Any, step: Any, threshold: Any, largest: Any) -> Any:
-    """Level of a float by its threshold: what it is in steps, or the one below; `largest` for all beyond."""
-    size = _size(pattern, value)
-    scaled = size / step if size > 0.0 else 0.0
-    scaled = min(scaled, float64(largest))
-    scaled = -scaled if pattern >> uint32(31) else scaled
-    whole = np.floor(scaled)
-    whole += float64(threshold) >= 1.0 - (scaled - whole)
-    return int64(whole)
-
-
 @kernel
 def _near_zero(steps: Any, nearest: Any) -> Any:
     """Give F32 patterns [n_labels] of magnitudes below which a division would show level 0: most of them."""
@@ -225,27 +213,13 @@ def _near_zero(steps: Any, nearest: Any) -> Any:
 
 @kernel
 def level_codes(
-    patterns: Any,
-    values: Any,
-    labels: Any,
-    steps: Any,
-    dead_zone: Any,
-    drawn: Any,
-    codes_of: Any,
-    out: Any,
+    patterns: Any, values: Any, labels: Any, steps: Any, dead_zone: Any, codes_of: Any, out: Any
 ) -> None:
     """Write the codes of F32 patterns [n] and their floats [n], in steps by label.
 
-    `drawn` are thresholds [n], or none for the nearest level. `codes_of` is (lowest level, number of levels,
-    escape code, level that stands for all beyond).
+    `codes_of` is (lowest level, number of levels, escape code, level that stands for all beyond).
     """
     lowest, n_levels, escape_code, largest = codes_of
-    for i in range(len(drawn)):
-        step = steps[uint64(labels[i])]
-        code = _drawn_level(patterns[i], values[i], step, drawn[i], largest) - lowest
-        out[i] = uint8(code if 0 <= code < n_levels else escape_code)
-    if len(drawn):
-        return
     nearest = 0.5 + dead_zone
     near_zero = _near_zero(steps, nearest)
     zero_code = uint8(-lowest if 0 <= -lowest < n_levels else escape_code)
@@ -262,28 +236,13 @@ def level_codes(
 
 @kernel
 def level_sums(
-    patterns: Any,
-    values: Any,
-    labels: Any,
-    steps: Any,
-    dead_zone: Any,
-    drawn: Any,
-    counts: Any,
-    sums: Any,
+    patterns: Any, values: Any, labels: Any, steps: Any, dead_zone: Any, counts: Any, sums: Any
 ) -> None:
-    """Add up occurrences of levels by label, and what they stand for in steps for all but level 0.
+    """Add up occurrences of levels by label, and values in steps for all but level 0.
 
     Both are [n_labels, 2 * largest + 1], of the levels from -largest to largest, which stand for all beyond.
-    Nearest levels stand for the mean of their values, those by thresholds `drawn` for themselves.
     """
     largest, nearest = counts.shape[1] // 2, 0.5 + dead_zone
-    for i in range(len(drawn)):
-        label = uint64(labels[i])
-        level = _drawn_level(patterns[i], values[i], steps[label], drawn[i], largest)
-        counts[label, largest + level] += 1
-        sums[label, largest + level] += level
-    if len(drawn):
-        return
     near_zero = _near_zero(steps, nearest)
     # By turns: equal neighbours would wait for each other's sum in one.
     n_labels = uint64(len(steps))
@@ -303,6 +262,22 @@ def level_sums(
             sums[label, at] += -ratio if is_negative else ratio
     for i in range(len(zeros)):
         counts[uint64(i) % n_labels, largest] += zeros[i]
+
+
+@kernel
+def drawn_levels(
+    patterns: Any, values: Any, labels: Any, steps: Any, thresholds: Any, largest: Any, out: Any
+) -> None:
+    """Write the levels of F32 patterns [n] and their floats [n] by thresholds [n], in steps by label.
+
+    It is the level below a value or the one above; `largest` and its negative stand for all beyond.
+    """
+    for i in range(len(out)):
+        size, step = _size(patterns[i], values[i]), steps[uint64(labels[i])]
+        scaled = min(size / step if size > 0.0 else 0.0, float64(largest))
+        scaled = -scaled if patterns[i] >> uint32(31) else scaled
+        whole = np.floor(scaled)
+        out[i] = int64(whole + (float64(thresholds[i]) >= 1.0 - (scaled - whole)))
 
 
 @kernel

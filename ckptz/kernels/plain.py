@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from ckptz.kernels.floats import (
     DIFFERENCE,
+    LAST_MIX,
     MAX_GAP_BYTE,
     MAX_GOLOMB_BITS,
     MAX_TABLE_ORDER,
+    N_LAST,
     ORDERED_DIFFERENCE,
     ROTATED,
     SCALE,
@@ -438,3 +440,66 @@ def weigh(counts: Counts) -> tuple[Frequencies, Bytes, float]:
     """Weigh counts [256]: their own table [256], its bytes, and the bits that the codes take under it."""
     frequencies = normalise(counts)
     return frequencies, pack_table(frequencies), cost_bits(counts, frequencies)
+
+
+def count_streams(symbols: Bytes, ends: Counts) -> Counts:
+    """Count each symbol in streams [m] that end there, one behind the other: [m, 256]."""
+    return np.stack([histogram(part) for part in np.split(symbols, ends[:-1])])
+
+
+def weigh_rows(counts: Counts) -> tuple[Frequencies, Bytes, Counts, NDArray[np.float64]]:
+    """Weigh rows of counts [m, 256].
+
+    Returns:
+        Their tables [m, 256], the bytes of these one after another with the end of each [m], and the bits
+        that the codes of each row take under its table [m].
+    """
+    tables, packed, bits = zip(*(weigh(row) for row in counts), strict=True)
+    return np.stack(tables), np.concatenate(packed), np.cumsum([*map(len, packed)]), np.array(bits)
+
+
+def repeats(symbols: Bytes, ends: Counts) -> Counts:
+    """Find in streams [m] that end there what stood in them before: [m, 2].
+
+    Returns:
+        Positions whose eight codes had their place last, by a hash, and runs of such positions.
+    """
+    found = np.zeros((len(ends), 2), np.int64)
+    for k, part in enumerate(np.split(symbols, ends[:-1])):
+        if len(part) >= 8:
+            words = np.lib.stride_tricks.sliding_window_view(part, 8).copy().view("<u8")[:, 0]
+            mixed = words * np.uint64(LAST_MIX)
+            places, tags = mixed >> np.uint64(50), (mixed >> np.uint64(18)).astype(np.uint32)
+            order = np.argsort(places, kind="stable")
+            before = np.where(np.diff(places[order], prepend=N_LAST) == 0, np.roll(tags[order], 1), 0)
+            is_hit = np.empty(len(words), np.bool_)
+            is_hit[order] = tags[order] == before
+            found[k] = is_hit.sum(), is_hit[0] + (is_hit[1:] & ~is_hit[:-1]).sum()
+    return found
+
+
+@_counted
+def rans_encode_streams(
+    symbols: Bytes,
+    begins: Counts,
+    ends: Counts,
+    frequencies: Frequencies,
+    n_lanes: Counts,
+    heads: Bytes,
+    head_ends: Counts,
+) -> tuple[Bytes, Counts]:
+    """Code streams [m] of codes from `begins` to `ends`, by a table of [m, 256] and with some lanes each.
+
+    Each gets the bytes of `heads` before it that end at its `head_ends`.
+
+    Returns:
+        Bytes among which the streams stand, head, lane states and words; begin and end of each [m, 2].
+    """
+    table_of, parts = np.zeros(1, np.int64), []
+    head_begins = np.concatenate(([0], head_ends[:-1]))
+    rows = zip(begins, ends, frequencies, n_lanes, head_begins, head_ends, strict=True)
+    for i, j, row, n, p, q in rows:
+        states, words = rans_encode(symbols[i:j], np.array([j - i]), table_of, row[None], int(n))
+        parts.append(np.concatenate((heads[p:q], states.view(np.uint8), words.view(np.uint8))))
+    lengths = np.array([*map(len, parts)])
+    return np.concatenate(parts), np.cumsum(lengths)[:, None] - np.stack((lengths, 0 * lengths), axis=1)

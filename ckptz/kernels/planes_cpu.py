@@ -206,10 +206,19 @@ def histogram(symbols: Bytes) -> Counts:
 
 @kernel
 def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
-    counts = np.zeros((n_classes, 256), np.int64)
-    for i in range(len(symbols)):
-        counts[classes[i], symbols[i]] += 1
-    return counts
+    counts = np.zeros((2, 256 * n_classes), np.uint32)
+    first, second = counts[0], counts[1]
+    half = np.uintp(len(symbols) // 2)
+    for i in range(half):
+        first[(uint64(classes[i]) << uint64(8)) | uint64(symbols[i])] += uint32(1)
+        second[(uint64(classes[half + i]) << uint64(8)) | uint64(symbols[half + i])] += uint32(1)
+    for i in range(half + half, np.uintp(len(symbols))):
+        first[(uint64(classes[i]) << uint64(8)) | uint64(symbols[i])] += uint32(1)
+    total = np.empty((n_classes, 256), np.int64)
+    for k in range(n_classes):
+        for j in range(256):
+            total[k, j] = np.int64(first[256 * k + j]) + second[256 * k + j]
+    return total
 
 
 @kernel
@@ -245,9 +254,9 @@ def class_counts(classes: Units, n_classes: int) -> Counts:
 
 
 @kernel
-def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
+def group(symbols: Any, classes: Units, n_classes: int) -> Any:
     starts = _class_starts(classes, n_classes)
-    grouped = np.empty(len(symbols), np.uint8)
+    grouped = np.empty(len(symbols), symbols.dtype)
     quarter = len(symbols) // 4
     for i in range(quarter):
         for q in range(4):
@@ -264,7 +273,7 @@ def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
 
 
 @kernel
-def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
+def ungroup(grouped: Any, classes: Units, n_classes: int, out: Any) -> None:
     starts = _class_starts(classes, n_classes)
     quarter = len(out) // 4
     for i in range(quarter):

@@ -5,6 +5,7 @@ Informative: whatever these functions return decodes. No reference twin, tests c
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 from ckptz.kernels.floats import SCALE, SCALE_BITS, Counts, Frequencies
 from ckptz.kernels.numba_base import kernel, summing
 
+# Binary logarithms of small counts, which most are.
+_LOGS = np.array([0.0, *map(math.log2, range(1, 1 << 12))])
+
 
 @kernel
 def row_entropy_bits(counts: Counts) -> float:
@@ -22,7 +26,7 @@ def row_entropy_bits(counts: Counts) -> float:
     for j in range(len(counts)):
         if counts[j]:
             total += counts[j]
-            bits -= counts[j] * np.log2(counts[j])
+            bits -= counts[j] * (_LOGS[counts[j]] if counts[j] < len(_LOGS) else np.log2(counts[j]))
     return bits + total * np.log2(total) if total else 0.0
 
 
@@ -35,12 +39,17 @@ def entropy_bits(counts: Counts) -> float:
     return bits
 
 
+FEW_SYMBOLS = 128  # of which a sort is quicker than one of all indices, also where it does not decide
+
+
 @kernel
 def normalise(counts: Counts) -> Frequencies:
     """Scale counts [256] to frequencies [256] that sum to 4096, at least 1 for each symbol that occurs."""
     n = len(counts)
     rare = np.zeros(n, np.bool_)
-    n_rare, common = 0, counts.sum()
+    n_rare, common = 0, 0
+    for j in range(n):  # a sum by name, and a second kind of sorting, would take a second to compile
+        common += counts[j]
     # Symbols too rare for a share of their own get 1; the others divide what is left.
     searching = True
     while searching:
@@ -61,13 +70,24 @@ def normalise(counts: Counts) -> Frequencies:
             missing -= frequencies[j]
     if missing:
         # What rounding down left over goes where one more saves most, one to each.
-        gain = np.full(n, -1.0)
+        gain, n_used = np.full(n, -1.0), 0
+        used = np.empty(n)
         for j in range(n):
             if counts[j]:
-                gain[j] = counts[j] / frequencies[j]
-        order = np.argsort(gain)
-        for j in range(missing):
-            frequencies[order[n - 1 - j]] += 1
+                gain[j] = used[n_used] = counts[j] / frequencies[j]
+                n_used += 1
+        least = np.inf
+        if missing < n_used <= FEW_SYMBOLS:
+            ascending = np.argsort(used[:n_used])
+            if used[ascending[n_used - missing - 1]] < used[ascending[n_used - missing]]:
+                least = used[ascending[n_used - missing]]
+        if least < np.inf:
+            for j in range(n):
+                frequencies[j] += gain[j] >= least
+        else:  # equals stand on both sides, and the order of all decides between them
+            order = np.argsort(gain)
+            for j in range(missing):
+                frequencies[order[n - 1 - j]] += 1
     return frequencies
 
 
@@ -106,15 +126,6 @@ def used_class_histogram(classes: Any, symbols: Any, n_classes: int) -> Any:
 
 
 @kernel
-def class_bits(classes: Any, planes: Any, n_classes: int) -> float:
-    """Compute the bits of planes [n_planes, n] with an ideal coder for each class [n] of each plane."""
-    bits = 0.0
-    for j in range(len(planes)):
-        bits += entropy_bits(used_class_histogram(classes, planes[j], n_classes)[1])
-    return bits
-
-
-@kernel
 def normalise_rows(counts: Counts) -> Any:
     """Scale each row of counts [n, 256] to frequencies; see `normalise`."""
     frequencies = np.empty(counts.shape, np.uint16)
@@ -132,17 +143,18 @@ def shared_cost_bits(counts: Counts, table_of: Counts, frequencies: Frequencies)
     return bits
 
 
+# Whole part of the binary logarithm of a frequency and of the largest step beside it.
+_LOG2 = np.array([0, *(n.bit_length() - 1 for n in range(1, 1 << 13))], np.uint8)
+
+
 @kernel
 def best_golomb_order(values: NDArray[np.uint16], most: int) -> int:
     """Choose the order of Exp-Golomb codes, at most `most`, that packs `values` [n] into the fewest bytes."""
     best, best_bits = 0, 1 << 62
     for order in range(most + 1):
-        bits = 0
+        bits: Any = len(values) * (1 - order)
         for i in range(len(values)):
-            n_low = order
-            while (np.int64(values[i]) + (1 << order)) >> (n_low + 1):
-                n_low += 1
-            bits += 2 * n_low - order + 1
+            bits += 2 * np.int64(_LOG2[np.intp(values[i]) + (1 << order)])
         if bits < best_bits:
             best, best_bits = order, bits
     return best

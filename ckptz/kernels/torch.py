@@ -28,6 +28,11 @@ UNSIGNED: Final = {
 }  # hold bits, no arithmetic
 
 
+def lives_elsewhere(tensor: Tensor) -> bool:
+    """Tell whether a tensor's values are not in host memory."""
+    return tensor.device.type != "cpu"
+
+
 def has_kernels(device: torch.device) -> bool:
     """Tell whether the kernels for GPUs run on a device: one of NVIDIA's, where Triton is installed."""
     is_known = device.type == "cuda" and torch.version.cuda is not None

@@ -6,12 +6,13 @@ worked on in one launch.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ckptz.kernels.floats import DIFFERENCE, ORDERED_DIFFERENCE, ROTATED, XOR
+from ckptz.kernels.floats import DIFFERENCE, ORDERED_DIFFERENCE, ROTATED, XOR, Counts
 
 BLOCK = 1024
 TILE = 1 << 15  # codes that one program counts
@@ -127,10 +128,10 @@ def magnitude_classes(units: Tensor) -> Tensor:
 
 
 @triton.jit
-def _count(codes, counts, n, chunk, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _count(codes, bounds, counts, n, TILE: tl.constexpr, BLOCK: tl.constexpr):
     part = tl.program_id(1).to(tl.int64)
-    begin = part * chunk + tl.program_id(0) * TILE
-    end = tl.minimum(tl.minimum(n, (part + 1) * chunk), begin + TILE)
+    begin = tl.load(bounds + part) + tl.program_id(0) * TILE
+    end = tl.minimum(tl.load(bounds + part + 1), begin + TILE)
     codes += tl.program_id(2).to(tl.int64) * n
     found = tl.zeros([256], tl.int32)
     for at in tl.range(begin, end, BLOCK):
@@ -144,26 +145,17 @@ def _count(codes, counts, n, chunk, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 def histograms(planes: Tensor, chunk: int) -> Tensor:
     """Count the codes of each chunk of each plane [n_planes, n]: int32 [n_planes, n_chunks, 256]."""
+    n = planes.shape[1]
+    return segment_histograms(planes, np.minimum(np.arange(chunk, n + chunk, chunk), n))
+
+
+def segment_histograms(planes: Tensor, ends: Counts) -> Tensor:
+    """Count the codes of each segment of each plane [n_planes, n], on the host their ends [n_segments]."""
     n_planes, n = planes.shape
-    n_chunks = triton.cdiv(n, chunk)
-    counts = torch.zeros((n_planes, n_chunks, 256), dtype=torch.int32, device=planes.device)
-    _count[(triton.cdiv(min(chunk, n), TILE), n_chunks, n_planes)](planes, counts, n, chunk, TILE, BLOCK)
-    return counts
-
-
-@triton.jit
-def _count_classes(classes, codes, counts, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    cell = tl.load(classes + i, mask=i < n, other=0).to(tl.int64) * 256
-    cell += tl.load(codes + i, mask=i < n, other=0).to(tl.int64)
-    tl.atomic_add(counts + cell, 1, mask=i < n, sem="relaxed")
-
-
-def class_histogram(classes: Tensor, codes: Tensor, n_classes: int) -> Tensor:
-    """Count codes [n] by class [n]: int32 [n_classes, 256]."""
-    n = len(codes)
-    counts = torch.zeros((n_classes, 256), dtype=torch.int32, device=codes.device)
-    _count_classes[(triton.cdiv(n, BLOCK),)](classes, codes, counts, n, BLOCK)
+    bounds = np.concatenate([[0], ends])
+    counts = torch.zeros((n_planes, len(ends), 256), dtype=torch.int32, device=planes.device)
+    grid = triton.cdiv(int(np.diff(bounds).max()), TILE), len(ends), n_planes
+    _count[grid](planes, torch.from_numpy(bounds).to(planes.device), counts, n, TILE, BLOCK)
     return counts
 
 

@@ -11,7 +11,9 @@ segments, each with a frequency table, as in `ckptz.entropy.streams.Segments`. F
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,10 +176,29 @@ class Streams:
         )
 
 
-def single(code_at: Counts, n_codes: Counts, n_lanes: Counts, tables: Frequencies) -> Streams:
-    """Describe streams that have a table each, [n_streams, 256]."""
-    ones = np.ones(len(n_codes), np.int64)
-    return Streams(code_at, n_codes, n_lanes, ones, n_codes, np.arange(len(ones)), tables)
+def joined(code_at: Counts, n_lanes: Counts, ways: Sequence[Any]) -> Streams:
+    """Describe streams; tables that several have go up once.
+
+    Args:
+        code_at: first code of each [n_streams].
+        n_lanes: of each [n_streams].
+        ways: their `ckptz.entropy.streams.Segments` [n_streams].
+    """
+    first: dict[int, int] = {}  # of the tables at an address
+    tables: list[Frequencies] = []
+    for way in ways:
+        if id(way.tables) not in first:
+            first[id(way.tables)] = sum(map(len, tables))
+            tables.append(way.tables)
+    return Streams(
+        code_at,
+        np.array([way.ends[-1] for way in ways]),
+        n_lanes,
+        np.array([len(way.ends) for way in ways]),
+        np.concatenate([way.ends for way in ways]),
+        np.concatenate([way.table_of + first[id(way.tables)] for way in ways]),
+        np.concatenate(tables),
+    )
 
 
 def _on(array: np.ndarray, dtype: type[np.generic], device: torch.device) -> Tensor:

@@ -6,19 +6,23 @@ fused, and subnormal numbers are kept.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ckptz.kernels.floats import BF16, ESCAPE, F16, MAX_MAGNITUDE, NEAREST
+from ckptz.kernels.floats import BF16, ESCAPE, F16, MAX_MAGNITUDE, NEAREST, Counts
 from ckptz.kernels.triton_planes import BLOCK, ordered, unordered
 
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # of the compiler
 N_STEPS = tl.constexpr(9)  # of a search among at most 511 boundaries
-LINEAR, BITS = 1, 2  # domains
+LINEAR, BITS = 1, 2  # domains, as of plans
 ZERO, BASE, OUTER = 0, 1, 2  # predictors
+LEAF, LEAVES = 128, 64  # values that are summed one after another; such sums in a program
 
 _BF16, _F16 = tl.constexpr(BF16), tl.constexpr(F16)
 _BITS, _BASE, _OUTER, _ZERO = tl.constexpr(BITS), tl.constexpr(BASE), tl.constexpr(OUTER), tl.constexpr(ZERO)
@@ -131,7 +135,7 @@ def restore(
 
     Args:
         codes: below the number of codes of the table.
-        rows: row of the table for each, uint16 [n], or None for the first.
+        rows: row of the table for each, uint8 or int16 [n], or None for the first.
         table: entries [n_rows, n_codes]: units if LINEAR without a prediction or BITS, else F32 patterns.
         kind: of `ckptz.kernels.floats`.
         domain: LINEAR or BITS.
@@ -242,6 +246,74 @@ def residual_codes(
     shape = base is not None, key == NEAREST, BLOCK
     _grid[(triton.cdiv(n, BLOCK),)](*given, *sizes, *shape, **EXACT)
     return out
+
+
+# --- sums ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _square(values, base, at, inside, HAS_BASE: tl.constexpr):
+    difference = tl.load(values + at, mask=inside, other=0.0).to(tl.float64)
+    if HAS_BASE:
+        difference = difference - tl.load(base + at, mask=inside, other=0.0).to(tl.float64)
+    return difference * difference
+
+
+@triton.jit
+def _leaf_sums(values, base, ends, sizes, sums, n_leaves, HAS_BASE: tl.constexpr, LEAVES: tl.constexpr):
+    """Sum the squares of at most 128 values each, in eight turns as `rounding_cpu.power` does."""
+    leaf = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
+    lane = tl.arange(0, 8)
+    size = tl.load(sizes + leaf, mask=leaf < n_leaves, other=0)
+    begin = tl.load(ends + leaf, mask=leaf < n_leaves, other=0) - size
+    whole = size // 8
+    turns = tl.zeros([LEAVES, 8], tl.float64)
+    for step in tl.range(16):
+        inside = (step < whole)[:, None] & (lane >= 0)[None, :]
+        turns += _square(values, base, begin[:, None] + 8 * step + lane[None, :], inside, HAS_BASE)
+    for distance in tl.static_range(3):  # neighbours, then pairs, then the halves
+        turns += tl.gather(turns, (lane ^ (1 << distance))[None, :] + tl.zeros([LEAVES, 8], tl.int32), 1)
+    total = tl.sum(tl.where(lane[None, :] == 0, turns, 0.0), axis=1)
+    for rest in tl.static_range(7):
+        at = 8 * whole + rest
+        total += _square(values, base, begin + at, at < size, HAS_BASE)
+    tl.store(sums + leaf, total, mask=leaf < n_leaves)
+
+
+@functools.lru_cache(maxsize=64)
+def _pairs(n: int) -> tuple[Counts, tuple[np.ndarray, ...]]:
+    """Cut n values in halves down to 128 or fewer: sizes of the leaves, and what was cut, the last first."""
+    sizes, cuts = np.array([n]), []
+    while (is_cut := sizes > LEAF).any():
+        half = sizes // 2 // 8 * 8
+        parts = np.stack([np.where(is_cut, half, sizes), sizes - half], axis=1)
+        sizes = parts[np.stack([np.ones_like(is_cut), is_cut], axis=1)]
+        cuts.append(is_cut)
+    return sizes, tuple(reversed(cuts))
+
+
+def powers(values: Tensor, base: Tensor | None, chunk: int) -> list[float]:
+    """Sum the squares of each `chunk` of floats [n], less those of a base; see `rounding_cpu.power`."""
+    sizes = [min(chunk, len(values) - begin) for begin in range(0, len(values), chunk)]
+    leaves = [_pairs(size)[0] for size in sizes]
+    n_leaves, every = sum(map(len, leaves)), np.concatenate(leaves)
+    sums = torch.empty(n_leaves, dtype=torch.float64, device=values.device)
+    ends, counts = (torch.from_numpy(a).to(values.device) for a in (np.cumsum(every), every))
+    shape = base is not None, LEAVES
+    given = values, values if base is None else base, ends, counts, sums, n_leaves
+    _leaf_sums[(triton.cdiv(n_leaves, LEAVES),)](*given, *shape, **EXACT)
+    parts = np.split(sums.cpu().numpy(), np.cumsum([len(part) for part in leaves])[:-1])
+    return [_folded(part, _pairs(size)[1]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _folded(sums: np.ndarray, cuts: Sequence[np.ndarray]) -> float:
+    """Add up what was cut, the last halves first."""
+    for is_cut in cuts:
+        first = np.cumsum(1 + is_cut) - 1 - is_cut
+        folded = sums[first]
+        folded[is_cut] += sums[first[is_cut] + 1]
+        sums = folded
+    return float(sums[0])
 
 
 # --- packing ------------------------------------------------------------------------------------

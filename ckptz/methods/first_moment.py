@@ -30,7 +30,7 @@ from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats, moments, rounding
-from ckptz.kernels.floats import NEAREST, Units
+from ckptz.kernels.floats import NEAREST, Integers, Units
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
 from ckptz.methods.method import DRAWN, Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of
@@ -54,7 +54,7 @@ MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elem
 RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
 # Moves to come of a first moment that is kept, and of one of its steps, in root mean squares of the weight.
 # On the fine-tunes of bench/studies/momentum.py, what steps of 0.08 add is hardly seen; with larger moves
-# they take more than 0.2 bits, and cost more than they keep.
+# they take more than 0.2 bits.
 KEPT_MOVES: Final = 0.0025
 KEPT_REACH: Final = 0.08
 MAX_KEPT_STEP: Final = 64.0  # roots
@@ -89,25 +89,32 @@ class StepQuantizer(Quantizer):
 
     def found(self, begin: int, end: int, units: Units) -> LevelSums:
         """Sum the levels of units begin..end by class."""
-        patterns, labels = cpu().to_f32(units, self.kind), self.classes.labels(begin, end)
-        drawn = self._thresholds(begin, end)
-        return LevelSums.of(patterns, labels, self.classes.steps, self.dead_zone, drawn)
+        labels, steps = self.classes.labels(begin, end), self.classes.steps
+        if self.key == NEAREST:
+            return LevelSums.of(cpu().to_f32(units, self.kind), labels, steps, self.dead_zone)
+        return LevelSums.of_levels(self._drawn(begin, units, labels), labels, len(steps))
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
         rungs, labels = self.rungs, self.classes.labels(begin, end)
         assert rungs is not None
+        escape_code = rungs.escape_code or 0
+        if self.key != NEAREST:
+            found = self._drawn(begin, units, labels) - rungs.lowest
+            return np.where((found >= 0) & (found < rungs.n_levels), found, escape_code).astype(np.uint8)
         codes = np.empty(len(units), np.uint8)
-        codes_of = (rungs.lowest, rungs.n_levels, rungs.escape_code or 0, MAX_INDEX + 1)
-        given = labels, self.classes.steps, self.dead_zone, self._thresholds(begin, end)
-        moments().level_codes(*_values(units, self.kind), *given, codes_of, codes)
+        codes_of = (rungs.lowest, rungs.n_levels, escape_code, MAX_INDEX + 1)
+        steps = self.classes.steps
+        moments().level_codes(*_values(units, self.kind), labels, steps, self.dead_zone, codes_of, codes)
         return codes
 
-    def _thresholds(self, begin: int, end: int) -> NDArray[np.float32]:
-        """Draw the thresholds of units begin..end [end - begin]; none for the nearest level."""
-        n = 0 if self.key == NEAREST else end - begin
-        found: NDArray[np.float32] = rounding().thresholds(self.key, begin, n)
-        return found
+    def _drawn(self, begin: int, units: Units, labels: Labels) -> Integers:
+        """Round units [n] from `begin` on to levels by thresholds that are drawn."""
+        levels = np.empty(len(units), np.int64)
+        thresholds = rounding().thresholds(self.key, begin, len(units))
+        given = labels, self.classes.steps, thresholds, MAX_INDEX + 1
+        moments().drawn_levels(*_values(units, self.kind), *given, levels)
+        return levels
 
 
 def _values(units: Units, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
@@ -173,7 +180,7 @@ class FirstMoment(Recipe):
     def _kept(self, subject: Subject, classes: Classes, step: float) -> Draft:
         quantizer = replace(self._quantizer(subject.source, classes), key=subject.seed)
         draft, _ = _first_plan(subject, quantizer)
-        return replace(draft, found={"step": step, DRAWN: subject.seed})
+        return replace(draft, found={"step": step, "dead_zone": 0.0, DRAWN: subject.seed})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
@@ -208,7 +215,7 @@ def _one_label(begin: int, end: int) -> Labels:
 
 
 def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Classes:
-    """One step for all: the geometric mean of the roots."""
+    """Give all elements one step: the geometric mean of the classes' roots."""
     roots = class_roots(KINDS[second.dtype.name])
     counts = summed(run, lambda b: cpu().histogram(cpu().magnitude_classes(second.units(*b))), second)
     used = (counts > 0) & (roots > 0)
@@ -264,7 +271,7 @@ def _first_plan(subject: Subject, quantizer: StepQuantizer) -> tuple[Draft, floa
 
 
 def _codes_by_class(found: LevelSums, rungs: Rungs) -> ClassCounts:
-    """How often each code occurs in each class."""
+    """Count how often each code occurs in each class."""
     window = found.window(rungs)
     counts = np.zeros((len(found.counts), N_LABELS), np.int64)
     counts[:, : rungs.n_levels] = found.counts[:, window]

@@ -22,10 +22,9 @@ from ckptz.bits.cursor import ByteWriter
 from ckptz.codec.plan import Domain, Plan, Predictor
 from ckptz.codec.quant_map import LinearTable, QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bounds, n_rows_of
-from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import Draft, Subject, summed
+from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.encoding.extent import Bounds, Extent, reals
 from ckptz.encoding.guide import Guide
 from ckptz.entropy.frequency import entropy_bits, write_tables
@@ -51,11 +50,17 @@ from ckptz.methods.method import (
     usual_setting,
 )
 from ckptz.methods.state import MOMENTS, Moments, state_recipes
-from ckptz.quant.grid import RowSteps, bare_levels, fit_levels, largest_magnitude, row_steps
+from ckptz.quant.grid import (
+    OnGrid,
+    RowSteps,
+    bare_levels,
+    fit_levels,
+    largest_magnitude,
+    row_steps,
+    with_escape,
+)
 from ckptz.quant.movement import key_of, sampled
-from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
-from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role
 from ckptz.transform.classes import (
     MAX_CLASSES,
@@ -132,6 +137,10 @@ class UniformGrid(Recipe):
     anchor_step: float | None = None
     name: ClassVar[str] = "grid"
 
+    @property
+    def plans_there(self) -> bool:
+        return self.purpose == "resume"  # levels that are fitted need sums in the host's order
+
     def settings(self) -> dict[str, Setting]:
         chosen = {} if self.dead_zone is None else {"dead_zone": self.dead_zone}
         return {"step": self.step, **chosen}
@@ -139,7 +148,7 @@ class UniformGrid(Recipe):
     def plan(self, subject: Subject) -> Draft:
         """Plan a weight, whose steps and rounding follow its base and its guide."""
         source, base, guide, run = subject.source, subject.base, subject.guide, subject.run
-        found = summed(run, lambda b: Extent.of(source, base, guide, b), source)
+        found = Extent.whole(source, base, guide, run)
         fault = found.fault(source.dtype)
         if fault or not found.power:
             return replace(plan_lossless(source, base, run), note=fault)
@@ -149,13 +158,11 @@ class UniformGrid(Recipe):
         begins = base is None or base.stored is None or base.stored.method != self.name
         step = self.anchor_step if begins and self.anchor_step is not None else self.step
         wanted = replace(self, step=step)
-        draft = wanted._draft(subject, base, _row_steps(source, step, guide, found))
+        is_moving = self.purpose == "resume" or (self.purpose == "auto" and base is not None)
+        draft = (wanted._moving if is_moving else wanted._standing)(
+            subject, base, _row_steps(source, step, guide, found)
+        )
         return draft if step == self.step else replace(draft, found={"step": step, **draft.found})
-
-    def _draft(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
-        if self.purpose == "resume" or (self.purpose == "auto" and base is not None):
-            return self._moving(subject, base, rows)
-        return self._standing(subject, base, rows)
 
     def _moving(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         """Plan a weight that training goes on from: on a grid that stays, and that loses no movement.
@@ -172,11 +179,11 @@ class UniformGrid(Recipe):
         grid = _Grid(subject.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
             grid = grid.after(subject.seed, PEAK if kept else PEAK_TO_SHIP)
-        counted = summed(subject.run, grid.count, subject.source)
+        counted = grid.counted(subject.run)
         most = largest_magnitude(counted.found.total)
         if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
             grid = replace(grid, rounded=layer.rounded(most, bare_levels(rows.steps)))
-            counted = summed(subject.run, grid.count, subject.source)
+            counted = grid.counted(subject.run)
             most = largest_magnitude(counted.found.total)
         draft = _draft_of(grid, counted, most, bare_levels(grid.rows.steps, most))
         share = grid.rows.steps[0] / rows.steps[0]
@@ -187,12 +194,12 @@ class UniformGrid(Recipe):
         """Plan a weight that is only evaluated: smallest at an equal error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
         grid = _Grid(subject.source, base, rows, dead_zone, fits_levels=True)
-        counted = summed(subject.run, grid.count, subject.source)
+        counted = grid.counted(subject.run)
         most, levels = grid.fit(counted)
         if (layer := _Layer.of(grid, subject.guide)) is not None:
             most, levels = layer.fit()
             grid = replace(grid, rounded=layer.rounded(most, levels))
-            counted = summed(subject.run, grid.count, subject.source)
+            counted = grid.counted(subject.run)
         return _draft_of(grid, counted, most, levels)
 
 
@@ -358,27 +365,15 @@ class _Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid(Quantizer):
-    """A tensor on its grid, and what gives its codes.
+class _Grid(OnGrid):
+    """A tensor on its grid, while it is planned.
 
     Attributes:
-        source: the tensor.
-        base: what it is relative to, or None for zero.
-        rows: steps.
-        dead_zone: additional share of a step that becomes zero.
-        key: of the thresholds that are drawn, or NEAREST.
         rounded: codes of the whole tensor, if they depend on one another.
-        most: largest magnitude that has codes; the escape code stands for all above.
         fits_levels: whether magnitudes are summed up while codes are counted.
     """
 
-    source: TensorSource
-    base: TensorSource | None
-    rows: RowSteps
-    dead_zone: float
-    key: int = NEAREST
     rounded: NDArray[np.uint8] | None = None
-    most: int = MAX_MAGNITUDE
     fits_levels: bool = False
 
     @property
@@ -402,20 +397,9 @@ class _Grid(Quantizer):
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Give the codes of units begin..end, uint8 [end - begin], the last one beyond the alphabet."""
-        codes = np.empty(end - begin, np.uint8) if self.rounded is None else self.rounded[begin:end]
         if self.rounded is None:
-            inputs = self._inputs(begin, end, units)
-            rounding().residual_codes(*inputs, self.dead_zone, self.key, begin, codes)
-        return np.minimum(codes, np.uint8(2 * self.most + 1))
-
-    def _inputs(self, begin: int, end: int, units: Units) -> tuple[Any, ...]:
-        """Give what the kernels round: values, base, whether there is one, steps, labels, units of a row."""
-        kind = KINDS[self.source.dtype.name]
-        values = floats_of(units, kind)
-        base = values if self.base is None else floats_of(self.base.units(begin, end), kind)
-        row_units = self.source.dtype.n_units(self.source.shape) // len(self.rows.labels)
-        steps = self.rows.steps.astype(np.float32)
-        return values, base, self.base is not None, steps, self.rows.labels, row_units
+            return OnGrid.codes(self, begin, end, units)
+        return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))
 
     def after(self, new: int, peak: float) -> _Grid:
         """Choose thresholds, and steps for them, by the chunk in the middle; `self.key` is the base's file's.
@@ -428,7 +412,7 @@ class _Grid(Quantizer):
         """
         all_bounds = list(chunk_bounds(self.source.n_units))
         bounds = all_bounds[len(all_bounds) // 2]
-        values, base, _, steps, labels, row_units = self._inputs(*bounds, self.source.units(*bounds))
+        values, base, _, steps, labels, row_units = self.inputs(*bounds, self.source.units(*bounds))
         at = sampled(*bounds)
         of_rows = steps[labels[at // row_units]]
         places = (values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]) / of_rows
@@ -450,17 +434,31 @@ class _Grid(Quantizer):
         most = largest_magnitude(counted.found.total)
         return most, fit_levels(self.rows.steps, by_row, counted.sums, most)
 
+    def rules(self, n_base_codes: int) -> tuple[ClassRule, ...]:
+        """List the rules of classes by row and, where there are several, by code of the base."""
+        rows = (Row(self.rows.n_classes, self.rows.labels),) if self.rows.n_classes > 1 else ()
+        return (*rows, BaseCode(n_base_codes)) if n_base_codes > 1 else rows
+
+    def counted(self, run: MapFunction) -> _Counted:
+        """Count the codes of the tensor by row class and code of the base, where it lives."""
+        rules = self.rules(self.n_base_codes)
+        there: ClassCounts | None = None
+        if self.rounded is None and not self.fits_levels:
+            there = self.source.codes_by_class(self, rules)
+        if there is not None:
+            return _Counted(there, np.zeros((self.rows.n_classes, 256)))
+        return summed(run, self.count, self.source)
+
     def count(self, bounds: Bounds) -> _Counted:
         """Codes of one chunk by row class and code of the base."""
         units = self.source.units(*bounds)
         codes = self.codes(*bounds, units)
         sums = np.zeros((self.rows.n_classes, 256))
         if self.fits_levels:
-            values, base, has_base, _, row_labels, row_units = self._inputs(*bounds, units)
+            values, base, has_base, _, row_labels, row_units = self.inputs(*bounds, units)
             rounding().residual_sums(values, base, has_base, row_labels, row_units, bounds[0], codes, sums)
         n_base_codes = self.n_base_codes
-        row_units = self.source.n_units // len(self.rows.labels)
-        classes: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, row_units)
+        classes: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, self.row_units)
         base_codes = None if self.base is None or n_base_codes == 1 else self.base.codes(*bounds)
         if n_base_codes > 1:
             classes = classes * np.uint16(n_base_codes)
@@ -547,7 +545,7 @@ def _draft_of(grid: _Grid, counted: _Counted, most: int, levels: LinearTable) ->
     n_classes = n_classes_of(rules)
     row_of_class = np.arange(n_classes) // (n_classes // grid.rows.n_classes)
     if has_escape:
-        levels = replace(levels, level=np.append(levels.level, 0.0))
+        levels = with_escape(levels)
     quant_map = QuantizationMap(levels, row_of_class, escape_code=2 * most + 1 if has_escape else None)
     is_counted = grid.source.dtype.n_units(grid.source.shape) <= CHUNK_UNITS and rules
     plan = Plan(
@@ -565,10 +563,9 @@ Candidate = tuple[tuple[ClassRule, ...], ClassCounts]
 
 def _candidates(grid: _Grid, by_row: ClassCounts, by_both: ClassCounts) -> Iterator[Candidate]:
     """Class rules that may pay, with the codes counted by them; steps need the rows in any case."""
-    rows = (Row(grid.rows.n_classes, grid.rows.labels),) if grid.rows.n_classes > 1 else ()
-    yield rows, by_row
+    yield grid.rules(1), by_row
     if grid.n_base_codes > 1:
-        yield (*rows, BaseCode(grid.n_base_codes)), by_both
+        yield grid.rules(grid.n_base_codes), by_both
 
 
 def _coded_bytes(candidate: Candidate) -> float:

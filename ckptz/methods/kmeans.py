@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from ckptz.methods.method import (
     MIN_ELEMENTS,
     READ_OPTIMIZER,
     SENSITIVITY,
+    Cube,
     Method,
     Option,
     Recipe,
@@ -98,7 +99,7 @@ OPTIONS: Final = (
         is_searched=True,
     ),
     Option("--protect-as", WORDS["protect_as"], "how protected elements are kept (default exact)."),
-    Option("--prune-by", WORDS["prune_by"], "what makes an element small (default magnitude)."),
+    Option("--prune-by", WORDS["prune_by"], "what makes an element small (default magnitude).", is_cube=True),
     Option("--protect-by", WORDS["protect_by"], "what makes an element large (default magnitude)."),
     Option(
         "--layer-prune",
@@ -120,6 +121,10 @@ class Clusters(Recipe):
 
     wanted: Partitions
     name: ClassVar[str] = "kmeans"
+
+    @property
+    def partitions(self) -> Partitions:
+        return self.wanted
 
     @property
     def prunes(self) -> bool:
@@ -269,7 +274,8 @@ class KMeans(Method):
             embeddings with 0, of 0.95 with 0.005 (14x and 8.9x smaller).
         protect_as: how protected elements are kept, "exact" or "bf16" (rounded to nearest).
         prune_by: what "smallest" means, "magnitude" or "sensitivity": |g*w| with an average of gradients.
-            Tensors without one are ranked by magnitude.
+            Tensors without one are ranked by magnitude, and so are elements without one among themselves, of
+            which the same share is pruned.
         protect_by: what "largest" means, likewise; "either" keeps the share `protect` by each of them.
         layer_prune: other prune shares by layer type, for example (("head", 0.0),).
         sigma: weight of frequency against magnitude in the fit, section 4 of the paper.
@@ -300,6 +306,7 @@ class KMeans(Method):
         "protect": (0.01, 0.005, 0.0005),
         "embedding_levels": (32, 16),
     }
+    cube_names: ClassVar[tuple[str, ...]] = WORDS["prune_by"]
     fits_whole_tensors: ClassVar[bool] = True
     options: ClassVar[tuple[Option, ...]] = OPTIONS
 
@@ -354,6 +361,33 @@ class KMeans(Method):
     def reference(cls) -> Self:
         """Give the settings of the paper, whose protected elements are BF16."""
         return cls(protect_as="bf16", protect_by="either")
+
+    def cubes(
+        self, names: Sequence[str], layer_types: Collection[str], *, is_ranked: bool
+    ) -> tuple[Cube, ...]:
+        """Give a cube for each way to prune, 216 settings with embeddings (section 5 of the paper)."""
+        paper = self if is_ranked else replace(self, protect_by="magnitude")
+        axes = dict(self.axes)
+        if "embedding" not in layer_types:
+            del axes["embedding_levels"]
+        wanted = [name for name in names or self.cube_names if is_ranked or name == "magnitude"]
+        return tuple(
+            Cube(template=replace(paper, prune_by=name), axes=axes, name=name)
+            for name in wanted or ["magnitude"]
+        )
+
+    @property
+    def cube_name(self) -> str:
+        return self.prune_by
+
+    def at(self, knobs: Mapping[str, Any]) -> Self:
+        """Give other settings; without pruning, both ways to prune mean the same."""
+        prune_by = self.prune_by if knobs["prune"] else "magnitude"
+        return replace(self, **{"embedding_levels": None, **knobs, "prune_by": prune_by})
+
+    def knobs(self) -> Mapping[str, Any]:
+        own = {name: getattr(self, name) for name in self.axes}
+        return own | {"embedding_levels": self.embedding_levels or self.levels}
 
     def recorded(self, records: Sequence[Record]) -> Self | None:
         """Find the settings that most tensors have."""

@@ -9,6 +9,7 @@ last two with classes by the base's magnitude; the smallest on a sample wins.
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -18,16 +19,17 @@ from ckptz.codec.plan import PlaneMode, exact_plan, kernel_mode, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE
-from ckptz.encoding.counts import ClassCounts, stream_tables
+from ckptz.encoding.counts import plane_counts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
-from ckptz.entropy.frequency import entropy_bits
-from ckptz.kernels import cpu, planning
+from ckptz.encoding.together import Batch, Encoded, encode_classed, encode_planes
+from ckptz.kernels import planning
 from ckptz.methods.method import Method, Recipe, Setting
 from ckptz.roles import Role
 from ckptz.transform.classes import N_MAGNITUDE_CLASSES, Magnitude
 
 SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
+_DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
 
 
@@ -42,6 +44,10 @@ class Exact(Recipe):
     is_sparse: bool = False
     name: ClassVar[str] = "lossless"
     is_lossy: ClassVar[bool] = False
+
+    @property
+    def plans_there(self) -> bool:
+        return True
 
     def settings(self) -> dict[str, Setting]:
         """Give no settings: files have no records of exact tensors."""
@@ -75,19 +81,15 @@ class Lossless(Method):
         del role, dtype, shape
         return Exact(self.sparse)
 
+    def recipes(
+        self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
+    ) -> dict[str, Recipe]:
+        del roles, trained  # nothing is to be known of them
+        return dict.fromkeys(tensors, Exact(self.sparse))
+
 
 LOSSLESS: Final = Lossless()
 EXACT: Final = Exact()
-
-
-def _plane_counts(
-    source: TensorSource, base: TensorSource, mode: PlaneMode, bounds: tuple[int, int]
-) -> list[ClassCounts]:
-    """Codes of each plane by the magnitude of the base."""
-    units, base_units = source.units(*bounds), base.units(*bounds)
-    labels = cpu().magnitude_classes(base_units)
-    planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
-    return [ClassCounts.of(labels, plane, N_MAGNITUDE_CLASSES) for plane in planes]
 
 
 def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
@@ -109,31 +111,51 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
         return Draft(exact_plan(source.dtype))
     begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_UNITS, n_units)
-    modes = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
-    units, base_units, exact = source.units(*sample), base.units(*sample), exact_plan(source.dtype)
-    labels = cpu().magnitude_classes(base_units)
-    sizes = {}
-    for mode in modes:
-        planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
-        sizes[mode] = planning().class_bits(labels, planes, N_MAGNITUDE_CLASSES)
-    best = min(sizes, key=sizes.__getitem__)
-    planes = cpu().split_planes(units, units, kernel_mode(exact.mode, source.dtype))
-    plain = sum(entropy_bits(cpu().histogram(plane)) for plane in planes)
-    if sizes[best] > plain * PLAIN_BIAS and plain:
-        return Draft(exact)
-    is_whole = sample == (0, n_units)
-    if n_units < MIN_CLASSED_UNITS or (is_whole and not sizes[best]):
-        return Draft(planes_plan(best))
-    total = _count_all(source, base, best, run)
+    [(mode, is_classed)] = _choose(
+        Batch(source.dtype, [source.units(*sample)], [base.units(*sample)]), [n_units]
+    )
+    if not is_classed:
+        return Draft(planes_plan(mode))
+    total = source.class_counts(base, kernel_mode(mode, source.dtype))
+    if total is None:
+        per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
+        total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)
-    plan = planes_plan(best, (Magnitude(),), tables)
+    plan = planes_plan(mode, (Magnitude(),), tables)
     # The counts of a tensor of one chunk are those that its encoding needs again.
     return Draft(plan, counted=tuple(total) if n_units <= CHUNK_UNITS else ())
 
 
-def _count_all(
-    source: TensorSource, base: TensorSource, mode: PlaneMode, run: MapFunction
-) -> list[ClassCounts]:
-    bounds = source.chunk_bounds()
-    per_chunk = run(lambda b: _plane_counts(source, base, mode, b), bounds)
-    return functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
+def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSource]) -> list[Encoded]:
+    """Plan and encode tensors of one dtype, each of one chunk that is not empty; all or none have a base."""
+    dtype = sources[0].dtype
+    units, base_units = ([one.units(0, one.n_units) for one in tensors] for tensors in (sources, bases))
+    batch = Batch(dtype, units, base_units)
+    if not bases:
+        return encode_planes(batch, exact_plan(dtype))
+    choices, encoded = _choose(batch, [len(own) for own in units]), dict[int, Encoded]()
+    for choice in dict.fromkeys(choices):
+        which, (mode, is_classed) = [k for k, other in enumerate(choices) if other == choice], choice
+        part = batch.only(which)
+        found = encode_classed(part, mode) if is_classed else encode_planes(part, planes_plan(mode))
+        encoded |= zip(which, found, strict=True)
+    return [encoded[k] for k in range(len(sources))]
+
+
+def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
+    """Choose the mode of tensors of so many units, and whether they have classes, by their first units."""
+    modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
+    kernel_modes = np.array([kernel_mode(mode, batch.dtype) for mode in modes])
+    flat, ends = batch.flat
+    begins = ends - [len(own) for own in batch.units]
+    ends = np.minimum(ends, begins + SAMPLE_UNITS)
+    bits = planning().delta_bits(flat, batch.flat_bases, begins, ends, kernel_modes, N_MAGNITUDE_CLASSES)
+    chosen = []
+    for n, (*own, plain) in zip(n_units, bits.tolist(), strict=True):
+        least = min(own)
+        if least > plain * PLAIN_BIAS and plain:
+            chosen.append((modes[-1], False))
+        else:
+            is_classed = n >= MIN_CLASSED_UNITS and (n > SAMPLE_UNITS or least > 0)
+            chosen.append((modes[own.index(least)], is_classed))
+    return chosen

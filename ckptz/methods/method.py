@@ -6,10 +6,11 @@ A method is a frozen dataclass of settings, checked when it is made, in a file o
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,9 +19,11 @@ from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.draft import Draft, Subject
 from ckptz.errors import ConfigError
+from ckptz.quant.partitions import Partitions
 from ckptz.roles import Role
 
 Setting = int | float | bool | str
+Point: TypeAlias = tuple[int, ...]  # of a cube: steps from the mildest value along each axis
 MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
 READ_OPTIMIZER, CALIBRATION, SENSITIVITY = "read_optimizer", "calibration", "sensitivity"  # what guides
 
@@ -40,6 +43,16 @@ class Recipe:
     @property
     def prunes(self) -> bool:
         """Whether elements become zero by a share."""
+        return False
+
+    @property
+    def partitions(self) -> Partitions | None:
+        """Levels and shares, where one sketch of the values is all that the codes follow from; else None."""
+        return None
+
+    @property
+    def plans_there(self) -> bool:
+        """Whether a tensor on a device may be planned and encoded there."""
         return False
 
     @property
@@ -66,6 +79,7 @@ class Option:
         help: one sentence, with the default.
         metavar: what the help calls the value; unused for words.
         is_searched: whether a search looks for it, so that it cannot be given with one.
+        is_cube: whether its value names the only cube that a search then looks through.
         name: of the field of the method, where it is not that of the flag.
         parse: what makes the field of all values, where the option may be repeated.
     """
@@ -75,6 +89,7 @@ class Option:
     help: str
     metavar: str | None = None
     is_searched: bool = False
+    is_cube: bool = False
     name: str | None = None
     parse: Callable[[Sequence[str]], Any] | None = None
 
@@ -112,6 +127,7 @@ class Method:
         reads: what guides it beside the values: READ_OPTIMIZER, CALIBRATION, SENSITIVITY.
         options: of the command line.
         axes: settings that a search over a cube tries, each from the mildest to the most aggressive value.
+        cube_names: of the cubes that a search can be kept to, where there are several.
         is_scalable: whether one multiplier scales all its steps, which a search turns; see `scaled`.
         fits_whole_tensors: whether the parts of a tensor that is split over ranks need a sketch of the whole.
     """
@@ -121,6 +137,7 @@ class Method:
     reads: ClassVar[frozenset[str]] = frozenset()
     options: ClassVar[tuple[Option, ...]] = ()
     axes: ClassVar[Mapping[str, tuple[float, ...]]] = {}
+    cube_names: ClassVar[tuple[str, ...]] = ()
     is_scalable: ClassVar[bool] = False
     fits_whole_tensors: ClassVar[bool] = False
 
@@ -187,6 +204,32 @@ class Method:
         """Give the settings with all steps multiplied; a larger multiplier is a smaller, worse file."""
         raise NotImplementedError
 
+    def cubes(
+        self, names: Sequence[str], layer_types: Collection[str], *, is_ranked: bool
+    ) -> tuple[Cube, ...]:
+        """Give the cubes that a search looks through; the receiver has all settings that are no axis.
+
+        Args:
+            names: of the cubes that are asked for; empty for all.
+            layer_types: of the tensors that become lossy.
+            is_ranked: sensitivities of some of them are known.
+        """
+        del names, layer_types, is_ranked
+        return (Cube(template=self, axes=self.axes),)
+
+    @property
+    def cube_name(self) -> str:
+        """Name of the cube that these settings stand in; empty where there is one alone."""
+        return ""
+
+    def at(self, knobs: Mapping[str, Any]) -> Self:
+        """Give the settings with other values along the axes of a cube, by name."""
+        return replace(self, **knobs)
+
+    def knobs(self) -> Mapping[str, Any]:
+        """Give the values that these settings have along `axes`, by name."""
+        return {name: getattr(self, name) for name in self.axes}
+
     def recorded(self, records: Sequence[Record]) -> Self | None:
         """Give the settings that a file was written with, from what it says of its lossy tensors.
 
@@ -194,6 +237,37 @@ class Method:
         """
         del records
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cube:
+    """Configurations of one method with all values along some axes; quality and size fall along each."""
+
+    template: Method  # everything that is not a knob
+    axes: Mapping[str, tuple[float, ...]]  # values along each axis, the mildest first
+    name: str = ""  # where a method has several
+
+    @property
+    def points(self) -> list[Point]:
+        """All points of the cube."""
+        return list(itertools.product(*(range(len(values)) for values in self.axes.values())))
+
+    def config(self, point: Point) -> Method:
+        """Make the configuration of a point."""
+        steps = zip(point, self.axes.items(), strict=True)
+        return self.template.at({name: values[step] for step, (name, values) in steps})
+
+    def point(self, config: Method) -> Point:
+        """Find the most aggressive point that is not more so than `config` along any axis."""
+        wanted = config.knobs()
+        return tuple(_last(values, wanted[name]) for name, values in self.axes.items())
+
+
+def _last(values: Sequence[float], wanted: float) -> int:
+    """Index of the last of values that rise or fall that is not beyond `wanted`; 0 if all are."""
+    rises = values[-1] > values[0]
+    fits = [value <= wanted if rises else value >= wanted for value in values]
+    return max(sum(fits) - 1, 0)
 
 
 M = TypeVar("M", bound=Method)

@@ -313,16 +313,13 @@ def trials_table(search: Report) -> Html:
     for n, trial in enumerate(search["trials"], 1):
         values = [("–" if value is None else f"{value:.5g}", value) for value in trial["values"]]
         values += [("–", None)] * (len(metrics) - len(values))
+        own = {name: value for name, value in trial["config"].items() if name not in shared}
         verdict = "kept" if trial["is_feasible"] else "broken"
         if trial["config"] == search["config"]:
             verdict = "kept, chosen"
         rows.append(
             [
-                *(
-                    n,
-                    settings_text(_without(trial["config"], shared)) or "–",
-                    (size(trial["n_bytes"]), trial["n_bytes"]),
-                ),
+                *(n, settings_text(own) or "–", (size(trial["n_bytes"]), trial["n_bytes"])),
                 (percent(trial["drop"]), trial["drop"]),
                 *(values[: len(metrics)]),
                 *(verdict, (f"{trial['seconds']:.2f}", trial["seconds"])),
@@ -338,10 +335,6 @@ def _shared(trials: Reports) -> Report:
         return {}
     first = trials[0]["config"]
     return {n: v for n, v in first.items() if all(n in t["config"] and t["config"][n] == v for t in trials)}
-
-
-def _without(config: Report, shared: Report) -> Report:
-    return {name: value for name, value in config.items() if name not in shared}
 
 
 def settings_text(config: Mapping[str, Any]) -> str:

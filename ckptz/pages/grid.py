@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,9 +64,9 @@ def heat_map(items: Iterable[Item], *, caption: str, unit: str, is_root: bool = 
     layers = sorted({layer for cells in sums.values() for layer in cells if layer is not None})
     spans = _spans(layers)
     rows = {row: _by_span(cells, spans) for row, cells in list(sums.items())[:MOST_ROWS]}
-    factor = 100 if unit == "%" else 1
+    factor, power = 100 if unit == "%" else 1, 0.5 if is_root else 1.0
     values = {
-        row: {at: factor * _value(sums, is_root) for at, sums in cells.items() if sums[1]}
+        row: {at: factor * (top / bottom) ** power for at, (top, bottom) in cells.items() if bottom}
         for row, cells in rows.items()
     }
     scale = _scale(rows, values)
@@ -80,7 +79,7 @@ def heat_map(items: Iterable[Item], *, caption: str, unit: str, is_root: bool = 
         el(
             "tr",
             el("th", "kind of tensor", scope="col"),
-            [el("th", _title(span), scope="col") for span in spans],
+            [el("th", "–".join(map(str, dict.fromkeys(span))), scope="col") for span in spans],
         ),
     )
     body = [
@@ -139,15 +138,6 @@ def _by_span(cells: Cells, spans: Sequence[tuple[int, int]]) -> Cells:
         before = found.get(at, (0.0, 0.0))
         found[at] = before[0] + top, before[1] + bottom
     return found
-
-
-def _value(sums: tuple[float, float], is_root: bool) -> float:
-    value = sums[0] / sums[1]
-    return math.sqrt(value) if is_root else value
-
-
-def _title(span: tuple[int, int]) -> str:
-    return str(span[0]) if span[0] == span[1] else f"{span[0]}–{span[1]}"
 
 
 def _group(

@@ -49,30 +49,14 @@ def _value(name: str, value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else cut(str(value), 200)
 
 
-def _inspected(fields: Fields) -> list[Html | None]:
-    return [tiles(*size_tiles(fields)), file_facts(fields), bits_map(fields)]
-
-
-def _logged(fields: Fields) -> list[Html | None]:
-    return [tiles(*size_tiles(fields)), checkpoints_table(fields)]
-
-
-def _searched(fields: Fields) -> list[Html | None]:
-    return [_facts(fields), trials_table(fields)]
-
-
-def _compressed(fields: Fields) -> list[object]:
-    return [_facts(fields), _searched(fields["search"]) if fields["search"] else None]
-
-
-def _diffed(fields: Fields) -> list[Html | None]:
-    return [_facts(fields), changes_map(fields)]
+def _searched(fields: Fields | None) -> list[Html | None]:
+    return [] if fields is None else [_facts(fields), trials_table(fields)]
 
 
 _PARTS: Final[Mapping[str, Callable[[Fields], object]]] = {
-    "InspectReport": _inspected,
-    "LogReport": _logged,
-    "DiffReport": _diffed,
+    "InspectReport": lambda fields: [tiles(*size_tiles(fields)), file_facts(fields), bits_map(fields)],
+    "LogReport": lambda fields: [tiles(*size_tiles(fields)), checkpoints_table(fields)],
+    "DiffReport": lambda fields: [_facts(fields), changes_map(fields)],
     "SearchReport": _searched,
-    "CompressReport": _compressed,
+    "CompressReport": lambda fields: [_facts(fields), _searched(fields["search"])],
 }

@@ -67,7 +67,11 @@ def page(document: Document) -> str:
                 class_="tools",
             ),
         ),
-        el("main", [_section(*section) for section in sections], id="main"),
+        el(
+            "main",
+            [el("section", el("h2", title), list(parts), id=at) for at, title, parts in sections],
+            id="main",
+        ),
         el("footer", _footer()),
         el("div", id="tip", role="presentation", hidden=True),
         embedded(document, "numbers"),
@@ -106,10 +110,6 @@ def _footer() -> list[Html]:
 
 
 Section = tuple[str, str, Sequence[object]]
-
-
-def _section(anchor: str, title: str, parts: Sequence[object]) -> Html:
-    return el("section", el("h2", title), list(parts), id=anchor)
 
 
 def _sections(document: Document) -> Iterable[Section | None]:

@@ -83,11 +83,6 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.3g} %"
 
 
-def shape_text(shape: object) -> str:
-    """Write the dimensions of a tensor."""
-    return " × ".join(map(str, shape)) if isinstance(shape, list | tuple) and shape else "scalar"
-
-
 def worse(quality: Mapping[str, Any]) -> float:
     """Give by how much a measured quality is worse than the exact one, in the unit of its budget."""
     if quality["metric"] in METRICS:

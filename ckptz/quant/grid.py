@@ -10,14 +10,19 @@ classes are alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.quant_map import LinearTable
-from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, Counts, Reals
+from ckptz.codec.units import TensorSource, Units
+from ckptz.codec.values import KINDS
+from ckptz.kernels import rounding
+from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, NEAREST, Counts, Reals
+from ckptz.quant.quantizer import Quantizer
+from ckptz.quant.sensitivity import floats_of
 
 Labels = NDArray[np.uint8]
 Codes = NDArray[np.uint8]
@@ -76,6 +81,46 @@ def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: flo
     return RowSteps(np.minimum(plain * 2.0 ** (used / 2), largest), labels.astype(np.uint8))
 
 
+@dataclass(frozen=True, slots=True)
+class OnGrid(Quantizer):
+    """A tensor on its grid.
+
+    Attributes:
+        source: the tensor.
+        base: what it is relative to, or None for zero.
+        rows: steps.
+        dead_zone: additional share of a step that becomes zero.
+        key: of the thresholds that are drawn, or NEAREST.
+        most: largest magnitude that has codes; the escape code stands for all above.
+    """
+
+    source: TensorSource
+    base: TensorSource | None
+    rows: RowSteps
+    dead_zone: float
+    key: int = NEAREST
+    most: int = MAX_MAGNITUDE
+
+    def codes(self, begin: int, end: int, units: Units) -> Codes:
+        """Give the codes of units begin..end, uint8 [end - begin], the last one beyond the alphabet."""
+        codes = np.empty(end - begin, np.uint8)
+        rounding().residual_codes(*self.inputs(begin, end, units), self.dead_zone, self.key, begin, codes)
+        return np.minimum(codes, np.uint8(2 * self.most + 1))
+
+    def inputs(self, begin: int, end: int, units: Units) -> tuple[Any, ...]:
+        """Give what the kernels round: values, base, whether there is one, steps, labels, units of a row."""
+        kind = KINDS[self.source.dtype.name]
+        values = floats_of(units, kind)
+        base = values if self.base is None else floats_of(self.base.units(begin, end), kind)
+        steps = self.rows.steps.astype(np.float32)
+        return values, base, self.base is not None, steps, self.rows.labels, self.row_units
+
+    @property
+    def row_units(self) -> int:
+        """Units of a row that has a label."""
+        return self.source.n_units // len(self.rows.labels)
+
+
 def largest_magnitude(counts: Counts | Reals) -> int:
     """Find the magnitude above which values are cheaper to store beside their codes than to have levels.
 
@@ -90,6 +135,11 @@ def largest_magnitude(counts: Counts | Reals) -> int:
 def bare_levels(steps: Reals, most: int = MAX_MAGNITUDE) -> LinearTable:
     """Give the multiples of the steps [n_classes], up to a magnitude."""
     return _table(steps, np.arange(1.0, most + 1))
+
+
+def with_escape(levels: LinearTable) -> LinearTable:
+    """Add a code that stands for values beyond all levels."""
+    return replace(levels, level=np.append(levels.level, 0.0))
 
 
 def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> LinearTable:

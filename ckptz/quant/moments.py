@@ -232,22 +232,22 @@ class LevelSums:
 
     @classmethod
     def of(
-        cls,
-        patterns: NDArray[np.uint32],
-        labels: NDArray[np.uint8],
-        steps: Floats,
-        dead_zone: float,
-        drawn: NDArray[np.float32],
+        cls, patterns: NDArray[np.uint32], labels: NDArray[np.uint8], steps: Floats, dead_zone: float
     ) -> LevelSums:
-        """Count F32 patterns [n] with labels [n] by the steps of these.
-
-        They are rounded by thresholds [n], or without any to the nearest level, wider around zero.
-        """
+        """Count F32 patterns [n] with labels [n] by the steps of these, wider around zero by a dead zone."""
         shape = (len(steps), 2 * (MAX_INDEX + 1) + 1)
         counts, sums = np.zeros(shape, np.int64), np.zeros(shape)
         values = patterns.view(np.float32)
-        moments().level_sums(patterns, values, labels, steps, dead_zone, drawn, counts, sums)
+        moments().level_sums(patterns, values, labels, steps, dead_zone, counts, sums)
         return cls(counts, sums)
+
+    @classmethod
+    def of_levels(cls, levels: Integers, labels: NDArray[np.uint8], n_labels: int) -> LevelSums:
+        """Count levels [n] with labels [n], which stand for themselves."""
+        numbers = np.arange(-MAX_INDEX - 1, MAX_INDEX + 2)
+        cells = labels.astype(np.int64) * len(numbers) + (levels + MAX_INDEX + 1)
+        counts = np.bincount(cells, minlength=n_labels * len(numbers)).reshape(n_labels, -1)
+        return cls(counts, np.multiply(counts, numbers, dtype=np.float64))
 
     def __add__(self, other: LevelSums) -> LevelSums:
         return LevelSums(self.counts + other.counts, self.sums + other.sums)

@@ -1,7 +1,9 @@
 """Ranking by sensitivity |g*w|, the first-order change of the loss if an element became zero.
 
-Inshrinkerator (arXiv 2306.11800, section 3). Where an average of gradients is exactly zero, as in rows of
-an embedding that no batch looked up, all elements rank lowest, and magnitude decides among them.
+Inshrinkerator (arXiv 2306.11800, section 3). Of elements whose average of gradients is exactly zero, such as
+rows of an embedding that no batch has looked up, nothing is known: the same share of them is pruned as of
+the others, by magnitude. Ranked lowest, as |g*w| says, nearly all that is pruned would be words that training
+has not met, which a pretrained model knows.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class SensitivityCut:
     """Thresholds of sensitivity for elements that are pruned and protected."""
 
     floor: float = -1.0  # elements at or below it are pruned; -1 prunes none
-    floor_at_zero: float = np.inf  # greatest magnitude that is pruned among elements of zero sensitivity
+    floor_at_zero: float = np.inf  # greatest magnitude that is pruned among elements without sensitivity
     ceiling: float = np.inf  # elements above it are protected
 
     def prunes(self, sensitivities: Floats, magnitudes: Floats) -> NDArray[np.bool_]:
@@ -79,7 +81,7 @@ class SensitivitySketch:
         ceiling = self.sensitivities.magnitude_quantile(1 - protect) if protect else np.inf
         if not prune:
             return SensitivityCut(ceiling=ceiling)
-        wanted = prune * self.sensitivities.n_values
-        if wanted > self.at_zero.n_values:
-            return SensitivityCut(self.sensitivities.magnitude_quantile(prune), ceiling=ceiling)
-        return SensitivityCut(0.0, self.at_zero.magnitude_quantile(wanted / self.at_zero.n_values), ceiling)
+        n, n_at_zero = self.sensitivities.n_values, self.at_zero.n_values
+        floor = self.sensitivities.magnitude_quantile((n_at_zero + prune * (n - n_at_zero)) / n)
+        floor_at_zero = self.at_zero.magnitude_quantile(prune) if n_at_zero else np.inf
+        return SensitivityCut(floor, floor_at_zero, ceiling)

@@ -16,14 +16,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.methods.kmeans import KMeans
-from ckptz.methods.method import Method
-from ckptz.search.space import Cube, Point, dominates
+from ckptz.methods.method import Cube, Method, Point
 from ckptz.search.trials import FULL, History, Outcome, Predict, best_of
 
 Mask = NDArray[np.bool_]
@@ -87,7 +85,7 @@ class Exhaustive:
 class _Grid:
     """All points of all cubes."""
 
-    configs: list[KMeans]  # one a point; without pruning, cubes share theirs
+    configs: list[Method]  # one a point; without pruning, cubes share theirs
     places: dict[Method, list[int]]  # the points of each configuration
     at: NDArray[np.int64]  # the points, steps from the mildest one by axis [n, axes]
     home: NDArray[np.int64]  # index of each one's cube [n]
@@ -152,6 +150,11 @@ def _middle(grid: _Grid, left: NDArray[np.int64]) -> int:
     return int(left[np.lexsort((sizes, -np.minimum(if_broken, if_kept)))[0]])
 
 
+def dominates(point: Point, other: Point) -> bool:
+    """Tell whether `point` is at least as aggressive as `other` along every axis."""
+    return all(a >= b for a, b in zip(point, other, strict=True))
+
+
 MAX_TRIALS: Final = 10
 REACH: Final = 3  # steps from the parent, over all axes
 
@@ -164,7 +167,7 @@ class Neighbourhood:
     metric with the same knobs first, then by falling ratio; the first that keeps the budget wins.
     """
 
-    parent: KMeans  # the previous checkpoint's configuration
+    parent: Method  # the previous checkpoint's configuration
     cubes: Sequence[Cube]  # one for each prune metric
     predict: Predict  # bytes of a configuration's file
     name: str = "neighbourhood"
@@ -172,14 +175,14 @@ class Neighbourhood:
     def propose(self, history: History, n: int) -> Sequence[Method]:
         if any(outcome.is_feasible for outcome in history):
             return ()
-        broken = [cast(KMeans, outcome.config) for outcome in history]
+        broken = [outcome.config for outcome in history]
         left = [config for config in self._ordered() if not self._is_excluded(config, broken)]
         return left[: max(min(n, MAX_TRIALS - len(history)), 0)]
 
-    def _ordered(self) -> list[KMeans]:
-        others = [cube for cube in self.cubes if cube.prune_by != self.parent.prune_by]
+    def _ordered(self) -> list[Method]:
+        others = [cube for cube in self.cubes if cube.name != self.parent.cube_name]
         same_knobs = [cube.config(cube.point(self.parent)) for cube in others]
-        rest: set[KMeans] = set()
+        rest: set[Method] = set()
         for cube in self.cubes:  # as aggressive as the parent, or a few steps milder
             at = cube.point(self.parent)
             near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH)
@@ -187,7 +190,7 @@ class Neighbourhood:
         by_ratio = sorted(rest, key=lambda config: (self.predict(config), repr(config)))
         return list(dict.fromkeys([*same_knobs, *by_ratio]))
 
-    def _is_excluded(self, config: KMeans, broken: Sequence[KMeans]) -> bool:
+    def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
         """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""
         return any(
             dominates(point, other)
@@ -198,7 +201,7 @@ class Neighbourhood:
         )
 
 
-def _point_in(cube: Cube, config: KMeans) -> Point | None:
+def _point_in(cube: Cube, config: Method) -> Point | None:
     """The point of exactly this configuration, if the cube has it."""
     point = cube.point(config)
     return point if cube.config(point) == config else None

@@ -117,7 +117,7 @@ class _Bracket:
 
 
 def _power(points: Sequence[_Point]) -> float:
-    """Of the multiplier, by which the share that is used grows; from the two trials nearest to the budget."""
+    """Fit the power of the multiplier by which the used share grows, to the two trials nearest the budget."""
     usable = [p for p in points if math.log(LEAST_USED) < p.y < math.inf]
     near = sorted(usable, key=lambda p: abs(p.y))[:2]
     if len(near) < 2 or near[0].x == near[1].x:

@@ -17,17 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource, chunk_bounds, n_chunks_of
+from ckptz.codec.units import CHUNK_UNITS, ChunkSources, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.chunk import encode_chunk
 from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import MapFunction
-from ckptz.encoding.guide import NO_GUIDE, Guide
+from ckptz.encoding.draft import MapFunction, Subject
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.kernels.floats import F32, Counts
-from ckptz.methods.kmeans import Clusters, Ranked, rank
-from ckptz.methods.lossless import plan_lossless
-from ckptz.methods.method import Method
+from ckptz.methods.kmeans import Ranked, rank
+from ckptz.methods.lossless import EXACT
+from ckptz.methods.method import Method, Recipe
 from ckptz.quant.partitions import Cut, Partitions, fit_levels, region_cuts
 from ckptz.quant.sketch import Sketch
 from ckptz.roles import Role
@@ -63,7 +62,7 @@ class Profile:
         return n_bytes + self._kept_bytes(kept, wanted)
 
     def _cut(self, wanted: Partitions) -> tuple[Cut, _Parts]:
-        """Where the tensor is cut, whatever the number of levels, and into what."""
+        """Find the thresholds that cut the tensor, and count its parts, whatever the number of levels."""
         shares = replace(wanted, levels=0)
         if shares not in self.cuts:
             cut = Cut.of(wanted, self.sketch, self.ranked.sketch if self.ranked else None)
@@ -71,7 +70,7 @@ class Profile:
         return self.cuts[shares]
 
     def _parts(self, cut: Cut) -> _Parts:
-        """What sensitivity takes and leaves; a band is taken whole, as its ends are the very thresholds."""
+        """Count what sensitivity prunes, keeps and leaves; its thresholds are ends of bands."""
         by_sensitivity = cut.by_sensitivity
         n_pruned = int(np.searchsorted(self.bands, by_sensitivity.floor, side="right"))
         first_kept = 1 + int(np.searchsorted(self.bands, by_sensitivity.ceiling, side="left"))
@@ -79,8 +78,9 @@ class Profile:
         kept = self.below[:, -1] - self.below[:, first_kept]
         free = self.below[:, first_kept] - pruned
         if np.isfinite(by_sensitivity.floor_at_zero):
-            stays = np.abs(self.values) > by_sensitivity.floor_at_zero
-            free, pruned = free + pruned * stays, pruned * ~stays
+            at_zero = self.below[:, np.searchsorted(self.bands, 0.0, side="right")]
+            stays = at_zero * (np.abs(self.values) > by_sensitivity.floor_at_zero)
+            free, pruned = free + stays, pruned - stays
         return _Parts(free, pruned, kept)
 
     def _coded(self, parts: _Parts, levels: NDArray[np.float64], cut: Cut) -> tuple[Counts, Counts]:
@@ -153,31 +153,26 @@ def _code_bytes(counts: Counts) -> float:
     return cost_bits(found.total, table) / 8 + len(pack_table(table))
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """The tensor, base, role and guide that the writer gets."""
-
-    tensor: TensorSource
-    base: TensorSource | None
-    role: Role
-    guide: Guide = NO_GUIDE
-
-
 class SizeModel:
     """Predicts the size of the file that each of some configurations gives.
 
     Args:
-        tensors: what the writer gets, by name.
+        subjects: tensors with what the writer knows of each, by name.
+        roles: what each of them is.
         configs: what will be asked for.
         run: maps a function over tensors; what one takes is let go before the next.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Sources], configs: Iterable[Method], run: MapFunction = map
+        self,
+        subjects: Mapping[str, Subject],
+        roles: Mapping[str, Role],
+        configs: Iterable[Method],
+        run: MapFunction = map,
     ) -> None:
         wanted = list(dict.fromkeys(configs))
-        sizes = np.full(len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in tensors), float)
-        for found in run(lambda sources: _sizes_of(sources, wanted), tensors.values()):
+        sizes = np.full(len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in subjects), float)
+        for found in run(lambda name: _sizes_of(subjects[name], roles[name], wanted), subjects):
             sizes += found
         self._sizes = dict(zip(wanted, sizes.tolist(), strict=True))
 
@@ -186,38 +181,35 @@ class SizeModel:
         return self._sizes[config]
 
 
-def _sizes_of(sources: Sources, configs: Sequence[Method]) -> NDArray[np.float64]:
+def _sizes_of(subject: Subject, role: Role, configs: Sequence[Method]) -> NDArray[np.float64]:
     """Size of one tensor's frame for each configuration."""
-    tensor = sources.tensor
-    recipes = (config.recipe(sources.role, tensor.dtype, tensor.shape) for config in configs)
-    methods = [recipe.wanted if isinstance(recipe, Clusters) else None for recipe in recipes]
-    profile = _profile(sources, {method for method in methods if method is not None})
-    sizes = {
-        method: profile.n_bytes(method)
-        if profile is not None and method is not None
-        else _exact_bytes(sources)
-        for method in dict.fromkeys(methods)
-    }
-    return np.array([sizes[method] for method in methods])
+    source = subject.source
+    recipes = [config.recipe(role, source.dtype, source.shape) for config in configs]
+    profile = _profile(subject, {wanted for recipe in recipes if (wanted := recipe.partitions) is not None})
+    sizes: dict[Recipe, float] = {}
+    for recipe in dict.fromkeys(recipes):
+        if recipe.partitions is None:
+            sizes[recipe] = _encoded_bytes(subject, recipe)
+        else:  # what has no profile is not finite, and stays exact
+            sizes[recipe] = profile.n_bytes(recipe.partitions) if profile else _encoded_bytes(subject, EXACT)
+    return np.array([sizes[recipe] for recipe in recipes])
 
 
-def _exact_bytes(sources: Sources) -> float:
-    """Size of a lossless frame: its first chunk is encoded, the others are as large."""
-    source = sources.tensor
-    n_units = source.n_units
+def _encoded_bytes(subject: Subject, recipe: Recipe) -> float:
+    """Size of a frame of which the first chunk is encoded; the others are taken to be as large."""
+    source, n_units = subject.source, subject.source.n_units
     if not n_units:
         return 0.0
     end = min(CHUNK_UNITS, n_units)
-    draft = plan_lossless(source, sources.base)
-    chunk = encode_chunk(source, draft, ChunkSources(0, end, sources.base))
+    draft = recipe.plan(subject)
+    chunk = encode_chunk(source, draft, ChunkSources(0, end, subject.base))
     n_bytes = sum(len(stream) for stream in chunk.streams) * n_units / end
     return n_bytes + len(pack_plan(source.dtype, source.shape, draft.plan))
 
 
-def _profile(sources: Sources, wanted: set[Partitions]) -> Profile | None:
-    """One pass over a tensor that some configuration makes lossy; None for the others."""
-    source = sources.tensor
-    n_units = source.n_units
+def _profile(subject: Subject, wanted: set[Partitions]) -> Profile | None:
+    """Count a tensor that some configuration makes lossy, in one pass; None for the others."""
+    source, n_units = subject.source, subject.source.n_units
     if not wanted or not n_units:
         return None
     kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_units))
@@ -225,9 +217,9 @@ def _profile(sources: Sources, wanted: set[Partitions]) -> Profile | None:
     if not sketch.is_finite:
         return None
     by_sensitivity = [method for method in wanted if method.needs_sensitivity]
-    ranked = rank(source, sources.guide, by_sensitivity[0])[0] if by_sensitivity else None
+    ranked = rank(source, subject.guide, by_sensitivity[0])[0] if by_sensitivity else None
     bands = _bands(by_sensitivity, ranked)
-    counter = _CellCounter(sketch, sources, ranked, bands)
+    counter = _CellCounter(sketch, subject, ranked, bands)
     cells = functools.reduce(operator.add, map(counter.count, bounds))
     unit_bytes = source.dtype.unit_bytes
     below = np.concatenate([np.zeros_like(cells[:, :1]), np.cumsum(cells, axis=1)], axis=1)
@@ -250,25 +242,25 @@ class _CellCounter:
     """Counts the cells of one tensor, chunk by chunk."""
 
     def __init__(
-        self, sketch: Sketch, sources: Sources, ranked: Ranked | None, bands: NDArray[np.float64]
+        self, sketch: Sketch, subject: Subject, ranked: Ranked | None, bands: NDArray[np.float64]
     ) -> None:
-        self._sources, self._ranked, self._bands = sources, ranked, bands
+        self._subject, self._ranked, self._bands = subject, ranked, bands
         self.buckets, self.values = sketch.representatives()
         self._place = np.zeros(len(sketch.counts), np.int64)
         self._place[self.buckets] = np.arange(len(self.buckets))
-        self._shift = 8 * sources.tensor.dtype.unit_bytes - 16
-        self._n_base = 1 if sources.base is None else sources.base.n_codes or 1
+        self._shift = 8 * subject.source.dtype.unit_bytes - 16
+        self._n_base = 1 if subject.base is None else subject.base.n_codes or 1
 
     def count(self, bounds: tuple[int, int]) -> Counts:
         """Count occurrences [n_base_codes, n_bands, n_buckets] in one chunk of units begin..end."""
-        units: Any = self._sources.tensor.units(*bounds)
+        units: Any = self._subject.source.units(*bounds)
         shape = (self._n_base, len(self._bands) + 1, len(self.buckets))
         cell = self._place[units >> units.dtype.type(self._shift)]
         if self._ranked is not None:
             bands = self._bands.astype(np.float32)
             cell += shape[2] * np.searchsorted(bands, self._ranked.sensitivities(*bounds, units), side="left")
-        if self._n_base > 1 and self._sources.base is not None:
-            labels = self._sources.base.codes(*bounds)
+        if self._n_base > 1 and self._subject.base is not None:
+            labels = self._subject.base.codes(*bounds)
             if labels is not None:
                 cell += shape[1] * shape[2] * labels.astype(np.int64)
         return np.bincount(cell, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)

@@ -194,7 +194,7 @@ class Processes:
 
 
 def _prepare(n_threads: int) -> None:
-    """In a new process: Ctrl-C ends it silently, and PyTorch shares the cores."""
+    """Set up a new process: Ctrl-C ends it silently, and PyTorch takes its share of the cores."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))
 

@@ -66,7 +66,8 @@ class SearchOptions:
         proxy_error: instead of budgets, the largest sensitivity-weighted relative RMS error.
         strategy: "one-knob" for grids; for kmeans "guided", "exhaustive" or "neighbourhood" (then guided). Or
             "auto": the first, or the neighbourhood if the base or `parent` says where to begin, else guided.
-        prune_metrics: "magnitude" and "sensitivity"; the second is left out where no gradients are known.
+        cubes: names of the cubes of settings to look through, by default all of the method. kmeans has
+            "magnitude" and "sensitivity", what is pruned by; the second needs gradients.
         template: the method, and everything that is not searched. A grid's moments become lossy only under a
             budget that trains on: no other would notice.
         parent: where the search begins, of the template's method; by default what the base records.
@@ -80,7 +81,7 @@ class SearchOptions:
     budgets: tuple[Budget, ...] = ()
     proxy_error: float | None = None
     strategy: StrategyName = "auto"
-    prune_metrics: tuple[str, ...] = ("magnitude", "sensitivity")
+    cubes: tuple[str, ...] = ()
     template: Method = REFERENCE
     parent: Method | None = None
     workers: int = 1
@@ -94,8 +95,8 @@ class SearchOptions:
         if self.proxy_error is not None and not (math.isfinite(self.proxy_error) and self.proxy_error >= 0):
             raise ConfigError(f"proxy_error must be a number from 0, got {self.proxy_error}")
         check_strategy(self.strategy, self.template, self.parent)
-        if not self.prune_metrics or set(self.prune_metrics) - {"magnitude", "sensitivity"}:
-            raise ConfigError(f"prune metrics are magnitude and sensitivity, got {self.prune_metrics}")
+        if set(self.cubes) - set(known := self.template.cube_names):
+            raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
         if self.workers < 1:
             raise ConfigError(f"workers must be at least 1, got {self.workers}")
         if self.max_evaluations is not None and self.max_evaluations < 0:

@@ -75,7 +75,7 @@ class ProxyMeter:
 
 
 def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float:
-    """Of the gradients of one tensor; not finite where there are none that can be used."""
+    """Compute the mean square of the gradients of one tensor; NaN where none are known."""
     source, gradients = item
     if gradients is None:
         return math.nan

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 from ckptz.container.frame_writer import matching_base
-from ckptz.encoding.draft import MapFunction
+from ckptz.encoding.draft import MapFunction, Subject
 from ckptz.encoding.guide import NO_GUIDE
 from ckptz.errors import ConfigError
-from ckptz.methods.kmeans import KMeans
-from ckptz.methods.method import Method
+from ckptz.methods.method import Cube, Method
 from ckptz.pipeline import Job, Prepared
 from ckptz.search.guided import Exhaustive, Guided, Neighbourhood
 from ckptz.search.one_knob import CLOSE_LATER, MAX_LATER, OneKnob
-from ckptz.search.rate import SizeModel, Sources
-from ckptz.search.space import Cube
+from ckptz.search.rate import SizeModel
 from ckptz.search.trials import Predict, Strategy
 from ckptz.search_run.options import SearchOptions
 from ckptz.search_run.plans import recorded_in
@@ -55,25 +52,18 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
         # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
         first = replace(first, start=parent.multiplier)
         return [replace(first, most=MAX_LATER, close=CLOSE_LATER), first], None, 0
-    cubes = _cubes(template, options.prune_metrics, ready)
-    sources = {}
-    for name, tensor in ready.job.tensors.items():
-        base = matching_base(tensor, ready.job.bases.get(name))
-        sources[name] = Sources(tensor, base, ready.roles[name], ready.guides.get(name, NO_GUIDE))
-    configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
-    predict = SizeModel(sources, configs, run)
-    return _cube_stages(options.strategy, parent, cubes, predict), predict, len(configs)
-
-
-def _cubes(template: Method, prune_metrics: Sequence[str], ready: Prepared) -> tuple[Cube, ...]:
     lossy = ready.lossy(template)
     guides = [ready.guides[name] for name in lossy if name in ready.guides]
     is_ranked = any(guide.gradient or guide.second_moment for guide in guides)
-    paper = cast(KMeans, template)  # the one method with axes
-    paper = paper if is_ranked else replace(paper, protect_by="magnitude")
-    has_embeddings = any(ready.roles[name].layer_type == "embedding" for name in lossy)
-    metrics = [m for m in prune_metrics if is_ranked or m == "magnitude"] or ["magnitude"]
-    return tuple(Cube(template=paper, prune_by=m, has_embeddings=has_embeddings) for m in metrics)
+    layer_types = {ready.roles[name].layer_type for name in lossy}
+    cubes = template.cubes(options.cubes, layer_types, is_ranked=is_ranked)
+    subjects = {}
+    for name, tensor in ready.job.tensors.items():
+        base = matching_base(tensor, ready.job.bases.get(name))
+        subjects[name] = Subject(tensor, base, ready.guides.get(name, NO_GUIDE))
+    configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
+    predict = SizeModel(subjects, ready.roles, configs, run)
+    return _cube_stages(options.strategy, parent, cubes, predict), predict, len(configs)
 
 
 def _cube_stages(
@@ -83,7 +73,7 @@ def _cube_stages(
         return [Exhaustive(cubes=cubes, predict=predict)]
     guided = Guided(cubes=cubes, predict=predict)
     if strategy != "guided" and parent is not None:
-        return [Neighbourhood(parent=cast(KMeans, parent), cubes=cubes, predict=predict), guided]
+        return [Neighbourhood(parent=parent, cubes=cubes, predict=predict), guided]
     if strategy == "neighbourhood":
         raise ConfigError("strategy neighbourhood begins at settings of a base or a plan, and there are none")
     return [guided]

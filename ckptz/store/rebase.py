@@ -35,7 +35,7 @@ def standing_alone(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, .
 
 
 def _kept_or_anew(tensors: Tensors) -> Tensors:
-    """The same values, without the frame where that would need a base only for them."""
+    """Keep frames with codes; turn lossless deltas into plain values, which need no base."""
     for source in tensors.values():
         if isinstance(source, FrameSource):
             source.check_base()

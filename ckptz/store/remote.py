@@ -170,5 +170,5 @@ def place_of(folder_or_url: str | os.PathLike[str]) -> LocalFolder | UploadFolde
 
 
 def _short(name: str, found: int, wanted: int) -> OSError:
-    """What a connection that was cut gives; the file itself may be whole."""
+    """Make the error of a connection that was cut; the file itself may be whole."""
     return OSError(errno.EIO, f"{name}: only {found} of {wanted} bytes came through; try again")

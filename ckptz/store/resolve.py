@@ -15,6 +15,7 @@ from typing import Final
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import ByteSource, open_bytes, path_of
+from ckptz.container.caches import LastChunks
 from ckptz.container.envelope import read_envelope
 from ckptz.container.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, is_ckptz
 from ckptz.container.plain import PlainFile, content_id_of, metadata_checksum
@@ -55,6 +56,12 @@ class Checkpoint:
     def content_id(self) -> str:
         """Give the content id; a plain file is read whole for it."""
         return self.container.index.content_id if self.container else content_id_of(self.tensors)
+
+    def hold(self, last: LastChunks | None) -> None:
+        """Hold what is decoded of its files for the next one that is stored against them."""
+        for file in self.files:
+            if isinstance(file, Container):
+                file.last = last
 
     def close(self) -> None:
         """Release all files behind the checkpoint."""

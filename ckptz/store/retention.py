@@ -115,7 +115,7 @@ class KeepPolicy(KeepRules):
 
 
 def _kept(*rules: KeepRules) -> Kept:
-    """How long the files stay that any of the rules keeps."""
+    """Merge rules: a file stays as long as any of them keeps it."""
     lasts = [rule.last for rule in rules]
     return Kept(
         last=None if None in lasts else max(last for last in lasts if last is not None),
@@ -247,7 +247,7 @@ Unread = Mapping[StepFile, Exception]
 
 
 def _facts_of(store: StepStore, listing: Listing) -> tuple[Facts, Unread]:
-    """What each file says of itself, or why it cannot be read."""
+    """Read what each file says of itself, or why it cannot be read."""
     facts: dict[StepFile, FileFacts] = {}
     unread: dict[StepFile, Exception] = {}
     for file, n_bytes in sorted(listing.sizes.items()):
@@ -283,9 +283,13 @@ def _decide(
         kept |= {file for file in listing.sizes if not file.is_exact} - listing.hidden
     heads = policy.heads(full if full and policy.exact is not None else weights)
     kept |= {file for file in listing.sizes if file.is_exact and file.step in heads}
+    holders: dict[str, list[StepFile]] = {}
+    for file, fact in facts.items():
+        if not file.is_exact:
+            holders.setdefault(fact.content_id, []).append(file)
     needs = needs_of(
         {*kept, *(file for file in unread if not file.is_exact)},  # residuals are dropped unread
-        lambda file: _bases_of(file, facts, unread),
+        lambda file: _bases_of(file, facts, holders, unread),
         # Without a step's metric or base, no older one may go.
         lambda file: {other for other in listing.sizes if other.step <= file.step},
     )
@@ -305,8 +309,10 @@ def _weights_kept(listing: Listing, metrics: Mapping[int, float], policy: KeepPo
     return policy.kept((step for step in listing.weights_steps if step > newest), metrics)
 
 
-def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:
-    """What a file is stored against; where several files hold those values, any may be it."""
+def _bases_of(
+    file: StepFile, facts: Facts, holders: Mapping[str, list[StepFile]], unread: Unread
+) -> list[StepFile]:
+    """List the files that one may be stored against: all holders of the content that its base has."""
     if file in unread:
         raise unread[file]
     fact = facts[file]
@@ -316,8 +322,7 @@ def _bases_of(file: StepFile, facts: Facts, unread: Unread) -> list[StepFile]:
     if named is not None and named in unread:
         return [named]
     # Readers, too, look first for the name, and then for the content under any other.
-    others = {other: of for other, of in facts.items() if other != file and not other.is_exact}
-    found = [other for other, of in others.items() if of.content_id == fact.base_id]
+    found = [other for other in holders.get(fact.base_id or "", ()) if other != file]
     if not found:
         raise MissingBaseError(f"its base {fact.base} is not here")
     return [named] if named is not None and named in found else found

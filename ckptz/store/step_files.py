@@ -104,11 +104,6 @@ class ChainRule:
             return 0
         return position & (position - 1) if self.is_forked else position - 1
 
-    @property
-    def n_hidden(self) -> int:
-        """Files that a run of kept ones may need beside themselves."""
-        return (self.anchor_every - 1).bit_length() if self.is_forked else self.anchor_every - 1
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepFile:

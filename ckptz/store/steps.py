@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from ckptz.container.amend import amend_metadata
+from ckptz.container.caches import LastChunks
 from ckptz.container.index import Index
 from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, make_folder, publish_together
 from ckptz.container.reader import Container
@@ -105,10 +106,14 @@ class StepStore:
         folder_or_url: need not exist; a writer makes it.
         origin: the file of weights that training began from, if there is one; anchors of weights become
             deltas against it.
+        last: where to hold what the file before restores to, for chains in which each file is stored against
+            that; None to decode it anew.
     """
 
-    def __init__(self, folder_or_url: Path_, origin: Path | None = None) -> None:
-        self._origin = origin
+    def __init__(
+        self, folder_or_url: Path_, origin: Path | None = None, last: LastChunks | None = None
+    ) -> None:
+        self._origin, self._last = origin, last
         self._origin_id: str | None = None
         self._place = place_of(folder_or_url)
         self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
@@ -320,7 +325,7 @@ class StepStore:
                 state = replace(state, stored_bytes=n_bytes)
                 if encode_exact is not None:
                     lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
-                    exact = _write_exact(files, folder, lossy, encode_exact)
+                    exact = self._write_exact(files, folder, lossy, encode_exact)
             self._lock.check()
         self._upload(state_file, *exact, weights_file)
         return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
@@ -342,6 +347,26 @@ class StepStore:
         sink.truncate()
         return encode(sink, None, 0)
 
+    def _write_exact(
+        self,
+        files: Publication,
+        folder: Path,
+        lossy: Mapping[StepFile, tuple[Path, Written]],
+        encode: ExactEncoder,
+    ) -> dict[StepFile, Written]:
+        """Write the residuals of those files, with their places and reports, that lose something."""
+        exact = {}
+        [weights] = [written.content_id for file, (_, written) in lossy.items() if file.kind == "weights"]
+        for file, (path, written) in lossy.items():
+            if written.n_lossy:
+                metadata = {EXACT_OF_KEY: written.content_id}
+                metadata |= {WEIGHTS_KEY: weights} if file.kind == "state" else {}
+                base = contextlib.closing(open_checkpoint(path))
+                with files.file(folder / file.exact.name) as sink, base as opened:
+                    opened.hold(self._last)
+                    exact[file.exact] = encode(file.kind, sink, opened, metadata)
+        return exact
+
     @contextlib.contextmanager
     def base(
         self, kind: FileKind, rule: ChainRule, notes: list[str]
@@ -359,6 +384,7 @@ class StepStore:
                 found, position = self._base_file(kind, rule)
                 if found is not None:
                     base = held.enter_context(self.opened(found))
+                    base.hold(self._last)
                 elif self._origin is not None and kind == "weights":
                     linked = self._linked(self._origin)
                     base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
@@ -447,25 +473,6 @@ class StepStore:
         self._place.remove(file.name)
         self._place.remove(file.marker)
         self._facts.pop(file, None)
-
-
-def _write_exact(
-    files: Publication,
-    folder: Path,
-    lossy: Mapping[StepFile, tuple[Path, Written]],
-    encode: ExactEncoder,
-) -> dict[StepFile, Written]:
-    """Write the residuals of those files, with their places and reports, that lose something."""
-    exact = {}
-    [weights] = [written.content_id for file, (_, written) in lossy.items() if file.kind == "weights"]
-    for file, (path, written) in lossy.items():
-        if written.n_lossy:
-            metadata = {EXACT_OF_KEY: written.content_id}
-            metadata |= {WEIGHTS_KEY: weights} if file.kind == "state" else {}
-            base = contextlib.closing(open_checkpoint(path))
-            with files.file(folder / file.exact.name) as sink, base as opened:
-                exact[file.exact] = encode(file.kind, sink, opened, metadata)
-    return exact
 
 
 def _position_of(file: Checkpoint) -> int:

@@ -153,7 +153,7 @@ def weighed_in_folder(
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What is there, as far as the coming saves change it.
+    """The files that are there, as far as the coming saves change them.
 
     Attributes:
         chain: of the newest file, anchor first: (bytes, position, the save that removes it).

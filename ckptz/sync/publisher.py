@@ -183,7 +183,7 @@ class Publisher:
 
     @contextlib.contextmanager
     def _base_in(self, versions: list[Version]) -> Iterator[tuple[_Last | None, str]]:
-        """The base of the next delta, and what the user should know of it; None for an anchor."""
+        """Find the base of the next delta, None for an anchor, and a note for the user or an empty text."""
         newest = newest_step(versions)
         if newest is None:
             yield None, ""
@@ -203,7 +203,7 @@ class Publisher:
 
     @contextlib.contextmanager
     def _resumed(self, versions: list[Version], newest: int) -> Iterator[_Last]:
-        """What an earlier publisher published last, read back from the folder."""
+        """Read back from the folder what an earlier publisher published last."""
         files = route(versions, None, newest, self._place.name)
         with (
             self._place.fetched([version.name for version in files]) as folder,
@@ -283,7 +283,7 @@ class Publisher:
 
 
 def _before(anchor: Version, versions: Sequence[Version]) -> list[Version]:
-    """What a follower needs only if it does not start from this anchor."""
+    """List the files that a follower needs only if it does not start from this anchor."""
     return [one for one in versions if (one.step, one.base is None) < (anchor.step, True)]
 
 

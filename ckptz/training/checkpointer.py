@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptz.encoding.chunk import EncodedSource
+from ckptz.codec.units import TensorSource
+from ckptz.container.caches import LastChunks
 from ckptz.encoding.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.methods.lossless import LOSSLESS
@@ -36,8 +37,8 @@ from ckptz.training.budget_search import (
     check_calibration,
     check_fits,
 )
-from ckptz.training.device import EncodeThere, code_where_they_live
-from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost
+from ckptz.training.device import SNAPSHOTS, SnapshotKind, There, code_where_they_live
+from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
@@ -91,17 +92,22 @@ class SaveReport(Shown):
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A snapshot: tensors in host memory, by name the weights that came as codes, and what came encoded."""
+    """A snapshot: tensors in host memory, by name the weights that came as codes, and what is elsewhere."""
 
     state: dict[str, Any]
     coded: dict[str, CodedSource]
     frozen: str | None
-    encoded: dict[int, EncodedSource]
-    notes: tuple[str, ...]
+    elsewhere: dict[int, TensorSource]
+    there: There
 
     def flat(self) -> StepState:
         """Give the snapshot as the tensors of its files, without copies."""
-        return StepState(self.state, self.coded, self.frozen, self.encoded)
+        return StepState(self.state, self.coded, self.frozen, self.elsewhere)
+
+    def notes(self) -> tuple[str, ...]:
+        """Let go of what is on devices, and say what was not encoded there."""
+        self.elsewhere.clear()
+        return self.there.notes()
 
 
 def _notes(search: SearchReport) -> tuple[str, ...]:
@@ -147,6 +153,10 @@ class Checkpointer:
             are made finer again each time that as many restarts are used up. By default 10 if no step is kept
             exact, else none. With a budget it says nothing: that is kept by every file.
         background: write beside training; otherwise `save` returns when the step is complete.
+        snapshot: what training waits for, of tensors on a GPU. "coded": what is stored whole and without
+            loss is encoded there at once, and only coded bytes come to the host. "device": all is copied
+            within the GPU where it has room, and encoded there beside training, deltas and residuals too.
+            What is left, and with "host" everything, is copied to pinned host memory.
         on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
             log it, for example. What it raises is a warning, for the step is there.
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
@@ -193,6 +203,7 @@ class Checkpointer:
         anchor_every: int = 16,
         restores: int | None = None,
         background: bool = True,
+        snapshot: SnapshotKind = "coded",
         on_save: Callable[[SaveReport], object] | None = None,
         jobs: int | None = None,
     ) -> None:
@@ -203,6 +214,8 @@ class Checkpointer:
             raise ConfigError(f"every must be at least 1, got {every}")
         if not 1 <= anchor_every <= MAX_DEPTH:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
+        if snapshot not in SNAPSHOTS:
+            raise ConfigError(f"snapshot must be one of {SNAPSHOTS}, got {snapshot!r}")
         if restores is not None and restores < 0:
             raise ConfigError(f"restores must be at least 0, got {restores}")
         self.model, self.optimizer = model, optimizer
@@ -215,14 +228,15 @@ class Checkpointer:
         self._frozen = FrozenId() if trainable_only else None
         self._calibration = calibration
         check_calibration(calibration, config if self._search is None else self._search.template)
-        self._every, self._is_background = every, background
+        self._every, self._is_background, self._kind = every, background, snapshot
         self._on_save = on_save
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
         is_lossless = not config.is_lossy and budget is None
         self._rule = ChainRule(anchor_every, is_forked=is_lossless, kept=keep.by_kind)
         self._restore_jobs = jobs or default_jobs()
         self._jobs = jobs or (max(1, default_jobs() // BACKGROUND_SHARE) if background else default_jobs())
-        self._store = StepStore(directory, None if base is None else origin_of(base, model_state(model)))
+        origin = None if base is None else origin_of(base, model_state(model))
+        self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
         self._snapshot = Snapshot()
         self._writer: Background[SaveReport] = Background()
         self._at: int | None = None
@@ -265,9 +279,7 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
-            notes=taken.notes
-            if search is None
-            else (*taken.notes, *search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met))),
+            notes=() if search is None else _notes(search),
             search=search,
         )
         self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
@@ -354,16 +366,20 @@ class Checkpointer:
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in frozen}
         coded: dict[str, CodedSource] = {}
         is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
-        if is_alone and self._store.next_is_anchor("weights", self._rule):
+        if is_alone and self._kind == "coded" and self._store.next_is_anchor("weights", self._rule):
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         frozen_id = None if self._frozen is None else self._frozen.of(frozen)
         is_exact = self._search is None and not self._config.is_lossy
         with Workers(self._restore_jobs) as workers:
-            encode = EncodeThere(lambda k: is_exact and self._store.next_is_anchor(k, self._rule), workers)
-            snapshot = self._snapshot.take(state, encode)
-        return _Taken(snapshot, coded, frozen_id, self._snapshot.encoded, encode.notes)
+            there = There(
+                self._kind, lambda k: is_exact and self._store.next_is_anchor(k, self._rule), workers
+            )
+            # A search reads what it measures again and again.
+            is_read_once = self._kind != "host" and self._search is None
+            snapshot = self._snapshot.take(state, there if is_read_once else None)
+        return _Taken(snapshot, coded, frozen_id, self._snapshot.elsewhere, there)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -386,7 +402,10 @@ class Checkpointer:
         """Encode and write a snapshot; on the writer's thread."""
         start = time.perf_counter()
         self._snapshot.synchronize()
-        written = self._written(taken.flat(), method, metric, begun.step)
+        try:
+            written = self._written(taken.flat(), method, metric, begun.step)
+        finally:
+            notes = taken.notes()
         try:
             pruned = prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
@@ -397,7 +416,7 @@ class Checkpointer:
             stored_bytes=written.stored_bytes,
             exact_bytes=written.exact_bytes,
             tensor_bytes=written.tensor_bytes,
-            notes=(*begun.notes, *written.notes, *pruned),
+            notes=(*notes, *begun.notes, *written.notes, *pruned),
         )
         if self._is_background:  # else training has waited longer when this has returned
             self._tell(report)

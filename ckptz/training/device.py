@@ -6,24 +6,24 @@ histogram on the host. Codes are bit for bit those that the CPU kernels give for
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 
-from ckptz.codec.plan import Domain, Plan
+from ckptz.codec.plan import Domain, Plan, exact_plan
 from ckptz.codec.quant_map import QuantizationMap
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.dtypes import DTYPE_CODES, DType, dtype_of
-from ckptz.encoding.chunk import EncodedSource
 from ckptz.encoding.coded import CodedSource, bits_for
-from ckptz.encoding.on_device import agrees_with_host, encode_on_device
+from ckptz.encoding.draft import Draft
+from ckptz.encoding.on_device import DEVICE_BYTES, MIN_ENCODED, DeviceSource
 from ckptz.kernels import torch as kernels
-from ckptz.methods.kmeans import Clusters
+from ckptz.kernels.torch import lives_elsewhere
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
@@ -33,7 +33,8 @@ from ckptz.store.step_files import FileKind
 from ckptz.training.files import MODEL
 
 SLAB_UNITS: Final = 16 * CHUNK_UNITS  # coded at once: torch's operations take 8 bytes a value or more aside
-MIN_ENCODED: Final = 1 << 12  # smaller tensors are copied: their launches would take longer
+SnapshotKind = Literal["coded", "device", "host"]
+SNAPSHOTS: Final = get_args(SnapshotKind)
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -48,57 +49,94 @@ class _WeightToCode:
     wanted: Partitions
 
 
-def lives_elsewhere(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's values are not in host memory."""
-    return tensor.device.type != "cpu"
-
-
 @dataclass(frozen=True, slots=True)
-class EncodeThere:
-    """Encodes tensors without loss on the GPU where they are, on a stream of its own; see `Snapshot.take`.
+class There:
+    """Decides what becomes of tensors on a GPU in a snapshot; see `Snapshot.take`.
 
     Attributes:
+        how: "coded" encodes there at once what is stored without loss and without a base, "device" copies
+            within the device, to be encoded beside training; what is left is copied to the host.
         stands_alone: tells whether one of the two files of a step will be stored exactly, and without a base.
         workers: threads that choose coders.
     """
 
+    how: SnapshotKind
     stands_alone: Callable[[FileKind], bool]
     workers: Workers
     known: dict[FileKind, bool] = field(default_factory=dict)
-    left: list[int] = field(default_factory=list)  # bytes of each tensor on a GPU that is copied as it is
+    held: list[DeviceSource] = field(default_factory=list)  # copies on a device
+    left: list[int] = field(default_factory=list)  # bytes of each tensor on a GPU that is copied to the host
+    rooms: dict[torch.device, int] = field(default_factory=dict)
 
-    def __call__(self, tensor: torch.Tensor, path: tuple[str, ...]) -> EncodedSource | None:
+    def __call__(self, tensor: torch.Tensor, path: tuple[str, ...]) -> TensorSource | None:
         if not lives_elsewhere(tensor) or tensor.numel() < MIN_ENCODED:
             return None
-        code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+        made, source = None, there(tensor)
+        if source is not None:
+            made = self._copied(source) if self.how == "device" else self._encoded(source, path)
+        if made is None:
+            self.left.append(tensor.nbytes)
+        return made
+
+    def _encoded(self, source: DeviceSource, path: tuple[str, ...]) -> TensorSource | None:
         kind: FileKind = "weights" if path[0] == MODEL else "state"
         if kind not in self.known:
             self.known[kind] = self.stands_alone(kind)
-        is_whole = tensor.is_contiguous() and kernels.has_kernels(tensor.device)
-        is_known = code not in (None, "F4") and is_whole and self.known[kind]
-        if not is_known or not agrees_with_host(tensor.device):
-            self.left.append(tensor.nbytes)
+        plan = Draft(exact_plan(source.dtype))
+        made = source.encoded_there(lambda _: plan, None, self.workers) if self.known[kind] else None
+        return None if made is None else made[1]
+
+    def _copied(self, source: DeviceSource) -> DeviceSource | None:
+        """Copy a tensor within its device, where it leaves room for the kernels there."""
+        device = source.flat.device
+        if device not in self.rooms:
+            self.rooms[device] = room_on(device) - DEVICE_BYTES
+        if source.n_bytes > self.rooms[device]:
             return None
-        assert code is not None
-        with _own_stream(tensor.device):
-            return encode_on_device(tensor, dtype_of(code), tuple(tensor.shape), self.workers)
+        self.rooms[device] -= source.n_bytes
+        source.flat = source.flat.clone()
+        if device.type == "cuda":
+            source.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            source.ready.record()
+        self.held.append(source)
+        return source
 
-    @property
     def notes(self) -> tuple[str, ...]:
-        """Say what was not encoded on the GPU."""
-        if not self.left:
+        """Say what was not encoded on the GPU, when all is written; the copies there are let go of."""
+        left = [*self.left, *(source.n_bytes for source in self.held if source.is_left)]
+        self.held.clear()
+        if not left:
             return ()
-        n, mb = len(self.left), sum(self.left) / 1e6
+        n, mb = len(left), sum(left) / 1e6
         what = f"{n} tensors of {mb:,.1f} MB were encoded on the host"
-        return (f"{what}: the GPU encodes lossless files that are no deltas, once its first bytes agree",)
+        more = (
+            "and weights on the grid"
+            if self.how == "device"
+            else "and with snapshot='device' deltas and grids"
+        )
+        return (f"{what}: the GPU encodes what loses nothing, {more}, once its first bytes agree",)
 
 
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def there(tensor: torch.Tensor) -> DeviceSource | None:
+    """Give a tensor as one to be encoded where it lives; None if the host has it, or it is no plain one."""
+    code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
+    if (
+        code in (None, "F4")
+        or not lives_elsewhere(tensor)
+        or not tensor.is_contiguous()
+        or not tensor.numel()
+    ):
+        return None
+    assert code is not None
+    return DeviceSource.of(dtype_of(code), tuple(tensor.shape), tensor)
+
+
+def room_on(device: torch.device) -> int:
+    """Count the bytes that tensors may still take on a device."""
     if device.type != "cuda":
-        return contextlib.nullcontext()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
+        return sys.maxsize
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def code_where_they_live(
@@ -136,11 +174,11 @@ def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode 
     if code not in KINDS or hasattr(tensor, "__tensor_flatten__"):
         return None
     dtype, shape = dtype_of(code), tuple(tensor.shape)
-    recipe = config.recipe(role_of(prefix + name, shape, dtype.is_float), dtype, shape)
-    if not isinstance(recipe, Clusters) or recipe.wanted.needs_sensitivity:
+    wanted = config.recipe(role_of(prefix + name, shape, dtype.is_float), dtype, shape).partitions
+    if wanted is None or wanted.needs_sensitivity:
         return None
     flat = tensor.detach().reshape(-1).view(kernels.UNIT_TYPES[dtype.unit_bytes])
-    return _WeightToCode(name, dtype, shape, flat, recipe.wanted)
+    return _WeightToCode(name, dtype, shape, flat, wanted)
 
 
 def _sketch(task: _WeightToCode) -> Sketch:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import torch
 
-from ckptz.api.read import check_limit, read_tensors
+from ckptz.api.read import available_memory, check_limit, read_tensors
 from ckptz.codec.units import TensorSource
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
@@ -39,6 +39,8 @@ from ckptz.tree.leaves import DTypeName, Size, TensorRef
 from ckptz.tree.skeleton import parse_tree
 
 MODEL, OPTIMIZER = "model", "optimizer"
+LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against
+MEMORY_IF_UNKNOWN: Final = 1 << 30
 _HOST: Final = TorchTensors("cpu", False)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum", "factor")
 
@@ -95,7 +97,7 @@ class StepState:
         state: nested; the weights under `MODEL`, what goes into the other file under other names.
         coded: weights by name that are codes already, and so not in `state`.
         frozen: content id of weights that are left out, or None.
-        encoded: what was encoded elsewhere, by the address of the tensor in `state` that stands for it.
+        elsewhere: what was encoded or kept elsewhere, by the address of the tensor that stands for it.
         prefix: what begins the names of weights in the file, and not those in the model.
 
     Attributes:
@@ -111,17 +113,17 @@ class StepState:
         state: Mapping[str, Any],
         coded: Mapping[str, TensorSource] = MappingProxyType({}),
         frozen: str | None = None,
-        encoded: Mapping[int, TensorSource] = MappingProxyType({}),
+        elsewhere: Mapping[int, TensorSource] = MappingProxyType({}),
         prefix: str = f"{MODEL}.",
     ) -> None:
-        self._given = state, coded, frozen, encoded
+        self._given = state, coded, frozen, elsewhere
         self.prefix = prefix
         self.metadata = {} if frozen is None else {FROZEN_KEY: frozen}
         self.metadata |= {} if prefix else {NAMES_KEY: "own"}
-        uncoded = _part({MODEL: state[MODEL]}, encoded, prefix)
+        uncoded = _part({MODEL: state[MODEL]}, elsewhere, prefix)
         more = {f"{prefix}{name}": source for name, source in coded.items()}
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
-        self.rest = _part({name: value for name, value in state.items() if name != MODEL}, encoded)
+        self.rest = _part({name: value for name, value in state.items() if name != MODEL}, elsewhere)
         self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
         self.roles = dict(_weight_roles(self.weights.tensors, prefix)) | dict(
             moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
@@ -296,13 +298,20 @@ def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
     }
 
 
-def _part(state: Mapping[str, Any], encoded: Mapping[int, TensorSource], prefix: str | None = None) -> Part:
+def memory_for_last() -> int:
+    """Count the bytes that may hold what a run's last file restores to: a share of what is free now."""
+    free = available_memory()
+    return MEMORY_IF_UNKNOWN if free is None else free // LAST_SHARE
+
+
+def _part(state: Mapping[str, Any], elsewhere: Mapping[int, TensorSource], prefix: str | None = None) -> Part:
     flat = flatten(dict(state), n_outer=int(prefix == ""))
-    tensors = {name: encoded.get(_address(source), source) for name, source in flat.tensors.items()}
+    tensors = {name: elsewhere.get(address_of(source), source) for name, source in flat.tensors.items()}
     return Part(tensors, None if _says_nothing(state, tensors, prefix) else flat.tree)
 
 
-def _address(source: TensorSource) -> int:
+def address_of(source: TensorSource) -> int:
+    """Give the address of a tensor in host memory; 0 if it has no elements."""
     return int(source.units(0, source.n_units).ctypes.data) if source.n_units else 0
 
 

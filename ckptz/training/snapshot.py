@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import torch
 
+from ckptz.codec.units import TensorSource
 from ckptz.dtypes import DTYPE_CODES, dtype_of
-from ckptz.encoding.chunk import EncodedSource
 from ckptz.errors import ConfigError
 from ckptz.frameworks.torch import TorchTensors
 
 Key = tuple[str, ...]
-Encode = Callable[[torch.Tensor, Key], EncodedSource | None]
+Keep = Callable[[torch.Tensor, Key], TensorSource | None]
 _HOST: Final = TorchTensors("cpu", False)
 
 
@@ -57,7 +57,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self.encoded: dict[int, EncodedSource] = {}  # by the address of what stands there
+        self.elsewhere: dict[int, TensorSource] = {}  # by the address of what stands there
         self._buffers: dict[Key, torch.Tensor] = {}
         self._done: list[torch.cuda.Event] = []
 
@@ -66,22 +66,22 @@ class Snapshot:
         """Host memory that the buffers take."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def take(self, state: Any, encode: Encode | None = None) -> Any:
+    def take(self, state: Any, keep: Keep | None = None) -> Any:
         """Copy the tensors of a nested state, which keeps its form; those that are one stay one.
 
         Args:
             state: what to copy.
-            encode: encodes a tensor where it lives, or gives None for one that is to be copied. In place of
-                an encoded one stands a tensor whose memory nobody touches; see `encoded`.
+            keep: encodes or copies a tensor where it lives, or gives None for one that is to be copied here.
+                In place of a kept one stands a tensor whose memory nobody touches; see `elsewhere`.
 
         Raises:
             ConfigError: a tensor without memory of its own; the message names it.
         """
-        copying = _Copying(self._buffers, encode)
+        copying = _Copying(self._buffers, keep)
         taken = copying.node(state, ())
         copying.transfer.finish()
         self._buffers, self._done = copying.used, copying.transfer.done
-        self.encoded = copying.encoded
+        self.elsewhere = copying.elsewhere
         return taken
 
     def synchronize(self) -> None:
@@ -93,10 +93,10 @@ class Snapshot:
 class _Copying:
     """One walk through a state."""
 
-    def __init__(self, spare: dict[Key, torch.Tensor], encode: Encode | None) -> None:
+    def __init__(self, spare: dict[Key, torch.Tensor], keep: Keep | None) -> None:
         self.used: dict[Key, torch.Tensor] = {}
-        self.encoded: dict[int, EncodedSource] = {}
-        self._encode = encode
+        self.elsewhere: dict[int, TensorSource] = {}
+        self._keep = keep
         self.transfer = _Transfer()
         self._spare = spare
         self._copies: dict[object, torch.Tensor] = {}
@@ -117,9 +117,9 @@ class _Copying:
         identity: object = id(tensor)  # of an empty one, which has no address; the state keeps it alive
         if tensor.numel():
             identity = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if identity not in self._copies and self._encode and (made := self._encode(tensor, path)):
+        if identity not in self._copies and self._keep and (made := self._keep(tensor, path)):
             place = self._copies[identity] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            self.encoded[place.data_ptr()] = made
+            self.elsewhere[place.data_ptr()] = made
         elif identity not in self._copies:
             buffer = self._buffer(tensor, path)
             self.transfer.copy(tensor, buffer)

@@ -242,7 +242,7 @@ class _SharedRun:
 
     @property
     def whole(self) -> _Leaf | None:
-        """A view that is all of it in C order, if there is one."""
+        """The view that covers the whole run in C order, or None."""
         for member in self.members:
             g = member.geometry
             if (g.begin, g.end) == (self.begin, self.end) and g.is_contiguous and g.dtype in CODES:
@@ -251,7 +251,7 @@ class _SharedRun:
 
     @property
     def dtype(self) -> DType:
-        """What to store it as where no view is all of it."""
+        """The type that the run is stored as where no view covers it."""
         names = {member.geometry.dtype for member in self.members}
         return DTYPES[CODES.get(names.pop(), "U8") if len(names) == 1 else "U8"]
 

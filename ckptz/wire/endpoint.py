@@ -359,12 +359,9 @@ class Link:
 
     def _plan(self, tensor: _Tensor) -> TensorPlan:
         raw = self.is_raw(tensor.place)
-        if self._reuses(tensor.direction):
+        if self.policy.reuse and tensor.direction is Direction.BACKWARD:
             raw = raw or self.state.lacks_mask(tensor.place)
         return self.policy.plan(tensor.direction, tensor.dtype, tensor.shape, raw=raw)
-
-    def _reuses(self, direction: Direction) -> bool:
-        return self.policy.reuse and direction is Direction.BACKWARD
 
     def _header(self, end: End, tensor: _Tensor, plan: TensorPlan, memory: Memory, mode: int) -> LinkHeader:
         """The header of a message of finite values, without size and checksums."""

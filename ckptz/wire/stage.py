@@ -221,13 +221,6 @@ class CompressedPipelineStage(PipelineStage):
         """Give what belongs into the checkpoint's metadata, so that a later load can be checked."""
         return policy_metadata(self.policy)
 
-    def wire_memory(self) -> str:
-        """Count the bytes of state that each link of this stage holds now, one line a link."""
-        lines = [
-            f"link {link.link.src}->{link.link.dst}: {link.link.state.n_bytes()}" for link in self._links
-        ]
-        return "\n".join(f"{line} bytes of state" for line in lines)
-
     def wire_bytes(self) -> dict[str, tuple[int, int]]:
         """Count (bytes sent, bytes they stand for) of each direction that this stage sends."""
         out = {}

@@ -167,7 +167,7 @@ class LinkState:
             self.masks[place.microbatch, place.tensor] = Kept(packed, place.step, plan.shape, k)
 
     def _kept(self, place: Place) -> Kept | None:
-        """What the activation of this step and microbatch left, if there was one."""
+        """Give the mask that the activation of this step and microbatch left, or None."""
         kept = self.masks.get((place.microbatch, place.tensor))
         return kept if kept is not None and kept.step == place.step else None
 

@@ -184,7 +184,7 @@ def _several(
 
 
 def _place_of(wanted: Wanted, evaluations: Sequence[Evaluation]) -> int:
-    """Which evaluation a budget is about: by kind, and of several qualities by name."""
+    """Find the evaluation that a budget is about: by kind, and among several qualities by name."""
     kind = KIND_OF.get(wanted.metric, "quality")
     fits = [i for i, one in enumerate(evaluations) if one.kind == kind]
     if len(fits) > 1:

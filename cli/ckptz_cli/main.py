@@ -81,7 +81,7 @@ class Program(click.Group):
 
 @contextlib.contextmanager
 def _unwinding_when_terminated() -> Iterator[None]:
-    """What ends a process unwinds it like Ctrl-C, and so leaves no temporary file."""
+    """Let signals that end the process unwind it like Ctrl-C, so that no temporary file stays."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(SIGNALLED + number)

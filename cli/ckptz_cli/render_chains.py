@@ -37,7 +37,7 @@ def logged_text(report: LogReport) -> str:
 
 
 def _guides(entries: Sequence[LogEntry], lines: tuple[str, ...]) -> list[str]:
-    """What stands before each name: from the last entry up, so that it is known which levels go on."""
+    """Draw the lines before each name, from the last entry up, so that it is known which levels go on."""
     guides: list[str] = []
     goes_on: set[int] = set()
     for entry in reversed(entries):
@@ -223,7 +223,7 @@ def resumed_line(report: ResumeReport) -> str:
 
 
 def _first(first: FirstDifference) -> str:
-    """How a tensor or a value differs."""
+    """Say how a tensor or a value differs."""
     kinds = [
         f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
         for dtype, shape in ((first.dtype_a, first.shape_a), (first.dtype_b, first.shape_b))

@@ -107,7 +107,7 @@ def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
 
 
 def _loss_text(tensor: TensorReport) -> str:
-    """What a lossy tensor was promised, and what was measured on it."""
+    """Say what a lossy tensor was promised, and what was measured on it."""
     loss = tensor.lossy
     if loss is None:
         return "none"

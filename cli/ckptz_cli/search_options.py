@@ -146,12 +146,13 @@ def _search(
         raise ConfigError(f"{given['plan']}: {what}")
     searched = _searched_method(method["method"], parent)
     _refuse_in_search(given, method, searched)
-    prune_by = method.pop("prune_by")
+    known = options_of_methods().items()
+    cubes = tuple(cube for name, (_, option) in known if option.is_cube and (cube := method.pop(name)))
     options: dict[str, Any] = {
         "strategy": given["strategy"],
         "workers": given["eval_workers"],
         "max_evaluations": given["max_evaluations"],
-        "prune_metrics": (prune_by,) if prune_by else None,
+        "cubes": cubes,
         "parent": parent,
         "proxy_error": given["proxy_error"],
     }

@@ -129,7 +129,7 @@ def _tell(line: str) -> None:
 
 
 def _silence_stdout() -> None:
-    """What is left in its buffer must not fail again when the interpreter ends."""
+    """Send what is left in the buffer nowhere, so that it cannot fail again when the interpreter ends."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or not one of the system
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

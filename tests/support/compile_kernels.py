@@ -28,14 +28,14 @@ SIGNATURES = {
     "_split": "units *UNIT, base *UNIT, planes *u8, n i32, stride i32",
     "_merge": "planes *u8, base *UNIT, units *UNIT, n i32, stride i32",
     "_magnitudes": "units *UNIT, labels *u8, n i32",
-    "_count": "codes *u8, counts *i32, n i32, chunk i32",
-    "_count_classes": "classes *u16, codes *u8, counts *i32, n i32",
+    "_count": "codes *u8, bounds *i64, counts *i32, n i32",
     "_xxh64": "words *u64, data *u8, n_bytes i64, chunk_bytes i64, checksums *u64, n_chunks i32",
-    "_restore": "codes *u8, rows *u16, table *TERM, base *UNIT, outer_rows *u32, outer_columns *u32, "
+    "_restore": "codes *u8, rows *i16, table *TERM, base *UNIT, outer_rows *u32, outer_columns *u32, "
     "out *UNIT, n i32, n_codes i32, n_columns i32, begin i32",
     "_regions": "units *UNIT, boundaries *UNIT, codes *u8, out *u8, n i32, n_boundaries i32",
     "_grid": "values *fp32, base *fp32, steps *fp32, labels *u8, out *u8, n i32, row_units i32, "
     "widened fp32, key i64, begin i64",
+    "_leaf_sums": "values *fp32, base *fp32, ends *i64, sizes *i64, sums *fp64, n_leaves i32",
     "_pack": "codes *u8, packed *u8, n i32, n_bytes i32",
     "_unpack": "packed *u8, codes *u8, n i32, n_bytes i32",
     "_words": "out *u64, " + ", ".join(f"word_{i} u64" for i in range(8)),
@@ -63,7 +63,6 @@ CONSTANTS: dict[str, list[dict[str, int]]] = {
     **{name: [BLOCKS | {"MODE": mode, "N_PLANES": 0} for mode in range(5)] for name in ("_split", "_merge")},
     "_magnitudes": [BLOCKS | {"WIDTH": 0}],
     "_count": [BLOCKS | {"TILE": triton_planes.TILE}],
-    "_count_classes": [BLOCKS],
     "_restore": [
         BLOCKS | {"DOMAIN": domain, "PREDICTOR": predictor, "KIND": 0, "HAS_ROWS": 1, "WIDTH": 0}
         for domain in (1, 2)
@@ -71,6 +70,7 @@ CONSTANTS: dict[str, list[dict[str, int]]] = {
     ],
     "_regions": [BLOCKS | {"WIDTH": 0}],
     "_grid": [BLOCKS | {"HAS_BASE": nearest, "IS_NEAREST": nearest} for nearest in range(2)],
+    "_leaf_sums": [{"HAS_BASE": has_base, "LEAVES": triton_values.LEAVES} for has_base in range(2)],
     **{name: [BLOCKS | {"N_BITS": n_bits} for n_bits in (3,)] for name in ("_pack", "_unpack")},
     **{name: [BLOCKS | {"KIND": 0}] for name in ("_widen", "_narrow")},
     **{name: [BLOCKS] for name in ("_checksum", "_mark", "_settle", "_pack_rows", "_unpack_rows")},
@@ -96,7 +96,7 @@ KINDS = {2: (1, 2), 4: (0,)}  # of floats, by the bytes of their units
 
 ONE_WARP = ("_decode", "_encode", "_xxh64")
 EXACT = (  # nothing may be rounded otherwise than IEEE says, or twice
-    *("_restore", "_grid", "_widen", "_narrow", "_quantize", "_dequantize"),
+    *("_restore", "_grid", "_leaf_sums", "_widen", "_narrow", "_quantize", "_dequantize"),
     *("_rotate", "_tile_codes", "_tile_values", "_sum"),
 )
 

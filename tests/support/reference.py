@@ -41,12 +41,15 @@ from ckptz.kernels.floats import (  # noqa: F401 - some are kernels as they are
     widen_f64,
 )
 from ckptz.kernels.plain import (  # noqa: F401
+    count_streams,
     golomb_pack,
     golomb_unpack,
     histogram,
     merge_planes,
     pack_table,
     pack_tables,
+    rans_encode_streams,
+    repeats,
     slot_tables,
     sparse_merge,
     sparse_split,
@@ -54,6 +57,7 @@ from ckptz.kernels.plain import (  # noqa: F401
     table_unpack,
     unorder,
     weigh,
+    weigh_rows,
 )
 from ckptz.kernels.rounding_cpu import GOLDEN, MIX_1, MIX_2
 
@@ -357,10 +361,7 @@ def log_sums(
 
 
 def level_indices(
-    values: NDArray[np.float64],
-    steps: NDArray[np.float64],
-    dead_zone: float,
-    drawn: NDArray[np.float32] | None = None,
+    values: NDArray[np.float64], steps: NDArray[np.float64], dead_zone: float
 ) -> NDArray[np.int64]:
     """Find the level of each value, 0 in the dead zone, and 128 or -128 beyond the last level.
 
@@ -368,15 +369,28 @@ def level_indices(
         values: finite [n].
         steps: of each [n], 0 where there is none: such values are level 0 if they are zero.
         dead_zone: share of a step.
-        drawn: thresholds of each [n], from 0 to 1, in place of nearest levels and the dead zone.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratios = np.where(values == 0, 0.0, np.abs(values) / steps)
-    if drawn is not None:
-        scaled = np.sign(values) * np.minimum(ratios, MAX_MAGNITUDE + 1)
-        return (np.floor(scaled) + (drawn >= 1 - (scaled - np.floor(scaled)))).astype(np.int64)
     whole = np.minimum(np.maximum(np.rint(ratios), 1), MAX_MAGNITUDE + 1)
     return (np.sign(values) * np.where(ratios < 0.5 + dead_zone, 0, whole)).astype(np.int64)
+
+
+def drawn_levels(
+    values: NDArray[np.float64], steps: NDArray[np.float64], thresholds: NDArray[np.float32]
+) -> NDArray[np.int64]:
+    """Find the level of each value by its threshold, and 128 or -128 beyond the last level.
+
+    Args:
+        values: finite [n].
+        steps: of each [n], 0 where there is none: such values are level 0 if they are zero.
+        thresholds: of each [n], from 0 to 1.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratios = np.where(values == 0, 0.0, values / steps)
+    scaled = np.clip(ratios, -MAX_MAGNITUDE - 1, MAX_MAGNITUDE + 1)
+    below = np.floor(scaled)
+    return (below + (thresholds >= 1 - (scaled - below))).astype(np.int64)
 
 
 # --- gaps between positions ---------------------------------------------------------------------

@@ -9,21 +9,24 @@ from typing import Any
 import numpy as np
 
 from ckptz.methods.kmeans import KMeans
-from ckptz.search.space import Cube
+from ckptz.methods.method import Cube, Method
 from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
 
 Array = np.ndarray[Any, Any]
+TEMPLATE = KMeans.reference()
+BOTH = TEMPLATE.cubes((), {"embedding"}, is_ranked=True)  # by magnitude, by sensitivity
+CUBE = BOTH[0]
 
 
 @dataclass(frozen=True)
 class Landscape:
     """What each configuration of some cubes uses of a budget, and its size."""
 
-    used: Mapping[KMeans, float]
-    sizes: Mapping[KMeans, float]
-    predicted: Mapping[KMeans, float]
+    used: Mapping[Method, float]
+    sizes: Mapping[Method, float]
+    predicted: Mapping[Method, float]
 
-    def predict(self, config: KMeans) -> float:
+    def predict(self, config: Method) -> float:
         return self.predicted[config]
 
     def search(self, *stages: Strategy, workers: int = 1) -> list[Outcome]:
@@ -45,7 +48,7 @@ class Landscape:
         return best.n_bytes / round(self.smallest) - 1 if best else np.inf
 
 
-def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (Cube(),)) -> Landscape:
+def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (CUBE,)) -> Landscape:
     """A quality that falls along every axis, at random rates, and budgets anywhere between.
 
     Args:
@@ -59,7 +62,7 @@ def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (Cube(),)
     share = rng.uniform(0.05, 0.5)
     used, sizes = {}, {}
     for cube in cubes:
-        harm = rng.uniform(0.5, 2) if cube.prune_by == "sensitivity" else 1.0
+        harm = rng.uniform(0.5, 2) if cube.name == "sensitivity" else 1.0
         for point in cube.points:
             axes = zip(KMeans.axes.values(), point, strict=True)
             levels, prune, protect, embedding = (values[at] for values, at in axes)

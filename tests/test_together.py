@@ -1,0 +1,108 @@
+"""Small tensors that are encoded together get the bytes that each of them would get by itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from ckptz.codec.frame import FrameHeader
+from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
+from ckptz.dtypes import DType, dtype_of
+from ckptz.encoding.chunk import encode_chunk
+from ckptz.encoding.together import Encoded
+from ckptz.entropy.streams import CoderId, encode_stream, encode_streams
+from ckptz.kernels import compiled, plain
+from ckptz.kernels.floats import Bytes, Units
+from ckptz.methods.lossless import plan_and_encode, plan_lossless
+
+SIZES = (1, 7, 2047, 2048, 8192, 9000, 1 << 18)
+
+
+def weights(dtype: DType, n: int) -> Units:
+    exact = np.float64 if dtype.unit_bytes == 8 else np.float32
+    values = np.random.default_rng(n).normal(0, 0.02, n).astype(exact)
+    bits = values.view(f"u{values.itemsize}") >> np.uint64(8 * max(values.itemsize - dtype.unit_bytes, 0))
+    return bits.astype(UNIT_TYPES[dtype.unit_bytes])
+
+
+def moved(units: Units, share: float) -> Units:
+    """Units of which this share is one step away."""
+    changed = np.random.default_rng(len(units)).random(len(units)) < share
+    return units + changed.astype(units.dtype)
+
+
+def pairs(dtype: DType) -> list[tuple[Units, Units]]:
+    """Tensors and their bases: of all sizes, hardly, half and wholly changed, constant, repeated."""
+    found = []
+    for n in SIZES:
+        old = weights(dtype, n)
+        found += [(moved(old, share), old) for share in (0, 0.001, 0.5)]
+    for n in SIZES[2:]:
+        old = weights(dtype, n)
+        found += [(old[::-1].copy(), old), (np.full_like(old, 3), old), (np.resize(old[:50], n), old)]
+    return found
+
+
+def frame(source: ArraySource, encoded: Encoded) -> bytes:
+    draft, chunk = encoded
+    return FrameHeader(source.dtype, source.shape, draft.plan, (chunk.record,)).pack() + chunk.payload
+
+
+def alone(source: ArraySource, base: ArraySource | None) -> Encoded:
+    draft = plan_lossless(source, base)
+    return draft, encode_chunk(source, draft, ChunkSources(0, source.n_units, base))
+
+
+@pytest.mark.parametrize("has_base", [False, True], ids=["alone", "deltas"])
+@pytest.mark.parametrize("name", ["U8", "BF16", "F32", "I64"])
+def test_frames_are_those_of_tensors_encoded_one_by_one(name: str, has_base: bool) -> None:
+    compiled()
+    dtype = dtype_of(name)
+    made = [[ArraySource(dtype, (len(own),), own) for own in pair] for pair in pairs(dtype)]
+    sources, bases = [new for new, _ in made], [old for _, old in made] if has_base else []
+    together = plan_and_encode(sources, bases)
+    one_by_one = [alone(*pair) for pair in itertools.zip_longest(sources, bases)]
+    assert [frame(*row) for row in zip(sources, together, strict=True)] == [
+        frame(*row) for row in zip(sources, one_by_one, strict=True)
+    ]
+    # The cases are not all alike: plans with and without a base and classes, and most coders.
+    plans = {(draft.plan.needs_base, bool(draft.plan.rules)) for draft, _ in together}
+    assert plans == ({(False, False), (True, False), (True, True)} if has_base else {(False, False)})
+
+
+def codes() -> Sequence[Bytes]:
+    rng = np.random.default_rng(0)
+    skewed = rng.binomial(30, 0.3, 30_000).astype(np.uint8)
+    rare = (rng.random(30_000) < 0.02) * rng.integers(0, 256, 30_000, np.uint8)
+    return (
+        *(skewed[:n] for n in (1, 2, 40, 800, 30_000)),
+        np.full(5000, 7, np.uint8),
+        rare,
+        rng.integers(0, 256, 3000, np.uint8),
+        rng.integers(0, 256, 1 << 18, np.uint8),
+        np.resize(rng.integers(0, 256, 700, np.uint8), 20_000),
+    )
+
+
+def test_repeats_are_counted_alike_by_both_kinds_of_kernels() -> None:
+    parts = [*codes(), np.zeros(50, np.uint8), np.empty(0, np.uint8)]
+    symbols, ends = np.concatenate(parts), np.cumsum([len(part) for part in parts])
+    found = plain.repeats(symbols, ends)
+    np.testing.assert_array_equal(found, compiled().repeats(symbols, ends))
+    assert found[9, 0] > 18_000  # of what repeats every 700 codes
+    assert not found[7].any()  # of random codes
+
+
+@pytest.mark.parametrize("start", [lambda: None, compiled], ids=["numpy", "compiled"])
+def test_streams_are_those_of_codes_encoded_one_by_one(start: object) -> None:
+    assert callable(start)
+    start()
+    parts = codes()
+    together = encode_streams(parts)
+    assert [(coder, bytes(data)) for coder, data in together] == [
+        (coder, bytes(data)) for coder, data in map(encode_stream, parts)
+    ]
+    assert {coder for coder, _ in together} == set(CoderId) - {CoderId.RANS_SHARED}
