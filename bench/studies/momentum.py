@@ -1,4 +1,4 @@
-"""What a restart costs if it loses first moments, and how it can do without them.
+"""Measures what a restart costs that loses first moments, and what other ways to store them cost.
 
     python -m bench.studies.momentum [--task NAME ...] [--arm NAME ...] [--report]
 

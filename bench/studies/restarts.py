@@ -95,8 +95,10 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, first moments, others fine": Arm(config=grid(FINE, second=FINE)),
     "grid, second moments, others fine": Arm(config=grid(FINE, first=FINE)),
     "k-means, 16 levels, weights": Arm(config=KMeans()),
+    "k-means, 32 levels, weights": Arm(config=KMeans(levels=32)),
     "k-means, search 5 %, weights": Arm(config=KMeans(), budget=0.05),
     "k-means, search 1 %, weights": Arm(config=KMeans(), budget=0.01),
+    "k-means, search 0.1 %, weights": Arm(config=KMeans(), budget=0.001),
 }
 
 

@@ -31,9 +31,8 @@ from bench.studies.paper_a.training import (
     remembered,
     weights_of,
 )
-from ckptz import Budget
+from ckptz import Budget, KMeans
 from ckptz.commands.compress import CompressReport
-from ckptz.search.space import TEMPLATE
 from ckptz.search_run.run import SearchOptions, SearchReport
 from ckptz.torch import load_file
 
@@ -131,7 +130,7 @@ class KMeansSearch:
         """Search and write; the base is the file before."""
         output = self.path(folder, snapshot.index)
         base = self.path(folder, snapshot.index - 1) if snapshot.index else None
-        search = SearchOptions(budgets=(budget_of(task, self.budget),), template=TEMPLATE)
+        search = SearchOptions(budgets=(budget_of(task, self.budget),), template=KMeans.reference())
         report = compress(task, snapshot, output, base, search)
         return sizes_of(report) | {"search": search_facts(report.search)}
 
@@ -162,7 +161,7 @@ def _snapshot(task: Task, budget: float, folder: Path) -> dict[str, Any]:
     run = Run(task)
     snapshot = Snapshot.of(run, SNAPSHOT_INDEX)
     output = folder / f"weights-{budget:g}.ckptz"
-    search = SearchOptions(budgets=(budget_of(task, budget),), template=TEMPLATE)
+    search = SearchOptions(budgets=(budget_of(task, budget),), template=KMeans.reference())
     report = compress(task, snapshot, output, None, search)
     trainer = Trainer(task, with_weights(snapshot.state, output))
     result: dict[str, Any] = {"budget": budget, **sizes_of(report)}
@@ -230,10 +229,10 @@ def search_cost(task: Task) -> dict[str, Any]:
 def _trials(task: Task, folder: Path, strategy: str, budget: float) -> dict[str, Any]:
     snapshot = Snapshot.of(Run(task), 0)
     search = SearchOptions(
-        template=TEMPLATE,
+        template=KMeans.reference(),
         budgets=(budget_of(task, budget, REDUCED),),
         strategy=strategy,
-        prune_metrics=("magnitude",),
+        cubes=("magnitude",),
         is_dry_run=True,
     )
     report = compress(task, snapshot, folder / "unused.ckptz", None, search)
