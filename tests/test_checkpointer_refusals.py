@@ -172,7 +172,7 @@ def test_sharded_models_are_sent_to_the_checkpointer_that_knows_them(tmp_path: P
     model = linear()
     with Checkpointer(tmp_path / "run", model, torch.optim.AdamW(model.parameters())) as checkpointer:
         checkpointer.save(1)
-    with process_group(tmp_path):
+    with process_group():
         sharded = distribute_module(linear(), init_device_mesh("cpu", (1,)))
         checkpointer = Checkpointer(tmp_path / "run", sharded, torch.optim.AdamW(sharded.parameters()))
         with pytest.raises(ConfigError, match=r"weight' is a DTensor.*ckptz\.integrations\.sharded"):

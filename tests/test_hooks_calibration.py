@@ -63,9 +63,9 @@ def test_sums_of_any_mode_add_up_and_are_saved(tmp_path: Path) -> None:
     calibration.save(tmp_path / "calibration")
 
 
-def test_a_model_in_a_wrapper_has_its_own_names(tmp_path: Path) -> None:
+def test_a_model_in_a_wrapper_has_its_own_names() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
-    with process_group(tmp_path):
+    with process_group():
         calibration = recorded(DistributedDataParallel(model), normal(5, 4))
     check_moments(calibration.moments("0"), second_moments(normal(5, 4).numpy()))
 

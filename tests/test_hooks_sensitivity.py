@@ -249,10 +249,16 @@ def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")  # the default one would start its own processes
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel, compiled])
-def test_wrapped_models_have_their_own_names(tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def replicated(model: nn.Module) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.require_backward_grad_sync = False  # there is nobody to agree with
+    return wrapped
+
+
+@pytest.mark.parametrize("wrap", [replicated, DataParallel, compiled])
+def test_wrapped_models_have_their_own_names(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = a_model()
-    with process_group(tmp_path):
+    with process_group():
         wrapped = wrap(model)
         run = model if wrap is compiled else wrapped  # no compiler is needed for names
         with SensitivityTracker(wrapped) as tracker:
@@ -271,8 +277,8 @@ def test_a_model_without_shapes_is_refused() -> None:
         SensitivityTracker(nn.LazyLinear(2))
 
 
-def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
-    with process_group(tmp_path):
+def test_a_sharded_model_is_refused() -> None:
+    with process_group():
         mesh = init_device_mesh("cpu", (1,))
         model = nn.Linear(4, 2)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
