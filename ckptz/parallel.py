@@ -16,6 +16,7 @@ V = TypeVar("V")
 
 
 RESULTS_IN_FLIGHT: Final = 2  # of each thread that may wait to be consumed, which bounds memory
+SMALL_IN_FLIGHT: Final = 64  # results of small items among them
 MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads only when asked for
 SMALL_UNITS: Final = 1 << 15  # of a chunk that takes more Python than arithmetic, measured on two cores
 
@@ -31,12 +32,14 @@ class Workers:
 
     Args:
         jobs: threads, all cores by default.
+        with_caller: count the caller's thread as one of them, where it has no files to write meanwhile:
+            one that waits has to be woken for every result.
     """
 
-    def __init__(self, jobs: int | None = None) -> None:
+    def __init__(self, jobs: int | None = None, *, with_caller: bool = False) -> None:
         self.jobs = jobs or default_jobs()
-        self._window = self.jobs * RESULTS_IN_FLIGHT
-        self._pool = ThreadPoolExecutor(self.jobs, "ckptz") if self.jobs > 1 else None
+        self._with_caller = with_caller
+        self._pool = ThreadPoolExecutor(self.jobs - with_caller, "ckptz") if self.jobs > 1 else None
 
     def __enter__(self) -> Self:
         return self
@@ -57,17 +60,29 @@ class Workers:
         if self._pool is None:
             yield from map(function, items)
             return
-        pending: deque[Future[R]] = deque()
+        pending: deque[tuple[Future[R], bool]] = deque()  # and whether the item is small
+        given: deque[Future[R]] = deque()
+        n_large = 0
         try:
             for item in items:
-                is_here = is_small is not None and is_small(item)
-                pending.append((_at_once if is_here else self._pool.submit)(function, item))
-                if len(pending) >= self._window:
-                    yield pending.popleft().result()
+                while given and given[0].done():
+                    given.popleft()
+                is_busy = self._with_caller and len(given) >= RESULTS_IN_FLIGHT * (self.jobs - 1)
+                small = is_small is not None and is_small(item)
+                if small or is_busy:
+                    pending.append((_at_once(function, item), small))
+                else:
+                    given.append(self._pool.submit(function, item))
+                    pending.append((given[-1], small))
+                n_large += not small
+                while n_large >= RESULTS_IN_FLIGHT * self.jobs or len(pending) >= SMALL_IN_FLIGHT:
+                    done, small = pending.popleft()
+                    n_large -= not small
+                    yield done.result()
             while pending:
-                yield pending.popleft().result()
+                yield pending.popleft()[0].result()
         finally:
-            for future in pending:
+            for future, _ in pending:
                 future.cancel()
 
 

@@ -239,4 +239,4 @@ def _fill(source: FrameSource, chunk: int, pieces: Iterable[Piece], out: Units) 
 
 
 def _workers(jobs: int | None, n_tasks: int) -> Workers:
-    return Workers(max(1, min(jobs or default_jobs(), n_tasks)))
+    return Workers(max(1, min(jobs or default_jobs(), n_tasks)), with_caller=True)

@@ -40,7 +40,11 @@ class ByteReader:
 
     def u8(self, what: str) -> int:
         """Read an unsigned 8-bit integer."""
-        return self.take(1, what)[0]
+        offset = self.offset
+        if offset >= len(self._view):
+            return self.take(1, what)[0]  # which says what is missing
+        self.offset = offset + 1
+        return self._view[offset]
 
     def u32(self, what: str) -> int:
         """Read an unsigned 32-bit integer."""

@@ -51,6 +51,7 @@ from ckptz.errors import (
 )
 from ckptz.kernels.floats import Units
 
+USUAL_HEADER_BYTES: Final = 256  # are read at once; longer headers are read again
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
 
 
@@ -73,9 +74,10 @@ class FrameSource(TensorSource):
 
     def _read_header(self) -> FrameHeader:
         with self._container.naming(self.entry.name):
-            read = self._container.read
-            length = header_length(read(self.entry.offset, PREFIX_BYTES).tobytes(), self.entry.n_bytes)
-            header = FrameHeader.parse(read(self.entry.offset, length).tobytes())
+            read, offset, n_bytes = self._container.read, self.entry.offset, self.entry.n_bytes
+            raw = read(offset, min(n_bytes, USUAL_HEADER_BYTES)).tobytes()
+            length = header_length(raw[:PREFIX_BYTES], n_bytes)
+            header = FrameHeader.parse(raw[:length] if length <= len(raw) else read(offset, length).tobytes())
             if (header.dtype, header.shape) != (self.dtype, self.shape):
                 raise CorruptionError("index and frame disagree on dtype or shape")
             if length + header.payload_bytes != self.entry.n_bytes:
