@@ -39,9 +39,9 @@ from torch.nn import functional
 from bench.core.measure import Row, cpu_seconds, machine, parser_of, save_rows, verdict, version
 from bench.core.report import finish
 from bench.core.sources import model_path
-from bench.studies.paper_a.tasks import HELD_OUT, SEARCH, Batch, Task
-from bench.studies.paper_a.training import N_THREADS, Trainer, publish, remembered
 from bench.studies.restarts import Plan, arm_end, folder_of, quality, quoted_in, rows_of
+from bench.studies.tasks import HELD_OUT, SEARCH, Batch, Task
+from bench.studies.training import N_THREADS, Trainer, publish, remembered
 from ckptz import Checkpointer, Grid, KeepPolicy
 
 N_TOKENS, PAD, SCALE = 32, 0, 20.0

@@ -29,10 +29,10 @@ from torch import Tensor
 from bench.core.measure import Row, machine, parser_of, save_rows
 from bench.core.report import finish
 from bench.studies import encoder
-from bench.studies.paper_a.tasks import HELD_OUT, SEARCH
-from bench.studies.paper_a.training import N_THREADS, Trainer, remembered
 from bench.studies.restarts import PLANS as OTHERS
 from bench.studies.restarts import Plan, exact_end, fine_tune, quality
+from bench.studies.tasks import HELD_OUT, SEARCH
+from bench.studies.training import N_THREADS, Trainer, remembered
 
 DEAD_ZONE: Final = 0.35
 LOST, AT_ONCE, NEAREST = "lost", "moved at once", "nearest, 1"

@@ -6,8 +6,8 @@ Each arm saves through `ckptz.Checkpointer`, restores the file it has just writt
 on; so movement that a file loses is lost for good. Everything is counted: the files of weights and of state,
 anchor included, against fp32 weights and the optimizer's tensors. Tasks:
 
-    language     the run of paper_a: 3.3 M parameters, AdamW, 14 checkpoints 260 steps apart, 10 restarts
-    image        the run of paper_a: 1.2 M parameters, SGD with momentum, 14 checkpoints, 10 restarts
+    language     3.3 M parameters, AdamW, 14 checkpoints 260 steps apart, 10 restarts
+    image        1.2 M parameters, SGD with momentum, 14 checkpoints, 10 restarts
     fine-tune    the end of the language run goes on with the docstrings of the same files: AdamW with
                  b2 = 0.999, rate 3e-4 falling to 0, 10 checkpoints 15 steps apart, 9 restarts
 
@@ -36,14 +36,15 @@ from torch import Tensor
 
 from bench.core.measure import CACHE, cpu_seconds, machine, parser_of, save_facts, save_rows
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
-from bench.studies.paper_a.chain import FAILURES, disturbed
-from bench.studies.paper_a.tasks import GPT, HELD_OUT, SEARCH, Batch, Task, image, language
-from bench.studies.paper_a.training import (
+from bench.studies.tasks import GPT, HELD_OUT, SEARCH, Batch, Task, image, language
+from bench.studies.training import (
+    FAILURES,
     N_CHECKPOINTS,
     N_THREADS,
     Run,
     State,
     Trainer,
+    disturbed,
     publish,
     remembered,
     weights_of,
@@ -219,7 +220,7 @@ PLANS: Final = {"language": lambda: Plan(language()), "image": lambda: Plan(imag
 
 
 def exact_end(plan: Plan, seed: int) -> dict[str, Any]:
-    """Quality at the last checkpoint of a run that nothing interrupts: that of paper_a, or one made here."""
+    """Quality at the last checkpoint of a run that nothing interrupts: a cached one, or one made here."""
 
     def train() -> dict[str, Any]:
         if plan.start is None and not seed:

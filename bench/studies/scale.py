@@ -29,10 +29,9 @@ from bench.core.measure import RESULTS, Row, machine, parser_of, read_rows, save
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
 from bench.gpu import GPT2_SMALL, TRAIN_BATCH
-from bench.studies.paper_a.chain import FAILURES
-from bench.studies.paper_a.tasks import SEARCH, Batch, Task, warmup_cosine
-from bench.studies.paper_a.training import N_CHECKPOINTS, Trainer
 from bench.studies.restarts import Plan, rows_of
+from bench.studies.tasks import SEARCH, Batch, Task, warmup_cosine
+from bench.studies.training import FAILURES, N_CHECKPOINTS, Trainer
 
 FIRST, EVERY = 300, 100
 TARGETS: Final = {  # what is stored, at least so many times smaller, at most so many percent of loss

@@ -2,7 +2,7 @@
 
     python -m bench.studies.whole_states [--only WORD ...] [--report] [--quick]
 
-The run is that of paper_a: a GPT of 3.3 M parameters with AdamW, 14 checkpoints, 260 steps apart. Each way
+The run: a GPT of 3.3 M parameters with AdamW, 14 checkpoints, 260 steps apart. Each way
 stores all of them, each against the file before, and training is resumed from what five of them restore
 to. Rows are kept in bench/.cache/whole_states; --report writes what is there. About ten minutes of CPU time
 in all, on one thread.
@@ -22,18 +22,20 @@ from torch import from_numpy
 from bench.core.measure import CACHE, Row, cpu_seconds, machine, parser_of, save_rows
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT
-from bench.studies.paper_a.chain import disturbed, exact_probe, resumed_gap
-from bench.studies.paper_a.tasks import Task, language
-from bench.studies.paper_a.training import (
+from bench.studies.rivals import ExCP, Int8Blocks, Rival
+from bench.studies.tasks import Task, language
+from bench.studies.training import (
     N_CHECKPOINTS,
     N_THREADS,
     Run,
     State,
     Trainer,
+    disturbed,
+    exact_probe,
     probe_on,
     remembered,
+    resumed_gap,
 )
-from bench.studies.rivals import ExCP, Int8Blocks, Rival
 from ckptz import Checkpointer, Grid, KeepPolicy
 from ckptz.methods.method import Method
 

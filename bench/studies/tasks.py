@@ -1,4 +1,4 @@
-"""The two models of paper_a: a language model with AdamW and an image model with SGD momentum.
+"""The two models of the studies: a language model with AdamW and an image model with SGD momentum.
 
 A task is its model, its optimizer, its learning rate, the batch of every step and the measure of its quality.
 Batches and evaluation data depend on a fixed seed and on the step alone, so that training can go on from any

@@ -1,11 +1,11 @@
-"""Training of paper_a: from a state over some steps to the next state, and the cached runs.
+"""Training from a state over some steps to the next state, and the cached runs of the tasks.
 
-    python -m bench.studies.paper_a.training [--only language|image]
+    python -m bench.studies.training [--only language|image]
 
 A checkpoint is a flat dict of tensors: `model.<name>` (parameters and buffers), `optimizer.<name>.<moment>`
 and `step`, which is also the position in the data. Training is a function of it alone: an exact restart gives
 the same bits on the same number of threads. Beside every checkpoint stand the averages of the
-gradients before it, in a file of their own. All of it is kept in bench/.cache/paper_a/TASK.
+gradients before it, in a file of their own. All of it is kept in bench/.cache/runs/TASK.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,12 +24,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.core.measure import CACHE
-from bench.studies.paper_a.tasks import HELD_OUT, MODEL_SEED, SEARCH, TASKS, Quality, Task
+from bench.studies.tasks import HELD_OUT, MODEL_SEED, SEARCH, TASKS, Quality, Task
 from ckptz.hooks import SensitivityTracker
 
 VERSION: Final = 1  # of the runs: a change makes cached checkpoints stale
 N_CHECKPOINTS: Final = 14
 N_THREADS: Final = 1  # of one process: two of them side by side do more than one with two threads
+N_FAILURES: Final = 10
+# They cut the time from the first checkpoint to the last into equal parts; each restarts from the one before.
+FAILURES: Final = tuple((i + 1) * (N_CHECKPOINTS - 1) // (N_FAILURES + 1) for i in range(N_FAILURES))
+DISTURBANCE: Final = 0.01  # of a tensor's standard deviation, for the noise floor
 PROBE_STEPS: Final = (10, 20, 30, 40)  # after a checkpoint, where the resumed loss is measured
 
 State = Mapping[str, Tensor]
@@ -83,14 +88,8 @@ def weights_of(state: State) -> dict[str, Tensor]:
     return {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
 
 
-def probe(task: Task, state: State) -> list[float]:
-    """Loss on the held-out slice at each of PROBE_STEPS after a resumption from `state`."""
-    trainer = Trainer(task, state)
-    return probe_on(trainer)
-
-
 def probe_on(trainer: Trainer) -> list[float]:
-    """The same for a trainer, which trains on by the last of PROBE_STEPS."""
+    """Loss on the held-out slice at each of PROBE_STEPS from here; the trainer goes on by the last."""
     losses, done = [], 0
     for n_steps in PROBE_STEPS:
         trainer.train(n_steps - done)
@@ -104,7 +103,7 @@ def probe_on(trainer: Trainer) -> list[float]:
 
 def folder_of(task: Task) -> Path:
     """Where everything about a task is kept."""
-    folder = CACHE / "paper_a" / task.name
+    folder = CACHE / "runs" / task.name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -117,19 +116,11 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def remembered(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The JSON at `path`, made where it is missing, with the seconds that this took."""
+    """The JSON at `path`, made where it is missing."""
     if not path.exists():
-        begin = time.perf_counter()
         content = make()
-        content["bench_seconds"] = time.perf_counter() - begin
         publish(path, lambda p: p.write_text(json.dumps(content, indent=1)))
     return json.loads(path.read_text())
-
-
-def bench_seconds(task: Task) -> float:
-    """Seconds that everything cached of a task took to make."""
-    found = [json.loads(path.read_text()) for path in folder_of(task).rglob("*.json")]
-    return sum(one.get("bench_seconds", 0.0) for one in found)
 
 
 # --- the uninterrupted run ----------------------------------------------------------------------
@@ -163,12 +154,12 @@ class Run:
     def _seconds_path(self, index: int) -> Path:
         return folder_of(self.task) / f"seconds-{VERSION}-{index:02d}.json"
 
-    def train(self) -> None:
-        """Make what is missing; the seconds exclude evaluations."""
-        for index in range(N_CHECKPOINTS):
+    def train(self, n_checkpoints: int = N_CHECKPOINTS) -> None:
+        """Make what is missing of the first checkpoints; the seconds exclude evaluations."""
+        for index in range(n_checkpoints):
             if not self.path(index).exists():
                 self._train_to(index)
-        for index in range(N_CHECKPOINTS):
+        for index in range(n_checkpoints):
             remembered(self._facts_path(index), lambda i=index: self._measure(i))
 
     def _train_to(self, index: int) -> None:
@@ -176,7 +167,7 @@ class Run:
         begin = time.perf_counter()
         trainer.train(self.task.step_of(index) - trainer.step)
         seconds = time.perf_counter() - begin
-        facts = {"training_seconds": seconds, "bench_seconds": seconds}
+        facts = {"training_seconds": seconds}
         publish(self._seconds_path(index), lambda p: p.write_text(json.dumps(facts)))
         trainer.gradients.save(self.gradients_path(index))
         publish(self.path(index), lambda p: save_file(trainer.state(), p))
@@ -189,6 +180,31 @@ class Run:
         facts |= {part: dataclasses.asdict(trainer.evaluate(part)) for part in (SEARCH, HELD_OUT)}
         print(f"{self.task.name}: {facts}", flush=True)
         return facts
+
+
+# --- what resuming costs without any compression ------------------------------------------------
+
+
+def exact_probe(task: Task, index: int) -> list[float]:
+    """Losses after a resumption from an exact checkpoint of the uninterrupted run."""
+    path = folder_of(task) / f"probe-{index:02d}.json"
+    found = remembered(path, lambda: {"losses": probe_on(Trainer(task, Run(task).state(index)))})
+    return found["losses"]
+
+
+def resumed_gap(probes: Mapping[str, list[float]]) -> float:
+    """Relative change of the mean validation loss over PROBE_STEPS after a restore."""
+    return statistics.mean(probes["restored"]) / statistics.mean(probes["exact"]) - 1
+
+
+def disturbed(state: State, seed: int) -> dict[str, Tensor]:
+    """The state with noise of DISTURBANCE of each weight tensor's spread, as if a mild compressor had run."""
+    generator = torch.Generator().manual_seed(seed)
+    names = {f"model.{n}" for n, t in weights_of(state).items() if t.dim() > 1}
+    return {
+        name: t + DISTURBANCE * t.std() * torch.randn(t.shape, generator=generator) if name in names else t
+        for name, t in state.items()
+    }
 
 
 def main() -> None:

@@ -1,0 +1,120 @@
+"""The guided search against every setting: how many evaluations it takes, and how near its file is.
+
+    python -m bench.studies.search
+
+The first checkpoint of the cached runs, weights alone, k-means: the search may take a relative loss of the
+budget on a reduced slice. The language model's sensitivity comes from Adam's second moments, the image
+model's from the averaged gradients of `ckptz.hooks.SensitivityTracker`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import ckptz
+from bench.core.measure import Row, machine, parser_of, save_rows, verdict
+from bench.core.report import finish
+from bench.studies.tasks import SEARCH, TASKS, Task
+from bench.studies.training import N_THREADS, Run, folder_of, remembered, weights_of
+from ckptz import Budget, KMeans
+from ckptz.search_run.run import SearchOptions
+
+BUDGETS: Final = (0.05, 0.01)
+REDUCED: Final = 1  # batches of the evaluation set that every setting is measured on
+MAX_SIZE_EXCESS, MAX_SHARE_OF_CUBE = 0.02, 0.25
+
+
+class WeightQuality:
+    """Quality of named weights on the reduced slice, as a budget wants it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.model = task.model()
+        self.metric = task.budgeted
+        self.data_digest = f"{task.name}, {SEARCH}"
+
+    def __call__(self, state: Mapping[str, Tensor]) -> float:
+        """The budgeted measure."""
+        self.model.load_state_dict(state)
+        return getattr(self.task.evaluate(self.model, SEARCH, REDUCED), self.metric)
+
+
+def budget_of(task: Task, max_drop: float) -> Budget:
+    """A relative budget for the task's measure."""
+    return Budget(WeightQuality(task), max_drop, lower_is_better=task.budgeted == "loss")
+
+
+def trials(task: Task, strategy: str, budget: float) -> dict[str, Any]:
+    """What a search that prunes by magnitude tries at the first checkpoint; nothing is written."""
+    run = Run(task)
+    search = SearchOptions(
+        template=KMeans.reference(),
+        budgets=(budget_of(task, budget),),
+        strategy=strategy,
+        cubes=("magnitude",),
+        is_dry_run=True,
+    )
+    has_second_moments = "exp_avg_sq" in task.moments
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder, "weights.safetensors")
+        save_file(weights_of(run.state(0)), plain)
+        (report,) = ckptz.compress(
+            [plain],
+            Path(folder, "unused.ckptz"),
+            read_optimizer=run.path(0) if has_second_moments else None,
+            sensitivity=None if has_second_moments else run.gradients_path(0),
+            search=search,
+        )
+    found = [{"n_bytes": trial.n_bytes, "share_used": trial.drop} for trial in report.search.trials]
+    print(f"{task.name}, {strategy} search at {budget:g}: {len(found)} evaluations", flush=True)
+    return {"budget": budget, "trials": found}
+
+
+def least(searched: Mapping[str, Any], budget: float) -> int:
+    """Bytes of the smallest trial within a budget, which may be another than the search was made for."""
+    most = budget / searched["budget"]
+    kept = (t for t in searched["trials"] if t["share_used"] is not None and t["share_used"] <= most)
+    return min(trial["n_bytes"] for trial in kept)
+
+
+def rows_of(task: Task) -> Iterator[Row]:
+    """One row a budget."""
+    folder = folder_of(task)
+    every = remembered(folder / "every.json", lambda: trials(task, "exhaustive", BUDGETS[0]))
+    for budget in BUDGETS:
+        guided = remembered(folder / f"guided-{budget:g}.json", lambda b=budget: trials(task, "guided", b))
+        excess = least(guided, budget) / least(every, budget) - 1
+        n_guided, n_every = len(guided["trials"]), len(every["trials"])
+        most = MAX_SHARE_OF_CUBE * n_every
+        yield {
+            "task": task.name,
+            "budget": f"{100 * budget:g} %",
+            "evaluations": n_guided,
+            "of all settings": n_every,
+            "size over the best of all": f"{100 * excess:+.2f} %",
+            "target": f"<= {MAX_SIZE_EXCESS:.0%}, <= {most:.0f}",
+            "verdict": verdict(excess <= MAX_SIZE_EXCESS and n_guided <= most),
+        }
+
+
+def main() -> None:
+    """Command line."""
+    parser_of(__doc__).parse_args()
+    torch.set_num_threads(N_THREADS)
+    rows: list[Row] = []
+    for make in TASKS.values():
+        Run(make()).train(n_checkpoints=1)
+        rows += rows_of(make())
+    save_rows("search", rows)
+    finish("search", machine())
+
+
+if __name__ == "__main__":
+    main()
