@@ -104,7 +104,9 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether a writer runs beside training."""
-        return self._ckptz._writer.is_busy or (self._future is not None and not self._future.done())
+        writer = self._ckptz._writer._thread
+        is_writing = writer is not None and writer.is_alive()
+        return is_writing or (self._future is not None and not self._future.done())
 
     def wait(self) -> None:
         """Until nothing is being written."""

@@ -39,11 +39,6 @@ class Background(Generic[T]):
         self._error: BaseException | None = None
         _alive.add(self)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, label: str, job: Callable[[], T]) -> None:
         """Run a job; the one before must have been waited for.
 
