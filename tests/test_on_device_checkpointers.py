@@ -252,3 +252,21 @@ def test_runs_on_hardware_write_the_files_of_the_host_in_bounded_memory(
     there, extra = saved(tmp_path / "there", "cuda")
     assert extra < 6_002_000 * 4 * 7
     assert there == saved(tmp_path / "here", "cpu")[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
+def test_optimizer_state_on_hardware_is_written_as_on_the_host(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, moment, square = torch.randn(3, 1500, 2000, generator=generator)
+    moments = {"exp_avg": 1e-3 * moment, "exp_avg_sq": (1e-3 * square).square(), "momentum_buffer": moment}
+    first = {"layer.weight": weight} | {f"layer.weight.{name}": part for name, part in moments.items()}
+    second = {name: 1.01 * part for name, part in first.items()}
+    for device in ("cpu", DEVICE):
+        for i, state in enumerate((first, second)):
+            there = {name: part.to(device) for name, part in state.items()}
+            base = tmp_path / "cpu0.ckptz" if i else None
+            save_file(there, tmp_path / f"{device}{i}.ckptz", base=base, config=Grid())
+    for i in range(2):
+        files = [tmp_path / f"{device}{i}.ckptz" for device in ("cpu", DEVICE)]
+        assert files[0].read_bytes() == files[1].read_bytes()
