@@ -52,16 +52,20 @@ class Case:
 
     def agrees(self, moved: Callable[[ArraySource], Any], workers: Workers) -> bool:
         """Tell whether its chunks are the same when `moved` has brought it to a device."""
-        there, here, beside = moved(self.source), dict[str, Restored](), dict[str, Restored]()
-        if self.second is not None:
-            draft = SECOND.plan(Subject(self.second))
-            here, beside = (
-                {"second": Restored(one, None, draft)} for one in (self.second, moved(self.second))
-            )
-        subject = Subject(self.source, self.base, Guide(reach=1e-4), companions_of(here), seed=7)
+        there, second = moved(self.source), None if self.second is None else moved(self.second)
+        draft = None if self.second is None else SECOND.plan(Subject(self.second))
+        here, beside = (
+            {} if one is None or draft is None else {"second": Restored(one, None, draft)}
+            for one in (self.second, second)
+        )
+        guide = Guide(second_moment=self.second, reach=1e-4)
+        subject = Subject(self.source, self.base, guide, companions_of(here), seed=7)
 
         def plan(base: TensorSource | None, companions: Companions) -> Draft:
-            return self.recipe.plan(replace(subject, source=there, base=base, companions=companions))
+            own = replace(guide, second_moment=second)
+            return self.recipe.plan(
+                replace(subject, source=there, base=base, guide=own, companions=companions)
+            )
 
         made, draft = there.made(plan, self.base, lambda: beside, workers), self.recipe.plan(subject)
         sources = (ChunkSources(*b, self.base, subject.companions) for b in self.source.chunk_bounds())
@@ -102,14 +106,12 @@ def _lossy(name: str) -> Iterator[Case]:
 
     random = np.random.default_rng(2)
     values, others = random.normal(0, 0.02, (2, *SHAPE))
+    scale = np.array([1, 1, 2, 2, 5, 5])[:, None]
+    values *= scale
     values.reshape(-1)[::1001] *= 100  # which escape
-    weights, grid = of(values), UniformGrid(purpose="resume")
-    for base in (
-        None,
-        of(0.6 * values),
-        of(values + 1e-4 * others),
-    ):  # from the last one thresholds are drawn
-        yield Case(grid, weights, base)
+    weights, second = of(values), of(np.exp2(random.normal(-11, 2, SHAPE)) * scale**2)
+    for base in (None, of(0.6 * values), of(values + 1e-4 * others)):  # the last one draws thresholds
+        yield Case(UniformGrid(purpose="resume"), weights, base, base and second)
     rows, columns = np.exp2(random.normal(-9, 3, (SHAPE[0], 1))), np.exp2(random.normal(-9, 3, SHAPE[1]))
     others[:, ::11] *= 2.0**-60  # some too small for normal numbers, once they are squared
     others[:, ::13] = 0
@@ -117,6 +119,5 @@ def _lossy(name: str) -> Iterator[Case]:
     for moments, base in ((squares, None), (squares, of(squares * 0.6)), (rows * columns, None)):
         yield Case(SECOND, of(moments), base)
     yield Case(FirstMoment(1.0, 0.35), weights)
-    second = of(np.exp2(random.normal(-11, 2, SHAPE)))  # about the squares of the values
     for is_kept in (False, True):
         yield Case(FirstMoment(1.0, 0.35, "second", is_kept), weights, None, second)
