@@ -52,6 +52,7 @@ from ckptz.codec.plan import exact_plan
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.draft import Draft
+from ckptz.encoding.near import Resident
 from ckptz.encoding.there import DEVICE_BYTES, There
 from ckptz.entropy.frequency import normalise
 from ckptz.entropy.streams import single
@@ -147,7 +148,7 @@ def path(options: argparse.Namespace) -> list[Row]:
     out = torch.empty_like(weights).view(torch.uint16)
     before = _allocated(options)
     with Workers() as workers:
-        there = There(dtype, (n,), weights.view(torch.uint16), None, {}, workers)
+        there = There(Resident.of(dtype, (n,), weights), None, {}, workers)
         encode = functools.partial(there.encoded, Draft(exact_plan(dtype)))
         source = encode()
         assert source is not None

@@ -50,8 +50,8 @@ def encoded_here(tensor: torch.Tensor) -> tuple[Any, list[Any]]:
 
 def encoded_there(source: Any, tensor: torch.Tensor, workers: Workers) -> Any:
     """The same tensor without loss, as its device encodes it."""
-    flat = Resident.of(source.dtype, source.shape, tensor).flat
-    return There(source.dtype, source.shape, flat, None, {}, workers).encoded(Draft(exact_plan(source.dtype)))
+    there = There(Resident.of(source.dtype, source.shape, tensor), None, {}, workers)
+    return there.encoded(Draft(exact_plan(source.dtype)))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -177,9 +177,9 @@ def test_values_that_no_grid_fits_are_seen_on_the_device(where: str) -> None:
     values[where][20, 3] = torch.nan
     dtype, shape = stored_type("", values["values"])
     against = codec_units.ArraySource.from_buffer(dtype, shape, values["base"].numpy())
-    flat = Resident.of(dtype, shape, values["values"].to(DEVICE)).flat
+    source = Resident.of(dtype, shape, values["values"].to(DEVICE))
     with Workers(1) as workers:
         near = Near.decoded(against, torch.device(DEVICE), workers)
-        found = There(dtype, shape, flat, near, {}, workers).extent(None)
+        found = There(source, near, {}, workers).extent(None)
     assert found is not None
     assert found.fault(dtype) == "it or its base holds NaN or infinity, so it stays lossless"

@@ -66,7 +66,7 @@ class DeviceSource(Resident):
         with self.stream(), current(device):
             near = None if base is None else Near.decoded(base, device, workers)
             companions = {name: _restored(one, device, workers) for name, one in restored.items()}
-            there = There(self.dtype, self.shape, self.flat, near, companions, workers)
+            there = There(self, near, companions, workers)
             self.there = there
             try:
                 draft = plan(near, companions_of(companions))
@@ -100,5 +100,5 @@ def _restored(tensor: Restored, device: torch.device, workers: Workers) -> Near:
     if not isinstance(source, DeviceSource) or source.flat.device != device or draft.rounding is not None:
         return Near.decoded(tensor, device, workers)
     near = None if base is None else Near.decoded(base, device, workers)
-    there = There(source.dtype, source.shape, source.now(), near, {}, workers)
+    there = There(source, near, {}, workers)
     return Near(tensor, functools.partial(there.made, draft))

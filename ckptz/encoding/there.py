@@ -22,7 +22,6 @@ from ckptz.codec.on_device import FLOATS, Classes, classes_of, moved, restore
 from ckptz.codec.plan import Domain, Plan, Predictor, kernel_mode
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds, n_chunks_of, n_rows_of
 from ckptz.codec.values import KINDS
-from ckptz.dtypes import DType
 from ckptz.encoding.chunk import Deviation, EncodedChunk, EncodedSource, encode_values
 from ckptz.encoding.counts import ClassCounts
 from ckptz.encoding.draft import Draft
@@ -63,26 +62,17 @@ class There:
     """A tensor on a device, beside what it may be stored against and the tensors that its classes look at.
 
     Args:
-        dtype: of the elements.
-        shape: in a file.
-        flat: units on the device, torch's unsigned integers [n_units].
+        source: the tensor.
         base: on the device, or None.
         companions: on the device, by name.
         workers: threads that choose coders.
     """
 
     def __init__(
-        self,
-        dtype: DType,
-        shape: tuple[int, ...],
-        flat: torch.Tensor,
-        base: Near | None,
-        companions: Mapping[str, Near],
-        workers: Workers,
+        self, source: Resident, base: Near | None, companions: Mapping[str, Near], workers: Workers
     ) -> None:
-        self.dtype, self.shape, self.flat = dtype, shape, flat
-        self.base, self.companions = base, companions
-        self._workers = workers
+        self.dtype, self.shape, self.flat = source.dtype, source.shape, source.now()
+        self.base, self.companions, self._workers = base, companions, workers
         self._counted: list[Found] = []  # codes of planes by class, of each chunk
 
     def _slabs(self, bytes_of_unit: float) -> Iterator[Bounds]:
@@ -169,11 +159,13 @@ class There:
         """Sum squares of each row [n_rows], one after another in each chunk."""
         powers = np.zeros(n_rows)
         for begin, end in self._slabs(MOMENT_SCRATCH):
-            values = self._values(begin, end).to(torch.float64)
-            cuts = (np.arange(begin // size * size + size, end, size) for size in (row_units, CHUNK_UNITS))
-            ends = np.unique(np.concatenate([*cuts, [end]]))
-            sums = values_on_gpu().sums_of_runs(values * values, moved(ends - begin, values.device))
-            np.add.at(powers, (ends - 1) // row_units, host_of(sums))
+            values, at = (
+                self._values(begin, end).to(torch.float64),
+                torch.arange(end - begin, device=self.flat.device),
+            )
+            cells = at // CHUNK_UNITS * n_rows + (at + begin) // row_units
+            for _, sums in sums_by_cell(cells, values * values, n_rows, n_chunks_of(end - begin)):
+                powers += sums
         return powers
 
     def log_sums(self, shape: tuple[int, int]) -> LogSums:

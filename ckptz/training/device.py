@@ -84,12 +84,10 @@ class There:
         kind: FileKind = "weights" if path[0] == MODEL else "state"
         if kind not in self.known:
             self.known[kind] = self.stands_alone(kind)
+        if not self.known[kind]:
+            return None
         plan = Draft(exact_plan(source.dtype))
-        made = (
-            source.encoded_there(lambda *_: plan, None, dict, agrees, self.workers)
-            if self.known[kind]
-            else None
-        )
+        made = source.encoded_there(lambda *_: plan, None, dict, agrees, self.workers)
         return None if made is None else made[1]
 
     def _copied(self, source: DeviceSource) -> DeviceSource | None:
