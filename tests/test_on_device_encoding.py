@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from ckptz.codec.decode import Run
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import exact_plan
 from ckptz.codec.units import ChunkSources
+from ckptz.codec.values import KINDS
+from ckptz.dtypes import dtype_of
 from ckptz.encoding import chunk as encoding_chunk
 from ckptz.encoding import there as there_encoding
 from ckptz.encoding.draft import Draft
@@ -24,7 +27,7 @@ from ckptz.encoding.there import There
 from ckptz.entropy import streams
 from ckptz.errors import ChecksumError
 from ckptz.frameworks.torch import stored_type
-from ckptz.kernels import triton_values
+from ckptz.kernels import floats, triton_values
 from ckptz.methods import trial
 from ckptz.methods.first_moment import FirstMoment
 from ckptz.methods.grid import UniformGrid
@@ -183,3 +186,46 @@ def test_values_that_no_grid_fits_are_seen_on_the_device(where: str) -> None:
         found = There(source, near, {}, workers).extent(None)
     assert found is not None
     assert found.fault(dtype) == "it or its base holds NaN or infinity, so it stays lossless"
+
+
+def odd(kind: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Moments of which some, or all, are no numbers that a step fits."""
+    first, second = np.random.default_rng(3).normal(0, 0.02, (2, 6, 300))
+    second = second**2
+    if kind == "zeros":
+        first[:], second[:] = 0, 0
+    elif kind == "infinite":
+        second[2, ::7], second[3, 0], second[4, 1] = np.inf, np.nan, -1
+    elif kind == "subnormal":
+        first[1:, ::3] *= 2.0**-140
+        second[1:, ::3] *= 2.0**-132
+    elif kind == "updates":  # that are divided by the root already
+        first *= 1e4
+    elif kind == "NaN":
+        first[5, 299] = np.nan
+    return {"first": first, "second": second}
+
+
+@pytest.mark.usefixtures("kernels_everywhere", "small_chunks")
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("kind", ["zeros", "infinite", "subnormal", "updates", "NaN"])
+def test_odd_moments_are_encoded_on_the_device_as_on_the_host(kind: str, dtype: str) -> None:
+    with np.errstate(all="ignore"):
+        parts = {
+            name: codec_units.ArraySource(
+                dtype_of(dtype),
+                values.shape,
+                floats.from_f32(values.astype(np.float32).view(np.uint32).reshape(-1), KINDS[dtype]),
+            )
+            for name, values in odd(kind).items()
+        }
+    recipe = FirstMoment(1.0, 0.35, "second")
+    first, second = parts["first"], parts["second"]
+    firsts = (recipe, replace(recipe, is_kept=True), replace(recipe, source=None))
+    cases = [trial.Case(SecondMoment(4.0), second, base) for base in (None, first)]
+    cases += [trial.Case(one, first, None, second) for one in firsts]
+    with Workers(1) as workers:
+        found = is_trusted.__wrapped__(
+            torch.device(DEVICE), lambda moved: [case.agrees(moved, workers) for case in cases]
+        )
+    assert found == [True] * len(cases)
