@@ -159,19 +159,6 @@ def test_casts_round_ties_to_even_and_keep_subnormals(kind: int, dtype: Any) -> 
     np.testing.assert_array_equal(back(out), reference.from_f32(sums, kind))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-@given(st.data())
-@settings(max_examples=8, deadline=None)
-def test_codes_of_regions_are_those_of_the_reference(kind: int, dtype: Any, data: st.DataObject) -> None:
-    units = data.draw(patterns(dtype))
-    n = data.draw(st.sampled_from((0, 1, 2, 15, 255)))
-    picked = [*units[: n // 2], *data.draw(patterns(dtype, max(n - n // 2, 1), max(n, 1)))][:n]
-    boundaries = np.sort(reference.order(np.array(picked, dtype)))
-    codes = np.arange(n + 1).astype(np.uint8)[::-1].copy()
-    got = values.region_codes(moved(units), moved(boundaries), moved(codes))
-    np.testing.assert_array_equal(back(got), reference.region_codes(units, boundaries, codes))
-
-
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_codes_of_grids_draw_the_thresholds_of_the_reference(data: st.DataObject) -> None:

@@ -19,7 +19,6 @@ from ckptz.kernels.floats import BF16, ESCAPE, F16, MAX_MAGNITUDE, NEAREST, Coun
 from ckptz.kernels.triton_planes import BLOCK, ordered, unordered
 
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # of the compiler
-N_STEPS = tl.constexpr(9)  # of a search among at most 511 boundaries
 LINEAR, BITS = 1, 2  # domains, as of plans
 ZERO, BASE, OUTER = 0, 1, 2  # predictors
 LEAF, LEAVES = 128, 64  # values that are summed one after another; such sums in a program
@@ -155,30 +154,6 @@ def restore(
 
 
 # --- codes --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _regions(units, boundaries, codes, out, n, n_boundaries, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = ordered(tl.load(units + i, mask=i < n, other=0), WIDTH)
-    low = tl.zeros([BLOCK], tl.int32)
-    high = low + n_boundaries
-    for _ in tl.range(N_STEPS):
-        middle = (low + high) // 2
-        is_open = low < high
-        is_at_or_below = tl.load(boundaries + middle, mask=is_open, other=0) <= x
-        low = tl.where(is_open & is_at_or_below, middle + 1, low)
-        high = tl.where(is_open & (is_at_or_below == 0), middle, high)
-    tl.store(out + i, tl.load(codes + low, mask=i < n, other=0), mask=i < n)
-
-
-def region_codes(units: Tensor, boundaries: Tensor, codes: Tensor) -> Tensor:
-    """Give the codes uint8 [n] of units [n]; see `floats.region_codes`. At most 511 boundaries."""
-    n = len(units)
-    out = torch.empty(n, dtype=torch.uint8, device=units.device)
-    sizes = n, len(boundaries), 8 * units.element_size(), BLOCK
-    _regions[(triton.cdiv(n, BLOCK),)](units, boundaries, codes, out, *sizes)
-    return out
 
 
 @triton.jit

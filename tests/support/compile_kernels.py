@@ -32,7 +32,6 @@ SIGNATURES = {
     "_xxh64": "words *u64, data *u8, n_bytes i64, chunk_bytes i64, checksums *u64, n_chunks i32",
     "_restore": "codes *u8, rows *i16, table *TERM, base *UNIT, outer_rows *u32, outer_columns *u32, "
     "out *UNIT, n i32, n_codes i32, n_columns i32, begin i32",
-    "_regions": "units *UNIT, boundaries *UNIT, codes *u8, out *u8, n i32, n_boundaries i32",
     "_grid": "values *fp32, base *fp32, steps *fp32, labels *u8, out *u8, n i32, row_units i32, "
     "widened fp32, key i64, begin i64",
     "_draw": "out *fp32, n i32, key i64, begin i64",
@@ -70,7 +69,6 @@ CONSTANTS: dict[str, list[dict[str, int]]] = {
         for domain in (1, 2)
         for predictor in range(3)
     ],
-    "_regions": [BLOCKS | {"WIDTH": 0}],
     "_grid": [BLOCKS | {"HAS_BASE": nearest, "IS_NEAREST": nearest} for nearest in range(2)],
     "_draw": [BLOCKS],
     "_leaf_sums": [{"LEAVES": triton_values.LEAVES}],
@@ -136,8 +134,6 @@ def unit_sizes(name: str) -> tuple[int, ...]:
     if name in ("_widen", "_narrow"):
         return (2,)
     if "KIND" in CONSTANTS.get(name, [{}])[0]:
-        return (2, 4)
-    if name == "_regions":
         return (2, 4)
     return (1, 2, 4, 8) if "UNIT" in SIGNATURES[name] else (0,)
 
