@@ -48,9 +48,12 @@ from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy
 from ckptz.codec.decode import Run
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.on_device import decode_runs
+from ckptz.codec.plan import exact_plan
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.on_device import DEVICE_BYTES, encode_on_device
+from ckptz.encoding.draft import Draft
+from ckptz.encoding.near import Resident
+from ckptz.encoding.there import DEVICE_BYTES, There
 from ckptz.entropy.frequency import normalise
 from ckptz.entropy.streams import single
 from ckptz.kernels import planes_on_gpu, rans_on_gpu
@@ -145,7 +148,10 @@ def path(options: argparse.Namespace) -> list[Row]:
     out = torch.empty_like(weights).view(torch.uint16)
     before = _allocated(options)
     with Workers() as workers:
-        source = encode_on_device(weights, dtype, (n,), workers)
+        there = There(Resident.of(dtype, (n,), weights), None, {}, workers)
+        encode = functools.partial(there.encoded, Draft(exact_plan(dtype)))
+        source = encode()
+        assert source is not None
         extra = _peak(options) - before
         header = FrameHeader(dtype, (n,), source.plan, tuple(chunk.record for chunk in source.chunks))
         payloads = [np.frombuffer(chunk.payload, np.uint8) for chunk in source.chunks]
@@ -157,9 +163,7 @@ def path(options: argparse.Namespace) -> list[Row]:
                 decode_runs([Run(header, first, payloads[first : first + step], units, _not_asked)])
 
         cases = {
-            "compress": _synchronized(
-                lambda: encode_on_device(weights, dtype, (n,), workers), options.device
-            ),
+            "compress": _synchronized(encode, options.device),
             "decompress": _synchronized(decode, options.device),
             "copy within the device": _synchronized(lambda: out.clone(), options.device),
         }
@@ -432,7 +436,7 @@ def tests(options: argparse.Namespace) -> list[Row]:
     rows = []
     for what, arguments in {
         "kernels": ["-m", "apps", "tests/test_triton.py"],
-        "files": ["-m", "apps", "tests/test_on_device.py"],
+        "files": ["-m", "apps", *map(str, BENCH.parent.glob("tests/test_on_device_*.py"))],
         "gpu": ["-m", "gpu"],
     }.items():
         command = [sys.executable, "-m", "pytest", "-q", *arguments]

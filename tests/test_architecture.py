@@ -64,7 +64,7 @@ OWNERS = {
         *("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans"),
         *("ckptz.kernels.triton_values", "ckptz.kernels.triton_wire"),
         *("ckptz.codec.on_device", "ckptz.encoding.on_device", "ckptz.encoding.near"),
-        *("ckptz.encoding.planes_on_device", "ckptz.encoding.grid_on_device"),
+        *("ckptz.encoding.planes_on_device", "ckptz.encoding.moments_on_device", "ckptz.encoding.there"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage", "ckptz.wire.ddp"),

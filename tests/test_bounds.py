@@ -152,7 +152,7 @@ CALLERS = {
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},
     "add_bits": {"codec/values.py"},
-    "outer_product": {"codec/values.py", "methods/second_moment.py"},
+    "outer_product": {"codec/values.py", "quant/moment_codes.py"},
     "merge_planes": {"codec/decode.py", "codec/sparse.py", "transform/classes.py"},
     "magnitude_classes": {
         "transform/classes.py",

@@ -24,10 +24,11 @@ from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, HeldChunks
 from ckptz.encoding.draft import Draft, Subject
 from ckptz.kernels import floats, moments
 from ckptz.methods.grid import Grid
-from ckptz.methods.second_moment import LadderQuantizer, Prediction, SecondMoment
+from ckptz.methods.second_moment import SecondMoment
 from ckptz.methods.small import Rounding
 from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
+from ckptz.quant.moment_codes import LadderQuantizer, Prediction
 from ckptz.quant.moments import (
     MAX_LEVELS,
     Ladder,
@@ -413,17 +414,15 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
-    made, entered = [], threading.Barrier(4)
+    book, made, entered = DraftBook(["a"]), [], threading.Barrier(4)
 
-    def make(name: str, run: object) -> Draft:
-        made.append(name)
+    def make() -> Draft:
+        made.append("a")
         return Draft(exact_plan(dtype_of("F32")))
-
-    book = DraftBook(make, ["a"])
 
     def ask() -> None:
         entered.wait()
-        book.draft("a")
+        book.draft("a", make)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -436,17 +435,13 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 
 
 def test_plans_of_long_ago_are_let_go() -> None:
-    made: list[str] = []
-
-    def make(name: str, run: object) -> Draft:
-        made.append(name)
-        return Draft(exact_plan(dtype_of("F32")))
-
-    names = [str(i) for i in range(MAX_DRAFTS + 1)]
-    book = DraftBook(make, names)
+    made, names = list[str](), [str(i) for i in range(MAX_DRAFTS + 1)]
+    book, draft = DraftBook(names), Draft(exact_plan(dtype_of("F32")))
     for name in (*names, names[-1], names[0]):
-        book.draft(name)
+        book.draft(name, lambda name=name: made.append(name) or draft)
     assert made == [*names, names[0]]
+    assert book.has(names[0])
+    assert not book.has(names[1])
 
 
 class Counting(TensorSource):

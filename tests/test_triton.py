@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
+import operator
 import os
 import subprocess
 import sys
@@ -157,19 +159,6 @@ def test_casts_round_ties_to_even_and_keep_subnormals(kind: int, dtype: Any) -> 
     np.testing.assert_array_equal(back(out), reference.from_f32(sums, kind))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-@given(st.data())
-@settings(max_examples=8, deadline=None)
-def test_codes_of_regions_are_those_of_the_reference(kind: int, dtype: Any, data: st.DataObject) -> None:
-    units = data.draw(patterns(dtype))
-    n = data.draw(st.sampled_from((0, 1, 2, 15, 255)))
-    picked = [*units[: n // 2], *data.draw(patterns(dtype, max(n - n // 2, 1), max(n, 1)))][:n]
-    boundaries = np.sort(reference.order(np.array(picked, dtype)))
-    codes = np.arange(n + 1).astype(np.uint8)[::-1].copy()
-    got = values.region_codes(moved(units), moved(boundaries), moved(codes))
-    np.testing.assert_array_equal(back(got), reference.region_codes(units, boundaries, codes))
-
-
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_codes_of_grids_draw_the_thresholds_of_the_reference(data: st.DataObject) -> None:
@@ -194,8 +183,18 @@ def test_sums_of_squares_are_added_up_in_the_order_of_the_host(data: st.DataObje
     for base in (None, other):
         wide = numbers.astype(np.float64) - (0 if base is None else base.astype(np.float64))
         expected = [(wide[begin : begin + chunk] ** 2).sum() for begin in range(0, n, chunk)]
-        got = values.powers(moved(numbers), None if base is None else moved(base), chunk)
-        assert got == expected
+        sizes = [min(chunk, n - begin) for begin in range(0, n, chunk)]
+        assert values.sums_of_pairs(moved(wide * wide), sizes) == expected
+        ends = np.cumsum(sizes)
+        runs = [functools.reduce(operator.add, part, 0.0) for part in np.split(wide, ends[:-1])]
+        assert back(values.sums_of_runs(moved(wide), moved(ends))).tolist() == runs
+
+
+@given(st.integers(0, (1 << 32) - 1), st.integers(0, 1 << 33), st.integers(1, 80))
+@settings(max_examples=8, deadline=None)
+def test_thresholds_are_those_of_the_reference(key: int, begin: int, n: int) -> None:
+    drawn = values.thresholds(key, begin, n, torch.device(DEVICE))
+    np.testing.assert_array_equal(back(drawn), reference.thresholds(key, begin, n))
 
 
 @given(st.data())

@@ -86,44 +86,32 @@ class TensorSource:
         return self, ()
 
     def encoded_there(
-        self, plan: Callable[[TensorSource | None], Any] | None, base: TensorSource | None, workers: Any
+        self,
+        plan: Callable[[TensorSource | None, Companions], Any] | None,
+        base: TensorSource | None,
+        beside: Callable[[], Mapping[str, Any]],
+        trial: Callable[..., bool],
+        workers: Any,
     ) -> tuple[Any, TensorSource] | None:
         """Plan and encode the tensor where it lives; None where that is the host.
 
         Args:
-            plan: makes a draft of the tensor against a base, which it may be given as another source; None if
-                something may be lost.
+            plan: makes a draft of the tensor against a base and by companions, which it may be given as other
+                sources; None if the host must.
             base: what it may be stored against, or None.
+            beside: gives the companions by name, as `ckptz.encoding.companions.Restored`.
+            trial: tells whether a device is to be believed; see `ckptz.methods.trial.agrees`.
             workers: threads.
 
         Returns:
             The draft, and the tensor as a source of encoded chunks.
         """
-        del plan, base, workers
+        del plan, base, beside, trial, workers
         return None
 
-    def class_counts(self, base: TensorSource, mode: int) -> list[Any] | None:
-        """Count the codes of each plane by the magnitude of a base, where the tensor lives; None on the host.
-
-        `mode` is the kernels' number of a plane mode.
-        """
-        del base, mode
-        return None
-
-    def extent(self, base: TensorSource | None, squares: TensorSource | None) -> Any:
-        """Measure the tensor, with a base and second moments, where it lives; None on the host.
-
-        See `ckptz.encoding.extent.Extent`.
-        """
-        del base, squares
-        return None
-
-    def codes_by_class(self, quantizer: Any, rules: tuple[Any, ...]) -> Any:
-        """Count the codes that a quantizer on a grid gives, by classes, where the tensor lives.
-
-        None on the host.
-        """
-        del quantizer, rules
+    @property
+    def there(self) -> Any:
+        """The tensor on its device while it is planned there, `ckptz.encoding.there.There`; else None."""
         return None
 
     @property

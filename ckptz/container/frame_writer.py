@@ -27,6 +27,7 @@ from ckptz.encoding.draft import Draft, MapFunction, Subject
 from ckptz.encoding.guide import NO_GUIDE, Guide
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe
+from ckptz.methods.trial import agrees
 from ckptz.parallel import SMALL_UNITS, Workers
 from ckptz.roles import Role
 
@@ -107,7 +108,8 @@ class _Planning:
         self._contents = contents
         self._chunks = HeldChunks()
         sources = (contents.recipes[name].companion for name in tensors)
-        self._shared = DraftBook(self._make, (name for name in sources if name is not None))
+        self._shared = DraftBook(name for name in sources if name is not None)
+        self._ahead: dict[str, tuple[Draft, TensorSource] | None] = {}  # made there for others' sake
 
     def base(self, name: str) -> TensorSource | None:
         """Give what a tensor may be stored against; held where several passes will read it."""
@@ -129,26 +131,37 @@ class _Planning:
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
     ) -> Draft:
         """Plan a tensor."""
-        if name in self._shared:
-            return self._shared.draft(name, run)
-        return self._planned(name, base, companions, run)
+        make = functools.partial(self._planned, name, base, companions, run)
+        return self._shared.draft(name, make) if name in self._shared else make()
 
-    def made_there(
-        self, name: str, base: TensorSource | None, workers: Workers
-    ) -> tuple[Draft, TensorSource] | None:
+    def made_there(self, name: str, workers: Workers) -> tuple[Draft, TensorSource] | None:
         """Plan and encode a tensor where it lives; None where that is the host."""
-        nothing = companions_of({})
-        plan = functools.partial(self.draft, name, companions=nothing, run=workers.map)
+        if name in self._ahead:
+            return self._ahead.pop(name)
+        plan = functools.partial(self.draft, name, run=workers.map)
         # Columns push errors by inputs, one after another.
         has_inputs = self._contents.guides.get(name, NO_GUIDE).inputs is not None
         is_for_it = self._contents.recipes[name].plans_there and not has_inputs
-        return self.tensors[name].encoded_there(plan if is_for_it else None, base, workers)
+        beside = functools.partial(self._beside, name, workers)
+        return self.tensors[name].encoded_there(
+            plan if is_for_it else None, self.base(name), beside, agrees, workers
+        )
 
-    def _make(self, name: str, run: MapFunction) -> Draft:
-        return self._planned(name, self.base(name), None, run)
+    def _beside(self, name: str, workers: Workers) -> dict[str, Restored]:
+        """Give what the classes of a tensor on a device depend on, which is made there before its turn."""
+        wanted = self._contents.recipes[name].companion
+        if wanted is None:
+            return {}
+        if not self._shared.has(wanted):
+            self._ahead[wanted] = self.made_there(wanted, workers)
+        return {wanted: self._restored(wanted, workers.map)}
+
+    def _restored(self, name: str, run: MapFunction) -> Restored:
+        base = self.base(name)
+        return Restored(self.tensors[name], base, self.draft(name, base, companions_of({}), run))
 
     def _planned(
-        self, name: str, base: TensorSource | None, companions: Companions | None, run: MapFunction
+        self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction
     ) -> Draft:
         guide, against = self._contents.guides.get(name, NO_GUIDE), self._contents.record.base
         seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
@@ -162,8 +175,7 @@ class _Planning:
         wanted = self._contents.recipes[name].companion
         if wanted is None:
             return companions_of({})
-        restored = Restored(self.tensors[wanted], self.base(wanted), self._shared.draft(wanted, run))
-        return companions_of({wanted: self._chunks.of(wanted, restored)})
+        return companions_of({wanted: self._chunks.of(wanted, self._restored(wanted, run))})
 
 
 def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
@@ -172,7 +184,7 @@ def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iter
         source = planning.tensors[name]
         n_units = source.n_units
         base, draft, companions = planning.base(name), None, companions_of({})
-        made = planning.made_there(name, base, workers)
+        made = planning.made_there(name, workers)
         if made is not None:
             draft, source = made
         elif n_units > CHUNK_UNITS:

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, SourceOf, TensorSource, ViewOf
 from ckptz.encoding.chunk import restored_units
-from ckptz.encoding.draft import Draft, MapFunction
+from ckptz.encoding.draft import Draft
 from ckptz.kernels.floats import Units
 from ckptz.parallel import Recent
 
 Decoded = tuple[Units, NDArray[np.uint8] | None]
-MakeDraft = Callable[[str, MapFunction], Draft]
-
 HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit units, with its base
 MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
 
@@ -88,18 +86,20 @@ class DraftBook:
     since such a tensor depends on no other, and so the two cannot wait for each other.
 
     Args:
-        make: plans the tensor of a name, mapping over chunks by a function.
         names: of the tensors that others depend on.
     """
 
-    def __init__(self, make: MakeDraft, names: Iterable[str]) -> None:
-        self._make = make
+    def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
         self._held: Recent[Draft] = Recent(MAX_DRAFTS, lambda _: 1)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def draft(self, name: str, run: MapFunction = map) -> Draft:
+    def has(self, name: str) -> bool:
+        """Tell whether the draft of a tensor is at hand."""
+        return self._held.held(name) is not None
+
+    def draft(self, name: str, make: Callable[[], Draft]) -> Draft:
         """Give the draft of a tensor, made now if it is not at hand."""
-        return self._held.get(name, lambda: self._make(name, run))
+        return self._held.get(name, make)

@@ -45,12 +45,9 @@ class Extent:
     def whole(cls, source: TensorSource, base: TensorSource | None, guide: Guide, run: MapFunction) -> Extent:
         """Measure a tensor that is not empty, where it lives; `run` maps over chunks."""
         there: Extent | None = None
-        if guide.second_moment is not None or guide.gradient is None:
-            there = source.extent(base, guide.second_moment)
-        if there is not None:
-            return there
-        found: Extent = summed(run, lambda b: cls.of(source, base, guide, b), source)
-        return found
+        if source.there is not None and (guide.second_moment is not None or guide.gradient is None):
+            there = source.there.extent(guide.second_moment)
+        return there or summed(run, lambda b: cls.of(source, base, guide, b), source)
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None, guide: Guide, bounds: Bounds) -> Extent:

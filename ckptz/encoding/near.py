@@ -1,6 +1,11 @@
-"""Reading a base on a device while a tensor there is planned and encoded against it."""
+"""Reading bases and companions on a device while a tensor there is planned and encoded."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -14,24 +19,96 @@ from ckptz.kernels.torch import UNSIGNED
 from ckptz.parallel import Workers
 
 
+@dataclass(slots=True)
+class Resident(TensorSource):
+    """A tensor whose units are on a device.
+
+    Attributes:
+        dtype: of its elements.
+        shape: in a file.
+        flat: its units, as torch's unsigned integers [n_units].
+        ready: what to wait for before they are read, if anything.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    flat: torch.Tensor
+    ready: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(
+        cls, dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor, ready: torch.cuda.Event | None = None
+    ) -> Self:
+        """Make the source of a contiguous tensor."""
+        flat = tensor.detach().reshape(-1).view(torch.uint8).view(UNSIGNED[dtype.unit_bytes])
+        return cls(dtype, shape, flat, ready)
+
+    def now(self) -> torch.Tensor:
+        """Give the units for work on the current stream."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.flat.device).wait_event(self.ready)
+        return self.flat
+
+    def units(self, begin: int, end: int) -> Units:
+        with self.stream():
+            return host_of(self.flat[begin:end])
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """Make a stream the current one that is behind what makes the units."""
+        device = self.flat.device
+        if device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self.ready is None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self.now()
+            yield
+            stream.synchronize()
+
+
+Made = tuple[torch.Tensor, torch.Tensor | None]
+
+
 class Near(TensorSource):
-    """A base that is read on a device: what was decoded there last is held.
+    """A tensor that is read on a device: what was made there last is held, until it is closed.
 
     Args:
-        source: the base.
-        device: where to.
-        workers: threads for what is decoded on the host.
+        source: the tensor, which is read on the host when this is closed.
+        make: makes units begin..end, whole chunks, on the device, and their codes if it has any.
     """
 
     dtype: DType
     shape: tuple[int, ...]
 
-    def __init__(self, source: TensorSource, device: torch.device, workers: Workers) -> None:
+    def __init__(self, source: TensorSource, make: Callable[[int, int], Made]) -> None:
         self.dtype, self.shape = source.dtype, source.shape
-        self._source, self._device, self._workers = source, device, workers
+        self._source = source
+        self._make: Callable[[int, int], Made] | None = make
+        self._let_go()
+
+    @classmethod
+    def decoded(cls, source: TensorSource, device: torch.device, workers: Workers) -> Self:
+        """Decode a tensor on a device, or bring it there; threads do what the host must."""
+
+        def make(begin: int, end: int) -> Made:
+            units = torch.empty(end - begin, dtype=UNSIGNED[source.dtype.unit_bytes], device=device)
+            [codes] = decode([(source, begin // CHUNK_UNITS, units)], workers.map)
+            return units, codes
+
+        return cls(source, make)
+
+    def _let_go(self) -> None:
         self._bounds = (0, 0)
         self._units: torch.Tensor | None = None
         self._codes: torch.Tensor | None = None
+
+    def close(self) -> None:
+        """Let go of the device's memory: a draft outlives its planning, and threads may read by it."""
+        self._make = None
+        self._let_go()
 
     @property
     def stored(self) -> Stored | None:
@@ -45,10 +122,10 @@ class Near(TensorSource):
         """Give units begin..end, whole chunks, on the device."""
         first, last = self._bounds
         if self._units is None or not first <= begin <= end <= last:
-            self._units = self._codes = None  # makes room
-            units = torch.empty(end - begin, dtype=UNSIGNED[self.dtype.unit_bytes], device=self._device)
-            [self._codes] = decode([(self._source, begin // CHUNK_UNITS, units)], self._workers.map)
-            self._bounds, self._units, first = (begin, end), units, begin
+            assert self._make is not None
+            self._let_go()  # makes room
+            self._units, self._codes = self._make(begin, end)
+            self._bounds, first = (begin, end), begin
         return self._units[begin - first : end - first]
 
     def codes_there(self, begin: int, end: int) -> torch.Tensor | None:
@@ -58,9 +135,13 @@ class Near(TensorSource):
         return None if self._codes is None else self._codes[begin - first : end - first]
 
     def units(self, begin: int, end: int) -> Units:
+        if self._make is None:
+            return self._source.units(begin, end)
         return host_of(self.there(*self._chunks(begin, end))[begin % CHUNK_UNITS :][: end - begin])
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        if self._make is None:
+            return self._source.codes(begin, end)
         codes = self.codes_there(*self._chunks(begin, end))
         return None if codes is None else host_of(codes[begin % CHUNK_UNITS :][: end - begin])
 

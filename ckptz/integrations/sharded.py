@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckptz.api.safe_open import PathLike
-from ckptz.encoding.on_device import DEVICE_BYTES
+from ckptz.encoding.there import DEVICE_BYTES
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path

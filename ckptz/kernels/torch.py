@@ -81,14 +81,18 @@ def _order(wide: Tensor, width: int) -> Tensor:
     return wide ^ ((-sign | _top(width)) & _mask(width))
 
 
+def ordered(units: Tensor) -> Tensor:
+    """Give the patterns of floats [n] as integers int64 in the order of the values; see `floats.order`."""
+    return _order(_wide(units), _width(units))
+
+
 def top_histogram(units: Tensor) -> Tensor:
     width = _width(units)
     return torch.bincount(_shift_right(_wide(units), width - 16, width), minlength=N_BUCKETS)
 
 
 def region_codes(units: Tensor, boundaries: Tensor, codes: Tensor) -> Tensor:
-    ordered = _order(_wide(units), _width(units))
-    return codes[torch.searchsorted(_wide(boundaries), ordered, right=True)]
+    return codes[torch.searchsorted(_wide(boundaries), ordered(units), right=True)]
 
 
 def to_f32(units: Tensor, kind: int) -> Tensor:

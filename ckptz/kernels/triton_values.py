@@ -19,10 +19,10 @@ from ckptz.kernels.floats import BF16, ESCAPE, F16, MAX_MAGNITUDE, NEAREST, Coun
 from ckptz.kernels.triton_planes import BLOCK, ordered, unordered
 
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # of the compiler
-N_STEPS = tl.constexpr(9)  # of a search among at most 511 boundaries
 LINEAR, BITS = 1, 2  # domains, as of plans
 ZERO, BASE, OUTER = 0, 1, 2  # predictors
 LEAF, LEAVES = 128, 64  # values that are summed one after another; such sums in a program
+RUNS = 32  # of any length, that a program sums
 
 _BF16, _F16 = tl.constexpr(BF16), tl.constexpr(F16)
 _BITS, _BASE, _OUTER, _ZERO = tl.constexpr(BITS), tl.constexpr(BASE), tl.constexpr(OUTER), tl.constexpr(ZERO)
@@ -157,34 +157,31 @@ def restore(
 
 
 @triton.jit
-def _regions(units, boundaries, codes, out, n, n_boundaries, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = ordered(tl.load(units + i, mask=i < n, other=0), WIDTH)
-    low = tl.zeros([BLOCK], tl.int32)
-    high = low + n_boundaries
-    for _ in tl.range(N_STEPS):
-        middle = (low + high) // 2
-        is_open = low < high
-        is_at_or_below = tl.load(boundaries + middle, mask=is_open, other=0) <= x
-        low = tl.where(is_open & is_at_or_below, middle + 1, low)
-        high = tl.where(is_open & (is_at_or_below == 0), middle, high)
-    tl.store(out + i, tl.load(codes + low, mask=i < n, other=0), mask=i < n)
-
-
-def region_codes(units: Tensor, boundaries: Tensor, codes: Tensor) -> Tensor:
-    """Give the codes uint8 [n] of units [n]; see `floats.region_codes`. At most 511 boundaries."""
-    n = len(units)
-    out = torch.empty(n, dtype=torch.uint8, device=units.device)
-    sizes = n, len(boundaries), 8 * units.element_size(), BLOCK
-    _regions[(triton.cdiv(n, BLOCK),)](units, boundaries, codes, out, *sizes)
-    return out
-
-
-@triton.jit
 def _mixed(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def _threshold(element, key):
+    index = element.to(tl.uint64)
+    seeded = _mixed((index >> 32).to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32))
+    drawn = _mixed((index.to(tl.uint32) * 0x9E3779B9) ^ seeded)
+    return (drawn >> 8).to(tl.float32) * 2.0**-24
+
+
+@triton.jit(do_not_specialize=["key", "begin"])
+def _draw(out, n, key, begin, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, _threshold(begin + i, key), mask=i < n)
+
+
+def thresholds(key: int, begin: int, n: int, device: torch.device) -> Tensor:
+    """Draw thresholds float32 [n] of elements from `begin` on; see `rounding_cpu.thresholds`."""
+    out = torch.empty(n, dtype=torch.float32, device=device)
+    _draw[(triton.cdiv(n, BLOCK),)](out, n, key, begin, BLOCK)
+    return out
 
 
 @triton.jit(do_not_specialize=["key", "begin"])
@@ -215,12 +212,8 @@ def _grid(
         magnitude = tl.where(size < widened, 0.0, tl.floor(size + 0.5))
         is_positive = scaled > 0
     else:
-        index = element.to(tl.uint64)
-        seeded = _mixed((index >> 32).to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32))
-        drawn = _mixed((index.to(tl.uint32) * 0x9E3779B9) ^ seeded)
         whole = tl.floor(scaled)
-        is_up = (drawn >> 8).to(tl.float32) * 2.0**-24 >= 1.0 - (scaled - whole)
-        whole += is_up.to(tl.float32)
+        whole += (_threshold(element, key) >= 1.0 - (scaled - whole)).to(tl.float32)
         magnitude, is_positive = tl.abs(whole), whole > 0
     has_code = magnitude <= _MAX_MAGNITUDE
     number = tl.where(has_code, magnitude, 0.0).to(tl.int32)
@@ -252,16 +245,8 @@ def residual_codes(
 
 
 @triton.jit
-def _square(values, base, at, inside, HAS_BASE: tl.constexpr):
-    difference = tl.load(values + at, mask=inside, other=0.0).to(tl.float64)
-    if HAS_BASE:
-        difference = difference - tl.load(base + at, mask=inside, other=0.0).to(tl.float64)
-    return difference * difference
-
-
-@triton.jit
-def _leaf_sums(values, base, ends, sizes, sums, n_leaves, HAS_BASE: tl.constexpr, LEAVES: tl.constexpr):
-    """Sum the squares of at most 128 values each, in eight turns as `rounding_cpu.power` does."""
+def _leaf_sums(values, ends, sizes, sums, n_leaves, LEAVES: tl.constexpr):
+    """Sum at most 128 values each, in eight turns as `rounding_cpu.power` does."""
     leaf = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
     lane = tl.arange(0, 8)
     size = tl.load(sizes + leaf, mask=leaf < n_leaves, other=0)
@@ -270,13 +255,13 @@ def _leaf_sums(values, base, ends, sizes, sums, n_leaves, HAS_BASE: tl.constexpr
     turns = tl.zeros([LEAVES, 8], tl.float64)
     for step in tl.range(16):
         inside = (step < whole)[:, None] & (lane >= 0)[None, :]
-        turns += _square(values, base, begin[:, None] + 8 * step + lane[None, :], inside, HAS_BASE)
+        turns += tl.load(values + begin[:, None] + 8 * step + lane[None, :], mask=inside, other=0.0)
     for distance in tl.static_range(3):  # neighbours, then pairs, then the halves
         turns += tl.gather(turns, (lane ^ (1 << distance))[None, :] + tl.zeros([LEAVES, 8], tl.int32), 1)
     total = tl.sum(tl.where(lane[None, :] == 0, turns, 0.0), axis=1)
     for rest in tl.static_range(7):
         at = 8 * whole + rest
-        total += _square(values, base, begin + at, at < size, HAS_BASE)
+        total += tl.load(values + begin + at, mask=at < size, other=0.0)
     tl.store(sums + leaf, total, mask=leaf < n_leaves)
 
 
@@ -292,16 +277,14 @@ def _pairs(n: int) -> tuple[Counts, tuple[np.ndarray, ...]]:
     return sizes, tuple(reversed(cuts))
 
 
-def powers(values: Tensor, base: Tensor | None, chunk: int) -> list[float]:
-    """Sum the squares of each `chunk` of floats [n], less those of a base; see `rounding_cpu.power`."""
-    sizes = [min(chunk, len(values) - begin) for begin in range(0, len(values), chunk)]
+def sums_of_pairs(values: Tensor, sizes: Sequence[int]) -> list[float]:
+    """Sum float64 [n] in parts of these sizes, pairs of pairs as numpy does; see `rounding_cpu.power`."""
     leaves = [_pairs(size)[0] for size in sizes]
     n_leaves, every = sum(map(len, leaves)), np.concatenate(leaves)
     sums = torch.empty(n_leaves, dtype=torch.float64, device=values.device)
     ends, counts = (torch.from_numpy(a).to(values.device) for a in (np.cumsum(every), every))
-    shape = base is not None, LEAVES
-    given = values, values if base is None else base, ends, counts, sums, n_leaves
-    _leaf_sums[(triton.cdiv(n_leaves, LEAVES),)](*given, *shape, **EXACT)
+    given = values, ends, counts, sums, n_leaves
+    _leaf_sums[(triton.cdiv(n_leaves, LEAVES),)](*given, LEAVES, **EXACT)
     parts = np.split(sums.cpu().numpy(), np.cumsum([len(part) for part in leaves])[:-1])
     return [_folded(part, _pairs(size)[1]) for part, size in zip(parts, sizes, strict=True)]
 
@@ -314,6 +297,26 @@ def _folded(sums: np.ndarray, cuts: Sequence[np.ndarray]) -> float:
         folded[is_cut] += sums[first[is_cut] + 1]
         sums = folded
     return float(sums[0])
+
+
+@triton.jit
+def _run_sums(values, ends, sums, n_runs, RUNS: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    end = tl.load(ends + i, mask=i < n_runs, other=0)
+    begin = tl.load(ends + i - 1, mask=(i > 0) & (i < n_runs), other=0)
+    total = tl.zeros([RUNS], tl.float64)
+    for step in tl.range(0, tl.max(end - begin, axis=0), loop_unroll_factor=8):
+        total += tl.load(values + begin + step, mask=begin + step < end, other=0.0)
+    tl.store(sums + i, total, mask=i < n_runs)
+
+
+def sums_of_runs(values: Tensor, ends: Tensor) -> Tensor:
+    """Sum runs of float64 [n] up to ends int64 [n_runs], one value after another: float64 [n_runs]."""
+    n_runs = len(ends)
+    sums = torch.empty(n_runs, dtype=torch.float64, device=values.device)
+    if n_runs:
+        _run_sums[(triton.cdiv(n_runs, RUNS),)](values, ends, sums, n_runs, RUNS, num_warps=1, **EXACT)
+    return sums
 
 
 # --- packing ------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ into a dead zone. To move weights at once by what is lost costs more than it sav
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
@@ -29,25 +28,15 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts, stream_tables
 from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.kernels import cpu, floats, moments, rounding
-from ckptz.kernels.floats import NEAREST, Integers, Units
+from ckptz.kernels import cpu, floats, moments
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
 from ckptz.methods.method import DRAWN, Recipe, Setting
-from ckptz.methods.small import exact_with_note, sketch_of
-from ckptz.quant.moments import (
-    MAX_INDEX,
-    N_LABELS,
-    LevelSums,
-    Rungs,
-    class_roots,
-    first_map,
-    row_labels,
-)
-from ckptz.quant.quantizer import Quantizer
-from ckptz.transform.classes import MAX_INDICES, ClassRule, Magnitude, Row, labels_of_rows
+from ckptz.methods.small import exact_with_note, sketch_of, sums_by
+from ckptz.quant.moment_codes import Labels, StepClasses, StepQuantizer, values_of
+from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, class_roots, first_map, row_labels
+from ckptz.transform.classes import MAX_INDICES, Magnitude, Row, labels_of_rows
 
 Floats = NDArray[np.float64]
-Labels = NDArray[np.uint8]
 Bounds = tuple[int, int]
 
 MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
@@ -60,67 +49,6 @@ KEPT_REACH: Final = 0.08
 MAX_KEPT_STEP: Final = 64.0  # roots
 USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
 MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than these save
-
-
-@dataclass(frozen=True, slots=True)
-class Classes:
-    """The class of each element, and the step of each class.
-
-    Attributes:
-        rules: as the frame stores them.
-        steps: of each class [n_classes].
-        labels: of elements begin..end.
-    """
-
-    rules: tuple[ClassRule, ...]
-    steps: Floats
-    labels: Callable[[int, int], Labels]
-
-
-@dataclass(frozen=True, slots=True)
-class StepQuantizer(Quantizer):
-    """The quantizer of a first moment: levels of a step by class."""
-
-    kind: int
-    classes: Classes
-    dead_zone: float
-    key: int = NEAREST
-    rungs: Rungs | None = None
-
-    def found(self, begin: int, end: int, units: Units) -> LevelSums:
-        """Sum the levels of units begin..end by class."""
-        labels, steps = self.classes.labels(begin, end), self.classes.steps
-        if self.key == NEAREST:
-            return LevelSums.of(cpu().to_f32(units, self.kind), labels, steps, self.dead_zone)
-        return LevelSums.of_levels(self._drawn(begin, units, labels), labels, len(steps))
-
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
-        rungs, labels = self.rungs, self.classes.labels(begin, end)
-        assert rungs is not None
-        escape_code = rungs.escape_code or 0
-        if self.key != NEAREST:
-            found = self._drawn(begin, units, labels) - rungs.lowest
-            return np.where((found >= 0) & (found < rungs.n_levels), found, escape_code).astype(np.uint8)
-        codes = np.empty(len(units), np.uint8)
-        codes_of = (rungs.lowest, rungs.n_levels, escape_code, MAX_INDEX + 1)
-        steps = self.classes.steps
-        moments().level_codes(*_values(units, self.kind), labels, steps, self.dead_zone, codes_of, codes)
-        return codes
-
-    def _drawn(self, begin: int, units: Units, labels: Labels) -> Integers:
-        """Round units [n] from `begin` on to levels by thresholds that are drawn."""
-        levels = np.empty(len(units), np.int64)
-        thresholds = rounding().thresholds(self.key, begin, len(units))
-        given = labels, self.classes.steps, thresholds, MAX_INDEX + 1
-        moments().drawn_levels(*_values(units, self.kind), *given, levels)
-        return levels
-
-
-def _values(units: Units, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """Give units [n] as F32 patterns and as the floats that these are."""
-    patterns = cpu().to_f32(units, kind)
-    return patterns, patterns.view(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +68,10 @@ class FirstMoment(Recipe):
     source: str | None = None
     is_kept: bool = False
     name: ClassVar[str] = "first-moment"
+
+    @property
+    def plans_there(self) -> bool:
+        return True
 
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step, "dead_zone": self.dead_zone}
@@ -174,10 +106,10 @@ class FirstMoment(Recipe):
         sized = [_first_plan(subject, self._quantizer(source, classes)) for classes in candidates]
         return min(sized, key=lambda plan: plan[1])[0]
 
-    def _quantizer(self, source: TensorSource, classes: Classes) -> StepQuantizer:
+    def _quantizer(self, source: TensorSource, classes: StepClasses) -> StepQuantizer:
         return StepQuantizer(KINDS[source.dtype.name], classes, self.dead_zone)
 
-    def _kept(self, subject: Subject, classes: Classes, step: float) -> Draft:
+    def _kept(self, subject: Subject, classes: StepClasses, step: float) -> Draft:
         quantizer = replace(self._quantizer(subject.source, classes), key=subject.seed)
         draft, _ = _first_plan(subject, quantizer)
         return replace(draft, found={"step": step, "dead_zone": 0.0, DRAWN: subject.seed})
@@ -190,40 +122,41 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     by the root already.
     """
     kind, roots = KINDS[source.dtype.name], class_roots(KINDS[second.dtype.name])
+    there = source.there
 
     def sums(bounds: Bounds) -> Floats:
-        values = _values(source.units(*bounds), kind)
+        values = values_of(source.units(*bounds), kind)
         ratios = np.empty(bounds[1] - bounds[0])
         n_live = moments().root_ratios(*values, second.units(*bounds), roots, ratios)
         return np.array([ratios[:n_live].sum(), n_live])
 
-    total, n_live = summed(run, sums, source)
+    total, n_live = summed(run, sums, source) if there is None else there.ratio_sums(second, roots)
     return float(total / max(n_live, 1))
 
 
-def _by_second(second: TensorSource, wanted: FirstMoment) -> Classes:
+def _by_second(second: TensorSource, wanted: FirstMoment) -> StepClasses:
     def labels(begin: int, end: int) -> Labels:
         found: Labels = cpu().magnitude_classes(second.units(begin, end))
         return found
 
     steps = wanted.step * class_roots(KINDS[second.dtype.name])
-    return Classes((Magnitude(wanted.source),), steps, labels)
+    return StepClasses((Magnitude(wanted.source),), steps, labels)
 
 
 def _one_label(begin: int, end: int) -> Labels:
     return np.zeros(end - begin, np.uint8)
 
 
-def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Classes:
+def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepClasses:
     """Give all elements one step: the geometric mean of the classes' roots."""
     roots = class_roots(KINDS[second.dtype.name])
     counts = summed(run, lambda b: cpu().histogram(cpu().magnitude_classes(second.units(*b))), second)
     used = (counts > 0) & (roots > 0)
     logarithms = np.log2(roots[used]) @ counts[used] / max(counts[used].sum(), 1)
-    return Classes((), np.array([wanted.step * 2.0**logarithms]), _one_label)
+    return StepClasses((), np.array([wanted.step * 2.0**logarithms]), _one_label)
 
 
-def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Classes:
+def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepClasses:
     """A step for each row, in proportion to its root mean square; rows share steps by half octaves."""
     n_units, n_rows = source.dtype.n_units(source.shape), n_rows_of(tuple(source.shape))
     row_units = max(n_units // n_rows, 1)
@@ -235,29 +168,26 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Clas
         squares = np.bincount(np.arange(*bounds) // row_units, values * values, n_rows)
         return np.asarray(squares, np.float64)
 
-    powers = summed(run, power, source)
+    there = source.there
+    powers = summed(run, power, source) if there is None else there.row_powers(n_rows, row_units)
     indices, spreads = row_labels(np.sqrt(powers / row_units))
     if len(spreads) == 1:
-        return Classes((), wanted.step * spreads, _one_label)
+        return StepClasses((), wanted.step * spreads, _one_label)
 
     def labels(begin: int, end: int) -> Labels:
         return labels_of_rows(indices, begin, end, row_units)
 
-    return Classes((Row(len(spreads), indices),), wanted.step * spreads, labels)
+    return StepClasses((Row(len(spreads), indices),), wanted.step * spreads, labels)
 
 
 def _first_plan(subject: Subject, quantizer: StepQuantizer) -> tuple[Draft, float]:
     source, kind, classes = subject.source, quantizer.kind, quantizer.classes
-
-    def levels(bounds: Bounds) -> LevelSums:
-        return quantizer.found(*bounds, source.units(*bounds))
-
-    found = summed(subject.run, levels, source)
+    found: LevelSums = sums_by(quantizer, source, subject.run)
     rungs = found.rungs()
     joint = _codes_by_class(found, rungs)
     if not rungs.has_exceptions and (rungs.lowest, rungs.n_levels) == (0, 1):
         # All are zero: no class changes that, and a reader need not know them.
-        classes = Classes((), classes.steps[:1], _one_label)
+        classes = StepClasses((), classes.steps[:1], _one_label)
         found = LevelSums(found.counts.sum(axis=0, keepdims=True), found.sums.sum(axis=0, keepdims=True))
     n_classes = len(classes.steps)
     plan = Plan(

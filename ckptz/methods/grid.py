@@ -441,12 +441,10 @@ class _Grid(OnGrid):
 
     def counted(self, run: MapFunction) -> _Counted:
         """Count the codes of the tensor by row class and code of the base, where it lives."""
-        rules = self.rules(self.n_base_codes)
-        there: ClassCounts | None = None
-        if self.rounded is None and not self.fits_levels:
-            there = self.source.codes_by_class(self, rules)
-        if there is not None:
-            return _Counted(there, np.zeros((self.rows.n_classes, 256)))
+        there = self.source.there
+        if there is not None and self.rounded is None and not self.fits_levels:
+            found = there.codes_by_class(self, self.rules(self.n_base_codes))
+            return _Counted(found, np.zeros((self.rows.n_classes, 256)))
         return summed(run, self.count, self.source)
 
     def count(self, bounds: Bounds) -> _Counted:

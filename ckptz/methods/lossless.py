@@ -116,8 +116,9 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     )
     if not is_classed:
         return Draft(planes_plan(mode))
-    total = source.class_counts(base, kernel_mode(mode, source.dtype))
-    if total is None:
+    if source.there is not None:
+        total = source.there.class_counts(kernel_mode(mode, source.dtype))
+    else:
         per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
         total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)

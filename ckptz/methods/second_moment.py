@@ -20,24 +20,13 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import stream_tables
 from ckptz.encoding.draft import Draft, Subject, summed
-from ckptz.kernels import cpu, floats, moments
-from ckptz.kernels.floats import Integers, Units
+from ckptz.kernels import cpu, floats
+from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
-from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
-from ckptz.quant.moments import (
-    MANTISSA_BITS,
-    Ladder,
-    LogSums,
-    Rungs,
-    best_ladder,
-    bits_of,
-    ladder_step,
-    largest_unit,
-    rungs_of,
-    second_map,
-)
-from ckptz.quant.quantizer import Quantizer
+from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of, sums_by
+from ckptz.quant.moment_codes import LadderQuantizer, LadderSums, Prediction
+from ckptz.quant.moments import Ladder, LogSums, best_ladder, bits_of, ladder_step, second_map
 from ckptz.quant.sketch import Sketch
 from ckptz.transform.classes import BaseCode
 
@@ -47,54 +36,6 @@ MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elem
 MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
 SAMPLE_UNITS: Final = 1 << 16  # decides between predictions
 BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The value that second moments are told apart from: zero, the base, or an outer product."""
-
-    kind: int
-    predictor: Predictor = Predictor.ZERO
-    base: TensorSource | None = None
-    outer: Outer | None = None
-
-    def units(self, begin: int, end: int) -> Units:
-        """Predict units begin..end, [end - begin]; none at all for a prediction of zero."""
-        if self.base is not None:
-            return self.base.units(begin, end)
-        if self.outer is None:
-            return np.empty(0, np.uint32 if self.kind == floats.F32 else np.uint16)
-        products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
-        units: Units = cpu().from_f32(products, self.kind)
-        return units
-
-
-@dataclass(frozen=True, slots=True)
-class LadderQuantizer(Quantizer):
-    """The quantizer of a second moment: levels, exact zeros and exceptions."""
-
-    prediction: Prediction
-    ladder: Ladder
-    rungs: Rungs | None = None
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """The ladder as the kernels take it."""
-        width = 32 if self.prediction.kind == floats.F32 else 16
-        top, every = 1 << (width - 1), (1 << width) - 1
-        return self.ladder.step, self.ladder.phase, top, every, largest_unit(self.prediction.kind)
-
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
-
-        A level is the nearest one, if all that it may come to stand for are finite numbers above zero.
-        """
-        rungs = self.rungs
-        assert rungs is not None
-        codes = np.empty(len(units), np.uint8)
-        codes_of = (rungs.lowest, rungs.n_levels, rungs.zero_code or 0, rungs.escape_code or 0)
-        moments().ladder_codes(units, self.prediction.units(begin, end), self.levels, codes_of, codes)
-        return codes
 
 
 def _fault_of_second(sketch: Sketch) -> str:
@@ -117,6 +58,10 @@ class SecondMoment(Recipe):
 
     step: float
     name: ClassVar[str] = "second-moment"
+
+    @property
+    def plans_there(self) -> bool:
+        return True
 
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step}
@@ -146,7 +91,12 @@ def _predictions(subject: Subject) -> Iterator[Prediction]:
         yield Prediction(kind, Predictor.BASE, base=base)
     shape = _matrix(tuple(source.shape))
     if min(shape) > 1 and sum(shape) <= MAX_OUTER:
-        sums = summed(run, lambda b: _log_sums(source, b, shape), source)
+        there = source.there
+        sums = (
+            summed(run, lambda b: _log_sums(source, b, shape), source)
+            if there is None
+            else there.log_sums(shape)
+        )
         yield Prediction(kind, Predictor.OUTER, outer=Outer(*sums.factors()))
 
 
@@ -217,59 +167,12 @@ class _Sample:
         return sum(bits_of(ladder.counts(distances[labels == label])) for label in np.unique(labels))
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """How often each level occurs, what it stands for, exact zeros, and elements that no level restores."""
-
-    first: int  # level
-    counts: Integers  # of it and those behind it [n]
-    roots: NDArray[np.float64]  # sums of what roots of the elements are to the root of their level [n]
-    n_zeros: int
-    n_exceptions: int
-
-    @classmethod
-    def of(cls, quantizer: LadderQuantizer, source: TensorSource, bounds: Bounds) -> _Found:
-        units, kind = source.units(*bounds), quantizer.prediction.kind
-        first, n = quantizer.ladder.span(kind)
-        sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
-        predicted = quantizer.prediction.units(*bounds)
-        moments().ladder_sums(units, predicted, quantizer.levels, kind, first, *sums)
-        counts, roots = (turns.sum(axis=0) for turns in sums)
-        return cls(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
-
-    def __add__(self, other: _Found) -> _Found:
-        n_zeros, n_exceptions = self.n_zeros + other.n_zeros, self.n_exceptions + other.n_exceptions
-        counts, roots = self.counts + other.counts, self.roots + other.roots
-        return _Found(self.first, counts, roots, n_zeros, n_exceptions)
-
-    def rungs(self) -> Rungs:
-        """Give codes to the levels that occur."""
-        used = np.flatnonzero(self.counts)
-        return rungs_of(self.first + used, self.counts[used], self.n_zeros, self.n_exceptions)
-
-    def levels(self, ladder: Ladder, rungs: Rungs, prediction: Prediction) -> Integers:
-        """Give what each code stands for, from the predictor in units of the last place [n_levels].
-
-        Adam's steps are proportional to 1 / sqrt(v). At the ladder's own levels, the steps of all elements
-        of a code together would be larger or smaller than before; so levels are moved to where they are not.
-        Drawn thresholds do the same for each element by itself, at six times the bits and more error.
-        """
-        levels = ladder.distances(rungs.lowest + np.arange(rungs.n_levels))
-        at = slice(rungs.lowest - self.first, rungs.lowest - self.first + rungs.n_levels)
-        used = np.flatnonzero(self.counts[at])
-        shares = self.roots[at][used] / self.counts[at][used]
-        octave = 1 << MANTISSA_BITS[prediction.kind]
-        shifts = np.rint(2 * octave * np.log2(shares)).astype(np.int64)
-        levels[used] += np.clip(shifts, -(ladder.step // 2), ladder.step // 2)
-        return np.maximum(levels, 1) if prediction.predictor is Predictor.ZERO else levels
-
-
 def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
     source, base, run = subject.source, subject.base, subject.run
     n_units = source.dtype.n_units(source.shape)
     prediction, n_classes = chosen.prediction, chosen.n_base_codes or 1
     quantizer = LadderQuantizer(prediction, chosen.ladder)
-    found = summed(run, lambda b: _Found.of(quantizer, source, b), source)
+    found: LadderSums = sums_by(quantizer, source, run)
     if found.n_exceptions > MAX_EXCEPTIONS * n_units:
         return plan_lossless(source, base, run)
     rungs = found.rungs()

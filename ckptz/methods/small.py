@@ -19,16 +19,27 @@ from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
+from ckptz.quant.moment_codes import LadderQuantizer, StepQuantizer
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
 from ckptz.quant.movement import key_of
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sketch import Sketch
+from ckptz.transform.classes import BaseCode
 
 
 def sketch_of(source: TensorSource, run: MapFunction) -> Sketch:
     """Make the histogram of a whole tensor, of a dtype in `KINDS`."""
     kind = KINDS[source.dtype.name]
+    if source.there is not None:
+        return Sketch(kind, source.there.top_histogram())
     return summed(run, lambda b: Sketch.of(source.units(*b), kind), source)
+
+
+def sums_by(quantizer: LadderQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
+    """Sum what the levels of a quantizer stand for over a whole tensor, where it lives."""
+    if source.there is not None:
+        return source.there.sums_by(quantizer)
+    return summed(run, lambda b: quantizer.found(*b, source.units(*b)), source)
 
 
 def counts_by_base(
@@ -36,6 +47,9 @@ def counts_by_base(
 ) -> ClassCounts:
     """Count the codes of a tensor by those of its base, of whose alphabet the classes are."""
     n_classes = base.n_codes or 1
+    if source.there is not None:
+        there: ClassCounts = source.there.codes_by_class(quantizer, (BaseCode(n_classes),))
+        return there
 
     def found(bounds: tuple[int, int]) -> ClassCounts:
         codes, labels = quantizer.codes(*bounds, source.units(*bounds)), base.codes(*bounds)

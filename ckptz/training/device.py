@@ -21,10 +21,12 @@ from ckptz.codec.values import KINDS, ValueTable
 from ckptz.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.encoding.coded import CodedSource, bits_for
 from ckptz.encoding.draft import Draft
-from ckptz.encoding.on_device import DEVICE_BYTES, MIN_ENCODED, DeviceSource
+from ckptz.encoding.on_device import MIN_ENCODED, DeviceSource
+from ckptz.encoding.there import DEVICE_BYTES
 from ckptz.kernels import torch as kernels
 from ckptz.kernels.torch import lives_elsewhere
 from ckptz.methods.method import Method
+from ckptz.methods.trial import agrees
 from ckptz.parallel import Workers
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.quant.sketch import Sketch
@@ -82,8 +84,10 @@ class There:
         kind: FileKind = "weights" if path[0] == MODEL else "state"
         if kind not in self.known:
             self.known[kind] = self.stands_alone(kind)
+        if not self.known[kind]:
+            return None
         plan = Draft(exact_plan(source.dtype))
-        made = source.encoded_there(lambda _: plan, None, self.workers) if self.known[kind] else None
+        made = source.encoded_there(lambda *_: plan, None, dict, agrees, self.workers)
         return None if made is None else made[1]
 
     def _copied(self, source: DeviceSource) -> DeviceSource | None:
@@ -110,9 +114,9 @@ class There:
         n, mb = len(left), sum(left) / 1e6
         what = f"{n} tensors of {mb:,.1f} MB were encoded on the host"
         more = (
-            "and weights on the grid"
+            "and weights and moments on the grid"
             if self.how == "device"
-            else "and with snapshot='device' deltas and grids"
+            else "and with snapshot='device' deltas, grids and moments"
         )
         return (f"{what}: the GPU encodes what loses nothing, {more}, once its first bytes agree",)
 

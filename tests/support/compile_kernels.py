@@ -32,10 +32,11 @@ SIGNATURES = {
     "_xxh64": "words *u64, data *u8, n_bytes i64, chunk_bytes i64, checksums *u64, n_chunks i32",
     "_restore": "codes *u8, rows *i16, table *TERM, base *UNIT, outer_rows *u32, outer_columns *u32, "
     "out *UNIT, n i32, n_codes i32, n_columns i32, begin i32",
-    "_regions": "units *UNIT, boundaries *UNIT, codes *u8, out *u8, n i32, n_boundaries i32",
     "_grid": "values *fp32, base *fp32, steps *fp32, labels *u8, out *u8, n i32, row_units i32, "
     "widened fp32, key i64, begin i64",
-    "_leaf_sums": "values *fp32, base *fp32, ends *i64, sizes *i64, sums *fp64, n_leaves i32",
+    "_draw": "out *fp32, n i32, key i64, begin i64",
+    "_leaf_sums": "values *fp64, ends *i64, sizes *i64, sums *fp64, n_leaves i32",
+    "_run_sums": "values *fp64, ends *i64, sums *fp64, n_runs i32",
     "_pack": "codes *u8, packed *u8, n i32, n_bytes i32",
     "_unpack": "packed *u8, codes *u8, n i32, n_bytes i32",
     "_words": "out *u64, " + ", ".join(f"word_{i} u64" for i in range(8)),
@@ -68,9 +69,10 @@ CONSTANTS: dict[str, list[dict[str, int]]] = {
         for domain in (1, 2)
         for predictor in range(3)
     ],
-    "_regions": [BLOCKS | {"WIDTH": 0}],
     "_grid": [BLOCKS | {"HAS_BASE": nearest, "IS_NEAREST": nearest} for nearest in range(2)],
-    "_leaf_sums": [{"HAS_BASE": has_base, "LEAVES": triton_values.LEAVES} for has_base in range(2)],
+    "_draw": [BLOCKS],
+    "_leaf_sums": [{"LEAVES": triton_values.LEAVES}],
+    "_run_sums": [{"RUNS": triton_values.RUNS}],
     **{name: [BLOCKS | {"N_BITS": n_bits} for n_bits in (3,)] for name in ("_pack", "_unpack")},
     **{name: [BLOCKS | {"KIND": 0}] for name in ("_widen", "_narrow")},
     **{name: [BLOCKS] for name in ("_checksum", "_mark", "_settle", "_pack_rows", "_unpack_rows")},
@@ -94,9 +96,19 @@ CONSTANTS: dict[str, list[dict[str, int]]] = {
 }
 KINDS = {2: (1, 2), 4: (0,)}  # of floats, by the bytes of their units
 
-ONE_WARP = ("_decode", "_encode", "_xxh64")
+ONE_WARP = ("_decode", "_encode", "_xxh64", "_run_sums")
 EXACT = (  # nothing may be rounded otherwise than IEEE says, or twice
-    *("_restore", "_grid", "_leaf_sums", "_widen", "_narrow", "_quantize", "_dequantize"),
+    *(
+        "_restore",
+        "_draw",
+        "_grid",
+        "_leaf_sums",
+        "_run_sums",
+        "_widen",
+        "_narrow",
+        "_quantize",
+        "_dequantize",
+    ),
     *("_rotate", "_tile_codes", "_tile_values", "_sum"),
 )
 
@@ -122,8 +134,6 @@ def unit_sizes(name: str) -> tuple[int, ...]:
     if name in ("_widen", "_narrow"):
         return (2,)
     if "KIND" in CONSTANTS.get(name, [{}])[0]:
-        return (2, 4)
-    if name == "_regions":
         return (2, 4)
     return (1, 2, 4, 8) if "UNIT" in SIGNATURES[name] else (0,)
 

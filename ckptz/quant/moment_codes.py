@@ -1,0 +1,192 @@
+"""Which codes the elements of optimizer state take: ladders of second moments, steps of first ones.
+
+And what is summed over a tensor before its codes are known: `found`, which a device answers alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.plan import Outer, Predictor
+from ckptz.codec.units import TensorSource
+from ckptz.kernels import cpu, floats, moments, rounding
+from ckptz.kernels.floats import NEAREST, Integers, Units
+from ckptz.quant.moments import (
+    MANTISSA_BITS,
+    MAX_INDEX,
+    Ladder,
+    LevelSums,
+    Rungs,
+    largest_unit,
+    rungs_of,
+)
+from ckptz.quant.quantizer import Quantizer
+from ckptz.transform.classes import ClassRule
+
+Floats = NDArray[np.float64]
+Labels = NDArray[np.uint8]
+
+
+# --- second moments ---
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The value that second moments are told apart from: zero, the base, or an outer product."""
+
+    kind: int
+    predictor: Predictor = Predictor.ZERO
+    base: TensorSource | None = None
+    outer: Outer | None = None
+
+    def units(self, begin: int, end: int) -> Units:
+        """Predict units begin..end, [end - begin]; none at all for a prediction of zero."""
+        if self.base is not None:
+            return self.base.units(begin, end)
+        if self.outer is None:
+            return np.empty(0, np.uint32 if self.kind == floats.F32 else np.uint16)
+        products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
+        units: Units = cpu().from_f32(products, self.kind)
+        return units
+
+
+@dataclass(frozen=True, slots=True)
+class LadderSums:
+    """Occurrences of each level, what they stand for, exact zeros, and elements that no level restores."""
+
+    first: int  # level
+    counts: Integers  # of it and those behind it [n]
+    roots: NDArray[np.float64]  # sums of what roots of the elements are to the root of their level [n]
+    n_zeros: int
+    n_exceptions: int
+
+    def __add__(self, other: LadderSums) -> LadderSums:
+        n_zeros, n_exceptions = self.n_zeros + other.n_zeros, self.n_exceptions + other.n_exceptions
+        counts, roots = self.counts + other.counts, self.roots + other.roots
+        return LadderSums(self.first, counts, roots, n_zeros, n_exceptions)
+
+    def rungs(self) -> Rungs:
+        """Give codes to the levels that occur."""
+        used = np.flatnonzero(self.counts)
+        return rungs_of(self.first + used, self.counts[used], self.n_zeros, self.n_exceptions)
+
+    def levels(self, ladder: Ladder, rungs: Rungs, prediction: Prediction) -> Integers:
+        """Give what each code stands for, from the predictor in units of the last place [n_levels].
+
+        Adam's steps are proportional to 1 / sqrt(v). At the ladder's own levels, the steps of all elements
+        of a code together would be larger or smaller than before; so levels are moved to where they are not.
+        Drawn thresholds do the same for each element by itself, at six times the bits and more error.
+        """
+        levels = ladder.distances(rungs.lowest + np.arange(rungs.n_levels))
+        at = slice(rungs.lowest - self.first, rungs.lowest - self.first + rungs.n_levels)
+        used = np.flatnonzero(self.counts[at])
+        shares = self.roots[at][used] / self.counts[at][used]
+        octave = 1 << MANTISSA_BITS[prediction.kind]
+        shifts = np.rint(2 * octave * np.log2(shares)).astype(np.int64)
+        levels[used] += np.clip(shifts, -(ladder.step // 2), ladder.step // 2)
+        return np.maximum(levels, 1) if prediction.predictor is Predictor.ZERO else levels
+
+
+@dataclass(frozen=True, slots=True)
+class LadderQuantizer(Quantizer):
+    """The quantizer of a second moment: levels, exact zeros and exceptions."""
+
+    prediction: Prediction
+    ladder: Ladder
+    rungs: Rungs | None = None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The ladder as the kernels take it."""
+        width = 32 if self.prediction.kind == floats.F32 else 16
+        top, every = 1 << (width - 1), (1 << width) - 1
+        return self.ladder.step, self.ladder.phase, top, every, largest_unit(self.prediction.kind)
+
+    def found(self, begin: int, end: int, units: Units) -> LadderSums:
+        """Sum the levels of units begin..end."""
+        kind = self.prediction.kind
+        first, n = self.ladder.span(kind)
+        sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
+        moments().ladder_sums(units, self.prediction.units(begin, end), self.levels, kind, first, *sums)
+        counts, roots = (turns.sum(axis=0) for turns in sums)
+        return LadderSums(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        """Give the codes of units begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
+
+        A level is the nearest one, if all that it may come to stand for are finite numbers above zero.
+        """
+        rungs = self.rungs
+        assert rungs is not None
+        codes = np.empty(len(units), np.uint8)
+        codes_of = (rungs.lowest, rungs.n_levels, rungs.zero_code or 0, rungs.escape_code or 0)
+        moments().ladder_codes(units, self.prediction.units(begin, end), self.levels, codes_of, codes)
+        return codes
+
+
+# --- first moments ---
+
+
+@dataclass(frozen=True, slots=True)
+class StepClasses:
+    """The class of each element, and the step of each class.
+
+    Attributes:
+        rules: as the frame stores them.
+        steps: of each class [n_classes].
+        labels: of elements begin..end.
+    """
+
+    rules: tuple[ClassRule, ...]
+    steps: Floats
+    labels: Callable[[int, int], Labels]
+
+
+@dataclass(frozen=True, slots=True)
+class StepQuantizer(Quantizer):
+    """The quantizer of a first moment: levels of a step by class."""
+
+    kind: int
+    classes: StepClasses
+    dead_zone: float
+    key: int = NEAREST
+    rungs: Rungs | None = None
+
+    def found(self, begin: int, end: int, units: Units) -> LevelSums:
+        """Sum the levels of units begin..end by class."""
+        labels, steps = self.classes.labels(begin, end), self.classes.steps
+        if self.key == NEAREST:
+            return LevelSums.of(cpu().to_f32(units, self.kind), labels, steps, self.dead_zone)
+        return LevelSums.of_levels(self._drawn(begin, units, labels), labels, len(steps))
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
+        rungs, labels = self.rungs, self.classes.labels(begin, end)
+        assert rungs is not None
+        escape_code = rungs.escape_code or 0
+        if self.key != NEAREST:
+            found = self._drawn(begin, units, labels) - rungs.lowest
+            return np.where((found >= 0) & (found < rungs.n_levels), found, escape_code).astype(np.uint8)
+        codes = np.empty(len(units), np.uint8)
+        codes_of = (rungs.lowest, rungs.n_levels, escape_code, MAX_INDEX + 1)
+        steps = self.classes.steps
+        moments().level_codes(*values_of(units, self.kind), labels, steps, self.dead_zone, codes_of, codes)
+        return codes
+
+    def _drawn(self, begin: int, units: Units, labels: Labels) -> Integers:
+        """Round units [n] from `begin` on to levels by thresholds that are drawn."""
+        levels = np.empty(len(units), np.int64)
+        thresholds = rounding().thresholds(self.key, begin, len(units))
+        given = labels, self.classes.steps, thresholds, MAX_INDEX + 1
+        moments().drawn_levels(*values_of(units, self.kind), *given, levels)
+        return levels
+
+
+def values_of(units: Units, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    """Give units [n] as F32 patterns and as the floats that these are."""
+    patterns = cpu().to_f32(units, kind)
+    return patterns, patterns.view(np.float32)
