@@ -58,27 +58,16 @@ def prune(
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
-    """What goes as one: a file, or a folder that is called after a step.
+    """What goes as one: a file, or a folder that is called after a step."""
 
-    Attributes:
-        name: within the run.
-        path: where it is.
-        files: the checkpoint files in it.
-        step: its step, or None.
-        ids: content ids of what it holds.
-        base_ids: those of what it is stored against and does not hold itself.
-        metric: as it was recorded, or None.
-        error: why it cannot be read, or None.
-    """
-
-    name: str
-    path: Path
-    files: tuple[Path, ...]
-    step: int | None
-    ids: frozenset[str] = frozenset()
-    base_ids: frozenset[str] = frozenset()
-    metric: float | None = None
-    error: Exception | None = None
+    name: str  # within the run
+    path: Path  # where it is
+    files: tuple[Path, ...]  # the checkpoint files in it
+    step: int | None  # its step, or None
+    ids: frozenset[str] = frozenset()  # content ids of what it holds
+    base_ids: frozenset[str] = frozenset()  # those of what it is stored against and does not hold itself
+    metric: float | None = None  # as it was recorded, or None
+    error: Exception | None = None  # why it cannot be read, or None
 
     @property
     def is_checkpoint(self) -> bool:

@@ -62,23 +62,15 @@ class FirstDifference(Compared):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport(Shown):
-    """The comparison of two states, or of two records of losses.
+    """The comparison of two states, or of two records of losses."""
 
-    Attributes:
-        first: A.
-        second: B.
-        is_equal: whether nothing differs.
-        n_equal: tensors and plain values, or steps, that were found equal before anything differed.
-        difference: the first one, in the order weights, optimizer, rest, each as A stores it; or None.
-        seconds: time taken.
-    """
-
-    first: str
-    second: str
-    is_equal: bool
-    n_equal: int
+    first: str  # A
+    second: str  # B
+    is_equal: bool  # whether nothing differs
+    n_equal: int  # tensors and plain values, or steps, that were found equal before anything differed
+    # the first one, in the order weights, optimizer, rest, each as A stores it; or None
     difference: FirstDifference | None
-    seconds: float
+    seconds: float  # time taken
 
 
 def resume_check(

@@ -38,23 +38,15 @@ Held: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The part of a plan that the coordinator sends to every rank.
+    """The part of a plan that the coordinator sends to every rank."""
 
-    Attributes:
-        token: of this save, in the names of its files.
-        n_ranks: that take part.
-        split: names of tensors that are split over ranks and may become lossy, in the order of collectives.
-        kinds: their dtypes.
-        exact: names of tensors that are too small to become lossy, whole.
-        is_anchor: store nothing against the base.
-    """
-
-    token: str
-    n_ranks: int
+    token: str  # of this save, in the names of its files
+    n_ranks: int  # that take part
+    # names of tensors that are split over ranks and may become lossy, in the order of collectives
     split: tuple[str, ...]
-    kinds: dict[str, str]
-    exact: frozenset[str]
-    is_anchor: bool
+    kinds: dict[str, str]  # their dtypes
+    exact: frozenset[str]  # names of tensors that are too small to become lossy, whole
+    is_anchor: bool  # store nothing against the base
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,21 +32,13 @@ Path_ = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint, whatever its kind: tensors by name, and the files behind them.
+    """An open checkpoint, whatever its kind: tensors by name, and the files behind them."""
 
-    Attributes:
-        name: for messages.
-        tensors: sources by name, in stored order.
-        metadata: the user's own.
-        container: the `.ckptz` file, or None for a plain file.
-        files: every open file, this one first, then its base and so on.
-    """
-
-    name: str
-    tensors: Mapping[str, TensorSource]
-    metadata: Mapping[str, str] | None
-    container: Container | None
-    files: tuple[Container | PlainFile, ...]
+    name: str  # for messages
+    tensors: Mapping[str, TensorSource]  # sources by name, in stored order
+    metadata: Mapping[str, str] | None  # the user's own
+    container: Container | None  # the `.ckptz` file, or None for a plain file
+    files: tuple[Container | PlainFile, ...]  # every open file, this one first, then its base and so on
 
     @property
     def depth(self) -> int:

@@ -35,19 +35,12 @@ Sizes = Iterable[
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A file of the folder that a new one may be stored against.
+    """A file of the folder that a new one may be stored against."""
 
-    Attributes:
-        n_bytes: its size.
-        position: files written between its anchor and it; 0 for an anchor.
-        base: index of what it is stored against among the files that are there; None for an anchor.
-        stays: so many coming saves leave it by the rules; 0 if it is there only because others need it.
-    """
-
-    n_bytes: int
-    position: int
-    base: int | None
-    stays: int
+    n_bytes: int  # its size
+    position: int  # files written between its anchor and it; 0 for an anchor
+    base: int | None  # index of what it is stored against among the files that are there; None for an anchor
+    stays: int  # so many coming saves leave it by the rules; 0 if it is there only because others need it
 
 
 class Estimate:
@@ -153,17 +146,12 @@ def weighed_in_folder(
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """The files that are there, as far as the coming saves change them.
+    """The files that are there, as far as the coming saves change them."""
 
-    Attributes:
-        chain: of the newest file, anchor first: (bytes, position, the save that removes it).
-        taken: by save, by how many bytes all others change what is taken.
-        plain: by save, by how many files what is kept changes.
-    """
-
+    # of the newest file, anchor first: (bytes, position, the save that removes it)
     chain: tuple[tuple[int, int, int], ...]
-    taken: tuple[float, ...]
-    plain: tuple[int, ...]
+    taken: tuple[float, ...]  # by save, by how many bytes all others change what is taken
+    plain: tuple[int, ...]  # by save, by how many files what is kept changes
 
     @classmethod
     def of(cls, held: Sequence[Held], n_saves: int, rest: int) -> _Past:

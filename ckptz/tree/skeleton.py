@@ -31,18 +31,13 @@ Leaf = Callable[[Any, Path], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A parsed tree.
+    """A parsed tree."""
 
-    Attributes:
-        root: plain Python values, with `Size`, `DTypeName`, `TensorRef` and `View` (or what the
-            caller made of them) at the leaves.
-        storages: names of the stored tensors that each shared storage consists of.
-        refs: every `TensorRef` and `View`, in order.
-    """
-
+    # plain Python values, with `Size`, `DTypeName`, `TensorRef` and `View` (or what the caller made of them)
+    # at the leaves
     root: Any
-    storages: tuple[tuple[str, ...], ...]
-    refs: tuple[TensorRef | View, ...]
+    storages: tuple[tuple[str, ...], ...]  # names of the stored tensors that each shared storage consists of
+    refs: tuple[TensorRef | View, ...]  # every `TensorRef` and `View`, in order
 
     def check_names(self, names: Collection[str]) -> None:
         """Require that the tree speaks of exactly the tensors `names`."""
