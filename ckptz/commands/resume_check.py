@@ -237,7 +237,7 @@ def _type_of(source: TensorSource | None) -> tuple[str | None, tuple[int, ...] |
 def _first_element(pair: Pair) -> tuple[tuple[int, ...], str, str]:
     """Index of the first element that differs, and its two values as text."""
     dtype = pair.a.dtype
-    for begin, end in chunk_bounds(pair.n_units):
+    for begin, end in chunk_bounds(pair.a.n_units):
         a, b = pair.a.units(begin, end), pair.b.units(begin, end)
         places = np.flatnonzero(a != b)
         if len(places):
