@@ -238,7 +238,7 @@ def test_one_function_publishes_files() -> None:
 DELETES = {
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.container.publish": "temporary files that got no name",
-    "ckptz.store.places": "`Place.remove`, which those below call",
+    "ckptz.store.places": "`LocalFolder.remove`, which those below call",
     "ckptz.store.remote": "downloads; and the same",
     "ckptz.store.links": "symbolic links of its own that lead nowhere",
     "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",

@@ -15,13 +15,12 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.container.byte_source import ByteSource, FileBytes
+from ckptz.container.byte_source import FILE_URL, ByteSource, FileBytes
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.store.places import LocalFolder
 
 READ_AHEAD: Final = 1 << 16  # header and index of most files are two requests
-_FILE_URL: Final = "file://"
 
 
 class _Ranges:
@@ -59,7 +58,7 @@ class _Downloaded(FileBytes):
 
 
 class UploadFolder:
-    """A folder behind an fsspec URL, whose files are finished before they are uploaded.
+    """A folder behind an fsspec URL, whose files are finished before they are uploaded; as `LocalFolder`.
 
     An object store shows an upload when it is complete. Elsewhere fsspec's transactions write aside and
     rename, where the file system implements them; where not, an upload that is cut off leaves a file that
@@ -161,11 +160,14 @@ class UploadFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def place_of(folder_or_url: str | os.PathLike[str]) -> LocalFolder | UploadFolder:
+Place = LocalFolder | UploadFolder
+
+
+def place_of(folder_or_url: str | os.PathLike[str]) -> Place:
     """Give the folder that a path or an fsspec URL such as "s3://bucket/run" names; it need not exist."""
     text = os.fspath(folder_or_url)
-    if text.startswith(_FILE_URL):
-        return LocalFolder(Path(text.removeprefix(_FILE_URL)))
+    if text.startswith(FILE_URL):
+        return LocalFolder(Path(text.removeprefix(FILE_URL)))
     return UploadFolder(text) if "://" in text else LocalFolder(Path(text))
 
 
