@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from ckptz.container.byte_source import open_bytes
 from ckptz.container.reader import Container
@@ -19,11 +18,9 @@ from ckptz.store.places import LocalFolder
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import Path_, open_file
 from ckptz.store.retention import KEEP_ALL, KeepPolicy, PruneReport, prune_folder
-from ckptz.store.runs import inode_of, is_base_name, run_files, step_of
+from ckptz.store.runs import EXACT, inode_of, is_base_name, run_files, step_of
 from ckptz.store.step_files import METRIC_KEY, StepFile
 from ckptz.store.steps import number_of
-
-RESIDUAL: Final = ".exact-"  # in the name of what makes a file of the Trainer or Lightning exact
 
 
 def prune(
@@ -77,7 +74,7 @@ class _Unit:
     @property
     def is_residual(self) -> bool:
         """Whether it makes another file exact."""
-        return RESIDUAL in self.path.name
+        return EXACT in self.path.name
 
     def remove(self) -> None:
         """Delete it."""

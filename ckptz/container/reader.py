@@ -102,11 +102,6 @@ class FrameSource(TensorSource):
         raise MissingBaseError(f"has another dtype or shape in its base {ref.title}")
 
     @property
-    def base_frame(self) -> FrameSource | None:
-        """The frame of the base tensor that this one needs, or None."""
-        return base if isinstance(base := self.base, FrameSource) else None
-
-    @property
     def lineage(self) -> tuple[TensorSource | None, tuple[tuple[FrameSource, bool], ...]]:
         """Say what a device decodes the tensor from; see `TensorSource.lineage`."""
         frames: list[tuple[FrameSource, bool]] = []
@@ -271,7 +266,7 @@ class FrameSource(TensorSource):
         for node in self.needs(False):
             frame, _ = node
             assert isinstance(frame, FrameSource)
-            if frame is not self.base_frame:
+            if frame is not self.base:
                 held[node] = Decoded(frame.chunk(index), None)
             elif (last := frame.last(index)) is not None:
                 held[node] = last

@@ -39,6 +39,7 @@ from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_toget
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError
+from ckptz.formats.torch_records import ZIP_MAGIC
 from ckptz.frameworks.plain_types import to_plain
 from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
@@ -59,6 +60,7 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
+from ckptz.store.runs import EXACT, LIGHTNING_SUFFIX
 from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
@@ -67,10 +69,7 @@ from ckptz.training.files import address_of, memory_for_last, remembering
 from ckptz.training.snapshot import check_dense
 from ckptz.tree.flatten import flatten
 
-EXACT: Final = ".exact-"  # before the same in the name of a residual
 N_REMEMBERED: Final = 8  # files of which one may become the next base
-LIGHTNING_SUFFIX: Final = ".ckpt"
-ZIP_MAGIC: Final = b"PK\x03\x04"  # of what torch itself saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

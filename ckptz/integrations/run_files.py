@@ -12,10 +12,9 @@ from pathlib import Path
 from ckptz.container.writer import Written
 from ckptz.store import weigh
 from ckptz.store.resolve import Checkpoint
+from ckptz.store.runs import Inode, inode_of
 from ckptz.store.step_files import ChainRule, Kept
 from ckptz.store.weigh import N_REMEMBERED, Estimate, Held
-
-Inode = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class RunFiles:
             before = self._files.get(newest) if newest is not None else None
             position = 1 + max(self._files[against].position, 0 if before is None else before.position)
         file = _File(written.stored_bytes, position, against)
-        inode = _inode(path)
+        inode = inode_of(path)
         self._files.pop(inode, None)  # of a file that is gone
         self._files[inode] = file
         self._saved[path] = inode
@@ -95,7 +94,7 @@ class RunFiles:
     def _learn(self, opened: Checkpoint) -> list[Inode]:
         """Take note of the files of a chain, nearest first."""
         paths = [Path(file.name) for file in opened.files]
-        chain = [_inode(path) for path in paths]
+        chain = [inode_of(path) for path in paths]
         for i in reversed(range(len(chain))):
             if chain[i] not in self._files:
                 base = chain[i + 1] if i + 1 < len(chain) else None
@@ -125,13 +124,8 @@ class RunFiles:
         return held, kept
 
 
-def _inode(path: Path) -> Inode:
-    found = path.stat()
-    return found.st_dev, found.st_ino
-
-
 def _is_there(path: Path, inode: Inode) -> bool:
     try:
-        return _inode(path) == inode
+        return inode_of(path) == inode
     except OSError:
         return False

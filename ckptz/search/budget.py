@@ -54,10 +54,6 @@ class Limit:
             return drop / self.max_drop
         return math.inf if drop > 0 else drop
 
-    def is_measurable(self, exact: Reading, noise: float) -> bool:
-        """Tell whether differences of `noise`, which say nothing, are within the limit."""
-        return noise <= self.in_units(exact)
-
 
 @dataclass(frozen=True, slots=True)
 class Budget:
