@@ -41,23 +41,17 @@ _REST: Final = ("rng", "extra", "groups", "classes")  # what a Checkpointer save
 class FirstDifference(Compared):
     """The first difference that was found; fields that do not apply are None.
 
-    Attributes:
-        part: where it is.
-        name: of a tensor or of a plain value, with dots; of losses the step.
-        position: index of the first element that differs.
-        value_a: that element, or the plain value or loss, as text, and in bits where the text is the same;
-            `value_b` in B.
-        n_differing: units that differ, most of them elements, as in `diff`; `n_units` of how many.
-        max_change: largest absolute difference of finite numbers.
+    Its name is that of a tensor or of a plain value, with dots; of losses the step.
     """
 
-    part: Part
-    position: tuple[int, ...] | None = None
+    part: Part  # where it is
+    position: tuple[int, ...] | None = None  # index of the first element that differs
+    # that element, or the plain value or loss, as text, and in bits where the text is the same
     value_a: str | None = None
     value_b: str | None = None
-    n_differing: int | None = None
-    n_units: int | None = None
-    max_change: float | None = None
+    n_differing: int | None = None  # units that differ, most of them elements, as in `diff`
+    n_units: int | None = None  # of how many
+    max_change: float | None = None  # largest absolute difference of finite numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
