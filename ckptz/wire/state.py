@@ -177,12 +177,6 @@ class LinkState:
         del self.masks[place.microbatch, place.tensor]
         return self.kernels.unpack(kept.packed, 1, plan.n)
 
-    def n_bytes(self) -> int:
-        """Count the bytes of state held now, counters aside."""
-        arrays = [slot.memory.array for slot in self._slots.values() if slot.memory is not None]
-        held = sum(4 * len(array) for array in arrays)
-        return held + sum(buffers.n_bytes for buffers in self._buffers.values())
-
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Give everything that a resumed link needs, as named arrays [n]; F32 patterns as uint32."""
         k, out = self.kernels, {}
