@@ -53,10 +53,8 @@ _UNKEPT: Final = {
     **{"builtins.set": "set", "builtins.complex": "complex", "builtins.bytearray": "bytearray"},
     **{"collections.Counter": "collections.Counter", "torch.device": "torch.device"},
     **{"torch._utils._rebuild_sparse_tensor": "sparse tensor", "torch.serialization._get_layout": "layout"},
-    **{
-        "torch._utils._rebuild_qtensor": "quantized tensor",
-        "torch._tensor._rebuild_from_type_v2": "tensor subclass",
-    },
+    **{"torch._utils._rebuild_qtensor": "quantized tensor"},
+    **{"torch._tensor._rebuild_from_type_v2": "tensor subclass"},
     **{"torch._utils._rebuild_meta_tensor_no_storage": "meta tensor"},
 }
 
@@ -75,12 +73,7 @@ def load_torch(memory: Bytes) -> Any:
             return _load_zip(memory) if head == ZIP_MAGIC else _load_legacy(memory)
     except CkptzError:
         raise
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # of torch, about what it was asked for
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:  # of torch
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise CorruptionError(f"damaged, or not a file of torch.save ({reason})") from None
 

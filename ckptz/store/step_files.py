@@ -38,9 +38,8 @@ class Kept:
         if self.last is None:
             return [ENDLESS] * len(steps)
         ages = range(len(steps), 0, -1)
-        beyond = (
-            ENDLESS if self.best else 0
-        )  # what is neither among the last nor a multiple is one of the best
+        # What is neither among the last nor a multiple is one of the best.
+        beyond = ENDLESS if self.best else 0
         return [
             ENDLESS if self._is_multiple(step) else beyond if age > self.last else self.last - age
             for step, age in zip(steps, ages, strict=True)

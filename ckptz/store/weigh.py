@@ -28,9 +28,8 @@ N_ALIKE: Final = 4  # newest files of a distance, of which the largest tells the
 HOPED: Final = 1 / 4  # of an anchor, for a delta before there was one
 INTERVALS: Final = (2, 4, 8, 16, 32)
 
-Sizes = Iterable[
-    tuple[int, int]
-]  # (saves that a file reaches back, 0 for an anchor; its bytes), oldest first
+# (saves that a file reaches back, 0 for an anchor; its bytes), oldest first
+Sizes = Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +196,14 @@ def _outlook(
     """
     largest = 0.0
     taken, plain = list(past.taken), list(past.plain)
-    chain: list[list[Any]] = [
-        [size, position, 0, gone] for size, position, gone in past.chain
-    ]  # of the newest file
+    # Of the newest file.
+    chain: list[list[Any]] = [[size, position, 0, gone] for size, position, gone in past.chain]
     for i, until in enumerate(stays):
         position = chain[-1][1] + 1 if chain else 0
         wanted = rule.base_of(position)
-        n_left = (
-            0 if wanted is None else next(n for n in range(len(chain), 0, -1) if chain[n - 1][1] <= wanted)
-        )
+        n_left = 0
+        if wanted is not None:
+            n_left = next(n for n in range(len(chain), 0, -1) if chain[n - 1][1] <= wanted)
         for size, _, born, gone in chain[n_left:]:  # nothing new is stored against these
             _add(taken, born, gone, size)
         del chain[n_left:]
