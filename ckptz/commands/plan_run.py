@@ -125,9 +125,7 @@ def _mixed(share: float) -> Measured:
 def best_interval(cost: float, between_failures: float) -> float:
     """Give the seconds between saves that lose least time (Daly, 2006, which refines Young, 1974).
 
-    Args:
-        cost: seconds that a save keeps training waiting.
-        between_failures: seconds, on average.
+    `cost` is for how long a save keeps training waiting, `between_failures` an average, both in seconds.
     """
     if cost >= 2 * between_failures:
         return between_failures

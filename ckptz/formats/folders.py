@@ -305,11 +305,8 @@ def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], l
     Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
     the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
     no restore may write such; so do outputs of ckptz, as a copy could replace the one being written, and
-    files that not every system could hold beside those before them.
-
-    Args:
-        folder: the folder.
-        taken: names at its top that are looked after elsewhere.
+    files that not every system could hold beside those before them. Names in `taken` are at the folder's top,
+    and looked after elsewhere.
     """
     carried: list[Carried] = []
     left_out: list[str] = []

@@ -144,11 +144,7 @@ class Chain:
         self._saved = [*(saved for saved in self._saved if saved != path), path][-N_REMEMBERED:]
 
     def write(self, path: Path, job: Job) -> Written:
-        """Write a file, which appears whole or not at all.
-
-        Args:
-            path: where; its folder is made.
-            job: what; the chain's own configuration holds, and its base.
+        """Write a file, which appears whole or not at all; the chain's own configuration holds, and its base.
 
         Raises:
             WriteError: the disk is full or fails; what was there stays.
@@ -300,9 +296,7 @@ def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
 def residual_of(path: Path, named: Path | None = None) -> Path:
     """Give the path of the residual of the file at `path`, whether there is one or not.
 
-    Args:
-        path: the file.
-        named: what it will be called, if it has another name now.
+    `named` is what the file will be called, if it has another name now.
     """
     named = path if named is None else named
     return named.with_name(f"{named.stem}{EXACT}{digest_of(path)}{SUFFIX}")
@@ -402,10 +396,6 @@ def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
     """Read a file that a `Chain` wrote by its residual, or as it is if there is none.
 
     A residual that fails a check is a warning, and `read` is called again with the file itself.
-
-    Args:
-        path: the file.
-        read: is given the path to read.
     """
     residual = residual_of(path)
     if residual.exists():

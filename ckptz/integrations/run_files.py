@@ -40,12 +40,9 @@ class RunFiles:
         self._is_any_gone = False
 
     def base_of_next(self, path: Path, newest: Checkpoint, anchor_every: int) -> int | None:
-        """Choose what the next file is stored against.
+        """Choose what the next file, which will be at `path`, is stored against.
 
-        Args:
-            path: where it will be.
-            newest: the newest file that is still there, open.
-            anchor_every: anchors get no further apart.
+        `newest` is the newest file that is still there, open.
 
         Returns:
             The index in the newest file's chain; None for an anchor.
@@ -69,13 +66,7 @@ class RunFiles:
         return 0 if file.base is None else file.position - self._files[file.base].position
 
     def add(self, path: Path, written: Written, base: Checkpoint | None) -> None:
-        """Take note of a file that was written.
-
-        Args:
-            path: where it is.
-            written: its size.
-            base: what it is stored against; None for an anchor.
-        """
+        """Take note of a file that was written, and of what it is stored against, None for an anchor."""
         path = path.absolute()
         newest = next(reversed(self._saved.values()), None)
         self._is_any_gone |= self._saved.pop(path, None) is not None

@@ -143,12 +143,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Lease:
-    """A lock by a file that is renewed.
-
-    Args:
-        place: the folder.
-        beat: seconds between renewals.
-        stale: seconds without a renewal after which others take it.
+    """A lock by a file that is renewed every `beat` seconds; after `stale` seconds without, others take it.
 
     Raises:
         ConfigError: another writer holds it.
@@ -232,11 +227,7 @@ Lock = FileLock | Lease
 
 
 def acquire(place: Place, folder: Path | None) -> Lock:
-    """Take the lock of a folder.
-
-    Args:
-        place: the folder.
-        folder: its path, if it is a local one; it must exist.
+    """Take the lock of a place; `folder` is its path if it is a local one, which must exist.
 
     Raises:
         ConfigError: another writer holds it.

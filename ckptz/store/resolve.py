@@ -79,11 +79,7 @@ def open_file(source: ByteSource) -> Container | PlainFile:
 
 
 def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoint:
-    """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain.
-
-    Args:
-        path: the file.
-        search_path: folders to look for bases in, after the file's own.
+    """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain, beside it or in `search_path`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -196,11 +192,7 @@ def fits(file: PlainFile, delta: Container) -> bool:
 
 
 def base_ref(base: Checkpoint, file: str | None = None) -> BaseRef:
-    """Name `base` as a new delta does.
-
-    Args:
-        base: what it is made from.
-        file: the name that the base will have, if it has another one now.
+    """Name `base` as a new delta does; `file` is the name that it will have, if it has another one now.
 
     Raises:
         ConfigError: by a name that no reader would accept.

@@ -134,13 +134,9 @@ Rules = tuple[int | None, int | None, int | None]  # last, every, best
 def keep_policy(
     *, steps: Rules, weights: Rules, lower_is_better: bool, exact: int | None = None
 ) -> KeepPolicy:
-    """Make the policy of some rules, each of which may be None; without any for steps, all stay.
+    """Make the policy of rules for whole steps, and for weights that stay without their state.
 
-    Args:
-        steps: for whole steps.
-        weights: for weights that stay without their state.
-        lower_is_better: what "best" means.
-        exact: see `KeepPolicy`.
+    Each rule may be None; without any for steps, all stay. What else there is, `KeepPolicy` says.
     """
     is_any = weights != (None, None, None)
     of_weights = KeepRules(**_fields(weights), lower_is_better=lower_is_better) if is_any else None
@@ -317,13 +313,7 @@ def _bases_of(
 def prune_folder(
     folder_or_url: Path_, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """Apply a policy to a folder that nobody writes to, as `ckptz prune` does.
-
-    Args:
-        folder_or_url: the store.
-        policy: what is kept.
-        after: remove every step after this one first, to go on from there.
-        dry_run: only say what would be done.
+    """Apply a policy to a folder that nobody writes to, as `ckptz prune` does; see `prune`.
 
     Raises:
         ConfigError: it holds no steps, or somebody writes to it.

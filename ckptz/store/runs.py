@@ -60,9 +60,7 @@ def is_base_name(path: Path) -> bool:
 def run_files(folder: Path, *, with_links: bool = False) -> list[Path]:
     """List the checkpoint files of a folder, and of the folders in it that are called after a step.
 
-    Args:
-        folder: which.
-        with_links: each by every name that it has; otherwise once.
+    Each is listed once, or `with_links` by every name that it has.
     """
     entries = list(folder.iterdir())
     for sub in [path for path in entries if step_of_folder(path) is not None and path.is_dir()]:

@@ -146,11 +146,7 @@ class StepStore:
         return False
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        """Read the index of a file for its facts.
-
-        Args:
-            file: which.
-            n_bytes: its size, as listed.
+        """Read the index of a file, of `n_bytes` as listed, for its facts.
 
         Raises:
             FormatError: it is damaged.
@@ -367,10 +363,7 @@ class StepStore:
     ) -> Iterator[tuple[Checkpoint | None, int]]:
         """Open what the next file of a kind is stored against, None for an anchor; give its position too.
 
-        Args:
-            kind: of the file.
-            rule: what files are stored against.
-            notes: is told why, if it is an anchor because the base cannot be read.
+        `notes` is told why, if it is an anchor because the base cannot be read.
         """
         base, position = None, 0
         with contextlib.ExitStack() as held:

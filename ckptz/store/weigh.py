@@ -112,14 +112,9 @@ def weighed(
 def weighed_in_folder(
     kind: FileKind, rule: ChainRule, listing: Listing, facts: Mapping[StepFile, FileFacts], written: Sizes
 ) -> ChainRule:
-    """Choose what the next file of a kind in a folder of steps is stored against.
+    """Choose what the next file of a kind, of which there is a newest one, is stored against.
 
-    Args:
-        kind: which; there is a newest file of it.
-        rule: what was asked for.
-        listing: what is there.
-        facts: of those files that can be read.
-        written: of those that this process wrote.
+    `facts` are of those files of the folder that can be read, `written` of those that this process wrote.
     """
     if rule.kept is None:
         return rule
@@ -184,11 +179,7 @@ def _outlook(
 ) -> tuple[float, float, float]:
     """Play a rule through.
 
-    Args:
-        rule: which.
-        past: what is there.
-        stays: of each coming file, the number of the save that removes it; the next is 0.
-        estimate: how large they will be.
+    `stays` has of each coming file the number of the save that removes it; the next is 0.
 
     Returns:
         The bytes that it takes on average over the coming saves, the most over plain files, and the most that

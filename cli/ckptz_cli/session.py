@@ -27,8 +27,7 @@ from ckptz_cli.streams import STDOUT
 class Session:
     """Handed to every command as the context's object.
 
-    Args:
-        args: the whole command line, so that even its own errors are shown as it asks.
+    `args` are the whole command line, so that even its own errors are shown as it asks.
     """
 
     def __init__(self, args: Sequence[str]) -> None:
