@@ -106,16 +106,11 @@ def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, 
 
 
 class Gathered:
-    """The tensors and values that one rank has to write.
-
-    Attributes:
-        tensors: sources by name in the file.
-        pieces: the same by the name of the whole tensor.
-    """
+    """The tensors and values that one rank has to write."""
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        self.tensors: dict[str, TensorSource] = {}
-        self.pieces: dict[str, list[TensorSource]] = {}
+        self.tensors: dict[str, TensorSource] = {}  # by name in the file
+        self.pieces: dict[str, list[TensorSource]] = {}  # by the name of the whole tensor
         self._records: dict[str, dict[str, Any]] = {}
         self._keys: dict[MetadataIndex, str] = {}
         self._trees: dict[str, dict[str, Any]] = {}
