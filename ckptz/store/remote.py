@@ -6,7 +6,6 @@ import contextlib
 import errno
 import importlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -46,15 +45,6 @@ class _Ranges:
 
     def close(self) -> None:
         self._read = b""
-
-
-class _Downloaded(FileBytes):
-    """A local copy that goes with the last who reads it."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        super().__init__(path)
-        self.name = name
-        path.unlink()  # the open file keeps its bytes
 
 
 class UploadFolder:
@@ -97,13 +87,11 @@ class UploadFolder:
         return int(size)
 
     def open(self, name: str) -> ByteSource:
-        handle, path = tempfile.mkstemp(prefix="ckptz-", suffix=".download")
-        os.close(handle)
-        try:
-            self._fs.get_file(self._path(name), path)
-            return _Downloaded(Path(path), self.full_name(name))
-        finally:
-            Path(path).unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=".download") as copy:
+            self._fs.get_file(self._path(name), copy.name)
+            opened = FileBytes(copy.name)  # keeps its bytes when the name goes
+        opened.name = self.full_name(name)
+        return opened
 
     def peek(self, name: str, size: int) -> ByteSource:
         ranges = _Ranges(self, name, size)
@@ -151,13 +139,10 @@ class UploadFolder:
 
     @contextlib.contextmanager
     def fetched(self, names: Iterable[str]) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(prefix="ckptz-"))
-        try:
+        with tempfile.TemporaryDirectory(prefix="ckptz-", ignore_cleanup_errors=True) as folder:
             for name in names:
-                self._fs.get_file(self._path(name), str(folder / name))
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+                self._fs.get_file(self._path(name), f"{folder}/{name}")
+            yield Path(folder)
 
 
 Place = LocalFolder | UploadFolder
