@@ -167,17 +167,14 @@ def _part_of(name: str, is_weight: bool) -> Part:
     return "weights" if is_weight and words[0] not in _REST else "rest"
 
 
-def _is_weight(name: str, source: TensorSource) -> bool:
-    return role_of(name, source.shape, source.dtype.is_float).role == "weight"
-
-
 def _compare_states(
     a: _OpenState, b: _OpenState, workers: Workers, progress: Progress
 ) -> tuple[int, FirstDifference | None]:
     """(things that are equal before the first that is not, that one)."""
     progress.start("A and B", sum(source.n_bytes for source in a.tensors.values()))
     tensors = {**a.tensors, **{name: source for name, source in b.tensors.items() if name not in a.tensors}}
-    parts = {name: _part_of(name, _is_weight(name, source)) for name, source in tensors.items()}
+    roles = {name: role_of(name, source.shape, source.dtype.is_float) for name, source in tensors.items()}
+    parts = {name: _part_of(name, role.role == "weight") for name, role in roles.items()}
     of_values = {name: _part_of(name, False) for name in [*a.values, *b.values]}
     n_equal = 0
     for part in PARTS:

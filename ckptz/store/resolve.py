@@ -45,6 +45,11 @@ class Checkpoint:
         """Deltas between this checkpoint and its anchor."""
         return self.container.index.depth if self.container else 0
 
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of its files."""
+        return [path_of(file.name) for file in self.files]
+
     def content_id(self) -> str:
         """Give the content id; a plain file is read whole for it."""
         return self.container.index.content_id if self.container else content_id_of(self.tensors)
