@@ -439,9 +439,7 @@ class Container:
         with naming(self.name):
             self.index, self.features = read_index(envelope, self.read)
         self.version = (envelope.metadata or {})[KEY_VERSION]  # of the format, as the file names it
-        self.tensors = {
-            entry.name: FrameSource(self, entry) for entry in self.index.tensors
-        }  # in stored order
+        self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
         self.inline = _inline_frames(self, self.index.inline or ())  # bases that it carries, nearest first
         if self.inline:
             self.bases = self.inline[0].tensors

@@ -87,9 +87,8 @@ class UploadFolder:
         return int(size)
 
     def open(self, name: str) -> ByteSource:
-        with tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=".download") as copy:
-            self._fs.get_file(self._path(name), copy.name)
-            opened = FileBytes(copy.name)  # keeps its bytes when the name goes
+        with self.fetched([name]) as folder:
+            opened = FileBytes(folder / name)  # keeps its bytes when the name goes
         opened.name = self.full_name(name)
         return opened
 
