@@ -79,46 +79,33 @@ __all__ = [
     "warm_up",
 ]
 
+# Where names stand that have no module of `commands` for themselves, as most verbs do.
 _HOMES: Final = {
-    "LOSSLESS": "ckptz.methods.lossless",
-    "Lossless": "ckptz.methods.lossless",
-    "KMeans": "ckptz.methods.kmeans",
-    "Grid": "ckptz.methods.grid",
-    "Moments": "ckptz.methods.state",
-    "Agreement": "ckptz.search.agreement",
-    "Budget": "ckptz.search.budget",
-    "ResumeProbe": "ckptz.search.resumption",
-    "SearchOptions": "ckptz.search_run.options",
-    "CkptzError": "ckptz.errors",
-    "Checkpointer": "ckptz.training.checkpointer",
-    "KeepPolicy": "ckptz.store.retention",
-    "KeepRules": "ckptz.store.retention",
-    "safe_open": "ckptz.api.safe_open",
-    "register": "ckptz.methods.table",
-    "compress": "ckptz.commands.compress",
-    "restore": "ckptz.commands.restore",
-    "inspect": "ckptz.commands.inspect",
-    "verify": "ckptz.commands.verify",
-    "warm_up": "ckptz.commands.warm_up",
-    "seal": "ckptz.commands.seal",
-    "resume_check": "ckptz.commands.resume_check",
-    "diff": "ckptz.commands.diff",
-    "log": "ckptz.commands.log",
-    "plan_run": "ckptz.commands.plan_run",
-    "prune": "ckptz.commands.prune",
-    "report": "ckptz.commands.report",
-    "fold": "ckptz.commands.fold",
-    "export": "ckptz.commands.fold",
-    "apply": "ckptz.commands.fold",
-    "rebase": "ckptz.commands.rebase",
+    "LOSSLESS": "methods.lossless",
+    "Lossless": "methods.lossless",
+    "KMeans": "methods.kmeans",
+    "Grid": "methods.grid",
+    "Moments": "methods.state",
+    "register": "methods.table",
+    "Agreement": "search.agreement",
+    "Budget": "search.budget",
+    "ResumeProbe": "search.resumption",
+    "SearchOptions": "search_run.options",
+    "CkptzError": "errors",
+    "Checkpointer": "training.checkpointer",
+    "KeepPolicy": "store.retention",
+    "KeepRules": "store.retention",
+    "safe_open": "api.safe_open",
+    "apply": "commands.fold",
+    "export": "commands.fold",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'ckptz' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(f"ckptz.{_HOMES.get(name, f'commands.{name}')}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

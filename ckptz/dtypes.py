@@ -59,33 +59,36 @@ class DType:
         return self.n_bytes(shape) // self.unit_bytes
 
 
+# Each with the name by which numpy and PyTorch know it, where they do.
 _ROWS: Final = (
-    DType("BOOL", 1, 8, 1, False),
-    DType("U8", 2, 8, 1, False),
-    DType("I8", 3, 8, 1, False),
-    DType("U16", 4, 16, 2, False),
-    DType("I16", 5, 16, 2, False),
-    DType("U32", 6, 32, 4, False),
-    DType("I32", 7, 32, 4, False),
-    DType("U64", 8, 64, 8, False),
-    DType("I64", 9, 64, 8, False),
-    DType("F16", 10, 16, 2, True),
-    DType("BF16", 11, 16, 2, True),
-    DType("F32", 12, 32, 4, True),
-    DType("F64", 13, 64, 8, True),
-    DType("C64", 14, 64, 4, True),
-    DType("F8_E4M3", 15, 8, 1, True),
-    DType("F8_E5M2", 16, 8, 1, True),
-    DType("F8_E4M3FNUZ", 17, 8, 1, True),
-    DType("F8_E5M2FNUZ", 18, 8, 1, True),
-    DType("F8_E8M0", 19, 8, 1, False),
-    DType("F4", 20, 4, 1, False),
-    DType("F6_E2M3", 21, 6, 1, False),
-    DType("F6_E3M2", 22, 6, 1, False),
+    (DType("BOOL", 1, 8, 1, False), "bool"),
+    (DType("U8", 2, 8, 1, False), "uint8"),
+    (DType("I8", 3, 8, 1, False), "int8"),
+    (DType("U16", 4, 16, 2, False), "uint16"),
+    (DType("I16", 5, 16, 2, False), "int16"),
+    (DType("U32", 6, 32, 4, False), "uint32"),
+    (DType("I32", 7, 32, 4, False), "int32"),
+    (DType("U64", 8, 64, 8, False), "uint64"),
+    (DType("I64", 9, 64, 8, False), "int64"),
+    (DType("F16", 10, 16, 2, True), "float16"),
+    (DType("BF16", 11, 16, 2, True), "bfloat16"),
+    (DType("F32", 12, 32, 4, True), "float32"),
+    (DType("F64", 13, 64, 8, True), "float64"),
+    (DType("C64", 14, 64, 4, True), "complex64"),
+    (DType("F8_E4M3", 15, 8, 1, True), "float8_e4m3fn"),
+    (DType("F8_E5M2", 16, 8, 1, True), "float8_e5m2"),
+    (DType("F8_E4M3FNUZ", 17, 8, 1, True), "float8_e4m3fnuz"),
+    (DType("F8_E5M2FNUZ", 18, 8, 1, True), "float8_e5m2fnuz"),
+    (DType("F8_E8M0", 19, 8, 1, False), "float8_e8m0fnu"),
+    (DType("F4", 20, 4, 1, False), "float4_e2m1fn_x2"),  # two elements in one
+    (DType("F6_E2M3", 21, 6, 1, False), None),
+    (DType("F6_E3M2", 22, 6, 1, False), None),
 )
 
-DTYPES: Final = MappingProxyType({row.name: row for row in _ROWS})
-_BY_ID: Final = MappingProxyType({row.id: row for row in _ROWS})
+DTYPES: Final = MappingProxyType({row.name: row for row, _ in _ROWS})
+_BY_ID: Final = MappingProxyType({row.id: row for row, _ in _ROWS})
+DTYPE_NAMES: Final = {row.name: name for row, name in _ROWS if name is not None}
+DTYPE_CODES: Final = {name: code for code, name in DTYPE_NAMES.items()}
 
 
 def dtype_of(name: str) -> DType:
@@ -112,29 +115,3 @@ def dtype_of_id(dtype_id: int) -> DType:
         raise UnsupportedError(
             f"dtype id {dtype_id} is not known to this version of ckptz; upgrade it"
         ) from None
-
-
-# The names by which numpy and PyTorch know what safetensors calls otherwise.
-DTYPE_NAMES: Final = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",  # two elements in one
-}
-DTYPE_CODES: Final = {name: code for code, name in DTYPE_NAMES.items()}

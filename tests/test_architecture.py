@@ -238,12 +238,11 @@ def test_one_function_publishes_files() -> None:
 DELETES = {
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.container.publish": "temporary files that got no name",
-    "ckptz.store.places": "`Place.remove`, which those below call",
-    "ckptz.store.remote": "downloads; and the same",
+    "ckptz.store.places": "`LocalFolder.remove`, which those below call",
+    "ckptz.store.remote": "the same",
     "ckptz.store.links": "symbolic links of its own that lead nowhere",
     "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",
     "ckptz.store.lock": "its own lease",
-    "ckptz_cli.streams": "its own copies of streams",
     "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",
     # Others' files, by the rule.
     "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",

@@ -305,6 +305,7 @@ import os, resource, signal, sys
 from pathlib import Path
 import torch
 from ckptz.tree import unflatten as spool  # noqa: E402
+from ckptz.container.publish import publish
 from ckptz.formats import torch_files  # noqa: E402
 from ckptz.tree.flatten import flatten
 folder = Path(sys.argv[1])
@@ -315,7 +316,8 @@ if sys.argv[2] == "save":
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     if sys.argv[2] == "save":
-        torch_files.save_state(folder / "out.pt", state)
+        with publish(folder / "out.pt") as file:
+            torch_files.dump_state(file, state, folder / "out.pt")
     else:
         torch_files.write(folder / "out.pt", flat.tensors, flat.tree)
 except OSError as error:

@@ -267,7 +267,7 @@ def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
                 received = dst.receive(direction, message, dtype_of("F32"), SHAPE, Place(step))
             sent = other.send(direction, units, dtype_of("F32"), SHAPE, Place(step))
             assert np.array_equal(message.cpu().numpy(), sent.message)
-            assert np.array_equal(from_torch(received, np.uint32), sent.received)
+            assert np.array_equal(from_torch(received, np.uint32), sent.decode())
     first.check()
     second.check()
 
@@ -617,7 +617,8 @@ def test_the_formula_for_memory_is_what_a_link_holds() -> None:
         for microbatch in range(3):
             units = f32_units(np.ones(N))
             across(pair, units, Place(0, microbatch, 0, np.arange(5) + 5 * microbatch))
-        held = tuple(end.state.n_bytes() for end in pair)
+        entries = [end.state_dict().items() for end in pair]
+        held = tuple(sum(a.nbytes for name, a in of if name.endswith(("state", "rows"))) for of in entries)
         policy = LinkPolicy(forward=TopK(0.1), feedback=feedback)
         words = describe_memory(policy, SHAPE, n_microbatches=3, n_samples=15).splitlines()[0]
         assert ("no state" if feedback is None else f"{held[0]} bytes at the sender, {held[1]} at") in words

@@ -87,13 +87,7 @@ def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
 def read_tensors(
     sources: Mapping[str, FrameSource], framework: Framework, jobs: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Read whole tensors, in order: yields (name, tensor).
-
-    Args:
-        sources: by name.
-        framework: makes the tensors.
-        jobs: threads, all cores by default.
-    """
+    """Read whole tensors by name, in order, on `jobs` threads: yields (name, tensor)."""
     decoder = framework.decoder
     if decoder is None:
         yield from _read_here(sources, framework, jobs)

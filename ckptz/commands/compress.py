@@ -278,11 +278,9 @@ def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
 def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
     checkpoint = open_checkpoint(path, search_path)
     try:
-        stamps = _stamps(path_of(file.name) for file in checkpoint.files)
+        stamps, close = _stamps(checkpoint.paths), checkpoint.close
         metadata = base_metadata(checkpoint)
-        return _Base(
-            base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, checkpoint.close, metadata
-        )
+        return _Base(base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, close, metadata)
     except BaseException:
         checkpoint.close()
         raise
@@ -341,7 +339,7 @@ def _check_restorable(opened: Input) -> None:
 def _files_of(opened: Input, source: Path) -> list[Path]:
     """Name the files that hold the tensors of an input."""
     if opened.checkpoint is not None:
-        return [path_of(file.name) for file in opened.checkpoint.files]
+        return opened.checkpoint.paths
     if opened.kind == "dcp":
         return dcp_files(source)
     shards = opened.sharding.shards if opened.sharding else ()

@@ -32,82 +32,55 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One tensor of A and B.
+    """One tensor of A and B."""
 
-    Attributes:
-        name: its name.
-        kind: whether it is bit for bit equal, and if not, what differs. "retyped" has another dtype and
-            the same shape.
-        dtype_a: safetensors' code in A, `dtype_b` in B; None for what is no tensor there.
-        shape_a: dimensions in A, `shape_b` in B.
-    """
-
-    name: str
+    name: str  # its name
+    # whether it is bit for bit equal, and if not, what differs. "retyped" has another dtype and the same
+    # shape
     kind: Difference
-    dtype_a: str | None = None
+    dtype_a: str | None = None  # safetensors' code in A, `dtype_b` in B; None for what is no tensor there
     dtype_b: str | None = None
-    shape_a: tuple[int, ...] | None = None
+    shape_a: tuple[int, ...] | None = None  # dimensions in A, `shape_b` in B
     shape_b: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff(Compared):
-    """One tensor. Changes are from A to B; where they are not known or do not apply they are None.
+    """One tensor. Changes are from A to B; where they are not known or do not apply they are None."""
 
-    Attributes:
-        changed_share: share of the units, most of them elements, with other bits; of a retyped tensor with
-            another value.
-        max_change: largest absolute difference.
-        rms_change: root of the mean square of the differences.
-        relative_change: the same relative to the root mean square of A.
-        n_not_finite: units that are an infinity or NaN on either side, which changes leave out; 0 for equal
-            tensors, which need not be looked at.
-        codes_moved: share of the units whose code of the quantization map is another, if both sides are
-            stored by maps without a predictor.
-    """
-
+    # share of the units, most of them elements, with other bits; of a retyped tensor with another value
     changed_share: float | None = None
-    max_change: float | None = None
-    rms_change: float | None = None
-    relative_change: float | None = None
+    max_change: float | None = None  # largest absolute difference
+    rms_change: float | None = None  # root of the mean square of the differences
+    relative_change: float | None = None  # the same relative to the root mean square of A
+    # units that are an infinity or NaN on either side, which changes leave out; 0 for equal tensors, which
+    # need not be looked at
     n_not_finite: int = 0
+    # share of the units whose code of the quantization map is another, if both sides are stored by maps
+    # without a predictor
     codes_moved: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Shown):
-    """All differences between two checkpoints.
+    """All differences between two checkpoints."""
 
-    Attributes:
-        first: A.
-        second: B.
-        is_equal: whether names, dtypes, shapes and all bits of the tensors are the same.
-        has_same_metadata: whether the user's own metadata are.
-        n_tensors: tensors of both together.
-        n_equal: those that are bit for bit the same.
-        n_changed: those with other values, dtypes or shapes.
-        n_only_a: those that only A has; `n_only_b` those that only B has.
-        changed_share: share of changed units among all that could be compared; None if there are none.
-        max_change: largest absolute difference.
-        relative_change: rms change relative to rms, over the tensors that changed and have numbers.
-        tensors: one entry each, sorted as asked.
-        seconds: time taken.
-    """
-
-    first: str
-    second: str
-    is_equal: bool
-    has_same_metadata: bool
-    n_tensors: int
-    n_equal: int
-    n_changed: int
-    n_only_a: int
+    first: str  # A
+    second: str  # B
+    is_equal: bool  # whether names, dtypes, shapes and all bits of the tensors are the same
+    has_same_metadata: bool  # whether the user's own metadata are
+    n_tensors: int  # tensors of both together
+    n_equal: int  # those that are bit for bit the same
+    n_changed: int  # those with other values, dtypes or shapes
+    n_only_a: int  # those that only A has; `n_only_b` those that only B has
     n_only_b: int
+    # share of changed units among all that could be compared; None if there are none
     changed_share: float | None
-    max_change: float | None
+    max_change: float | None  # largest absolute difference
+    # rms change relative to rms, over the tensors that changed and have numbers
     relative_change: float | None
-    tensors: tuple[TensorDiff, ...]
-    seconds: float
+    tensors: tuple[TensorDiff, ...]  # one entry each, sorted as asked
+    seconds: float  # time taken
 
 
 def diff(
@@ -143,7 +116,7 @@ def diff(
         b = held.enter_context(contextlib.closing(open_any(path_of(second), paths(search_path))))
         workers = held.enter_context(Workers(jobs))
         pairs = [Pair(name, one, b.tensors[name]) for name, one in a.tensors.items() if name in b.tensors]
-        progress.start(f"{a.name} and {b.name}", sum(pair.n_bytes for pair in pairs if pair.is_read))
+        progress.start(f"{a.name} and {b.name}", sum(pair.a.n_bytes for pair in pairs if pair.is_read))
         sums = sums_of(pairs, workers, progress)
         diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
         diffs += [_only(name, "only in A", a.tensors[name]) for name in a.tensors if name not in b.tensors]
@@ -182,22 +155,8 @@ class Pair:
         if self.is_same_type:
             return not self.is_known_equal
         has_numbers = self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
-        return has_numbers and tuple(self.a.shape) == tuple(self.b.shape) and self.n_units == self.n_units_b
-
-    @property
-    def n_units(self) -> int:
-        """Units of the tensor in A."""
-        return self.a.n_units
-
-    @property
-    def n_units_b(self) -> int:
-        """Units of the tensor in B."""
-        return self.b.n_units
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the tensor in A."""
-        return self.a.n_bytes
+        is_same_shape = tuple(self.a.shape) == tuple(self.b.shape)
+        return has_numbers and is_same_shape and self.a.n_units == self.b.n_units
 
 
 @dataclass(slots=True)
@@ -227,11 +186,7 @@ class Sums:
         self.n_codes_moved += other.n_codes_moved
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkPair:
-    pair: Pair
-    begin: int
-    end: int
+_Chunk = tuple[Pair, int, int]  # units begin..end of both sides
 
 
 def sums_of(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> dict[str, Sums]:
@@ -239,43 +194,43 @@ def sums_of(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> dict
     sums = {pair.name: Sums() for pair in pairs}
     for pair in pairs:
         if not pair.is_read:
-            sums[pair.name].n_units = pair.n_units if pair.is_same_type else 0
-    for task, found in workers.map(_compare, _chunk_pairs(pairs)):
-        sums[task.pair.name].add(found)
-        progress.advance((task.end - task.begin) * task.pair.a.dtype.unit_bytes)
+            sums[pair.name].n_units = pair.a.n_units if pair.is_same_type else 0
+    for pair, found in workers.map(_compare, _chunks(pairs)):
+        sums[pair.name].add(found)
+        progress.advance(found.n_units * pair.a.dtype.unit_bytes)
     return sums
 
 
-def _chunk_pairs(pairs: Iterable[Pair]) -> Iterator[_ChunkPair]:
+def _chunks(pairs: Iterable[Pair]) -> Iterator[_Chunk]:
     for pair in pairs:
         for source in (pair.a, pair.b):
             check_empty(source)
         if pair.is_read:
-            for begin, end in chunk_bounds(pair.n_units):
-                yield _ChunkPair(pair, begin, end)
+            for begin, end in chunk_bounds(pair.a.n_units):
+                yield pair, begin, end
 
 
 # --- one chunk ----------------------------------------------------------------------------------
 
 
-def _compare(task: _ChunkPair) -> tuple[_ChunkPair, Sums]:
-    pair, sums = task.pair, Sums(n_units=task.end - task.begin)
-    codes = _both_codes(task)
+def _compare(chunk: _Chunk) -> tuple[Pair, Sums]:
+    pair, begin, end = chunk
+    sums, codes = Sums(n_units=end - begin), _both_codes(*chunk)
     if codes is not None:
         sums.n_codes, sums.n_codes_moved = len(codes[0]), int(np.count_nonzero(codes[0] != codes[1]))
-    a, b = _both_units(task)
+    a, b = _both_units(*chunk)
     has_numbers = pair.a.dtype.name in NUMBERS and pair.b.dtype.name in NUMBERS
     if pair.is_same_type and a is not b:
         sums.n_changed = int(np.count_nonzero(a != b))
     if has_numbers:
         _add_numbers(sums, pair, NUMBERS[pair.a.dtype.name](a), NUMBERS[pair.b.dtype.name](b))
-    return task, sums
+    return pair, sums
 
 
-def _both_units(task: _ChunkPair) -> tuple[Units, Units]:
+def _both_units(pair: Pair, begin: int, end: int) -> tuple[Units, Units]:
     """The units of both sides; the same array twice if the checksums say that they are equal."""
-    (a, b), (begin, end) = (task.pair.a, task.pair.b), (task.begin, task.end)
-    if not task.pair.is_same_type:
+    a, b = pair.a, pair.b
+    if not pair.is_same_type:
         return a.units(begin, end), b.units(begin, end)
     in_a, in_b = _recorded(a, begin), _recorded(b, begin)
     if in_a is None and in_b is None:
@@ -294,17 +249,17 @@ def _recorded(source: TensorSource, begin: int) -> int | None:
     return source.header.chunks[begin // CHUNK_UNITS].decoded if isinstance(source, FrameSource) else None
 
 
-def _both_codes(task: _ChunkPair) -> tuple[Codes, Codes] | None:
+def _both_codes(pair: Pair, begin: int, end: int) -> tuple[Codes, Codes] | None:
     """The codes of both sides, if both stand for values of a map, and not for steps from a predictor."""
     found = []
-    for source in (task.pair.a, task.pair.b):
-        if not task.pair.is_same_type or not isinstance(source, FrameSource):
+    for source in (pair.a, pair.b):
+        if not pair.is_same_type or not isinstance(source, FrameSource):
             return None
         plan = source.header.plan
         if plan.quant_map is None or plan.predictor is not Predictor.ZERO:
             return None
         found.append(source)
-    a, b = (source.codes(task.begin, task.end) for source in found)
+    a, b = (source.codes(begin, end) for source in found)
     assert a is not None
     assert b is not None
     return a, b

@@ -134,7 +134,7 @@ def fold(
     with contextlib.ExitStack() as held:
         first = held.enter_context(contextlib.closing(open_checkpoint(first_path, paths(search_path))))
         last = held.enter_context(contextlib.closing(open_checkpoint(last_path, paths(search_path))))
-        check_target(output, _files(first, last), force=force)
+        check_target(output, [*first.paths, *last.paths], force=force)
         workers = held.enter_context(Workers(jobs))
         progress.start(last.name, tensor_bytes(last.tensors))
         with naming_output(output), publish(output, [last_path]) as sink:
@@ -187,7 +187,7 @@ def export(
         contextlib.closing(open_checkpoint(path, paths(search_path))) as checkpoint,
         Workers(jobs) as workers,
     ):
-        check_target(output, _files(checkpoint), force=force)
+        check_target(output, checkpoint.paths, force=force)
         progress.start(checkpoint.name, tensor_bytes(checkpoint.tensors))
         with naming_output(output), publish(output, [path]) as sink:
             if output.suffix == SUFFIX:
@@ -228,7 +228,7 @@ def apply(
     with contextlib.ExitStack() as held:
         held.enter_context(contextlib.closing(opened := open_checkpoint(base, paths(search_path))))
         container = held.enter_context(contextlib.closing(_open_delta(delta)))
-        read = [*_files(opened), delta]
+        read = [*opened.paths, delta]
         target = base if output is None else output
         if output is not None:
             check_target(output, read, force=force)
@@ -274,10 +274,6 @@ def _check_base(container: Container, base: Checkpoint) -> None:
 def _write_plain(sink: BinaryIO, checkpoint: Checkpoint, workers: Workers, progress: Progress) -> None:
     chunks = decoded_chunks(checkpoint.tensors, workers, progress)
     write_plain(sink, plain_regions(checkpoint.tensors), checkpoint.metadata, chunks)
-
-
-def _files(*checkpoints: Checkpoint) -> list[Path]:
-    return [path_of(file.name) for checkpoint in checkpoints for file in checkpoint.files]
 
 
 def _report(

@@ -121,13 +121,7 @@ def _require_container(file: Container | PlainFile, path: Path) -> Container:
 
 
 def described(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:
-    """Describe an open file.
-
-    Args:
-        container: the file.
-        checkpoint: it with its bases; None where they cannot be opened.
-        broken: why not, or None.
-    """
+    """Describe an open file; `checkpoint` is None if its bases cannot be opened, and `broken` says why."""
     index = container.index
     levels: list[Level] = []  # every checkpoint of the chain, as files or within them, nearest first
     for file in checkpoint.files if checkpoint else (container,):

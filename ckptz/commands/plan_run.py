@@ -16,19 +16,12 @@ MAX_BYTES: Final = 1 << 62  # of a state
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Costs of a way to save, for a whole state in fp32: weights and both of Adam's moments.
+    """Costs of a way to save, for a whole state in fp32: weights and both of Adam's moments."""
 
-    Attributes:
-        ratio: raw bytes by stored ones, average of a run's chain.
-        encode: raw bytes that a core encodes a second.
-        decode: raw bytes that a core restores a second.
-        blocks: training waits until the file is written, not for a copy in memory alone.
-    """
-
-    ratio: float = 1.0
-    encode: float = math.inf
-    decode: float = math.inf
-    blocks: bool = False
+    ratio: float = 1.0  # raw bytes by stored ones, average of a run's chain
+    encode: float = math.inf  # raw bytes that a core encodes a second
+    decode: float = math.inf  # raw bytes that a core restores a second
+    blocks: bool = False  # training waits until the file is written, not for a copy in memory alone
 
 
 # From bench/results: ratios of demo.csv, speeds of lossless_speeds.csv (files of fp32) and of whole_state.csv
@@ -47,63 +40,38 @@ MODES: Final[Mapping[str, tuple[Measured, ...]]] = {  # the files that a save wr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModePlan:
-    """The costs of one way to save.
+    """The costs of one way to save."""
 
-    Attributes:
-        mode: its name.
-        ratio: raw bytes by bytes on disk, of what is kept.
-        bytes_a_save: written by a save.
-        bytes_a_day: written in a day.
-        bytes_kept: on disk, once as many steps are there as are kept.
-        stall_seconds: a save keeps training waiting.
-        safe_seconds: from the start of a save until its last byte is stored.
-        core_hours_a_day: spent on encoding, all nodes together.
-        restore_seconds: from the store into the memory of all nodes.
-        lost_seconds: of training, by a failure: half an interval, the save under way, restore and restart.
-        overhead: share of the time that stalls and failures take, at the interval given.
-        best_interval: seconds between saves at which that is least.
-        best_overhead: the same share then.
-    """
-
-    mode: str
-    ratio: float
-    bytes_a_save: float
-    bytes_a_day: float
-    bytes_kept: float
-    stall_seconds: float
-    safe_seconds: float
-    core_hours_a_day: float
-    restore_seconds: float
+    mode: str  # its name
+    ratio: float  # raw bytes by bytes on disk, of what is kept
+    bytes_a_save: float  # written by a save
+    bytes_a_day: float  # written in a day
+    bytes_kept: float  # on disk, once as many steps are there as are kept
+    stall_seconds: float  # a save keeps training waiting
+    safe_seconds: float  # from the start of a save until its last byte is stored
+    core_hours_a_day: float  # spent on encoding, all nodes together
+    restore_seconds: float  # from the store into the memory of all nodes
+    # of training, by a failure: half an interval, the save under way, restore and restart
     lost_seconds: float
-    overhead: float
-    best_interval: float
-    best_overhead: float
+    overhead: float  # share of the time that stalls and failures take, at the interval given
+    best_interval: float  # seconds between saves at which that is least
+    best_overhead: float  # the same share then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan(Shown):
-    """Costs of the checkpoints of a training job, by the way they are saved.
+    """Costs of the checkpoints of a training job, by the way they are saved."""
 
-    Attributes:
-        state_bytes: raw bytes of a checkpoint.
-        modes: the costs, from plain files to the smallest.
-    """
-
-    state_bytes: float
-    modes: tuple[ModePlan, ...]
+    state_bytes: float  # raw bytes of a checkpoint
+    modes: tuple[ModePlan, ...]  # the costs, from plain files to the smallest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """The arguments of `plan_run`, in bytes and seconds.
+    """The arguments of `plan_run`, in bytes and seconds."""
 
-    Attributes:
-        state: of a checkpoint.
-        bf16: share of these bytes that bf16 weights are.
-    """
-
-    state: float
-    bf16: float
+    state: float  # of a checkpoint
+    bf16: float  # share of these bytes that bf16 weights are
     interval: float
     nodes: int
     cores: int
@@ -157,9 +125,7 @@ def _mixed(share: float) -> Measured:
 def best_interval(cost: float, between_failures: float) -> float:
     """Give the seconds between saves that lose least time (Daly, 2006, which refines Young, 1974).
 
-    Args:
-        cost: seconds that a save keeps training waiting.
-        between_failures: seconds, on average.
+    `cost` is for how long a save keeps training waiting, `between_failures` an average, both in seconds.
     """
     if cost >= 2 * between_failures:
         return between_failures

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from ckptz.container.byte_source import open_bytes
 from ckptz.container.reader import Container
@@ -19,11 +18,9 @@ from ckptz.store.places import LocalFolder
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import Path_, open_file
 from ckptz.store.retention import KEEP_ALL, KeepPolicy, PruneReport, prune_folder
-from ckptz.store.runs import inode_of, is_base_name, run_files, step_of
+from ckptz.store.runs import EXACT, inode_of, is_base_name, run_files, step_of
 from ckptz.store.step_files import METRIC_KEY, StepFile
 from ckptz.store.steps import number_of
-
-RESIDUAL: Final = ".exact-"  # in the name of what makes a file of the Trainer or Lightning exact
 
 
 def prune(
@@ -58,27 +55,16 @@ def prune(
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
-    """What goes as one: a file, or a folder that is called after a step.
+    """What goes as one: a file, or a folder that is called after a step."""
 
-    Attributes:
-        name: within the run.
-        path: where it is.
-        files: the checkpoint files in it.
-        step: its step, or None.
-        ids: content ids of what it holds.
-        base_ids: those of what it is stored against and does not hold itself.
-        metric: as it was recorded, or None.
-        error: why it cannot be read, or None.
-    """
-
-    name: str
-    path: Path
-    files: tuple[Path, ...]
-    step: int | None
-    ids: frozenset[str] = frozenset()
-    base_ids: frozenset[str] = frozenset()
-    metric: float | None = None
-    error: Exception | None = None
+    name: str  # within the run
+    path: Path  # where it is
+    files: tuple[Path, ...]  # the checkpoint files in it
+    step: int | None  # its step, or None
+    ids: frozenset[str] = frozenset()  # content ids of what it holds
+    base_ids: frozenset[str] = frozenset()  # those of what it is stored against and does not hold itself
+    metric: float | None = None  # as it was recorded, or None
+    error: Exception | None = None  # why it cannot be read, or None
 
     @property
     def is_checkpoint(self) -> bool:
@@ -88,7 +74,7 @@ class _Unit:
     @property
     def is_residual(self) -> bool:
         """Whether it makes another file exact."""
-        return RESIDUAL in self.path.name
+        return EXACT in self.path.name
 
     def remove(self) -> None:
         """Delete it."""

@@ -88,7 +88,7 @@ def rebase(
             raise FormatError(f"{checkpoint.name}: {what}")
         target = path if output is None else output
         if output is not None:
-            check_target(output, [path_of(file.name) for file in checkpoint.files], force=force)
+            check_target(output, checkpoint.paths, force=force)
         tensors, bases = standing_alone(checkpoint)
         n_decoded = tensor_bytes(checkpoint.tensors)
         is_changed = output is not None or container.outer_base is not None

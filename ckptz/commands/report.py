@@ -118,19 +118,19 @@ def report(
     """
     loaded()
     given = [paths_] if isinstance(paths_, str | Path) or not isinstance(paths_, Sequence) else paths_
-    wanted = _Wanted.of(paths(given))
+    folders, files, documents = _by_kind(paths(given))
     if output is not None:
-        _check_output(Path(output), wanted.files, force)
-    made = _Maker(wanted, paths(search_path), tell or (lambda error: None))
+        _check_output(Path(output), files, force)
+    made = _Maker(files, paths(search_path), tell or (lambda error: None))
     compared = made.compared(jobs, progress)
     searched = [SearchedFile(output=one.output, search=one.search) for one in searches if one.search]
     found = PageReport(
         output=None if output is None else str(output),
         paths=tuple(map(str, given)),
-        runs=tuple(map(made.run, wanted.folders)),
-        files=tuple(made.files()),
+        runs=tuple(map(made.run, folders)),
+        files=tuple(made.files(is_alone=len(files) == 1 and not folders)),
         diff=compared,
-        searches=(*_searches(wanted.documents), *searched),
+        searches=(*_searches(documents), *searched),
         histograms=tuple(made.histograms(histograms)),
         problems=tuple(made.problems),
     )
@@ -148,24 +148,16 @@ def _check_output(output: Path, read: Sequence[Path], force: bool) -> None:
     check_target(output, read, force=force)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What was asked for, by kind."""
-
-    folders: list[Path]
-    files: list[Path]
-    documents: list[Path]
-
-    @classmethod
-    def of(cls, given: Sequence[Path]) -> _Wanted:
-        folders = [path for path in given if path.is_dir()]
-        others = [path for path in given if not path.is_dir()]
-        documents = [path for path in others if path.suffix == ".json"]
-        files = [path for path in others if path.suffix != ".json"]
-        plain = [path for path in files if path.suffix != SUFFIX]
-        if plain and len(files) != 2:
-            raise ConfigError(f"{plain[0]}: is no .ckptz file; to compare it, give one other file with it")
-        return cls(folders, files, documents)
+def _by_kind(given: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]:
+    """Folders, files of tensors, and documents."""
+    folders = [path for path in given if path.is_dir()]
+    others = [path for path in given if not path.is_dir()]
+    documents = [path for path in others if path.suffix == ".json"]
+    files = [path for path in others if path.suffix != ".json"]
+    plain = [path for path in files if path.suffix != SUFFIX]
+    if plain and len(files) != 2:
+        raise ConfigError(f"{plain[0]}: is no .ckptz file; to compare it, give one other file with it")
+    return folders, files, documents
 
 
 # --- what was read ------------------------------------------------------------------------------
@@ -174,10 +166,9 @@ class _Wanted:
 class _Maker:
     """Reads what was asked for, and keeps what went wrong."""
 
-    def __init__(self, wanted: _Wanted, search_path: Sequence[Path], tell: Tell) -> None:
-        self._wanted, self._search_path, self._tell = wanted, search_path, tell
-        self._inside: list[Path] = [path for path in wanted.files if path.suffix == SUFFIX]
-        self._is_alone = len(wanted.files) == 1 and not wanted.folders
+    def __init__(self, named: list[Path], search_path: Sequence[Path], tell: Tell) -> None:
+        self._named, self._search_path, self._tell = named, search_path, tell
+        self._inside: list[Path] = [path for path in named if path.suffix == SUFFIX]
         self.problems: list[str] = []
 
     def _note(self, error: Exception) -> None:
@@ -194,22 +185,22 @@ class _Maker:
         self._inside += sorted(last) if newest and newest[0] else sorted(last)[-1:]
         return found
 
-    def files(self) -> Iterator[InspectReport]:
-        """Look into files; of several, those that are damaged are told of."""
+    def files(self, *, is_alone: bool) -> Iterator[InspectReport]:
+        """Look into files; a damaged one is told of, and raises only if it was asked for alone."""
         for path in dict.fromkeys(self._inside):
             try:
                 yield inspect(path, search_path=self._search_path)
             except (CkptzError, OSError) as error:
-                if self._is_alone:
+                if is_alone:
                     raise
                 self._note(error)
 
     def compared(self, jobs: int | None, progress: Progress) -> DiffReport | None:
         """Compare two files."""
-        if len(self._wanted.files) != 2:
+        if len(self._named) != 2:
             return None
         try:
-            return diff(*self._wanted.files, jobs=jobs, search_path=self._search_path, progress=progress)
+            return diff(*self._named, jobs=jobs, search_path=self._search_path, progress=progress)
         except CkptzError as error:
             self._note(error)
             return None
@@ -220,11 +211,11 @@ class _Maker:
         Raises:
             ConfigError: no tensor has such a name.
         """
-        files = list(dict.fromkeys([*self._inside, *self._wanted.files])) if patterns else []
+        files = list(dict.fromkeys([*self._inside, *self._named])) if patterns else []
         n = 0
         with contextlib.ExitStack() as held:
             opened = [held.enter_context(contextlib.closing(open_input(f, self._search_path))) for f in files]
-            first = opened[0].tensors if opened and len(self._wanted.files) == 2 else {}
+            first = opened[0].tensors if opened and len(self._named) == 2 else {}
             for file in opened:
                 wanted = [name for name in file.tensors if any(fnmatchcase(name, p) for p in patterns)]
                 for name in wanted[: MAX_HISTOGRAMS - n]:

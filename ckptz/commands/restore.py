@@ -147,7 +147,7 @@ def _kind_of(opened: Input, asked: OutputKind | None) -> Written:
 def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *, force: bool) -> Path:
     """The file or folder to write; nothing in its place may be lost."""
     assert opened.checkpoint is not None
-    read = [path_of(file.name) for file in opened.checkpoint.files]
+    read = opened.checkpoint.paths
     if kind == "dcp":
         target = beside(path) / f"{stem_of(path)}.dcp" if output is None else output
         if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -41,44 +41,30 @@ _REST: Final = ("rng", "extra", "groups", "classes")  # what a Checkpointer save
 class FirstDifference(Compared):
     """The first difference that was found; fields that do not apply are None.
 
-    Attributes:
-        part: where it is.
-        name: of a tensor or of a plain value, with dots; of losses the step.
-        position: index of the first element that differs.
-        value_a: that element, or the plain value or loss, as text, and in bits where the text is the same;
-            `value_b` in B.
-        n_differing: units that differ, most of them elements, as in `diff`; `n_units` of how many.
-        max_change: largest absolute difference of finite numbers.
+    Its name is that of a tensor or of a plain value, with dots; of losses the step.
     """
 
-    part: Part
-    position: tuple[int, ...] | None = None
+    part: Part  # where it is
+    position: tuple[int, ...] | None = None  # index of the first element that differs
+    # that element, or the plain value or loss, as text, and in bits where the text is the same
     value_a: str | None = None
     value_b: str | None = None
-    n_differing: int | None = None
-    n_units: int | None = None
-    max_change: float | None = None
+    n_differing: int | None = None  # units that differ, most of them elements, as in `diff`
+    n_units: int | None = None  # of how many
+    max_change: float | None = None  # largest absolute difference of finite numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport(Shown):
-    """The comparison of two states, or of two records of losses.
+    """The comparison of two states, or of two records of losses."""
 
-    Attributes:
-        first: A.
-        second: B.
-        is_equal: whether nothing differs.
-        n_equal: tensors and plain values, or steps, that were found equal before anything differed.
-        difference: the first one, in the order weights, optimizer, rest, each as A stores it; or None.
-        seconds: time taken.
-    """
-
-    first: str
-    second: str
-    is_equal: bool
-    n_equal: int
+    first: str  # A
+    second: str  # B
+    is_equal: bool  # whether nothing differs
+    n_equal: int  # tensors and plain values, or steps, that were found equal before anything differed
+    # the first one, in the order weights, optimizer, rest, each as A stores it; or None
     difference: FirstDifference | None
-    seconds: float
+    seconds: float  # time taken
 
 
 def resume_check(
@@ -181,17 +167,14 @@ def _part_of(name: str, is_weight: bool) -> Part:
     return "weights" if is_weight and words[0] not in _REST else "rest"
 
 
-def _is_weight(name: str, source: TensorSource) -> bool:
-    return role_of(name, source.shape, source.dtype.is_float).role == "weight"
-
-
 def _compare_states(
     a: _OpenState, b: _OpenState, workers: Workers, progress: Progress
 ) -> tuple[int, FirstDifference | None]:
     """(things that are equal before the first that is not, that one)."""
     progress.start("A and B", sum(source.n_bytes for source in a.tensors.values()))
     tensors = {**a.tensors, **{name: source for name, source in b.tensors.items() if name not in a.tensors}}
-    parts = {name: _part_of(name, _is_weight(name, source)) for name, source in tensors.items()}
+    roles = {name: role_of(name, source.shape, source.dtype.is_float) for name, source in tensors.items()}
+    parts = {name: _part_of(name, role.role == "weight") for name, role in roles.items()}
     of_values = {name: _part_of(name, False) for name in [*a.values, *b.values]}
     n_equal = 0
     for part in PARTS:
@@ -245,7 +228,7 @@ def _type_of(source: TensorSource | None) -> tuple[str | None, tuple[int, ...] |
 def _first_element(pair: Pair) -> tuple[tuple[int, ...], str, str]:
     """Index of the first element that differs, and its two values as text."""
     dtype = pair.a.dtype
-    for begin, end in chunk_bounds(pair.n_units):
+    for begin, end in chunk_bounds(pair.a.n_units):
         a, b = pair.a.units(begin, end), pair.b.units(begin, end)
         places = np.flatnonzero(a != b)
         if len(places):

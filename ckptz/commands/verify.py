@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.codec.units import TensorSource, n_chunks_of
 from ckptz.codec.values import KINDS
@@ -23,6 +23,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
+from ckptz.kernels.floats import Units
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
@@ -33,45 +34,19 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Shown):
-    """Counts of all that `verify` found to be right.
+    """Counts of all that `verify` found to be right."""
 
-    Attributes:
-        file: the file.
-        chain: the files that its tensors depend on, nearest first.
-        n_tensors: tensors decoded.
-        n_chunks: chunks whose stored bytes were checked, in all files of the chain.
-        tensor_bytes: bytes decoded.
-        content_id: identity of the values.
-        against: the checkpoint compared with.
-        n_lossy: tensors that were compared by their recorded errors instead of bit for bit.
-        seal: of files that are not ours, the seal that they were held against.
-        n_sealed_files: files that it speaks of.
-        seconds: time taken.
-    """
-
-    file: str
-    chain: tuple[str, ...]
-    n_tensors: int
-    n_chunks: int
-    tensor_bytes: int
-    content_id: str
-    against: str | None
-    n_lossy: int
-    seconds: float
-    seal: str | None = None
-    n_sealed_files: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """One chunk to be decoded and compared."""
-
-    name: str
-    source: TensorSource
-    original: TensorSource | None
-    begin: int
-    end: int
-    max_abs_error: float | None = None
+    file: str  # the file
+    chain: tuple[str, ...]  # the files that its tensors depend on, nearest first
+    n_tensors: int  # tensors decoded
+    n_chunks: int  # chunks whose stored bytes were checked, in all files of the chain
+    tensor_bytes: int  # bytes decoded
+    content_id: str  # identity of the values
+    against: str | None  # the checkpoint compared with
+    n_lossy: int  # tensors that were compared by their recorded errors instead of bit for bit
+    seconds: float  # time taken
+    seal: str | None = None  # of files that are not ours, the seal that they were held against
+    n_sealed_files: int = 0  # files that it speaks of
 
 
 def verify(
@@ -118,7 +93,7 @@ def verify(
         n_bytes = sum(t.n_bytes for t in checkpoint.tensors.values())
         progress.start(checkpoint.name, n_bytes)
         n_chunks = check_stored_bytes(checkpoint, workers)
-        for done in workers.map(_decode_and_compare, _chunks(checkpoint, originals)):
+        for done in workers.map(lambda check: check(), _checks(checkpoint, originals)):
             progress.advance(done)
         return VerifyReport(
             file=checkpoint.name,
@@ -169,12 +144,13 @@ def _check_stored(frame: FrameSource) -> int:
     return n_chunks
 
 
-def _chunks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[_Chunk]:
+def _checks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[Callable[[], int]]:
+    """What decodes each chunk and compares it, and gives its bytes."""
     for name, source in checkpoint.tensors.items():
         check_empty(source)
+        where = f"{checkpoint.name}: tensor {name!r}"
         for begin, end in source.chunk_bounds():
-            where, error = f"{checkpoint.name}: tensor {name!r}", _recorded_error(source)
-            yield _Chunk(where, source, originals.get(name), begin, end, error)
+            yield partial(_decode_and_compare, where, source, originals.get(name), begin, end)
 
 
 def _recorded_error(source: TensorSource) -> float | None:
@@ -183,27 +159,26 @@ def _recorded_error(source: TensorSource) -> float | None:
     return None if lossy is None else lossy.max_abs_error
 
 
-def _decode_and_compare(chunk: _Chunk) -> int:
-    units = chunk.source.units(chunk.begin, chunk.end)
-    if chunk.original is not None:
-        _compare(chunk, units, chunk.original.units(chunk.begin, chunk.end))
+def _decode_and_compare(
+    where: str, source: TensorSource, original: TensorSource | None, begin: int, end: int
+) -> int:
+    units = source.units(begin, end)
+    if original is not None and not np.array_equal(units, wanted := original.units(begin, end)):
+        recorded = _recorded_error(source)
+        if recorded is None:
+            first = begin + int(np.flatnonzero(units != wanted)[0])
+            raise CorruptionError(f"{where} differs from the original, first at element {first}")
+        _check_deviation(where, KINDS[source.dtype.name], units, wanted, recorded)
     return units.nbytes
 
 
-def _compare(chunk: _Chunk, units: NDArray[Any], original: NDArray[Any]) -> None:
-    if np.array_equal(units, original):
-        return
-    if chunk.max_abs_error is not None:
-        kind = KINDS[chunk.source.dtype.name]
-        exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (original, units))
-        largest = float(planning().deviation(exact, restored)[0])
-        if largest <= chunk.max_abs_error:
-            return
-        raise CorruptionError(
-            f"{chunk.name} is {largest:.6g} off the original, the file records {chunk.max_abs_error:.6g}"
-        )
-    first = chunk.begin + int(np.flatnonzero(units != original)[0])
-    raise CorruptionError(f"{chunk.name} differs from the original, first at element {first}")
+def _check_deviation(where: str, kind: int, units: Units, original: Units, recorded: float) -> None:
+    differs = units != original
+    exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (original, units))
+    largest, squares, _ = map(float, planning().deviation(exact, restored))
+    off = largest if math.isfinite(squares) else squares  # the largest passes over what is not a number
+    if not off <= recorded:
+        raise CorruptionError(f"{where} is {off:.6g} off the original, the file records {recorded:.6g}")
 
 
 def check_same_layout(checkpoint: Checkpoint, original: Input) -> None:

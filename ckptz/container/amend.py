@@ -36,22 +36,23 @@ def amend_quality(path: Path, quality: Sequence[QualityRecord]) -> int:
     Returns:
         The size of the file.
     """
-    with contextlib.closing(FileBytes(path)) as source:
-        envelope = read_envelope(source)
-        index = Container(source, envelope).index
+    envelope, index = _opened(path)
     tensors = promising(index.tensors, quality)
-    return _replace_index(
-        path, envelope, msgspec.structs.replace(index, quality=tuple(quality), tensors=tensors)
-    )
+    index = msgspec.structs.replace(index, quality=tuple(quality), tensors=tensors)
+    return _replace_index(path, envelope, index)
 
 
 def amend_metadata(path: Path, more: Mapping[str, str]) -> int:
     """Add to the metadata of a file in its place; see `amend_quality`."""
-    with contextlib.closing(FileBytes(path)) as source:
-        envelope = read_envelope(source)
-        index = Container(source, envelope).index
+    envelope, index = _opened(path)
     metadata = {**(index.metadata or {}), **more}
     return _replace_index(path, envelope, msgspec.structs.replace(index, metadata=metadata))
+
+
+def _opened(path: Path) -> tuple[Envelope, Index]:
+    with contextlib.closing(FileBytes(path)) as source:
+        envelope = read_envelope(source)
+        return envelope, Container(source, envelope).index
 
 
 def _replace_index(path: Path, envelope: Envelope, index: Index) -> int:

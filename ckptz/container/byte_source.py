@@ -17,7 +17,7 @@ import numpy as np
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.kernels.floats import Bytes
 
-_FILE_URL: Final = "file://"
+FILE_URL: Final = "file://"
 MAX_READ = 1 << 30  # one read call moves at most about 2 GiB on Linux
 
 
@@ -46,8 +46,8 @@ def path_of(given: str | os.PathLike[str]) -> Path:
         ConfigError: the library for URLs is not installed, or knows nothing of this kind.
     """
     text = str(given) if is_url(given) else os.fspath(given)
-    if text.startswith(_FILE_URL):
-        return Path(text.removeprefix(_FILE_URL))
+    if text.startswith(FILE_URL):
+        return Path(text.removeprefix(FILE_URL))
     if isinstance(given, Path) or not is_url(text):
         return Path(text)
     try:  # optional, and slow to load: only a URL asks for it

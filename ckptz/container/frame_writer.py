@@ -39,17 +39,11 @@ MOST_IN_BATCH: Final = 64  # of tiny tensors, each of which has a header
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A file of the same tensors, bases and guides that was written before, by another configuration.
+    """A file of the same tensors, bases and guides that was written before, by another configuration."""
 
-    Attributes:
-        tensors: its frames by name, open while the next file is written.
-        recipes: what became of each tensor.
-        notes: what its writer noted on them.
-    """
-
-    tensors: Mapping[str, FrameSource]
-    recipes: Mapping[str, Recipe]
-    notes: Mapping[str, str]
+    tensors: Mapping[str, FrameSource]  # its frames by name, open while the next file is written
+    recipes: Mapping[str, Recipe]  # what became of each tensor
+    notes: Mapping[str, str]  # what its writer noted on them
 
     def settled(self, recipes: Mapping[str, Recipe]) -> dict[str, FrameSource]:
         """Find the frames that come out the same under other recipes, by name.

@@ -39,17 +39,11 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededBase:
-    """One base that the new file carries.
+    """One base that the new file carries."""
 
-    Attributes:
-        content_id: what the delta before it calls it.
-        file: the file name that goes with it.
-        tensors: those that frames before it are decoded from, by name.
-    """
-
-    content_id: str
-    file: str
-    tensors: Tensors
+    content_id: str  # what the delta before it calls it
+    file: str  # the file name that goes with it
+    tensors: Tensors  # those that frames before it are decoded from, by name
 
 
 def write_inline(

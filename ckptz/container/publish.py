@@ -44,11 +44,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, parents: bool = True) -> bool:
-    """Make a folder, if it is missing; a power cut does not take it back.
-
-    Args:
-        folder: which.
-        parents: make those above it that are missing, too.
+    """Make a folder, if it is missing, by default with those above it; a power cut does not take it back.
 
     Returns:
         Whether it was made by this very call.
@@ -93,8 +89,7 @@ class EagerFile(io.FileIO):
 class Publication:
     """New files that replace others together, in the order in which they were completed.
 
-    Args:
-        owner: begins the names of the temporary files, so that whoever owns a folder knows its own.
+    `owner` begins the names of the temporary files, so that whoever owns a folder knows its own.
     """
 
     def __init__(self, owner: str = "") -> None:
@@ -105,11 +100,8 @@ class Publication:
     def file(self, path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
         """Open a file to write; it stays a temporary one beside `path` until all are complete.
 
-        So the rename stays within one file system. The mode is that of the file that is replaced.
-
-        Args:
-            path: where the file goes.
-            like: files whose common permissions a file gets that replaces none.
+        So the rename stays within one file system. The mode is that of the file that is replaced; of one that
+        replaces none, what the files `like` have in common.
 
         Raises:
             ConfigError: something that is no file is in the place.
@@ -192,9 +184,7 @@ def publish_together(owner: str = "") -> Iterator[Publication]:
 def publish(path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
     """Publish a new file that replaces `path` when the block ends well; on any error the old one stays.
 
-    Args:
-        path: where the file goes.
-        like: files whose common permissions it gets, if it replaces none.
+    One that replaces none gets the common permissions of the files `like`.
     """
     with publish_together() as files, files.file(path, like) as file:
         yield file

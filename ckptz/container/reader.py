@@ -104,11 +104,6 @@ class FrameSource(TensorSource):
         raise MissingBaseError(f"has another dtype or shape in its base {ref.title}")
 
     @property
-    def base_frame(self) -> FrameSource | None:
-        """The frame of the base tensor that this one needs, or None."""
-        return base if isinstance(base := self.base, FrameSource) else None
-
-    @property
     def lineage(self) -> tuple[TensorSource | None, tuple[tuple[FrameSource, bool], ...]]:
         """Say what a device decodes the tensor from; see `TensorSource.lineage`."""
         frames: list[tuple[FrameSource, bool]] = []
@@ -273,7 +268,7 @@ class FrameSource(TensorSource):
         for node in self.needs(False):
             frame, _ = node
             assert isinstance(frame, FrameSource)
-            if frame is not self.base_frame:
+            if frame is not self.base:
                 held[node] = Decoded(frame.chunk(index), None)
             elif (last := frame.last(index)) is not None:
                 held[node] = last
@@ -400,14 +395,7 @@ class CachedFrame(ViewOf):
 
 
 class InlineFrames:
-    """The frames of one base that a file carries, decoded from itself and the next inline base.
-
-    Attributes:
-        name: for messages.
-        record: what the index says of it.
-        bases: the tensors of the next inline base by name.
-        tensors: sources by name, in stored order.
-    """
+    """The frames of one base that a file carries, decoded from itself and the next inline base."""
 
     outer_base: BaseRef | None = None
     last: LastChunks | None = None
@@ -415,13 +403,13 @@ class InlineFrames:
     def __init__(
         self, container: Container, level: int, record: InlineBase, bases: Mapping[str, TensorSource]
     ) -> None:
-        self.name = f"{container.name}: inline base {level}"
-        self.record = record
-        self.bases = bases
+        self.name = f"{container.name}: inline base {level}"  # for messages
+        self.record = record  # what the index says of it
+        self.bases = bases  # tensors of the next inline base by name
         self.features = container.features
         self.cache, self.headers = container.cache, container.headers
         self.read = container.read
-        self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}
+        self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}  # in stored order
 
     def naming(self, tensor: str) -> AbstractContextManager[None]:
         """Make a context that names this base and `tensor` in errors."""
@@ -438,34 +426,23 @@ def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple
 
 
 class Container:
-    """An open `.ckptz` file.
-
-    Attributes:
-        name: for messages.
-        index: the parsed index.
-        features: what the file requires of a reader.
-        version: of the format, as the file names it.
-        bases: base tensors by name; of a delta set by whoever resolves the chain.
-        last: where decoded chunks are held for the next file of a run, if they are; set by its writer.
-        inline: the bases that the file carries within, nearest first.
-        tensors: sources by name, in stored order.
-    """
+    """An open `.ckptz` file: its index, what that requires of a reader, and sources of tensors by name."""
 
     def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
         self._source = source
-        self.name = source.name
+        self.name = source.name  # for messages
         self.cache = ChunkCache()
         self.headers = HeaderCache()
-        self.bases: Mapping[str, TensorSource] = {}
-        self.last: LastChunks | None = None
+        self.bases: Mapping[str, TensorSource] = {}  # by name; of a delta set by whoever resolves the chain
+        self.last: LastChunks | None = None  # holds chunks for the next file of a run; set by its writer
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         self._sections = {r.name: r for r in envelope.regions if r.name.startswith(OPTIONAL_PREFIX)}
         with naming(self.name):
             self.index, self.features = read_index(envelope, self.read)
-        self.version = (envelope.metadata or {})[KEY_VERSION]
+        self.version = (envelope.metadata or {})[KEY_VERSION]  # of the format, as the file names it
         self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
-        self.inline = _inline_frames(self, self.index.inline or ())
+        self.inline = _inline_frames(self, self.index.inline or ())  # bases that it carries, nearest first
         if self.inline:
             self.bases = self.inline[0].tensors
 

@@ -41,27 +41,16 @@ PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Sizes, identity and notes of a file that `write_container` wrote.
+    """Sizes, identity and notes of a file that `write_container` wrote."""
 
-    Attributes:
-        n_tensors: tensors.
-        original_bytes: bytes of all tensors.
-        stored_bytes: size of the file.
-        content_id: identity of the values.
-        n_deltas: tensors that are stored against the base.
-        n_lossy: tensors that do not come back bit for bit.
-        tensor_notes: what the user should know of tensors, by name.
-        notes: the same in few lines, and what else the user should know.
-    """
-
-    n_tensors: int
-    original_bytes: int
-    stored_bytes: int
-    content_id: str
-    n_deltas: int
-    n_lossy: int
-    tensor_notes: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
+    n_tensors: int  # tensors
+    original_bytes: int  # bytes of all tensors
+    stored_bytes: int  # size of the file
+    content_id: str  # identity of the values
+    n_deltas: int  # tensors that are stored against the base
+    n_lossy: int  # tensors that do not come back bit for bit
+    tensor_notes: tuple[tuple[str, str], ...]  # what the user should know of tensors, by name
+    notes: tuple[str, ...]  # the same in few lines, and what else the user should know
 
 
 def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -36,10 +36,10 @@ from ckptz.formats.boxes import problem_of_parts
 from ckptz.formats.pickled import Made, Symbol, read_pickled
 from ckptz.formats.sharding import is_file_name
 from ckptz.formats.torch_files import require_torch
-from ckptz.formats.torch_records import MAX_DIMS, is_number, load_torch
+from ckptz.formats.torch_records import MAX_DIMS, load_torch
 from ckptz.parallel import Recent
 from ckptz.tree.flatten import CODES
-from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, pack_node, refuse_leaf
+from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, is_number, pack_node, refuse_leaf
 from ckptz.tree.unflatten import Chunks, unflatten
 
 METADATA_FILE: Final = ".metadata"

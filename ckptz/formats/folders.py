@@ -45,36 +45,24 @@ _NUMBERED: Final = re.compile(r"(.+)-\d+-of-\d+")
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An open input; `tensors` can be read until it is closed.
+    """An open input; `tensors` can be read until it is closed."""
 
-    Attributes:
-        name: for messages.
-        kind: what was opened.
-        stem: what the checkpoint is called, without suffix.
-        tensors: sources by name, in stored order.
-        metadata: the user's own.
-        sharding: how a folder was split.
-        tree: skeleton of a nested checkpoint, as in `Index.tree`.
-        carried: files that go with the tensors, as (path relative to the folder, where it is).
-        left_out: files that would go with them, but are not here or lead out of the folder.
-        checkpoint: the opened file with its chain, if it is one of safetensors or ckptz.
-        close: releases all files.
-        notes: what the user should know of files that are carried as they are.
-        optimizer_names: tensors of files that stand beside the model: optimizer state above all.
-    """
-
-    name: str
-    kind: InputKind
-    stem: str
-    tensors: Mapping[str, TensorSource]
-    metadata: Mapping[str, str] | None = None
-    sharding: Sharding | None = None
-    tree: Any = None
+    name: str  # for messages
+    kind: InputKind  # what was opened
+    stem: str  # what the checkpoint is called, without suffix
+    tensors: Mapping[str, TensorSource]  # sources by name, in stored order
+    metadata: Mapping[str, str] | None = None  # the user's own
+    sharding: Sharding | None = None  # how a folder was split
+    tree: Any = None  # skeleton of a nested checkpoint, as in `Index.tree`
+    # files that go with the tensors, as (path relative to the folder, where it is)
     carried: tuple[Carried, ...] = ()
+    # files that would go with them, but are not here or lead out of the folder
     left_out: tuple[str, ...] = ()
+    # the opened file with its chain, if it is one of safetensors or ckptz
     checkpoint: Checkpoint | None = None
-    close: Callable[[], None] = lambda: None
-    notes: tuple[str, ...] = ()
+    close: Callable[[], None] = lambda: None  # releases all files
+    notes: tuple[str, ...] = ()  # what the user should know of files that are carried as they are
+    # tensors of files that stand beside the model: optimizer state above all
     optimizer_names: frozenset[str] = frozenset()
 
 
@@ -317,11 +305,8 @@ def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], l
     Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
     the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
     no restore may write such; so do outputs of ckptz, as a copy could replace the one being written, and
-    files that not every system could hold beside those before them.
-
-    Args:
-        folder: the folder.
-        taken: names at its top that are looked after elsewhere.
+    files that not every system could hold beside those before them. Names in `taken` are at the folder's top,
+    and looked after elsewhere.
     """
     carried: list[Carried] = []
     left_out: list[str] = []

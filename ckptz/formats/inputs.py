@@ -30,11 +30,7 @@ _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of t
 
 
 def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
-    """Open a file or a folder, by its content.
-
-    Args:
-        path: what to open; of a folder that was packed to one file, that file.
-        search_path: folders to look for bases of a `.ckptz` file in.
+    """Open a file or a folder, by its content; of a folder that was packed to one file, that file.
 
     Raises:
         FileNotFoundError: nothing there, or a shard of a folder is missing.

@@ -203,11 +203,9 @@ _STEPS: Final[Mapping[str, _Step]] = {
 
 
 def read_pickled(data: bytes | BinaryIO, maker: Maker | None = None) -> Any:
-    """Read a pickle stream as lists, dicts, tuples, literals, and what `maker` makes.
+    """Read a pickle stream as lists, dicts, tuples, literals, and what `maker` makes, by default `Made`s.
 
-    Args:
-        data: the stream; a file is read from where it stands up to the stream's end.
-        maker: by default gives `Symbol`s and `Made`s.
+    A file is read from where it stands up to the stream's end.
 
     Raises:
         CorruptionError: not a pickle, or one with more than plain records.

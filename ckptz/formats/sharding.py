@@ -20,13 +20,13 @@ from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import Publication, make_folder, publish_together
 from ckptz.errors import CorruptionError, named
 from ckptz.formats.torch_files import dump_state
+from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
 
 MAX_NAME_BYTES: Final = 255  # of most file systems
 MAX_DEPTH: Final = 32  # folders within the folder
 SHARD_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth")
-PLAIN_SUFFIX: Final = ".safetensors"
 INDEX_SUFFIXES: Final = (".safetensors.index.json", ".bin.index.json")
 
 Carried = tuple[str, Path]  # relative path with slashes, and where the file is

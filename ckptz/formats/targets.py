@@ -23,9 +23,8 @@ def paths(many: Iterable[PathLike]) -> list[Path]:
 
 def stem_of(path: Path) -> str:
     """Give the name without a checkpoint's suffix; other dots belong to the name."""
-    name = (
-        path.name if is_url(path) else Path(os.path.abspath(path)).name
-    )  # "." and a trailing slash have none of their own
+    # "." and a trailing slash have no name of their own.
+    name = path.name if is_url(path) else Path(os.path.abspath(path)).name
     return name.removesuffix(Path(name).suffix) if Path(name).suffix in INPUT_SUFFIXES else name
 
 

@@ -100,11 +100,6 @@ def write(
     """
     require_torch(path)
     state = unflatten(tensors, tree, path.absolute().parent, chunks)
-    save_state(path, state, like)
-
-
-def save_state(path: Path, state: Any, like: Iterable[Path] = ()) -> None:
-    """Write a file with `torch.save`; it appears whole or not at all."""
     with publish(path, like) as file:
         dump_state(file, state, path)
 

@@ -19,7 +19,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NoReturn, cast
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from ckptz.errors import CkptzError, CorruptionError, TruncatedError, Unsupporte
 from ckptz.formats.pickled import MAX_BYTES, Maker, Symbol, read_pickled
 from ckptz.kernels.floats import Bytes
 from ckptz.tree.flatten import Geometry
+from ckptz.tree.skeleton import MAX_NUMBER, is_number
 
 if TYPE_CHECKING:
     from torch import UntypedStorage
@@ -39,7 +40,6 @@ LOCAL_HEADER: Final = 30  # bytes of a zip record before its name
 ALIGNMENT: Final = 16  # of the largest element
 MAX_DIMS: Final = 64
 MAX_LINE: Final = 1000
-MAX_NUMBER: Final = (1 << 63) - 1
 
 _STORAGES: Final = {
     **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16"},
@@ -53,10 +53,8 @@ _UNKEPT: Final = {
     **{"builtins.set": "set", "builtins.complex": "complex", "builtins.bytearray": "bytearray"},
     **{"collections.Counter": "collections.Counter", "torch.device": "torch.device"},
     **{"torch._utils._rebuild_sparse_tensor": "sparse tensor", "torch.serialization._get_layout": "layout"},
-    **{
-        "torch._utils._rebuild_qtensor": "quantized tensor",
-        "torch._tensor._rebuild_from_type_v2": "tensor subclass",
-    },
+    **{"torch._utils._rebuild_qtensor": "quantized tensor"},
+    **{"torch._tensor._rebuild_from_type_v2": "tensor subclass"},
     **{"torch._utils._rebuild_meta_tensor_no_storage": "meta tensor"},
 }
 
@@ -75,12 +73,7 @@ def load_torch(memory: Bytes) -> Any:
             return _load_zip(memory) if head == ZIP_MAGIC else _load_legacy(memory)
     except CkptzError:
         raise
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # of torch, about what it was asked for
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:  # of torch
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise CorruptionError(f"damaged, or not a file of torch.save ({reason})") from None
 
@@ -136,11 +129,6 @@ def _unkept(module: str, name: str) -> type[_Unkept]:
 
 def _refuse(what: str) -> NoReturn:
     raise CorruptionError(f"damaged, or not a file of torch.save ({what})")
-
-
-def is_number(value: Any) -> TypeGuard[int]:
-    """Tell whether a value is an integer from 0 up to 2^63 - 1."""
-    return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 class _Values(Maker):

@@ -21,10 +21,11 @@ from ckptz.container.index import Shard, Sharding
 from ckptz.errors import ConfigError
 from ckptz.formats.inputs import Input
 from ckptz.formats.portable import clashes, is_portable
-from ckptz.formats.sharding import PLAIN_SUFFIX, SHARD_SUFFIXES, is_shard_name
+from ckptz.formats.sharding import SHARD_SUFFIXES, is_shard_name
 from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
 from ckptz.methods.method import MOMENT_ROLES
 from ckptz.roles import BASES, Role, Rule, role_of
+from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.tree.leaves import TensorRef
 from ckptz.tree.skeleton import parse_tree
 

@@ -22,15 +22,11 @@ MAX_LAYERS: Final = 4096  # a config may claim as many as it likes, and each tak
 
 @dataclass(frozen=True, slots=True)
 class ParameterNames:
-    """The names of parameters that an optimizer numbers, and where they come from.
+    """The names of parameters that an optimizer numbers, and where they come from."""
 
-    Attributes:
-        listed_in: a file of the user's with a name on each line, in the order of the optimizer's numbers.
-        beside: the folder, or a file of it, that may hold a config.json.
-    """
-
+    # a file of the user's with a name on each line, in the order of the optimizer's numbers
     listed_in: Path | None = None
-    beside: Path | None = None
+    beside: Path | None = None  # the folder, or a file of it, that may hold a config.json
 
     def listed(self) -> list[str]:
         """Read the names that the user gives; none without a file.

@@ -101,9 +101,8 @@ class Calibration:
         with contextlib.ExitStack() as active:
             active.enter_context(torch.no_grad())
             self._is_in_forward = False
-            active.callback(
-                self._model.register_forward_pre_hook(self._begin).remove
-            )  # before that of a layer
+            # Before those of layers.
+            active.callback(self._model.register_forward_pre_hook(self._begin).remove)
             for layer in self._layers.values():
                 record = functools.partial(self._record, layer)
                 active.callback(layer.module.register_forward_pre_hook(record, with_kwargs=True).remove)

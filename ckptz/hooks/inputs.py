@@ -1,7 +1,8 @@
 """What a layer multiplies its weight with, and sums of it.
 
 Knows no hooks and no files. A gather is a value: layers whose gathers are equal make the same sums of
-the same tensor.
+the same tensor. `shape` and `dtype` are those of the sums; `add` adds a tensor's inputs to a total in place
+and gives the number of input vectors.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import nn
@@ -20,21 +21,6 @@ from ckptz.guidance.layout import LayerKind
 # Products are summed in float32: bench/product/hooks_overhead.py measures what float64 would change.
 SUM_DTYPE: Final = torch.float32
 PART_ELEMENTS: Final = 1 << 24  # of the inputs that are widened or unfolded at a time: 64 MiB
-
-
-class Gather(Protocol):
-    """The way in which a kind of layer takes its inputs from a tensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the sums."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the sums."""
-
-    def add(self, tensor: torch.Tensor, total: torch.Tensor) -> int:
-        """Add a tensor's inputs to `total`, in place; gives the number of input vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +47,15 @@ class Patches:
     """Convolutions of one or two dimensions: what lies under the kernel at each place.
 
     Vectors are in the order of `weight[0].flatten()`. Sums are x x^T, [n, n], or [n_groups, n, n].
-
-    Attributes:
-        n_channels: of the input.
-        kernel, stride, dilation: one number per dimension.
-        padding: (before, after) per dimension.
-        padding_mode: as `torch.nn.functional.pad` calls it.
-        n_groups: of channels.
     """
 
-    n_channels: int
-    kernel: tuple[int, ...]
+    n_channels: int  # of the input
+    kernel: tuple[int, ...]  # one number per dimension, and of the next two
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    padding_mode: str
-    n_groups: int
+    padding: tuple[tuple[int, int], ...]  # (before, after) per dimension
+    padding_mode: str  # as `torch.nn.functional.pad` calls it
+    n_groups: int  # of channels
     dtype: torch.dtype = SUM_DTYPE
 
     @property
@@ -134,6 +113,9 @@ class Tokens:
         tokens = tensor.flatten()
         total.index_add_(0, tokens, torch.ones_like(tokens, dtype=self.dtype))
         return len(tokens)
+
+
+Gather = Vectors | Patches | Tokens
 
 
 def gather_of(module: nn.Module) -> tuple[LayerKind, Gather] | None:

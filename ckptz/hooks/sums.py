@@ -92,11 +92,8 @@ class Recorder:
     """Sums of complete batches, and of the one that is under way.
 
     A batch counts as a whole or not at all, so its sums stand beside those of the batches before, each
-    in at most half of the memory cap. Where it does not suffice, the layers with the largest sums are
-    skipped; of equally large ones, the last.
-
-    Args:
-        memory_cap: bytes that all sums may take.
+    in at most half of the bytes of the memory cap. Where it does not suffice, the layers with the largest
+    sums are skipped; of equally large ones, the last.
     """
 
     def __init__(self, memory_cap: int) -> None:

@@ -38,23 +38,15 @@ Held: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The part of a plan that the coordinator sends to every rank.
+    """The part of a plan that the coordinator sends to every rank."""
 
-    Attributes:
-        token: of this save, in the names of its files.
-        n_ranks: that take part.
-        split: names of tensors that are split over ranks and may become lossy, in the order of collectives.
-        kinds: their dtypes.
-        exact: names of tensors that are too small to become lossy, whole.
-        is_anchor: store nothing against the base.
-    """
-
-    token: str
-    n_ranks: int
+    token: str  # of this save, in the names of its files
+    n_ranks: int  # that take part
+    # names of tensors that are split over ranks and may become lossy, in the order of collectives
     split: tuple[str, ...]
-    kinds: dict[str, str]
-    exact: frozenset[str]
-    is_anchor: bool
+    kinds: dict[str, str]  # their dtypes
+    exact: frozenset[str]  # names of tensors that are too small to become lossy, whole
+    is_anchor: bool  # store nothing against the base
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +106,11 @@ def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, 
 
 
 class Gathered:
-    """The tensors and values that one rank has to write.
-
-    Attributes:
-        tensors: sources by name in the file.
-        pieces: the same by the name of the whole tensor.
-    """
+    """The tensors and values that one rank has to write."""
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        self.tensors: dict[str, TensorSource] = {}
-        self.pieces: dict[str, list[TensorSource]] = {}
+        self.tensors: dict[str, TensorSource] = {}  # by name in the file
+        self.pieces: dict[str, list[TensorSource]] = {}  # by the name of the whole tensor
         self._records: dict[str, dict[str, Any]] = {}
         self._keys: dict[MetadataIndex, str] = {}
         self._trees: dict[str, dict[str, Any]] = {}

@@ -39,6 +39,7 @@ from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_toget
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError
+from ckptz.formats.torch_records import ZIP_MAGIC
 from ckptz.frameworks.plain_types import to_plain
 from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
@@ -59,6 +60,7 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
+from ckptz.store.runs import EXACT, LIGHTNING_SUFFIX
 from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
@@ -67,10 +69,7 @@ from ckptz.training.files import address_of, memory_for_last, remembering
 from ckptz.training.snapshot import check_dense
 from ckptz.tree.flatten import flatten
 
-EXACT: Final = ".exact-"  # before the same in the name of a residual
 N_REMEMBERED: Final = 8  # files of which one may become the next base
-LIGHTNING_SUFFIX: Final = ".ckpt"
-ZIP_MAGIC: Final = b"PK\x03\x04"  # of what torch itself saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +144,7 @@ class Chain:
         self._saved = [*(saved for saved in self._saved if saved != path), path][-N_REMEMBERED:]
 
     def write(self, path: Path, job: Job) -> Written:
-        """Write a file, which appears whole or not at all.
-
-        Args:
-            path: where; its folder is made.
-            job: what; the chain's own configuration holds, and its base.
+        """Write a file, which appears whole or not at all; the chain's own configuration holds, and its base.
 
         Raises:
             WriteError: the disk is full or fails; what was there stays.
@@ -301,9 +296,7 @@ def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
 def residual_of(path: Path, named: Path | None = None) -> Path:
     """Give the path of the residual of the file at `path`, whether there is one or not.
 
-    Args:
-        path: the file.
-        named: what it will be called, if it has another name now.
+    `named` is what the file will be called, if it has another name now.
     """
     named = path if named is None else named
     return named.with_name(f"{named.stem}{EXACT}{digest_of(path)}{SUFFIX}")
@@ -403,10 +396,6 @@ def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
     """Read a file that a `Chain` wrote by its residual, or as it is if there is none.
 
     A residual that fails a check is a warning, and `read` is called again with the file itself.
-
-    Args:
-        path: the file.
-        read: is given the path to read.
     """
     residual = residual_of(path)
     if residual.exists():

@@ -26,10 +26,8 @@ TIMEOUT: Final = timedelta(minutes=10)
 def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
     """Make a gloo group of all ranks for checkpoints only; None in a process of its own.
 
-    A collective: all ranks call it at the same point of their programs.
-
-    Args:
-        timeout: after which a rank gives up on the others.
+    A collective: all ranks call it at the same point of their programs. A rank gives up on the others after
+    the timeout.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

@@ -12,10 +12,9 @@ from pathlib import Path
 from ckptz.container.writer import Written
 from ckptz.store import weigh
 from ckptz.store.resolve import Checkpoint
+from ckptz.store.runs import Inode, inode_of
 from ckptz.store.step_files import ChainRule, Kept
 from ckptz.store.weigh import N_REMEMBERED, Estimate, Held
-
-Inode = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,9 @@ class RunFiles:
         self._is_any_gone = False
 
     def base_of_next(self, path: Path, newest: Checkpoint, anchor_every: int) -> int | None:
-        """Choose what the next file is stored against.
+        """Choose what the next file, which will be at `path`, is stored against.
 
-        Args:
-            path: where it will be.
-            newest: the newest file that is still there, open.
-            anchor_every: anchors get no further apart.
+        `newest` is the newest file that is still there, open.
 
         Returns:
             The index in the newest file's chain; None for an anchor.
@@ -70,13 +66,7 @@ class RunFiles:
         return 0 if file.base is None else file.position - self._files[file.base].position
 
     def add(self, path: Path, written: Written, base: Checkpoint | None) -> None:
-        """Take note of a file that was written.
-
-        Args:
-            path: where it is.
-            written: its size.
-            base: what it is stored against; None for an anchor.
-        """
+        """Take note of a file that was written, and of what it is stored against, None for an anchor."""
         path = path.absolute()
         newest = next(reversed(self._saved.values()), None)
         self._is_any_gone |= self._saved.pop(path, None) is not None
@@ -86,7 +76,7 @@ class RunFiles:
             before = self._files.get(newest) if newest is not None else None
             position = 1 + max(self._files[against].position, 0 if before is None else before.position)
         file = _File(written.stored_bytes, position, against)
-        inode = _inode(path)
+        inode = inode_of(path)
         self._files.pop(inode, None)  # of a file that is gone
         self._files[inode] = file
         self._saved[path] = inode
@@ -95,7 +85,7 @@ class RunFiles:
     def _learn(self, opened: Checkpoint) -> list[Inode]:
         """Take note of the files of a chain, nearest first."""
         paths = [Path(file.name) for file in opened.files]
-        chain = [_inode(path) for path in paths]
+        chain = [inode_of(path) for path in paths]
         for i in reversed(range(len(chain))):
             if chain[i] not in self._files:
                 base = chain[i + 1] if i + 1 < len(chain) else None
@@ -125,13 +115,8 @@ class RunFiles:
         return held, kept
 
 
-def _inode(path: Path) -> Inode:
-    found = path.stat()
-    return found.st_dev, found.st_ino
-
-
 def _is_there(path: Path, inode: Inode) -> bool:
     try:
-        return _inode(path) == inode
+        return inode_of(path) == inode
     except OSError:
         return False

@@ -14,13 +14,7 @@ class UntestedVersionWarning(UserWarning):
 
 
 def warn_untested(package: str, version: str, tested: tuple[Version, Version]) -> None:
-    """Warn unless a version lies within the tested ones.
-
-    Args:
-        package: name of the library.
-        version: its own, such as "2.6.6".
-        tested: first and last minor version that the tests ran with.
-    """
+    """Warn unless a version such as "2.6.6" lies within the first and last one that tests ran with."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and tested[0] <= (int(numbers[1]), int(numbers[2])) <= tested[1]:
         return

@@ -26,38 +26,23 @@ OTHER: Final = "var(--soft)"
 MOST_MARKS: Final = 400  # of one chart: more cannot be told apart
 
 NAMES: Final = {"minExtent": 105}  # room that names of bars have, so that all charts of them are alike
+_SOFT: Final = {"labelColor": "var(--soft)", "labelFontSize": 11}
 _FIT: Final = {"type": "fit", "contains": "padding"}
 _CONFIG: Final = {
     "background": None,
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
     "axis": {
-        **{
-            "labelColor": "var(--soft)",
-            "titleColor": "var(--soft)",
-            "labelFontSize": 11,
-            "titleFontSize": 11,
-        },
-        **{
-            "titleFontWeight": "normal",
-            "domain": False,
-            "ticks": False,
-            "labelPadding": 6,
-            "titlePadding": 8,
-        },
-        **{"gridColor": "var(--line)", "labelLimit": 150},
+        **_SOFT,
+        **{"titleColor": "var(--soft)", "titleFontSize": 11, "titleFontWeight": "normal", "titlePadding": 8},
+        **{"domain": False, "ticks": False, "labelPadding": 6, "gridColor": "var(--line)", "labelLimit": 150},
     },
     "axisX": {"grid": False, "labelAngle": 0, "labelOverlap": "greedy"},
     "axisY": {"tickCount": 4},
     "legend": {
-        **{
-            "orient": "top",
-            "title": None,
-            "labelColor": "var(--soft)",
-            "labelFontSize": 11,
-            "symbolSize": 70,
-        },
-        **{"labelLimit": 300, "columnPadding": 10, "offset": 10, "symbolStrokeWidth": 0},
+        **_SOFT,
+        **{"orient": "top", "title": None, "symbolSize": 70, "symbolStrokeWidth": 0},
+        **{"labelLimit": 300, "columnPadding": 10, "offset": 10},
     },
     "point": {"filled": True, "size": 50, "opacity": 1},
     "bar": {"stroke": "var(--card)", "strokeWidth": 0.6},
@@ -116,17 +101,16 @@ def in_order(values: Values, field: str) -> list[str]:
 
 
 def _steps(values: Values) -> Spec:
-    return {
-        "field": "step",
-        "type": "ordinal",
-        "title": None,
-        "sort": None,
-        "scale": {"domain": in_order(values, "step")},
-    }
+    scale = {"domain": in_order(values, "step")}
+    return {"field": "step", "type": "ordinal", "title": None, "sort": None, "scale": scale}
 
 
 def _words() -> Spec:
     return {"field": "words", "type": "nominal"}
+
+
+def _numbers(field: str, title: str, **how: object) -> Spec:
+    return {"field": field, "type": "quantitative", "title": title, **how}
 
 
 def stacked_bars(values: Values, title: str) -> Spec:
@@ -137,7 +121,7 @@ def stacked_bars(values: Values, title: str) -> Spec:
         "mark": "bar",
         "encoding": {
             "x": _steps(values),
-            "y": {"field": "amount", "type": "quantitative", "title": title},
+            "y": _numbers("amount", title),
             "color": colours("colour", KIND_COLOURS, found),
             "order": {"field": "order", "type": "quantitative"},
             "description": _words(),
@@ -149,8 +133,7 @@ def lines(values: Values, title: str, *, limit: float | None = None, limit_title
     """Draw points joined by lines over steps: `step`, `amount`, `series`, `words`; with a limit as a line."""
     found = in_order(values, "series")
     by = colours("series", dict(zip(found, COLOURS, strict=False)), found)
-    y = {"field": "amount", "type": "quantitative", "title": title}
-    joined = {"x": _steps(values), "y": y, "color": by}
+    joined = {"x": _steps(values), "y": _numbers("amount", title), "color": by}
     layers: list[Spec] = [
         {"mark": {"type": "line", "aria": False}, "encoding": joined},
         {"mark": "point", "encoding": {**joined, "description": _words()}},
@@ -164,11 +147,8 @@ def limit_line(axis: str, limit: float, title: str) -> list[Spec]:
     """Draw a limit as a dashed line with its name."""
     at = {axis: {"datum": limit}}
     once: Spec = {"values": [{}]}
-    rule = {
-        "data": once,
-        "mark": {"type": "rule", "strokeDash": [5, 4], "color": "var(--bad)"},
-        "encoding": at,
-    }
+    dashed = {"type": "rule", "strokeDash": [5, 4], "color": "var(--bad)"}
+    rule = {"data": once, "mark": dashed, "encoding": at}
     text = {"type": "text", "align": "right", "dy": -6, "color": "var(--bad)", "fontSize": 11}
     name = {"data": once, "mark": {**text, "text": title, "x": "width"}, "encoding": at}
     return [rule, name]
@@ -181,37 +161,24 @@ def links(values: Values) -> Spec:
     """
     found = in_order(values, "colour")
     by = colours("colour", KIND_COLOURS | {"missing": "var(--bad)"}, found)
-    depth = {
-        "type": "quantitative",
-        "title": "deltas down to the anchor",
-        "axis": {"tickMinStep": 1, "format": "d"},
-    }
-    y = {"field": "depth", **depth, "scale": {"reverse": True, "nice": False, "padding": 12}}
+    scale, axis = {"reverse": True, "nice": False, "padding": 12}, {"tickMinStep": 1, "format": "d"}
+    at = {"x": _steps(values), "y": _numbers("depth", "deltas down to the anchor", axis=axis, scale=scale)}
     to_base = {"x2": {"field": "base_step"}, "y2": {"field": "base_depth"}}
+    empty = {"stroke": {**by, "legend": None}, "fill": {"value": "var(--card)"}}
+    layers = (  # which files, marks, how these are drawn
+        ("datum.base_step != null", {"type": "rule", "aria": False, "opacity": 0.6}, to_base),
+        ("!datum.hollow", "point", {"color": by, "description": _words()}),
+        (
+            "datum.hollow",
+            {"type": "point", "filled": True, "strokeWidth": 1.6},
+            {**empty, "description": _words()},
+        ),
+    )
     return {
         "data": {"values": values},
         "layer": [
-            {
-                "transform": [{"filter": "datum.base_step != null"}],
-                "mark": {"type": "rule", "aria": False, "opacity": 0.6},
-                "encoding": {"x": _steps(values), "y": y, **to_base},
-            },
-            {
-                "transform": [{"filter": "!datum.hollow"}],
-                "mark": "point",
-                "encoding": {"x": _steps(values), "y": y, "color": by, "description": _words()},
-            },
-            {
-                "transform": [{"filter": "datum.hollow"}],
-                "mark": {"type": "point", "filled": True, "strokeWidth": 1.6},
-                "encoding": {
-                    "x": _steps(values),
-                    "y": y,
-                    "stroke": {**by, "legend": None},
-                    "fill": {"value": "var(--card)"},
-                    "description": _words(),
-                },
-            },
+            {"transform": [{"filter": which}], "mark": mark, "encoding": {**at, **how}}
+            for which, mark, how in layers
         ],
     }
 
@@ -224,19 +191,8 @@ def shares(values: Values, title: str, colour_of: Mapping[str, str]) -> Spec:
         "data": {"values": values},
         "mark": {"type": "bar", "height": {"band": 0.72}},
         "encoding": {
-            "y": {
-                "field": "name",
-                "type": "nominal",
-                "title": None,
-                "sort": names,
-                "axis": {"minExtent": 105},
-            },
-            "x": {
-                "field": "amount",
-                "type": "quantitative",
-                "title": title,
-                "axis": {"grid": True, "tickCount": 4},
-            },
+            "y": {"field": "name", "type": "nominal", "title": None, "sort": names, "axis": NAMES},
+            "x": _numbers("amount", title, axis={"grid": True, "tickCount": 4}),
             "color": colours("colour", colour_of, in_order(values, "colour")),
             "description": _words(),
         },
@@ -246,24 +202,11 @@ def shares(values: Values, title: str, colour_of: Mapping[str, str]) -> Spec:
 def trials(values: Values, title: str, top: float) -> Spec:
     """Draw the trials of a search: `size`, `used` (share of the budget in percent), `colour`, `words`."""
     by = {"kept": COLOURS[1], "broken": OTHER, "chosen": COLOURS[0]}
-    x = {
-        "field": "size",
-        "type": "quantitative",
-        "title": title,
-        "scale": {"zero": False},
-        "axis": {"tickCount": 5},
-    }
-    y = {
-        "field": "used",
-        "type": "quantitative",
-        "title": "% of the budget used",
-        "scale": {"domain": [0, top]},
-    }
     points = {
         "mark": {"type": "point", "size": 90},
         "encoding": {
-            "x": x,
-            "y": y,
+            "x": _numbers("size", title, scale={"zero": False}, axis={"tickCount": 5}),
+            "y": _numbers("used", "% of the budget used", scale={"domain": [0, top]}),
             "color": colours("colour", by, in_order(values, "colour")),
             "description": _words(),
         },

@@ -107,19 +107,12 @@ def budget_text(record: Report) -> str:
 def checkpoints_table(run: Report) -> Html:
     """List the checkpoints of a folder, each below the one it is stored against."""
     headings = (
-        "checkpoint",
-        "#step",
-        "how it is stored",
-        "#stored",
-        "#smaller",
-        "#deltas down",
-        "lossy",
-        "quality and notes",
+        *("checkpoint", "#step", "how it is stored", "#stored"),
+        *("#smaller", "#deltas down", "lossy", "quality and notes"),
     )
     rows = [_checkpoint_row(entry) for entry in run["entries"]]
-    return table(
-        headings, rows, caption="Every checkpoint below the one it is stored against", class_="files"
-    )
+    caption = "Every checkpoint below the one it is stored against"
+    return table(headings, rows, caption=caption, class_="files")
 
 
 def _checkpoint_row(entry: Report) -> list[object]:
@@ -172,16 +165,11 @@ def bits_map(file: Report) -> Html | None:
 
 def errors_map(file: Report) -> Html | None:
     """Show the recorded errors by layer and kind of tensor; None for a lossless file."""
-    items = [
-        Item(
-            t["name"],
-            role_text(t["role"]),
-            loss["rms_error"] ** 2 * elements(t),
-            loss["rms"] ** 2 * elements(t),
-        )
-        for t in by_role(file)
-        if (loss := t["lossy"]) and loss["rms"]
-    ]
+    items = []
+    for t in by_role(file):
+        if (loss := t["lossy"]) and loss["rms"]:
+            squares = (loss[name] ** 2 * elements(t) for name in ("rms_error", "rms"))
+            items.append(Item(t["name"], role_text(t["role"]), *squares))
     caption = (
         "Typical error of a value, in percent of the typical size of the values (both root mean squares)."
     )
@@ -258,47 +246,30 @@ def coder_text(coder: str) -> str:
 
 def file_facts(file: Report) -> Html:
     """List the facts of a file: kind, sizes and identity."""
-    promise = (
-        "lossy: some values differ from the original"
-        if any(t["lossy"] for t in file["tensors"])
-        else "lossless: every bit comes back"
-    )
+    is_lossy, depth = any(t["lossy"] for t in file["tensors"]), file["depth"]
+    promise = "lossy: some values differ from the original" if is_lossy else "lossless: every bit comes back"
     inline = bool(file["chain"]) and file["chain"][0]["is_inline"]
-    alone = (
-        "stands alone"
-        if not file["depth"]
-        else f"stands alone, with {file['depth']} bases inside"
-        if inline
-        else f"{file['depth']} deltas down to its anchor"
-    )
+    within = f"stands alone, with {depth} bases inside" if inline else f"{depth} deltas down to its anchor"
+    metadata = list((file["metadata"] or {}).items())[:20]
     facts: list[tuple[str, object]] = [
         ("Values", promise),
-        ("Chain", alone),
+        ("Chain", within if depth else "stands alone"),
         ("Training step", "not recorded" if file["step"] is None else file["step"]),
         ("Tensors", f"{file['n_tensors']:,}"),
         ("Written by", f"{cut(file['writer'], 60)}, format {cut(file['format_version'], 20)}"),
         ("Content id", el("code", file["content_id"])),
         *(("Bases", chain_text(file)) for _ in range(bool(file["chain"]))),
         *(("Quality", quality_text(record)) for record in file["quality"]),
-        *(
-            (f"Metadata {cut(name, 40)}", cut(value, 200))
-            for name, value in list((file["metadata"] or {}).items())[:20]
-        ),
+        *((f"Metadata {cut(name, 40)}", cut(value, 200)) for name, value in metadata),
     ]
     return el("dl", [(el("dt", name), el("dd", value)) for name, value in facts], class_="facts")
 
 
 def chain_text(file: Report) -> list[Html]:
     """Name the bases of a file, nearest first."""
-    return [
-        el(
-            "span",
-            name_of(member["file"]),
-            None if member["path"] else el("b", " missing", class_="warn"),
-            " ",
-        )
-        for member in file["chain"][:20]
-    ]
+    missing = el("b", " missing", class_="warn")
+    members = file["chain"][:20]
+    return [el("span", name_of(m["file"]), None if m["path"] else missing, " ") for m in members]
 
 
 # --- searches -----------------------------------------------------------------------------------

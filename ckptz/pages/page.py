@@ -88,24 +88,14 @@ def _policy(script: str) -> str:
 
 
 def _footer() -> list[Html]:
+    verbs = ("ckptz verify", "ckptz inspect --json", "log --json", "diff --json")
+    verify, inspect, log, diff = (el("code", verb) for verb in verbs)
+    decoded = "values are decoded only for histograms and comparisons of two files. "
+    written = f"Written by ckptz {__version__} from indices and headers: {decoded}"
+    numbers = "This page needs no network, and all of its numbers are in it as JSON, as "
     return [
-        el(
-            "p",
-            f"Written by ckptz {__version__} from indices and headers: values are decoded only for "
-            "histograms and comparisons of two files. ",
-            el("code", "ckptz verify"),
-            " checks every value.",
-        ),
-        el(
-            "p",
-            "This page needs no network, and all of its numbers are in it as JSON, as ",
-            el("code", "ckptz inspect --json"),
-            ", ",
-            el("code", "log --json"),
-            " and ",
-            el("code", "diff --json"),
-            " print them.",
-        ),
+        el("p", written, verify, " checks every value."),
+        el("p", numbers, inspect, ", ", log, " and ", diff, " print them."),
     ]
 
 
@@ -122,11 +112,8 @@ def _sections(document: Document) -> Iterable[Section | None]:
     if document["diff"]:
         yield "diff", "What changed", _changes(document["diff"])
     for n, search in enumerate(document["searches"]):
-        yield (
-            f"search-{n}",
-            _titled("The search", search["output"], len(document["searches"])),
-            _search(search["search"]),
-        )
+        title = _titled("The search", search["output"], len(document["searches"]))
+        yield f"search-{n}", title, _search(search["search"])
     for n, file in enumerate(inspected):
         yield f"file-{n}", f"Inside {cut(_last(file['file']), 48)}", _file(file, n, document)
     yield "words", "What the words mean", [_glossary()]
@@ -186,13 +173,9 @@ def _comparison(runs: Sequence[Document]) -> Section:
 def _file(file: Document, n: int, document: Document) -> list[object]:
     errors = errors_map(file)
     lost = [el("h3", "What was lost"), errors] if errors else []
-    broken = (
-        el("p", "Its chain is incomplete: ", cut(file["broken"], 300), class_="warn")
-        if file["broken"]
-        else None
-    )
+    broken = file["broken"]
     return [
-        broken,
+        el("p", "Its chain is incomplete: ", cut(broken, 300), class_="warn") if broken else None,
         tiles(
             *size_tiles(file),
             tile("Tensors", f"{file['n_tensors']:,}", None, key=file["n_tensors"]),
@@ -219,13 +202,8 @@ def _asked(document: Document, name: str) -> Html:
     if any(h["file"] == name for h in document["histograms"]):
         return el("p", "Choose a tensor's name to see how its values are spread.")
     asked = el("code", "--histogram 'NAME*'")
-    return el(
-        "p",
-        "Histograms of values are drawn for tensors that are asked for with ",
-        asked,
-        ", because they must be decoded.",
-        class_="hint",
-    )
+    drawn = "Histograms of values are drawn for tensors that are asked for with "
+    return el("p", drawn, asked, ", because they must be decoded.", class_="hint")
 
 
 def _changes(diff: Document) -> list[object]:
@@ -233,28 +211,14 @@ def _changes(diff: Document) -> list[object]:
     only = [
         f"{diff[key]} only in {side}" for key, side in (("n_only_a", "A"), ("n_only_b", "B")) if diff[key]
     ]
+    share, typical, largest = diff["changed_share"], diff["relative_change"], diff["max_change"]
     return [
         el("p", "From A, ", name_of(diff["first"]), ", to B, ", name_of(diff["second"]), "."),
         tiles(
             tile("Tensors that changed", n, ", ".join(only) or None, key=diff["n_changed"]),
-            tile(
-                "Values that changed",
-                percent(diff["changed_share"]),
-                "of all values compared",
-                key=diff["changed_share"],
-            ),
-            tile(
-                "Typical change",
-                percent(diff["relative_change"]),
-                "of the typical value, in what changed",
-                key=diff["relative_change"],
-            ),
-            tile(
-                "Largest change",
-                "–" if diff["max_change"] is None else f"{diff['max_change']:.3g}",
-                None,
-                key=diff["max_change"],
-            ),
+            tile("Values that changed", percent(share), "of all values compared", key=share),
+            tile("Typical change", percent(typical), "of the typical value, in what changed", key=typical),
+            tile("Largest change", "–" if largest is None else f"{largest:.3g}", key=largest),
         ),
         changes_map(diff),
         el("h3", "Every tensor"),
@@ -265,27 +229,15 @@ def _changes(diff: Document) -> list[object]:
 def _search(search: Document) -> list[object]:
     trials = search["trials"]
     met = {True: "kept", False: "not kept: written without loss", None: "not measured"}[search["is_met"]]
+    metrics = ", ".join(cut(metric, 30) for metric in search["metrics"])
+    predicted = f"{search['n_predicted']:,} more only predicted" if search["n_predicted"] else None
+    evaluating, seconds = f"{search['evaluation_seconds']:.3g} s of it in evaluations", search["seconds"]
     chart = pictures.search_chart(search)
     return [
         tiles(
-            tile(
-                "Budget",
-                met,
-                ", ".join(cut(metric, 30) for metric in search["metrics"]),
-                is_bad=search["is_met"] is False,
-            ),
-            tile(
-                "Files tried",
-                len(trials),
-                f"{search['n_predicted']:,} more only predicted" if search["n_predicted"] else None,
-                key=len(trials),
-            ),
-            tile(
-                "Time",
-                f"{search['seconds']:.3g} s",
-                f"{search['evaluation_seconds']:.3g} s of it in evaluations",
-                key=search["seconds"],
-            ),
+            tile("Budget", met, metrics, is_bad=search["is_met"] is False),
+            tile("Files tried", len(trials), predicted, key=len(trials)),
+            tile("Time", f"{seconds:.3g} s", evaluating, key=seconds),
             budget_tile(search["quality"]),
         ),
         el("div", chart, class_="charts") if chart else None,

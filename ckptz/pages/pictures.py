@@ -147,11 +147,8 @@ def _links(run: Report, series: str) -> Html:
 
 
 def _against(entry: Report) -> str:
-    return (
-        f"{entry['depth']} deltas down, against {cut(entry['parent'])}"
-        if entry["parent"]
-        else "needs no other file"
-    )
+    parent = entry["parent"]
+    return f"{entry['depth']} deltas down, against {cut(parent)}" if parent else "needs no other file"
 
 
 def qualities(entries: Sequence[Report]) -> list[Html]:
@@ -192,33 +189,20 @@ def comparison_charts(runs: Sequence[Report]) -> list[Html]:
         name = cut(run["folder"], 40)
         entries = thinned(_sums(checkpoints(run)))[0]
         for e in entries:
-            at = {"step": label_of(e), "series": name}
-            ratios.append(
-                {
-                    **at,
-                    "amount": e["raw"] / e["sum"],
-                    "words": f"{name}, up to {label_of(e)}: {times(e['raw'], e['sum'])}",
-                }
-            )
-            growth.append(
-                {**at, "amount": e["sum"], "words": f"{name}, up to {label_of(e)}: {size(e['sum'])}"}
-            )
+            at, what = {"step": label_of(e), "series": name}, f"{name}, up to {label_of(e)}"
+            ratio = times(e["raw"], e["sum"])
+            ratios.append({**at, "amount": e["raw"] / e["sum"], "words": f"{what}: {ratio}"})
+            growth.append({**at, "amount": e["sum"], "words": f"{what}: {size(e['sum'])}"})
     if not growth:
         return []
     unit, scale = unit_of(max(value["amount"] for value in growth))
     growth = [{**value, "amount": value["amount"] / scale} for value in growth]
     ratios, growth = (sorted(values, key=_by_step) for values in (ratios, growth))
+    taken, drawn = "All files up to a step: lower is better.", charts.lines(growth, unit)
+    divided = "Raw bytes divided by stored bytes, of all files up to a step."
     return [
-        figure(
-            f"Disk space taken so far, {unit}",
-            "All files up to a step: lower is better.",
-            charts.lines(growth, unit),
-        ),
-        figure(
-            "Times smaller so far",
-            "Raw bytes divided by stored bytes, of all files up to a step.",
-            charts.lines(ratios, "times smaller"),
-        ),
+        figure(f"Disk space taken so far, {unit}", taken, drawn),
+        figure("Times smaller so far", divided, charts.lines(ratios, "times smaller")),
     ]
 
 
@@ -263,20 +247,11 @@ def _coders(file: Report) -> Html:
     for role in sorted({t["role"] for t in file["tensors"]}, key=role_order):
         sums = coder_bytes(t for t in file["tensors"] if t["role"] == role)
         for coder, n in sums.most_common():
-            share = n / sums.total()
-            if share < LEAST_SHARE:
-                continue
-            values.append(
-                {
-                    "name": role_text(role),
-                    "amount": 100 * share,
-                    "colour": cut(coder, 40),
-                    "words": f"{role_text(role)}: {percent(share)} of the bytes, {coder_text(coder)}",
-                }
-            )
-    by = dict(
-        zip(CODERS, (COLOURS[5], COLOURS[4], COLOURS[2], COLOURS[0], COLOURS[3], COLOURS[1]), strict=True)
-    )
+            if (share := n / sums.total()) >= LEAST_SHARE:
+                name, colour = role_text(role), cut(coder, 40)
+                words = f"{name}: {percent(share)} of the bytes, {coder_text(coder)}"
+                values.append({"name": name, "amount": 100 * share, "colour": colour, "words": words})
+    by = dict(zip(CODERS, (COLOURS[i] for i in (5, 4, 2, 0, 3, 1)), strict=True))
     about = "How codes became bytes, in % of the bytes; the glossary below says what each does."
     return figure("Which coder wrote the bytes, %", about, charts.shares(values, "% of the bytes", by))
 

@@ -23,11 +23,6 @@ class Reading:
     value: float
     lower_is_better: bool
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether the value is a finite number."""
-        return math.isfinite(self.value)
-
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -38,7 +33,7 @@ class Limit:
 
     def drop(self, exact: Reading, measured: Reading) -> float:
         """Give how much worse `measured` is, in the unit of `max_drop`; infinite if it is not finite."""
-        if not measured.is_finite:
+        if not math.isfinite(measured.value):
             return math.inf
         worse = measured.value - exact.value if exact.lower_is_better else exact.value - measured.value
         return worse / abs(exact.value) if self.is_relative else worse
@@ -53,10 +48,6 @@ class Limit:
         if self.max_drop:
             return drop / self.max_drop
         return math.inf if drop > 0 else drop
-
-    def is_measurable(self, exact: Reading, noise: float) -> bool:
-        """Tell whether differences of `noise`, which say nothing, are within the limit."""
-        return noise <= self.in_units(exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +135,7 @@ class Budget:
         Raises:
             ConfigError: not finite, or too close to zero for a relative drop.
         """
-        if not exact.is_finite:
+        if not math.isfinite(exact.value):
             raise ConfigError(f"{self.name}: the {exact.metric} of the exact tensors is {exact.value}")
         if self.relative and not self.in_steps and abs(exact.value) < SMALLEST_RELATIVE:
             raise ConfigError(

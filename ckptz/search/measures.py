@@ -62,9 +62,8 @@ def number(value: Any, name: str) -> float:
     Raises:
         ConfigError: it is none; names the function.
     """
-    with contextlib.suppress(
-        TypeError, ValueError, RuntimeError
-    ):  # an array, or a tensor of several elements
+    # An array, or a tensor of several elements, is none.
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if hasattr(value, "__float__") and not isinstance(value, str | bytes | bool):
             return float(value)
     shown = repr(value)

@@ -90,7 +90,7 @@ class Judge:
                     f"gain less than exact states differ by ({noise:.3g}, the noise floor); train further, "
                     "average over more data, or give a share of the loss as in 'resume<=0.2%'"
                 )
-            elif noise and not limit.is_measurable(exact, noise):
+            elif noise > limit.in_units(exact):
                 is_share, value = limit.is_relative, abs(exact.value)
                 shown = f"{noise / value:.2%}" if is_share else f"{noise:.3g}"
                 allowed = f"{limit.max_drop:.2%}" if is_share else f"{limit.max_drop:.3g}"

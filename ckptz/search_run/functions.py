@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ckptz.errors import ConfigError
+from ckptz.search.measures import name_of
 
 HOW = "give package.module:function or file.py:function"
 
@@ -46,8 +47,7 @@ class NamedFunction:
     @property
     def metric(self) -> str:
         """The metric's name in messages."""
-        found = self.load()
-        return str(getattr(found, "metric", getattr(found, "__name__", "quality")))
+        return name_of(self.load())
 
     @property
     def data_digest(self) -> Any:

@@ -123,6 +123,5 @@ class SearchReport(Shown):
     unmeasurable: tuple[str, ...] = ()  # what to tell of budgets below their noise, which count as not kept
     quality: tuple[QualityRecord, ...] = ()  # what the file records of its budgets
     seconds: float  # taken in all
-    evaluation_seconds: float = (
-        0.0  # taken to decode and evaluate, in all processes, the exact tensors included
-    )
+    # taken to decode and evaluate, in all processes, the exact tensors included
+    evaluation_seconds: float = 0.0

@@ -70,9 +70,8 @@ class Decoder:
         for name in self.scope.weights:
             tensor = state[name.removeprefix(self.scope.prefix)]
             is_matrix = tensor.dim() > 1 and tensor.numel() > 1
-            if (
-                is_matrix and tensor.is_floating_point() and tensor.element_size() > 1
-            ):  # 8-bit floats do not add
+            # 8-bit floats do not add.
+            if is_matrix and tensor.is_floating_point() and tensor.element_size() > 1:
                 spread = float(tensor.float().std())
                 noise = rng.standard_normal(tuple(tensor.shape), np.float32)
                 tensor.add_(tensor.new_tensor(noise * np.float32(share * spread)))

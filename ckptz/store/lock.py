@@ -22,10 +22,10 @@ import weakref
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from ckptz.errors import ConfigError, WriteError
-from ckptz.store.places import Place
+from ckptz.store.remote import Place
 
 try:
     import fcntl as _fcntl
@@ -41,20 +41,6 @@ STALE_SECONDS: Final = 60.0  # four beats may be lost
 SETTLE_SECONDS: Final = 0.5  # two that take a stale lease at once both wrote when this is over
 
 _NO_FLOCK: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
-
-
-class Lock(Protocol):
-    """The right to write to a folder, held until it is released."""
-
-    def check(self) -> None:
-        """Require that the lock is still held.
-
-        Raises:
-            WriteError: another writer took it.
-        """
-
-    def release(self) -> None:
-        """Release the lock, so that others may write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +123,7 @@ class FileLock:
         """Trust the system, which gives the lock to one process at a time."""
 
     def release(self) -> None:
+        """Release the lock, so that others may write."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -156,12 +143,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Lease:
-    """A lock by a file that is renewed.
-
-    Args:
-        place: the folder.
-        beat: seconds between renewals.
-        stale: seconds without a renewal after which others take it.
+    """A lock by a file that is renewed every `beat` seconds; after `stale` seconds without, others take it.
 
     Raises:
         ConfigError: another writer holds it.
@@ -220,6 +202,11 @@ class Lease:
                 self._write()
 
     def check(self) -> None:
+        """Require that the lock is still held.
+
+        Raises:
+            WriteError: another writer took it.
+        """
         if not self._is_ours():
             raise WriteError(
                 errno.EBUSY,
@@ -228,6 +215,7 @@ class Lease:
             )
 
     def release(self) -> None:
+        """Release the lock, so that others may write."""
         self._is_over.set()
         self._thread.join()
         with contextlib.suppress(Exception):
@@ -235,12 +223,11 @@ class Lease:
                 self._place.remove(LEASE_NAME)
 
 
-def acquire(place: Place, folder: Path | None) -> Lock:
-    """Take the lock of a folder.
+Lock = FileLock | Lease
 
-    Args:
-        place: the folder.
-        folder: its path, if it is a local one; it must exist.
+
+def acquire(place: Place, folder: Path | None) -> Lock:
+    """Take the lock of a place; `folder` is its path if it is a local one, which must exist.
 
     Raises:
         ConfigError: another writer holds it.

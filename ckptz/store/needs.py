@@ -27,17 +27,11 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(frozen=True, slots=True)
 class Needs(Generic[T]):
-    """The files that those which stay are decoded from.
+    """The files that those which stay are decoded from."""
 
-    Attributes:
-        known: what they are stored against, through whole chains.
-        doubtful: what those that cannot be read may be stored against.
-        notes: which those are, and why.
-    """
-
-    known: frozenset[T]
-    doubtful: frozenset[T]
-    notes: tuple[str, ...]
+    known: frozenset[T]  # what they are stored against, through whole chains
+    doubtful: frozenset[T]  # what those that cannot be read may be stored against
+    notes: tuple[str, ...]  # which those are, and why
 
 
 def needs_of(

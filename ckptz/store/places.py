@@ -1,6 +1,6 @@
-"""Folders that checkpoints are published in: on a local file system, or wherever fsspec reaches.
+"""Folders that checkpoints are published in, on a local file system; those behind URLs are in `remote.py`.
 
-A file appears under its name when it is complete, never before. Those behind URLs are in `remote.py`.
+A file appears under its name when it is complete, never before.
 """
 
 from __future__ import annotations
@@ -10,52 +10,21 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from ckptz.container.byte_source import ByteSource, FileBytes
 from ckptz.container.publish import make_folder, publish
 
 
-class Place(Protocol):
-    """A flat folder of files.
-
-    Attributes:
-        name: for messages.
-    """
-
-    name: str
-
-    def sizes(self) -> dict[str, int]:
-        """Give the bytes of each file by name; empty if there is no folder."""
-
-    def open(self, name: str) -> ByteSource:
-        """Open a file of the folder to read.
-
-        Raises:
-            FileNotFoundError: no such file.
-        """
-
-    def peek(self, name: str, size: int) -> ByteSource:
-        """Open a file of `size` bytes, as listed, of which header and index are wanted."""
-
-    def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a new file that appears under `name` when the block ends well, and otherwise not at all."""
-
-    def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
-
-    def fetched(self, names: Iterable[str]) -> AbstractContextManager[Path]:
-        """Hold a local folder with these files while the block lasts."""
-
-
 class LocalFolder:
-    """A folder of this machine, or one that is mounted."""
+    """A flat folder of files, of this machine or one that is mounted; `name` is for messages."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._path = path
 
     def sizes(self) -> dict[str, int]:
+        """Give the bytes of each file by name; empty if there is no folder."""
         found: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
             for entry in entries:
@@ -67,18 +36,27 @@ class LocalFolder:
         return found
 
     def open(self, name: str) -> ByteSource:
+        """Open a file of the folder to read.
+
+        Raises:
+            FileNotFoundError: no such file.
+        """
         return FileBytes(self._path / name)
 
     def peek(self, name: str, size: int) -> ByteSource:
+        """Open a file of `size` bytes, as listed, of which header and index are wanted."""
         return self.open(name)
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a new file that appears under `name` when the block ends well, and otherwise not at all."""
         make_folder(self._path)
         return publish(self._path / name)
 
     def remove(self, name: str) -> None:
+        """Delete a file, if it is there."""
         (self._path / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def fetched(self, names: Iterable[str]) -> Iterator[Path]:
+        """Hold a local folder with these files while the block lasts."""
         yield self._path

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import importlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.container.byte_source import ByteSource, FileBytes
+from ckptz.container.byte_source import FILE_URL, ByteSource, FileBytes
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.store.places import LocalFolder
 
 READ_AHEAD: Final = 1 << 16  # header and index of most files are two requests
-_FILE_URL: Final = "file://"
 
 
 class _Ranges:
@@ -49,17 +47,8 @@ class _Ranges:
         self._read = b""
 
 
-class _Downloaded(FileBytes):
-    """A local copy that goes with the last who reads it."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        super().__init__(path)
-        self.name = name
-        path.unlink()  # the open file keeps its bytes
-
-
 class UploadFolder:
-    """A folder behind an fsspec URL, whose files are finished before they are uploaded.
+    """A folder behind an fsspec URL, whose files are finished before they are uploaded; as `LocalFolder`.
 
     An object store shows an upload when it is complete. Elsewhere fsspec's transactions write aside and
     rename, where the file system implements them; where not, an upload that is cut off leaves a file that
@@ -98,13 +87,10 @@ class UploadFolder:
         return int(size)
 
     def open(self, name: str) -> ByteSource:
-        handle, path = tempfile.mkstemp(prefix="ckptz-", suffix=".download")
-        os.close(handle)
-        try:
-            self._fs.get_file(self._path(name), path)
-            return _Downloaded(Path(path), self.full_name(name))
-        finally:
-            Path(path).unlink(missing_ok=True)
+        with self.fetched([name]) as folder:
+            opened = FileBytes(folder / name)  # keeps its bytes when the name goes
+        opened.name = self.full_name(name)
+        return opened
 
     def peek(self, name: str, size: int) -> ByteSource:
         ranges = _Ranges(self, name, size)
@@ -152,20 +138,20 @@ class UploadFolder:
 
     @contextlib.contextmanager
     def fetched(self, names: Iterable[str]) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(prefix="ckptz-"))
-        try:
+        with tempfile.TemporaryDirectory(prefix="ckptz-", ignore_cleanup_errors=True) as folder:
             for name in names:
-                self._fs.get_file(self._path(name), str(folder / name))
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+                self._fs.get_file(self._path(name), f"{folder}/{name}")
+            yield Path(folder)
 
 
-def place_of(folder_or_url: str | os.PathLike[str]) -> LocalFolder | UploadFolder:
+Place = LocalFolder | UploadFolder
+
+
+def place_of(folder_or_url: str | os.PathLike[str]) -> Place:
     """Give the folder that a path or an fsspec URL such as "s3://bucket/run" names; it need not exist."""
     text = os.fspath(folder_or_url)
-    if text.startswith(_FILE_URL):
-        return LocalFolder(Path(text.removeprefix(_FILE_URL)))
+    if text.startswith(FILE_URL):
+        return LocalFolder(Path(text.removeprefix(FILE_URL)))
     return UploadFolder(text) if "://" in text else LocalFolder(Path(text))
 
 

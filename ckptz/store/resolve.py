@@ -32,26 +32,23 @@ Path_ = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint, whatever its kind: tensors by name, and the files behind them.
+    """An open checkpoint, whatever its kind: tensors by name, and the files behind them."""
 
-    Attributes:
-        name: for messages.
-        tensors: sources by name, in stored order.
-        metadata: the user's own.
-        container: the `.ckptz` file, or None for a plain file.
-        files: every open file, this one first, then its base and so on.
-    """
-
-    name: str
-    tensors: Mapping[str, TensorSource]
-    metadata: Mapping[str, str] | None
-    container: Container | None
-    files: tuple[Container | PlainFile, ...]
+    name: str  # for messages
+    tensors: Mapping[str, TensorSource]  # sources by name, in stored order
+    metadata: Mapping[str, str] | None  # the user's own
+    container: Container | None  # the `.ckptz` file, or None for a plain file
+    files: tuple[Container | PlainFile, ...]  # every open file, this one first, then its base and so on
 
     @property
     def depth(self) -> int:
         """Deltas between this checkpoint and its anchor."""
         return self.container.index.depth if self.container else 0
+
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of its files."""
+        return [path_of(file.name) for file in self.files]
 
     def content_id(self) -> str:
         """Give the content id; a plain file is read whole for it."""
@@ -87,11 +84,7 @@ def open_file(source: ByteSource) -> Container | PlainFile:
 
 
 def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoint:
-    """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain.
-
-    Args:
-        path: the file.
-        search_path: folders to look for bases in, after the file's own.
+    """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain, beside it or in `search_path`.
 
     Raises:
         FileNotFoundError: no such file.
@@ -204,11 +197,7 @@ def fits(file: PlainFile, delta: Container) -> bool:
 
 
 def base_ref(base: Checkpoint, file: str | None = None) -> BaseRef:
-    """Name `base` as a new delta does.
-
-    Args:
-        base: what it is made from.
-        file: the name that the base will have, if it has another one now.
+    """Name `base` as a new delta does; `file` is the name that it will have, if it has another one now.
 
     Raises:
         ConfigError: by a name that no reader would accept.

@@ -134,13 +134,9 @@ Rules = tuple[int | None, int | None, int | None]  # last, every, best
 def keep_policy(
     *, steps: Rules, weights: Rules, lower_is_better: bool, exact: int | None = None
 ) -> KeepPolicy:
-    """Make the policy of some rules, each of which may be None; without any for steps, all stay.
+    """Make the policy of rules for whole steps, and for weights that stay without their state.
 
-    Args:
-        steps: for whole steps.
-        weights: for weights that stay without their state.
-        lower_is_better: what "best" means.
-        exact: see `KeepPolicy`.
+    Each rule may be None; without any for steps, all stay. What else there is, `KeepPolicy` says.
     """
     is_any = weights != (None, None, None)
     of_weights = KeepRules(**_fields(weights), lower_is_better=lower_is_better) if is_any else None
@@ -156,33 +152,19 @@ def _fields(rules: Rules) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport(Shown):
-    """Files of a folder that a prune deleted, hid and kept.
+    """Files of a folder that a prune deleted, hid and kept."""
 
-    Attributes:
-        folder: the folder.
-        steps: that training can resume from.
-        weights_only: steps of which the weights are left.
-        exact: of `steps`, those that come back bit for bit though their files are lossy.
-        hidden: names of files that stay only because kept ones are stored against them.
-        removed: names of files that were deleted, newest first.
-        kept_bytes: size of the files that stay, hidden ones included.
-        removed_bytes: size of those deleted.
-        dry_run: nothing was done.
-        seconds: time taken.
-        notes: what the user should know.
-    """
-
-    folder: str
-    steps: tuple[int, ...]
-    weights_only: tuple[int, ...]
-    exact: tuple[int, ...]
-    hidden: tuple[str, ...]
-    removed: tuple[str, ...]
-    kept_bytes: int
-    removed_bytes: int
-    dry_run: bool
-    seconds: float
-    notes: tuple[str, ...] = ()
+    folder: str  # the folder
+    steps: tuple[int, ...]  # that training can resume from
+    weights_only: tuple[int, ...]  # steps of which the weights are left
+    exact: tuple[int, ...]  # of `steps`, those that come back bit for bit though their files are lossy
+    hidden: tuple[str, ...]  # names of files that stay only because kept ones are stored against them
+    removed: tuple[str, ...]  # names of files that were deleted, newest first
+    kept_bytes: int  # size of the files that stay, hidden ones included
+    removed_bytes: int  # size of those deleted
+    dry_run: bool  # nothing was done
+    seconds: float  # time taken
+    notes: tuple[str, ...] = ()  # what the user should know
 
 
 def prune(
@@ -331,13 +313,7 @@ def _bases_of(
 def prune_folder(
     folder_or_url: Path_, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """Apply a policy to a folder that nobody writes to, as `ckptz prune` does.
-
-    Args:
-        folder_or_url: the store.
-        policy: what is kept.
-        after: remove every step after this one first, to go on from there.
-        dry_run: only say what would be done.
+    """Apply a policy to a folder that nobody writes to, as `ckptz prune` does; see `prune`.
 
     Raises:
         ConfigError: it holds no steps, or somebody writes to it.

@@ -22,6 +22,8 @@ from ckptz.errors import CkptzError, ConfigError
 from ckptz.store.resolve import SUFFIX, open_file
 from ckptz.store.step_files import StepFile
 
+Inode = tuple[int | str, int]
+EXACT: Final = ".exact-"  # in the name of what makes a file of the Trainer or Lightning exact
 LIGHTNING_SUFFIX: Final = ".ckpt"  # of torch files, too
 STEP_KEYS: Final = ("step", "global_step")  # in the metadata of what is compressed
 _STEP: Final = r"(?:global_?)?(?:step|checkpoint|iter|iteration)[-_=]?(\d{1,18})"
@@ -58,9 +60,7 @@ def is_base_name(path: Path) -> bool:
 def run_files(folder: Path, *, with_links: bool = False) -> list[Path]:
     """List the checkpoint files of a folder, and of the folders in it that are called after a step.
 
-    Args:
-        folder: which.
-        with_links: each by every name that it has; otherwise once.
+    Each is listed once, or `with_links` by every name that it has.
     """
     entries = list(folder.iterdir())
     for sub in [path for path in entries if step_of_folder(path) is not None and path.is_dir()]:
@@ -73,7 +73,7 @@ def run_files(folder: Path, *, with_links: bool = False) -> list[Path]:
     return sorted(found.values())
 
 
-def inode_of(path: Path) -> tuple[int | str, int]:
+def inode_of(path: Path) -> Inode:
     """Give what all names of a file have in common."""
     if is_url(path):
         return str(path), 0
@@ -128,4 +128,4 @@ def is_aside(path: Path) -> bool:
     file = StepFile.parse(path.name)
     if file is not None:
         return file.kind == "state" or file.is_exact
-    return is_base_name(path) or _WITHOUT_WEIGHTS.fullmatch(path.name) is not None or ".exact-" in path.name
+    return is_base_name(path) or _WITHOUT_WEIGHTS.fullmatch(path.name) is not None or EXACT in path.name

@@ -19,11 +19,7 @@ PREFIX: Final = "ckptz-spool-"
 
 
 class Spool:
-    """A folder of this process's own.
-
-    Attributes:
-        folder: where it is.
-    """
+    """A folder of this process's own, `folder`."""
 
     def __init__(self) -> None:
         if fcntl is not None:

@@ -27,26 +27,19 @@ _HIDDEN: Final = ".hidden"
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The time that files of a kind stay, as far as it is known before.
+    """The time that files of a kind stay, as far as it is known before."""
 
-    Attributes:
-        last: so many newest; None for all.
-        every: steps that are multiples of one of these stay for ever.
-        best: so many others stay, whichever.
-    """
-
-    last: int | None = None
-    every: tuple[int, ...] = ()
-    best: int = 0
+    last: int | None = None  # so many newest; None for all
+    every: tuple[int, ...] = ()  # steps that are multiples of one of these stay for ever
+    best: int = 0  # so many others stay, whichever
 
     def stays(self, steps: Sequence[int]) -> list[int]:
         """Count for each of the steps that stay, ascending, the coming saves that leave it."""
         if self.last is None:
             return [ENDLESS] * len(steps)
         ages = range(len(steps), 0, -1)
-        beyond = (
-            ENDLESS if self.best else 0
-        )  # what is neither among the last nor a multiple is one of the best
+        # What is neither among the last nor a multiple is one of the best.
+        beyond = ENDLESS if self.best else 0
         return [
             ENDLESS if self._is_multiple(step) else beyond if age > self.last else self.last - age
             for step, age in zip(steps, ages, strict=True)
@@ -83,17 +76,12 @@ class ChainRule:
     against 4, 4 and 8 against the anchor. Chains are then at most log2(anchor_every) deltas deep, and so
     is what must be decoded for the next delta; the base is 2 positions away on average. It is always one
     that the file before was stored against, or that file itself, so retention has kept it.
-
-    Attributes:
-        anchor_every: the file after position anchor_every - 1 is an anchor.
-        is_forked: see above.
-        is_flat: each is stored against the anchor.
-        kept: how long files stay; with it, each is weighed before the rule holds, see weigh.py.
     """
 
-    anchor_every: int
-    is_forked: bool
-    is_flat: bool = False
+    anchor_every: int  # the file after position anchor_every - 1 is an anchor
+    is_forked: bool  # see above
+    is_flat: bool = False  # each is stored against the anchor
+    # how long files stay; with it, each is weighed before the rule holds, see weigh.py
     kept: Mapping[FileKind, Kept] | None = field(default=None, hash=False)
 
     def base_of(self, position: int) -> int | None:
@@ -107,17 +95,11 @@ class ChainRule:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepFile:
-    """One file of a step.
+    """One file of a step."""
 
-    Attributes:
-        step: the step.
-        kind: what it holds.
-        is_exact: whether it is a residual: a lossless delta against the lossy file of that kind.
-    """
-
-    step: int
-    kind: FileKind
-    is_exact: bool = False
+    step: int  # the step
+    kind: FileKind  # what it holds
+    is_exact: bool = False  # whether it is a residual: a lossless delta against the lossy file of that kind
 
     @property
     def name(self) -> str:
@@ -147,42 +129,25 @@ class StepFile:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Everything about a step's file that its index says.
+    """Everything about a step's file that its index says."""
 
-    Attributes:
-        content_id: identity of its values.
-        base: name of the file that it is stored against, or None.
-        base_id: content id of the same.
-        position: files written between its anchor and it; 0 for an anchor.
-        metric: of weights, as given to `save`.
-        weights: of state: content id of the weights that it goes with.
-        exact_of: of a residual: content id of the lossy file that it makes exact.
-        tensor_bytes: of its tensors, uncompressed.
-    """
-
-    content_id: str
-    base: str | None
-    base_id: str | None
-    position: int
-    metric: float | None
-    weights: str | None
-    exact_of: str | None
-    tensor_bytes: int
+    content_id: str  # identity of its values
+    base: str | None  # name of the file that it is stored against, or None
+    base_id: str | None  # content id of the same
+    position: int  # files written between its anchor and it; 0 for an anchor
+    metric: float | None  # of weights, as given to `save`
+    weights: str | None  # of state: content id of the weights that it goes with
+    exact_of: str | None  # of a residual: content id of the lossy file that it makes exact
+    tensor_bytes: int  # of its tensors, uncompressed
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a folder at one moment.
+    """The files of a folder at one moment."""
 
-    Attributes:
-        sizes: bytes of each file of a step, hidden ones included.
-        hidden: those that are there only as bases.
-        leftovers: names of files that a killed writer left: unfinished ones, and residuals and markers
-            of nothing.
-    """
-
-    sizes: dict[StepFile, int]
-    hidden: frozenset[StepFile]
+    sizes: dict[StepFile, int]  # bytes of each file of a step, hidden ones included
+    hidden: frozenset[StepFile]  # those that are there only as bases
+    # names of files that a killed writer left: unfinished ones, and residuals and markers of nothing
     leftovers: tuple[str, ...]
 
     @classmethod

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final
 
 from ckptz.container.amend import amend_metadata
 from ckptz.container.caches import LastChunks
@@ -64,14 +64,8 @@ from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
 ABANDONED_SECONDS: Final = 3600.0
 
 Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
-
-
-class ExactEncoder(Protocol):
-    """Writes the residual of a file of a kind, against that lossy file, with some metadata."""
-
-    def __call__(
-        self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
-    ) -> Written: ...
+# Writes the residual of a file of a kind, against that lossy file, with some metadata.
+ExactEncoder = Callable[[FileKind, BinaryIO, Checkpoint, Mapping[str, str]], Written]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +146,7 @@ class StepStore:
         return False
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        """Read the index of a file for its facts.
-
-        Args:
-            file: which.
-            n_bytes: its size, as listed.
+        """Read the index of a file, of `n_bytes` as listed, for its facts.
 
         Raises:
             FormatError: it is damaged.
@@ -373,10 +363,7 @@ class StepStore:
     ) -> Iterator[tuple[Checkpoint | None, int]]:
         """Open what the next file of a kind is stored against, None for an anchor; give its position too.
 
-        Args:
-            kind: of the file.
-            rule: what files are stored against.
-            notes: is told why, if it is an anchor because the base cannot be read.
+        `notes` is told why, if it is an anchor because the base cannot be read.
         """
         base, position = None, 0
         with contextlib.ExitStack() as held:

@@ -28,26 +28,18 @@ N_ALIKE: Final = 4  # newest files of a distance, of which the largest tells the
 HOPED: Final = 1 / 4  # of an anchor, for a delta before there was one
 INTERVALS: Final = (2, 4, 8, 16, 32)
 
-Sizes = Iterable[
-    tuple[int, int]
-]  # (saves that a file reaches back, 0 for an anchor; its bytes), oldest first
+# (saves that a file reaches back, 0 for an anchor; its bytes), oldest first
+Sizes = Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A file of the folder that a new one may be stored against.
+    """A file of the folder that a new one may be stored against."""
 
-    Attributes:
-        n_bytes: its size.
-        position: files written between its anchor and it; 0 for an anchor.
-        base: index of what it is stored against among the files that are there; None for an anchor.
-        stays: so many coming saves leave it by the rules; 0 if it is there only because others need it.
-    """
-
-    n_bytes: int
-    position: int
-    base: int | None
-    stays: int
+    n_bytes: int  # its size
+    position: int  # files written between its anchor and it; 0 for an anchor
+    base: int | None  # index of what it is stored against among the files that are there; None for an anchor
+    stays: int  # so many coming saves leave it by the rules; 0 if it is there only because others need it
 
 
 class Estimate:
@@ -120,14 +112,9 @@ def weighed(
 def weighed_in_folder(
     kind: FileKind, rule: ChainRule, listing: Listing, facts: Mapping[StepFile, FileFacts], written: Sizes
 ) -> ChainRule:
-    """Choose what the next file of a kind in a folder of steps is stored against.
+    """Choose what the next file of a kind, of which there is a newest one, is stored against.
 
-    Args:
-        kind: which; there is a newest file of it.
-        rule: what was asked for.
-        listing: what is there.
-        facts: of those files that can be read.
-        written: of those that this process wrote.
+    `facts` are of those files of the folder that can be read, `written` of those that this process wrote.
     """
     if rule.kept is None:
         return rule
@@ -153,17 +140,12 @@ def weighed_in_folder(
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """The files that are there, as far as the coming saves change them.
+    """The files that are there, as far as the coming saves change them."""
 
-    Attributes:
-        chain: of the newest file, anchor first: (bytes, position, the save that removes it).
-        taken: by save, by how many bytes all others change what is taken.
-        plain: by save, by how many files what is kept changes.
-    """
-
+    # of the newest file, anchor first: (bytes, position, the save that removes it)
     chain: tuple[tuple[int, int, int], ...]
-    taken: tuple[float, ...]
-    plain: tuple[int, ...]
+    taken: tuple[float, ...]  # by save, by how many bytes all others change what is taken
+    plain: tuple[int, ...]  # by save, by how many files what is kept changes
 
     @classmethod
     def of(cls, held: Sequence[Held], n_saves: int, rest: int) -> _Past:
@@ -197,11 +179,7 @@ def _outlook(
 ) -> tuple[float, float, float]:
     """Play a rule through.
 
-    Args:
-        rule: which.
-        past: what is there.
-        stays: of each coming file, the number of the save that removes it; the next is 0.
-        estimate: how large they will be.
+    `stays` has of each coming file the number of the save that removes it; the next is 0.
 
     Returns:
         The bytes that it takes on average over the coming saves, the most over plain files, and the most that
@@ -209,15 +187,14 @@ def _outlook(
     """
     largest = 0.0
     taken, plain = list(past.taken), list(past.plain)
-    chain: list[list[Any]] = [
-        [size, position, 0, gone] for size, position, gone in past.chain
-    ]  # of the newest file
+    # Of the newest file.
+    chain: list[list[Any]] = [[size, position, 0, gone] for size, position, gone in past.chain]
     for i, until in enumerate(stays):
         position = chain[-1][1] + 1 if chain else 0
         wanted = rule.base_of(position)
-        n_left = (
-            0 if wanted is None else next(n for n in range(len(chain), 0, -1) if chain[n - 1][1] <= wanted)
-        )
+        n_left = 0
+        if wanted is not None:
+            n_left = next(n for n in range(len(chain), 0, -1) if chain[n - 1][1] <= wanted)
         for size, _, born, gone in chain[n_left:]:  # nothing new is stored against these
             _add(taken, born, gone, size)
         del chain[n_left:]

@@ -192,14 +192,12 @@ class Publisher:
             yield self._base, ""
             return
         with contextlib.ExitStack() as held:
+            base, note = None, ""
             try:
-                found: tuple[_Last | None, str] = (
-                    held.enter_context(self._resumed(versions, newest)),
-                    "",
-                )
+                base = held.enter_context(self._resumed(versions, newest))
             except (CkptzError, OSError) as error:
-                found = None, f"step {newest} cannot be led on from, so this is an anchor: {error}"
-            yield found
+                note = f"step {newest} cannot be led on from, so this is an anchor: {error}"
+            yield base, note
 
     @contextlib.contextmanager
     def _resumed(self, versions: list[Version], newest: int) -> Iterator[_Last]:

@@ -107,17 +107,11 @@ class StridedSource(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A nested state taken apart.
+    """A nested state taken apart."""
 
-    Attributes:
-        tensors: by name.
-        tree: as it goes into `Index.tree`.
-        outer: of each tensor, the outer part of its path that is not in its name.
-    """
-
-    tensors: dict[str, TensorSource]
-    tree: dict[str, Any]
-    outer: dict[str, Path]
+    tensors: dict[str, TensorSource]  # by name
+    tree: dict[str, Any]  # as it goes into `Index.tree`
+    outer: dict[str, Path]  # of each tensor, the outer part of its path that is not in its name
 
     def names_under(self, *outer: str) -> tuple[str, ...]:
         """Name the tensors whose paths begin so."""

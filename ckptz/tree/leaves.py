@@ -22,19 +22,12 @@ class DTypeName:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A stored tensor that shares memory with no other.
+    """A stored tensor that shares memory with no other."""
 
-    Attributes:
-        name: of the stored tensor.
-        strides: in elements, where they are not those of C order.
-        requires_grad: as in torch.
-        is_parameter: a `torch.nn.Parameter`.
-    """
-
-    name: str
-    strides: tuple[int, ...] | None = None
-    requires_grad: bool = False
-    is_parameter: bool = False
+    name: str  # of the stored tensor
+    strides: tuple[int, ...] | None = None  # in elements, where they are not those of C order
+    requires_grad: bool = False  # as in torch
+    is_parameter: bool = False  # a `torch.nn.Parameter`
 
     def pack(self) -> dict[str, Any]:
         """Give the JSON node."""

@@ -14,7 +14,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeGuard
 
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 from ckptz.tree.keys import KEY_KINDS, SeenKeys, is_key, key_problem
@@ -31,18 +31,13 @@ Leaf = Callable[[Any, Path], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A parsed tree.
+    """A parsed tree."""
 
-    Attributes:
-        root: plain Python values, with `Size`, `DTypeName`, `TensorRef` and `View` (or what the
-            caller made of them) at the leaves.
-        storages: names of the stored tensors that each shared storage consists of.
-        refs: every `TensorRef` and `View`, in order.
-    """
-
+    # plain Python values, with `Size`, `DTypeName`, `TensorRef` and `View` (or what the caller made of them)
+    # at the leaves
     root: Any
-    storages: tuple[tuple[str, ...], ...]
-    refs: tuple[TensorRef | View, ...]
+    storages: tuple[tuple[str, ...], ...]  # names of the stored tensors that each shared storage consists of
+    refs: tuple[TensorRef | View, ...]  # every `TensorRef` and `View`, in order
 
     def check_names(self, names: Collection[str]) -> None:
         """Require that the tree speaks of exactly the tensors `names`."""
@@ -336,7 +331,7 @@ class _Parser:
         return raw
 
     def _numbers(self, raw: Any, path: Path) -> tuple[int, ...]:
-        if not all(map(_is_number, self._list(raw, path))):
+        if not all(map(is_number, self._list(raw, path))):
             self.refuse(path, "not a list of numbers from 0 to 2^63 - 1")
         return tuple(raw)
 
@@ -359,7 +354,8 @@ def _shown(raw: Any) -> str:
     return ", ".join(sorted(raw))[:60] if isinstance(raw, dict) else repr(raw)[:60]
 
 
-def _is_number(raw: Any) -> bool:
+def is_number(raw: Any) -> TypeGuard[int]:
+    """Tell whether a value is an integer from 0 up to 2^63 - 1."""
     return type(raw) is int and 0 <= raw <= MAX_NUMBER
 
 

@@ -39,11 +39,6 @@ def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Units]:
             yield source.units(begin, end)
 
 
-def flat_tree(names: Mapping[str, object]) -> dict[str, Any]:
-    """Make the tree of a checkpoint that has none: a dict of its tensors by name."""
-    return {"storages": [], "root": {"dict": [[name, {"tensor": name}] for name in names]}}
-
-
 def unflatten(
     tensors: Mapping[str, TensorSource], tree: Any, folder: Path | None, chunks: Chunks = read_chunks
 ) -> Any:
@@ -61,7 +56,8 @@ def unflatten(
         UnsupportedError: an element type that this torch does not have.
         OSError: no room in `folder`.
     """
-    raw = flat_tree(tensors) if tree is None else tree
+    flat = {"storages": [], "root": {"dict": [[name, {"tensor": name}] for name in tensors]}}
+    raw = flat if tree is None else tree
     parsed = parse_tree(raw)
     parsed.check_names(tensors)
     spool = _Spool(tensors, parsed, folder)

@@ -159,22 +159,13 @@ def codec_from_dict(record: Mapping[str, Any]) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A codec bound to a dtype and a shape: every size of a message is fixed here.
+    """A codec bound to a dtype and a shape: every size of a message is fixed here."""
 
-    Attributes:
-        wanted: the codec that was asked for.
-        codec: the codec in force: raw for integers, small tensors, and where little would be saved.
-        kind: F32, BF16 or F16 for the kernels; -1 for other types.
-        block: elements that share a range.
-        k: values of each sample that TopK keeps.
-        reuse: TopK values at positions that the other direction sent.
-    """
-
-    wanted: Codec
-    codec: Codec
+    wanted: Codec  # what was asked for
+    codec: Codec  # the one in force: raw for integers, small tensors, and where little would be saved
     dtype: DType
     shape: tuple[int, ...]
-    reuse: bool = False
+    reuse: bool = False  # TopK values at positions that the other direction sent
 
     @property
     def n(self) -> int:

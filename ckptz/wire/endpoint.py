@@ -42,11 +42,6 @@ class Sent:
     message: Array
     decode: Callable[[], Array]
 
-    @property
-    def received(self) -> Array:
-        """The tensor that the other end decodes, computed when asked for."""
-        return self.decode()
-
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:

@@ -124,11 +124,6 @@ class SampleBuffers:
             self._rows[i] = row.copy()
             self._seen.add(i)
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes held, in memory or in the file."""
-        return 4 * self.size * len(self._rows)
-
     def state(self) -> dict[str, NDArray[Any]]:
         """Give sample ids [n] and their rows, float32 [n, row units]."""
         ids = np.array(sorted(self._seen), np.int64)

@@ -33,21 +33,13 @@ ZERO_TILE, NAN_TILE, MOST_STEPS = 255, 254, 253  # of a tile's range below the g
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A payload before it is joined.
+    """A payload before it is joined."""
 
-    Attributes:
-        parts: byte arrays, each to be padded to 16 bytes.
-        mode: for the header.
-        decoded: makes what the other end will see, F32 patterns; units for raw.
-        mask: 1 for each value that TopK sent.
-        not_finite: whether something not finite is in it.
-    """
-
-    parts: Sequence[Array]
-    mode: int
-    decoded: Callable[[], Array]
-    mask: Array | None = None
-    not_finite: Truth = False
+    parts: Sequence[Array]  # byte arrays, each to be padded to 16 bytes
+    mode: int  # for the header
+    decoded: Callable[[], Array]  # makes what the other end will see, F32 patterns; units for raw
+    mask: Array | None = None  # 1 for each value that TopK sent
+    not_finite: Truth = False  # whether something not finite is in it
 
 
 def at_once(wrong: Truth, why: str) -> None:

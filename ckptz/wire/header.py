@@ -46,36 +46,24 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class LinkHeader:
-    """The header of a message: spec/08-wire.md#header, fields in the order of their bytes.
+    """The header of a message: spec/08-wire.md#header, fields in the order of their bytes."""
 
-    Attributes:
-        codec: id of the codec, spec/08-wire.md#codecs.
-        param: its bits: of a code, or of a TopK value.
-        dtype: frame id of the element type.
-        mode: how the codec's variable part is written.
-        state_seq: messages before this one that used the same slot of state.
-        plan: hash of codec, dtype and shape, which both ends agreed on.
-        n: elements.
-        count: values that follow: TopK's k in all, else the number of blocks.
-        batch: hash of the sample ids, 0 without.
-    """
-
-    codec: int
-    param: int
-    dtype: int
+    codec: int  # id of the codec, spec/08-wire.md#codecs
+    param: int  # its bits: of a code, or of a TopK value
+    dtype: int  # frame id of the element type
     flags: int
     src: int
     dst: int
     tensor: int
-    mode: int
+    mode: int  # how the codec's variable part is written
     step: int
     microbatch: int
-    state_seq: int
-    plan: int
-    n: int
-    count: int
+    state_seq: int  # messages before this one that used the same slot of state
+    plan: int  # hash of codec, dtype and shape, which both ends agreed on
+    n: int  # elements
+    count: int  # values that follow: TopK's k in all, else the number of blocks
     payload_bytes: int
-    batch: int
+    batch: int  # hash of the sample ids, 0 without
     checksum: int
 
     def pack(self) -> bytes:

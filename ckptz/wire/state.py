@@ -36,40 +36,24 @@ SENDERS: Final = Memory()  # the receiver's side of a direction whose state is t
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Step, microbatch and tensor of a message.
+    """Step, microbatch and tensor of a message."""
 
-    Attributes:
-        step: training steps before this one; evaluations before it if `is_eval`.
-        microbatch: index within the step.
-        tensor: index among the tensors of the cut.
-        sample_ids: of the microbatch, for AQ-SGD.
-        is_eval: whether no gradient comes back.
-        is_raw: whether both ends agreed to send this message raw.
-    """
-
-    step: int
-    microbatch: int = 0
-    tensor: int = 0
-    sample_ids: NDArray[np.int64] | None = None
-    is_eval: bool = False
-    is_raw: bool = False
+    step: int  # training steps before this one; evaluations before it if `is_eval`
+    microbatch: int = 0  # index within the step
+    tensor: int = 0  # index among the tensors of the cut
+    sample_ids: NDArray[np.int64] | None = None  # of the microbatch, for AQ-SGD
+    is_eval: bool = False  # whether no gradient comes back
+    is_raw: bool = False  # whether both ends agreed to send this message raw
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Positions of an activation, for its gradient.
+    """Positions of an activation, for its gradient."""
 
-    Attributes:
-        packed: the mask as a bitmap, or None where the activation was sent without positions.
-        step: of the activation.
-        shape: of the activation.
-        k: positions of each sample.
-    """
-
-    packed: Array | None
-    step: int
-    shape: tuple[int, ...]
-    k: int
+    packed: Array | None  # the mask as a bitmap, or None where the activation was sent without positions
+    step: int  # of the activation
+    shape: tuple[int, ...]  # of the activation
+    k: int  # positions of each sample
 
 
 @dataclass
@@ -192,12 +176,6 @@ class LinkState:
             )
         del self.masks[place.microbatch, place.tensor]
         return self.kernels.unpack(kept.packed, 1, plan.n)
-
-    def n_bytes(self) -> int:
-        """Count the bytes of state held now, counters aside."""
-        arrays = [slot.memory.array for slot in self._slots.values() if slot.memory is not None]
-        held = sum(4 * len(array) for array in arrays)
-        return held + sum(buffers.n_bytes for buffers in self._buffers.values())
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Give everything that a resumed link needs, as named arrays [n]; F32 patterns as uint32."""

@@ -124,9 +124,8 @@ def main() -> None:
     By default every bit comes back. Stored against an earlier checkpoint, a file is smaller still; with a
     method or a budget it is lossy and many times smaller. `ckptz VERB --help` says more.
     """
-    gc.set_threshold(
-        100_000
-    )  # looking for cycles among a million entries of indices takes a fifth of the time
+    # Looking for cycles among a million entries of indices takes a fifth of the time.
+    gc.set_threshold(100_000)
 
 
 for _verb in (

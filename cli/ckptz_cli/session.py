@@ -27,8 +27,7 @@ from ckptz_cli.streams import STDOUT
 class Session:
     """Handed to every command as the context's object.
 
-    Args:
-        args: the whole command line, so that even its own errors are shown as it asks.
+    `args` are the whole command line, so that even its own errors are shown as it asks.
     """
 
     def __init__(self, args: Sequence[str]) -> None:
@@ -69,13 +68,20 @@ class Session:
         if not is_quiet():
             _tell(f"ckptz: note: {printable(self._named(text))}")
 
-    def fail(self, error: BaseException) -> None:
-        """End the run with this error."""
-        self._say(error)
+    def fail(self, error: BaseException) -> Failure:
+        """Say an error, the first of which the run ends with."""
+        if self.is_debug:
+            traceback.print_exception(error, file=sys.stderr)
+        failure = failure_of(error)
+        failure = replace(failure, message=self._named(failure.message))
+        _tell(f"ckptz: {failure.message}")
+        self.exit_code = self.exit_code or failure.exit_code
+        self._document.setdefault("error", _fields(failure))
+        return failure
 
     def add_failure(self, file: str, error: BaseException) -> None:
         """Say that one of several files failed; the others are still done."""
-        failure = self._say(error)
+        failure = self.fail(error)
         self._document.setdefault("files", []).append({"file": file, "error": _fields(failure)})
 
     def finish(self) -> int:
@@ -109,18 +115,8 @@ class Session:
         except OSError as error:
             self._is_heard = False
             if not isinstance(error, BrokenPipeError):  # then the reader has gone, as `head` does
-                self._say(OSError(error.errno, error.strerror, STDOUT))
+                self.fail(OSError(error.errno, error.strerror, STDOUT))
             _silence_stdout()
-
-    def _say(self, error: BaseException) -> Failure:
-        if self.is_debug:
-            traceback.print_exception(error, file=sys.stderr)
-        failure = failure_of(error)
-        failure = replace(failure, message=self._named(failure.message))
-        _tell(f"ckptz: {failure.message}")
-        self.exit_code = self.exit_code or failure.exit_code
-        self._document.setdefault("error", _fields(failure))
-        return failure
 
 
 def _tell(line: str) -> None:
@@ -136,12 +132,7 @@ def _silence_stdout() -> None:
 
 def _fields(failure: Failure) -> dict[str, Any]:
     differences = {"differences": list(failure.differences)} if failure.differences else {}
-    return {
-        "kind": failure.kind,
-        "message": failure.message,
-        "exit_code": failure.exit_code,
-        **differences,
-    }
+    return {"kind": failure.kind, "message": failure.message, "exit_code": failure.exit_code, **differences}
 
 
 def _builtins(report: Any) -> Any:

@@ -24,8 +24,8 @@ def streamed(is_output: bool, context: click.Context) -> Path:
     session, stream = context.obj, STDOUT if is_output else STDIN
     if stream in session.streams.values():
         raise click.BadParameter(f"{stream} can stand for one file only")
-    folder = Path(tempfile.mkdtemp(prefix="ckptz-"))
-    context.call_on_close(lambda: shutil.rmtree(folder, ignore_errors=True))
+    made = tempfile.TemporaryDirectory(prefix="ckptz-", ignore_cleanup_errors=True)
+    folder = Path(context.with_resource(made))
     file = folder / (f"out{_SUFFIXES.get(context.command.name or '', '.ckptz')}" if is_output else "in")
     session.streams[str(file)] = stream
     if is_output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -26,13 +27,7 @@ Examples:
 @search_path_option
 @session_options
 @click.pass_obj
-def verify(
-    session: Session,
-    files: tuple[Path, ...],
-    against: Path | None,
-    jobs: int | None,
-    search_path: tuple[Path, ...],
-) -> None:
+def verify(session: Session, /, files: tuple[Path, ...], **how: Any) -> None:
     """Check every stored byte and every decoded value, through the whole chain.
 
     With --against, also check that names, types, shapes, metadata and all bits are those of ORIGINAL.
@@ -51,9 +46,7 @@ def verify(
     for file in expanded(files, session):
         try:
             with progress_bar() as progress:
-                report = ckptz.verify(
-                    file, against=against, jobs=jobs, search_path=search_path, progress=progress
-                )
+                report = ckptz.verify(file, progress=progress, **how)
             session.add(report, verified_line(report))
         except Exception as error:
             session.add_failure(str(file), error)

@@ -72,7 +72,7 @@ class Session:
             data = message.change(data) if message.change else data
             if not message.is_lost:
                 plan = header_of(sent.message.tobytes()).plan
-                out.append((message, plan, data, sent.received.tobytes()))
+                out.append((message, plan, data, sent.decode().tobytes()))
         return out
 
 

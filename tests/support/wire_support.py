@@ -69,5 +69,5 @@ def across(
     direction = BACKWARD if back else FORWARD
     sent = sender.send(direction, units, dtype_of(dtype), shape, place)
     received = receiver.receive(direction, sent.message, dtype_of(dtype), shape, place)
-    assert np.array_equal(received, sent.received)
+    assert np.array_equal(received, sent.decode())
     return sent.message, received
