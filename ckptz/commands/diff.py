@@ -32,55 +32,82 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One tensor of A and B."""
+    """One tensor of A and B.
 
-    name: str  # its name
-    # whether it is bit for bit equal, and if not, what differs. "retyped" has another dtype and the same
-    # shape
+    Attributes:
+        name: its name.
+        kind: whether it is bit for bit equal, and if not, what differs. "retyped" has another dtype and
+            the same shape.
+        dtype_a: safetensors' code in A, `dtype_b` in B; None for what is no tensor there.
+        shape_a: dimensions in A, `shape_b` in B.
+    """
+
+    name: str
     kind: Difference
-    dtype_a: str | None = None  # safetensors' code in A, `dtype_b` in B; None for what is no tensor there
+    dtype_a: str | None = None
     dtype_b: str | None = None
-    shape_a: tuple[int, ...] | None = None  # dimensions in A, `shape_b` in B
+    shape_a: tuple[int, ...] | None = None
     shape_b: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff(Compared):
-    """One tensor. Changes are from A to B; where they are not known or do not apply they are None."""
+    """One tensor. Changes are from A to B; where they are not known or do not apply they are None.
 
-    # share of the units, most of them elements, with other bits; of a retyped tensor with another value
+    Attributes:
+        changed_share: share of the units, most of them elements, with other bits; of a retyped tensor with
+            another value.
+        max_change: largest absolute difference.
+        rms_change: root of the mean square of the differences.
+        relative_change: the same relative to the root mean square of A.
+        n_not_finite: units that are an infinity or NaN on either side, which changes leave out; 0 for equal
+            tensors, which need not be looked at.
+        codes_moved: share of the units whose code of the quantization map is another, if both sides are
+            stored by maps without a predictor.
+    """
+
     changed_share: float | None = None
-    max_change: float | None = None  # largest absolute difference
-    rms_change: float | None = None  # root of the mean square of the differences
-    relative_change: float | None = None  # the same relative to the root mean square of A
-    # units that are an infinity or NaN on either side, which changes leave out; 0 for equal tensors, which
-    # need not be looked at
+    max_change: float | None = None
+    rms_change: float | None = None
+    relative_change: float | None = None
     n_not_finite: int = 0
-    # share of the units whose code of the quantization map is another, if both sides are stored by maps
-    # without a predictor
     codes_moved: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Shown):
-    """All differences between two checkpoints."""
+    """All differences between two checkpoints.
 
-    first: str  # A
-    second: str  # B
-    is_equal: bool  # whether names, dtypes, shapes and all bits of the tensors are the same
-    has_same_metadata: bool  # whether the user's own metadata are
-    n_tensors: int  # tensors of both together
-    n_equal: int  # those that are bit for bit the same
-    n_changed: int  # those with other values, dtypes or shapes
-    n_only_a: int  # those that only A has; `n_only_b` those that only B has
+    Attributes:
+        first: A.
+        second: B.
+        is_equal: whether names, dtypes, shapes and all bits of the tensors are the same.
+        has_same_metadata: whether the user's own metadata are.
+        n_tensors: tensors of both together.
+        n_equal: those that are bit for bit the same.
+        n_changed: those with other values, dtypes or shapes.
+        n_only_a: those that only A has; `n_only_b` those that only B has.
+        changed_share: share of changed units among all that could be compared; None if there are none.
+        max_change: largest absolute difference.
+        relative_change: rms change relative to rms, over the tensors that changed and have numbers.
+        tensors: one entry each, sorted as asked.
+        seconds: time taken.
+    """
+
+    first: str
+    second: str
+    is_equal: bool
+    has_same_metadata: bool
+    n_tensors: int
+    n_equal: int
+    n_changed: int
+    n_only_a: int
     n_only_b: int
-    # share of changed units among all that could be compared; None if there are none
     changed_share: float | None
-    max_change: float | None  # largest absolute difference
-    # rms change relative to rms, over the tensors that changed and have numbers
+    max_change: float | None
     relative_change: float | None
-    tensors: tuple[TensorDiff, ...]  # one entry each, sorted as asked
-    seconds: float  # time taken
+    tensors: tuple[TensorDiff, ...]
+    seconds: float
 
 
 def diff(

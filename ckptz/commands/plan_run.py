@@ -40,30 +40,50 @@ MODES: Final[Mapping[str, tuple[Measured, ...]]] = {  # the files that a save wr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModePlan:
-    """The costs of one way to save."""
+    """The costs of one way to save.
 
-    mode: str  # its name
-    ratio: float  # raw bytes by bytes on disk, of what is kept
-    bytes_a_save: float  # written by a save
-    bytes_a_day: float  # written in a day
-    bytes_kept: float  # on disk, once as many steps are there as are kept
-    stall_seconds: float  # a save keeps training waiting
-    safe_seconds: float  # from the start of a save until its last byte is stored
-    core_hours_a_day: float  # spent on encoding, all nodes together
-    restore_seconds: float  # from the store into the memory of all nodes
-    # of training, by a failure: half an interval, the save under way, restore and restart
+    Attributes:
+        mode: its name.
+        ratio: raw bytes by bytes on disk, of what is kept.
+        bytes_a_save: written by a save.
+        bytes_a_day: written in a day.
+        bytes_kept: on disk, once as many steps are there as are kept.
+        stall_seconds: a save keeps training waiting.
+        safe_seconds: from the start of a save until its last byte is stored.
+        core_hours_a_day: spent on encoding, all nodes together.
+        restore_seconds: from the store into the memory of all nodes.
+        lost_seconds: of training, by a failure: half an interval, the save under way, restore and restart.
+        overhead: share of the time that stalls and failures take, at the interval given.
+        best_interval: seconds between saves at which that is least.
+        best_overhead: the same share then.
+    """
+
+    mode: str
+    ratio: float
+    bytes_a_save: float
+    bytes_a_day: float
+    bytes_kept: float
+    stall_seconds: float
+    safe_seconds: float
+    core_hours_a_day: float
+    restore_seconds: float
     lost_seconds: float
-    overhead: float  # share of the time that stalls and failures take, at the interval given
-    best_interval: float  # seconds between saves at which that is least
-    best_overhead: float  # the same share then
+    overhead: float
+    best_interval: float
+    best_overhead: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan(Shown):
-    """Costs of the checkpoints of a training job, by the way they are saved."""
+    """Costs of the checkpoints of a training job, by the way they are saved.
 
-    state_bytes: float  # raw bytes of a checkpoint
-    modes: tuple[ModePlan, ...]  # the costs, from plain files to the smallest
+    Attributes:
+        state_bytes: raw bytes of a checkpoint.
+        modes: the costs, from plain files to the smallest.
+    """
+
+    state_bytes: float
+    modes: tuple[ModePlan, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

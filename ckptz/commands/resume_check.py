@@ -41,30 +41,44 @@ _REST: Final = ("rng", "extra", "groups", "classes")  # what a Checkpointer save
 class FirstDifference(Compared):
     """The first difference that was found; fields that do not apply are None.
 
-    Its name is that of a tensor or of a plain value, with dots; of losses the step.
+    Attributes:
+        part: where it is.
+        name: of a tensor or of a plain value, with dots; of losses the step.
+        position: index of the first element that differs.
+        value_a: that element, or the plain value or loss, as text, and in bits where the text is the same;
+            `value_b` in B.
+        n_differing: units that differ, most of them elements, as in `diff`; `n_units` of how many.
+        max_change: largest absolute difference of finite numbers.
     """
 
-    part: Part  # where it is
-    position: tuple[int, ...] | None = None  # index of the first element that differs
-    # that element, or the plain value or loss, as text, and in bits where the text is the same
+    part: Part
+    position: tuple[int, ...] | None = None
     value_a: str | None = None
     value_b: str | None = None
-    n_differing: int | None = None  # units that differ, most of them elements, as in `diff`
-    n_units: int | None = None  # of how many
-    max_change: float | None = None  # largest absolute difference of finite numbers
+    n_differing: int | None = None
+    n_units: int | None = None
+    max_change: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport(Shown):
-    """The comparison of two states, or of two records of losses."""
+    """The comparison of two states, or of two records of losses.
 
-    first: str  # A
-    second: str  # B
-    is_equal: bool  # whether nothing differs
-    n_equal: int  # tensors and plain values, or steps, that were found equal before anything differed
-    # the first one, in the order weights, optimizer, rest, each as A stores it; or None
+    Attributes:
+        first: A.
+        second: B.
+        is_equal: whether nothing differs.
+        n_equal: tensors and plain values, or steps, that were found equal before anything differed.
+        difference: the first one, in the order weights, optimizer, rest, each as A stores it; or None.
+        seconds: time taken.
+    """
+
+    first: str
+    second: str
+    is_equal: bool
+    n_equal: int
     difference: FirstDifference | None
-    seconds: float  # time taken
+    seconds: float
 
 
 def resume_check(

@@ -81,16 +81,25 @@ class Seal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealReport(Shown):
-    """Counts of what one `seal` covers."""
+    """Counts of what one `seal` covers.
 
-    file: str  # the file or folder
-    seal: str  # the file that was written
-    n_files: int  # files sealed
-    n_tensors: int  # tensors with a checksum of their own
-    file_bytes: int  # size of the files
-    # hidden files, `.ckptz` files, and links and names that no other system could hold
+    Attributes:
+        file: the file or folder.
+        seal: the file that was written.
+        n_files: files sealed.
+        n_tensors: tensors with a checksum of their own.
+        file_bytes: size of the files.
+        left_out: hidden files, `.ckptz` files, and links and names that no other system could hold.
+        seconds: time taken.
+    """
+
+    file: str
+    seal: str
+    n_files: int
+    n_tensors: int
+    file_bytes: int
     left_out: tuple[str, ...]
-    seconds: float  # time taken
+    seconds: float
 
 
 def seal(

@@ -34,19 +34,33 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Shown):
-    """Counts of all that `verify` found to be right."""
+    """Counts of all that `verify` found to be right.
 
-    file: str  # the file
-    chain: tuple[str, ...]  # the files that its tensors depend on, nearest first
-    n_tensors: int  # tensors decoded
-    n_chunks: int  # chunks whose stored bytes were checked, in all files of the chain
-    tensor_bytes: int  # bytes decoded
-    content_id: str  # identity of the values
-    against: str | None  # the checkpoint compared with
-    n_lossy: int  # tensors that were compared by their recorded errors instead of bit for bit
-    seconds: float  # time taken
-    seal: str | None = None  # of files that are not ours, the seal that they were held against
-    n_sealed_files: int = 0  # files that it speaks of
+    Attributes:
+        file: the file.
+        chain: the files that its tensors depend on, nearest first.
+        n_tensors: tensors decoded.
+        n_chunks: chunks whose stored bytes were checked, in all files of the chain.
+        tensor_bytes: bytes decoded.
+        content_id: identity of the values.
+        against: the checkpoint compared with.
+        n_lossy: tensors that were compared by their recorded errors instead of bit for bit.
+        seal: of files that are not ours, the seal that they were held against.
+        n_sealed_files: files that it speaks of.
+        seconds: time taken.
+    """
+
+    file: str
+    chain: tuple[str, ...]
+    n_tensors: int
+    n_chunks: int
+    tensor_bytes: int
+    content_id: str
+    against: str | None
+    n_lossy: int
+    seconds: float
+    seal: str | None = None
+    n_sealed_files: int = 0
 
 
 def verify(

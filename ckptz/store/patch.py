@@ -71,14 +71,23 @@ class LiveTensor(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """Identity of the tensors after a patch, and counts of what it wrote."""
+    """Identity of the tensors after a patch, and counts of what it wrote.
 
-    content_id: str  # identity of the values that the tensors have now
-    base: str | None  # identity of those they had, or None if the file stands alone
-    step: int | None  # the file's step, or None
-    n_tensors: int  # tensors of the file
-    n_changed_tensors: int  # those that were written to
-    n_written: int  # units written
+    Attributes:
+        content_id: identity of the values that the tensors have now.
+        base: identity of those they had, or None if the file stands alone.
+        step: the file's step, or None.
+        n_tensors: tensors of the file.
+        n_changed_tensors: those that were written to.
+        n_written: units written.
+    """
+
+    content_id: str
+    base: str | None
+    step: int | None
+    n_tensors: int
+    n_changed_tensors: int
+    n_written: int
 
 
 @dataclass(slots=True)

@@ -152,19 +152,33 @@ def _fields(rules: Rules) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport(Shown):
-    """Files of a folder that a prune deleted, hid and kept."""
+    """Files of a folder that a prune deleted, hid and kept.
 
-    folder: str  # the folder
-    steps: tuple[int, ...]  # that training can resume from
-    weights_only: tuple[int, ...]  # steps of which the weights are left
-    exact: tuple[int, ...]  # of `steps`, those that come back bit for bit though their files are lossy
-    hidden: tuple[str, ...]  # names of files that stay only because kept ones are stored against them
-    removed: tuple[str, ...]  # names of files that were deleted, newest first
-    kept_bytes: int  # size of the files that stay, hidden ones included
-    removed_bytes: int  # size of those deleted
-    dry_run: bool  # nothing was done
-    seconds: float  # time taken
-    notes: tuple[str, ...] = ()  # what the user should know
+    Attributes:
+        folder: the folder.
+        steps: that training can resume from.
+        weights_only: steps of which the weights are left.
+        exact: of `steps`, those that come back bit for bit though their files are lossy.
+        hidden: names of files that stay only because kept ones are stored against them.
+        removed: names of files that were deleted, newest first.
+        kept_bytes: size of the files that stay, hidden ones included.
+        removed_bytes: size of those deleted.
+        dry_run: nothing was done.
+        seconds: time taken.
+        notes: what the user should know.
+    """
+
+    folder: str
+    steps: tuple[int, ...]
+    weights_only: tuple[int, ...]
+    exact: tuple[int, ...]
+    hidden: tuple[str, ...]
+    removed: tuple[str, ...]
+    kept_bytes: int
+    removed_bytes: int
+    dry_run: bool
+    seconds: float
+    notes: tuple[str, ...] = ()
 
 
 def prune(
