@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -45,7 +44,17 @@ Examples:
 @session_options
 @click.pass_obj
 def prune(
-    session: Session, /, folder: Path, higher_is_better: bool, after: int | None, dry_run: bool, **keep: Any
+    session: Session,
+    folder: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: int | None,
+    higher_is_better: bool,
+    keep_weights_last: int | None,
+    keep_weights_every: int | None,
+    keep_exact: int | None,
+    after: int | None,
+    dry_run: bool,
 ) -> None:
     """Remove the steps of a training run that no rule keeps.
 
@@ -61,10 +70,10 @@ def prune(
     from ckptz_cli.render_chains import pruned_text
 
     policy = keep_policy(
-        steps=(keep["keep_last"], keep["keep_every"], keep["keep_best"]),
-        weights=(keep["keep_weights_last"], keep["keep_weights_every"], None),
+        steps=(keep_last, keep_every, keep_best),
+        weights=(keep_weights_last, keep_weights_every, None),
         lower_is_better=not higher_is_better,
-        exact=keep["keep_exact"],
+        exact=keep_exact,
     )
     report = ckptz.prune(folder, policy, after=after, dry_run=dry_run)
     session.show(report, pruned_text(report))
