@@ -75,7 +75,7 @@ class FrameSource(TensorSource):
     def _read_header(self) -> FrameHeader:
         with self._container.naming(self.entry.name):
             read, offset, n_bytes = self._container.read, self.entry.offset, self.entry.n_bytes
-            raw = read(offset, min(n_bytes, USUAL_HEADER_BYTES)).tobytes()
+            raw = read(offset, max(min(n_bytes, USUAL_HEADER_BYTES), PREFIX_BYTES)).tobytes()
             length = header_length(raw[:PREFIX_BYTES], n_bytes)
             header = FrameHeader.parse(raw[:length] if length <= len(raw) else read(offset, length).tobytes())
             if (header.dtype, header.shape) != (self.dtype, self.shape):
