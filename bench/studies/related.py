@@ -33,7 +33,7 @@ Parts = dict[str, dict[str, Tensor]]
 
 
 def parts_of(trainer: Trainer, averages: dict[str, Tensor]) -> Parts:
-    """What a state of mixed precision would hold at this step."""
+    """Give what a state of mixed precision would hold at this step."""
     masters = {n: t.clone() for n, t in weights_of(trainer.state()).items()}
     weights = {n: t.bfloat16() for n, t in masters.items()}
     return {"masters": masters, "weights": weights, "averages": {n: t.clone() for n, t in averages.items()}}

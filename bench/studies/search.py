@@ -52,7 +52,7 @@ def budget_of(task: Task, max_drop: float) -> Budget:
 
 
 def trials(task: Task, strategy: str, budget: float) -> dict[str, Any]:
-    """What a search that prunes by magnitude tries at the first checkpoint; nothing is written."""
+    """List what a search that prunes by magnitude tries at the first checkpoint; nothing is written."""
     run = Run(task)
     search = SearchOptions(
         template=KMeans.reference(),

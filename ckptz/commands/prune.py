@@ -55,7 +55,7 @@ def prune(
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
-    """What goes as one: a file, or a folder that is called after a step."""
+    """A file, or a folder that is called after a step: it stays or goes as a whole."""
 
     name: str  # within the run
     path: Path  # where it is

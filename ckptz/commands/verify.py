@@ -159,7 +159,7 @@ def _check_stored(frame: FrameSource) -> int:
 
 
 def _checks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[Callable[[], int]]:
-    """What decodes each chunk and compares it, and gives its bytes."""
+    """Yield a call for each chunk that decodes it, compares it and gives its bytes."""
     for name, source in checkpoint.tensors.items():
         check_empty(source)
         where = f"{checkpoint.name}: tensor {name!r}"

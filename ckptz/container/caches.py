@@ -1,4 +1,4 @@
-"""What stays in memory, up to a bound: chunks and headers that were read last, and the last file of a run."""
+"""Keeps in memory, up to a bound: chunks and headers that were read last, and the last file of a run."""
 
 from __future__ import annotations
 

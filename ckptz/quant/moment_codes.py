@@ -1,6 +1,6 @@
-"""Which codes the elements of optimizer state take: ladders of second moments, steps of first ones.
+"""Finds the codes that elements of optimizer state take: ladders of second moments, steps of first ones.
 
-And what is summed over a tensor before its codes are known: `found`, which a device answers alike.
+Sums up, too, what is asked of a tensor before its codes are known: a device answers that alike.
 """
 
 from __future__ import annotations
