@@ -16,12 +16,19 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from ckptz.bits.checksum import xxh64
-from ckptz.bits.cursor import ByteReader
-from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
-from ckptz.codec.frame_plan import TableKind
-from ckptz.codec.plan import Domain, Plan, PlaneMode, Predictor, StreamTables, exact_plan
-from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
+from ckptz.bits import ByteReader, xxh64
+from ckptz.class_rules import Row, RuleId
+from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord, TableKind
+from ckptz.codec.plan import (
+    Domain,
+    ExplicitTable,
+    Plan,
+    PlaneMode,
+    Predictor,
+    QuantizationMap,
+    StreamTables,
+    exact_plan,
+)
 from ckptz.codec.units import ArraySource, ChunkSources
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import Region, build_header
@@ -32,7 +39,6 @@ from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans
 from ckptz.store.resolve import open_source
-from ckptz.transform.classes import Row, RuleId
 from tests.support import reference
 
 PAGE = Path(__file__).with_name("examples.md")

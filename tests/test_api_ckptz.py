@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 import ckptz
 from ckptz import pipeline
 from ckptz.codec.units import ArraySource
-from ckptz.container.plain import plain_regions, write_plain
+from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.on_device import DeviceSource

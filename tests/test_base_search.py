@@ -12,7 +12,7 @@ import pytest
 
 from ckptz import compress
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.plain import content_id_of
+from ckptz.container.index import content_id_of
 from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
 from ckptz.store import resolve
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, write_plain

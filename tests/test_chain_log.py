@@ -15,8 +15,8 @@ import pytest
 
 from ckptz import log
 from ckptz.commands.log import LogReport
+from ckptz.container.envelope import RegionSource
 from ckptz.container.index import QualityRecord
-from ckptz.container.plain import RegionSource
 from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.store.resolve import open_checkpoint

@@ -15,14 +15,13 @@ from ckptz import pipeline
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.container import writer
-from ckptz.container.amend import amend_metadata, amend_quality
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.index import BaseRef, QualityRecord
+from ckptz.container.caches import Decoded
+from ckptz.container.envelope import PlainFile, plain_regions, write_plain
+from ckptz.container.index import BaseRef, QualityRecord, content_id_of
 from ckptz.container.inline_writer import NeededBase, write_inline
-from ckptz.container.needed import Decoded
-from ckptz.container.plain import PlainFile, content_id_of, plain_regions, write_plain
 from ckptz.container.reader import Container, FrameSource, _Held
-from ckptz.container.writer import Written
+from ckptz.container.writer import Written, amend_metadata, amend_quality
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE
 from ckptz.encoding.companions import MAX_DRAFTS

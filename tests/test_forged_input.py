@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptz import inspect, restore, verify
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.codec.frame import CHECKSUM_BYTES
 from ckptz.container.index import envelope_metadata
 from ckptz.entropy.streams import CoderId, decode_stream, encode_stream

@@ -12,12 +12,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptz import class_rules
 from ckptz.codec import decode as decode_module
 from ckptz.codec import frame as frame_module
 from ckptz.codec import values as values_module
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.plan import Domain, Plan, PlaneMode, Predictor, exact_plan, planes_plan
-from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
+from ckptz.codec.plan import (
+    Domain,
+    ExplicitTable,
+    Plan,
+    PlaneMode,
+    Predictor,
+    QuantizationMap,
+    exact_plan,
+    planes_plan,
+)
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, ChunkSources, SourceOf, chunk_bounds
 from ckptz.dtypes import DTYPES, DType, dtype_of
 from ckptz.encoding.chunk import encode_chunk
@@ -34,7 +43,6 @@ from ckptz.errors import (
     UnsupportedError,
 )
 from ckptz.methods.lossless import plan_lossless
-from ckptz.transform import classes as classes_module
 from tests.support import reference
 from tests.support.frame_support import (
     RULE_SETS,
@@ -58,7 +66,7 @@ SHAPES = ((), (0,), (1,), (3,), (0, 5), (2, 3, 4), (1, 1, 1), (257,), (64, 130))
 @pytest.fixture
 def only_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Decode with the plain numpy kernels alone."""
-    modules = (decode_module, frame_module, values_module, streams_module, frequency_module, classes_module)
+    modules = (decode_module, frame_module, values_module, streams_module, frequency_module, class_rules)
     for module in modules:
         monkeypatch.setattr(module, "cpu", lambda: reference)
     return None

@@ -17,7 +17,7 @@ from safetensors.numpy import save, save_file
 
 from ckptz import pipeline
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.plain import PlainFile, plain_regions, write_plain
+from ckptz.container.envelope import PlainFile, plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
 from ckptz.formats.inputs import open_input

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import ckptz
-from ckptz.codec.plan import Domain, Plan
-from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
+from ckptz.codec.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.dtypes import DType
 from ckptz.encoding.draft import Draft, Subject
 from ckptz.errors import ConfigError

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import compress, inspect
-from ckptz.codec.frame_plan import outer_bytes, pack_plan
+from ckptz.class_rules import Magnitude, Row
+from ckptz.codec.frame import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.commands.compress import CompressReport
@@ -41,7 +42,6 @@ from ckptz.quant.moments import (
     rungs_of,
 )
 from ckptz.store.resolve import open_checkpoint
-from ckptz.transform.classes import Magnitude, Row
 from tests.support import reference
 from tests.support.frame_support import Case, round_trip
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress
-from ckptz.codec.quant_map import LinearTable
+from ckptz.class_rules import labels_of_rows
+from ckptz.codec.plan import LinearTable
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.container.index import LossyRecord
 from ckptz.guidance.guides import rate_of
@@ -24,9 +25,8 @@ from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
 from ckptz.methods.method import Method
 from ckptz.numpy import load_file
-from ckptz.quant.movement import key_of
+from ckptz.quant.quantizer import key_of
 from ckptz.store.resolve import open_checkpoint
-from ckptz.transform.classes import labels_of_rows
 from tests.support import reference
 from tests.support.checkpointer_support import LOSSY
 

@@ -16,16 +16,23 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from ckptz.bits.checksum import xxh64
-from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.bits import ByteReader, ByteWriter, xxh64
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.units import ArraySource, ChunkSources
-from ckptz.container import byte_source, checked_index, needed, reader
+from ckptz.container import byte_source, caches, index, reader
 from ckptz.container.byte_source import FileBytes, MemoryBytes, UrlBytes, path_of
-from ckptz.container.caches import MAX_IDLE_ELEMENTS, ChunkCache, HeaderCache
+from ckptz.container.caches import (
+    MAX_FRAMES,
+    MAX_IDLE_ELEMENTS,
+    ChunkCache,
+    Decoded,
+    HeaderCache,
+    Held,
+    Node,
+    gather,
+)
 from ckptz.container.envelope import build_header, read_envelope, strict_json
 from ckptz.container.index import Index, TensorEntry, pack_index, parse_index
-from ckptz.container.needed import MAX_FRAMES, Decoded, Held, Node, gather
 from ckptz.container.publish import Publication
 from ckptz.container.reader import Container, FrameSource
 from ckptz.dtypes import dtype_of
@@ -221,7 +228,7 @@ def test_json_means_the_same_as_we_write_it_and_with_blanks() -> None:
 
 
 def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_index, "MAX_INDEX_BYTES", 10)
+    monkeypatch.setattr(index, "MAX_INDEX_BYTES", 10)
     with pytest.raises(CorruptionError, match="larger than 64 MiB"):
         open_bytes(File().bytes())
 
@@ -383,7 +390,7 @@ def test_a_chunk_that_needs_too_many_others_is_refused(monkeypatch: pytest.Monke
     gather(0, [(top, False)])
     with pytest.raises(LimitError, match="more than 256 others"):
         gather(0, [(Link([top]), False)])
-    monkeypatch.setattr(needed, "MAX_HELD_BYTES", 10)
+    monkeypatch.setattr(caches, "MAX_HELD_BYTES", 10)
     with pytest.raises(LimitError, match="at once"):
         gather(0, [(Link([Link(size=5), Link(size=6)]), False)])
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptz import seal, verify
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.commands.seal import MAX_NAMED, MAX_SEAL_BYTES, SEAL_NAME
-from ckptz.container.plain import tensor_checksum
+from ckptz.container.envelope import tensor_checksum
 from ckptz.errors import ConfigError, CorruptionError, SealError, UnsupportedError
 from ckptz.formats.inputs import open_input
 from tests.support.cli_support import a_state, ckptz, hf_folder, temporaries, write_plain

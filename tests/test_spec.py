@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckptz.bits import cursor
-from ckptz.codec import frame_plan, quant_map, units
+from ckptz import bits, class_rules
+from ckptz.class_rules import RuleId
+from ckptz.codec import frame, plan, units
 from ckptz.codec.plan import Domain, PlaneMode, Predictor
 from ckptz.container import envelope, index, reader
 from ckptz.dtypes import DTYPES
@@ -17,8 +18,6 @@ from ckptz.entropy.streams import LANE_CHOICES, CoderId
 from ckptz.formats import sharding
 from ckptz.kernels import floats
 from ckptz.store import resolve
-from ckptz.transform import classes
-from ckptz.transform.classes import RuleId
 from tests.support.spec_support import ROOT, SPEC, page, pages, refusals, slug, table
 
 KINDS_OF_REFUSAL = {row["kind"] for row in table("00-conventions.md", "kinds-of-refusal", "kind", "meaning")}
@@ -39,7 +38,7 @@ RESERVED_PAGES: tuple[str, ...] = ()  # named by sources already, written with w
         ("predictors", Predictor),
         ("plane-modes", PlaneMode),
         ("class-rules", RuleId),
-        ("table-kinds", frame_plan.TableKind),
+        ("table-kinds", frame.TableKind),
     ],
 )
 def test_the_registry_lists_the_ids_of_the_code(anchor: str, enum: Any) -> None:
@@ -58,9 +57,9 @@ def test_the_registry_lists_the_dtypes_of_the_code() -> None:
 def test_the_registry_lists_flags_features_and_lanes_of_the_code() -> None:
     flags = {row["name"]: int(row["value"]) for row in table("registry.md", "frame-flags", "value")}
     assert flags == {
-        "zero": frame_plan.FLAG_ZERO,
-        "escape": frame_plan.FLAG_ESCAPE,
-        "protected": frame_plan.FLAG_PROTECTED,
+        "zero": frame.FLAG_ZERO,
+        "escape": frame.FLAG_ESCAPE,
+        "protected": frame.FLAG_PROTECTED,
     }
     assert {row["name"] for row in table("registry.md", "features", "name")} == index.KNOWN_FEATURES
     lanes = [(int(row["index"]), int(row["lanes"])) for row in table("registry.md", "lanes", "lanes")]
@@ -74,22 +73,22 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
         "Zstandard window bytes": streams.MAX_ZSTD_WINDOW,
         "envelope header bytes": envelope.MAX_HEADER_BYTES,
         "index bytes": index.MAX_INDEX_BYTES,
-        "dimensions": frame_plan.MAX_DIMS,
-        "elements": frame_plan.MAX_ELEMENTS,
+        "dimensions": frame.MAX_DIMS,
+        "elements": frame.MAX_ELEMENTS,
         "chunk units": units.CHUNK_UNITS,
         "JSON openings and commas": envelope.MAX_JSON_VALUES,
-        "labels of all class rules of a frame": classes.MAX_INDICES,
-        "class rules": classes.MAX_RULES,
-        "classes": classes.MAX_CLASSES,
+        "labels of all class rules of a frame": class_rules.MAX_INDICES,
+        "class rules": class_rules.MAX_RULES,
+        "classes": class_rules.MAX_CLASSES,
         "depth of named tensors": reader.MAX_SOURCE_DEPTH,
-        "frequency tables of a stream": classes.MAX_TABLES,
+        "frequency tables of a stream": class_rules.MAX_TABLES,
         "frequency sum": frequency.SCALE,
         "Exp-Golomb order of a table": frequency.MAX_ORDER,
         "Exp-Golomb low bits": floats.MAX_GOLOMB_BITS,
-        "varint bytes": cursor.MAX_VARINT_BYTES,
-        "map rows": quant_map.MAX_ROWS,
-        "map codes": quant_map.MAX_CODES,
-        "elements of both outer vectors of a frame": frame_plan.MAX_OUTER,
+        "varint bytes": bits.MAX_VARINT_BYTES,
+        "map rows": plan.MAX_ROWS,
+        "map codes": plan.MAX_CODES,
+        "elements of both outer vectors of a frame": frame.MAX_OUTER,
         "chain depth": resolve.MAX_DEPTH,
         "file name bytes": sharding.MAX_NAME_BYTES,
         "file path parts": sharding.MAX_DEPTH,
@@ -105,7 +104,7 @@ def test_the_newest_version_is_that_of_the_code() -> None:
     newest = table("versions.md", "of-the-format", "version")[0]
     assert (newest["version"], newest["frame version"]) == (
         index.FORMAT_VERSION,
-        str(frame_plan.FRAME_VERSION),
+        str(frame.FRAME_VERSION),
     )
     readme = (SPEC / "README.md").read_text()
     text = table("versions.md", "of-the-text", "text")[0]["text"]

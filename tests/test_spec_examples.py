@@ -8,18 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz.bits.checksum import xxh64
-from ckptz.bits.cursor import ByteReader, ByteWriter
-from ckptz.codec.plan import Domain, Plan, PlaneMode, Predictor, kernel_mode
-from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
+from ckptz.bits import ByteReader, ByteWriter, xxh64
+from ckptz.class_rules import Block, labels_of
+from ckptz.codec.plan import (
+    Domain,
+    ExplicitTable,
+    LinearTable,
+    Plan,
+    PlaneMode,
+    Predictor,
+    QuantizationMap,
+    kernel_mode,
+)
 from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
 from ckptz.codec.values import KINDS, ValueTable
-from ckptz.container.plain import content_id_of
+from ckptz.container.index import content_id_of
 from ckptz.dtypes import dtype_of
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.kernels import cpu
-from ckptz.transform.classes import Block, labels_of
 from tests.support import reference
 from tests.support.spec_files import embedded
 from tests.support.spec_support import SPEC, hex_bytes, numbers, table

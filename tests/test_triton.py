@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.entropy import streams
 from ckptz.entropy.frequency import normalise
 from ckptz.kernels import triton_planes as planes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptz.codec.quant_map import LinearTable
+from ckptz.codec.plan import LinearTable
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.kernels.values_cpu import pack_codes, unpack_codes
 from tests.support import reference, wire_reference

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bench.core.measure import CACHE
 from ckptz.codec.units import ArraySource, TensorSource
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.plain import PlainFile
+from ckptz.container.envelope import PlainFile
 from ckptz.dtypes import dtype_of
 
 RUN: Final = CACHE / "run"

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench.fuzz.seeds import sessions
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, ChunkSources

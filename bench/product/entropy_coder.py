@@ -32,7 +32,7 @@ from bench.core.measure import (
 )
 from bench.core.peers import Peers
 from bench.core.report import finish
-from ckptz.bits.cursor import ByteReader
+from ckptz.bits import ByteReader
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table, parse_table
 from ckptz.entropy.streams import CoderId, Segments, decode_rans, decode_stream, encode_rans, encode_stream

@@ -29,8 +29,8 @@ from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Plan
 from ckptz.codec.units import ArraySource, ChunkSources, TensorSource, chunk_bounds
 from ckptz.container.byte_source import FileBytes, MemoryBytes
+from ckptz.container.envelope import PlainFile
 from ckptz.container.index import BaseRef
-from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container, FrameSource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk

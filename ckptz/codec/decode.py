@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
+from ckptz.class_rules import Labels, labels_of, moved
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import Plan, Predictor, kernel_mode
 from ckptz.codec.sparse import read_changes
@@ -20,7 +21,6 @@ from ckptz.entropy.streams import CoderId, decode_stream
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes, Units
-from ckptz.transform.classes import Labels, labels_of, moved
 
 
 @dataclass(frozen=True, slots=True)

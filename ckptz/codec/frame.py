@@ -1,6 +1,9 @@
-"""Frame: one encoded tensor. Implements spec/05-frame.md.
+"""Frame: one encoded tensor. Implements spec/05-frame.md. Written and read side by side, in byte order.
 
     header | streams of chunk 0 | streams of chunk 1 | ...
+
+    header: length | plan | chunk records | checksum
+    plan: version | dtype | domain | predictor | flags | shape | mode | class rules | map | tables | outer
 
 Knows nothing of files, chains or sockets: container and wire both carry frames.
 """
@@ -9,26 +12,347 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import struct
 from dataclasses import dataclass
-from typing import Final, Self
+from enum import IntEnum
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits.checksum import combine, xxh64
-from ckptz.bits.cursor import ByteReader
-from ckptz.codec.frame_plan import pack_plan, parse_plan
-from ckptz.codec.plan import Plan
-from ckptz.codec.units import n_chunks_of, n_rows_of
+from ckptz.bits import ByteReader, ByteWriter, combine, xxh64
+from ckptz.class_rules import (
+    MAX_CLASSES,
+    MAX_INDICES,
+    MAX_RULES,
+    MAX_TABLES,
+    BaseCode,
+    Block,
+    ClassRule,
+    Magnitude,
+    Row,
+    RuleId,
+    n_classes_of,
+    parse_runs,
+    write_runs,
+)
+from ckptz.codec.plan import (
+    BASE_MODES,
+    MAX_CODES,
+    MAX_ROWS,
+    OUTER_BYTES,
+    AnyTable,
+    Domain,
+    ExplicitTable,
+    IntegerTable,
+    LinearTable,
+    Outer,
+    Plan,
+    PlaneMode,
+    Predictor,
+    QuantizationMap,
+    StoredOuter,
+    StreamTables,
+)
+from ckptz.codec.units import UNIT_TYPES, n_chunks_of, n_rows_of
 from ckptz.codec.values import ValueTable
-from ckptz.dtypes import DType
-from ckptz.entropy.streams import CoderId
+from ckptz.dtypes import DType, dtype_of_id
+from ckptz.entropy.frequency import parse_tables, write_tables
+from ckptz.entropy.streams import CoderId, read_embedded, take_embedded, write_embedded
 from ckptz.errors import ChecksumError, CorruptionError, UnsupportedError
 from ckptz.kernels import cpu
 
+FRAME_VERSION: Final = 1  # spec/versions.md
+MAX_DIMS: Final = 64
+MAX_ELEMENTS: Final = 1 << 48
+MAX_OUTER: Final = 1 << 24  # elements of both outer vectors together
+VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # the linear and bits domains exist for these
+
+FLAG_ZERO, FLAG_ESCAPE, FLAG_PROTECTED = 1, 2, 4
+KNOWN_FLAGS: Final = FLAG_ZERO | FLAG_ESCAPE | FLAG_PROTECTED
+
+E = TypeVar("E", bound=IntEnum)
 PREFIX_BYTES: Final = 4  # the header's own length, u32
 CHECKSUM_BYTES: Final = 8
+
+
+class TableKind(IntEnum):
+    """Ids of the kinds of tables: spec/registry.md#table-kinds."""
+
+    EXPLICIT = 0
+    EXPANDED = 1
+
+
+def _known(kind: type[E], value: int, what: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UnsupportedError(f"{what} {value} is not known to this ckptz; upgrade it") from None
+
+
+def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
+    """Write everything of the header but its length, the chunk records and the checksum."""
+    out, quant_map = ByteWriter(), plan.quant_map
+    out.raw(_packed_head(dtype, shape, plan.domain, plan.predictor, _flags(quant_map), plan.mode))
+    out.u8(len(plan.rules))
+    for rule in plan.rules:
+        _write_rule(out, rule)
+    if quant_map is not None:
+        _write_map(out, quant_map, dtype)
+    for stream in plan.tables:
+        out.raw(stream.packed)
+        if not stream.packed:
+            write_tables(out, stream.frequencies)
+            write_runs(out, stream.table_of)
+    if plan.outer is not None:
+        _write_outer(out, plan.outer)
+    return out.getvalue()
+
+
+@functools.lru_cache(256)  # a file has few
+def _packed_head(
+    dtype: DType, shape: tuple[int, ...], domain: Domain, predictor: Predictor, flags: int, mode: PlaneMode
+) -> bytes:
+    """The fields before the class rules."""
+    out = ByteWriter()
+    for number in (FRAME_VERSION, dtype.id, domain, predictor):
+        out.u8(number)
+    out.u32(flags)
+    out.u8(len(shape))
+    for n in shape:
+        out.varint(n)
+    if domain is Domain.PLANES:
+        out.u8(mode)
+    return out.getvalue()
+
+
+def outer_bytes(outer: Outer | StoredOuter) -> int:
+    """Count the bytes that the vectors of the outer predictor take in a plan."""
+    out = ByteWriter()
+    _write_outer(out, outer)
+    return len(out)
+
+
+def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
+    """Parse a plan as `pack_plan` writes it.
+
+    Raises:
+        CorruptionError: the plan contradicts itself.
+        UnsupportedError: it uses what this version does not know.
+    """
+    version = source.u8("frame version")
+    if version != FRAME_VERSION:
+        raise UnsupportedError(f"frame version {version} is not known to this ckptz; upgrade it")
+    dtype = dtype_of_id(source.u8("frame dtype"))
+    domain = _known(Domain, source.u8("frame domain"), "frame domain")
+    predictor = _known(Predictor, source.u8("frame predictor"), "frame predictor")
+    flags = source.u32("frame flags")
+    if flags & ~KNOWN_FLAGS:
+        raise UnsupportedError(f"frame sets reserved flags {flags:#04x}; written by a newer ckptz")
+    shape = _parse_shape(source)
+    mode = PlaneMode.RAW
+    if domain is Domain.PLANES:
+        mode = _known(PlaneMode, source.u8("plane mode"), "plane mode")
+    rules = _parse_rules(source, dtype, shape)
+    n_classes = n_classes_of(rules)
+    is_map = domain is not Domain.PLANES
+    quant_map = _parse_map(source, dtype, domain, n_classes, flags) if is_map else None
+    tables = _parse_tables(source, n_classes, 1 if is_map else dtype.unit_bytes) if rules else ()
+    outer = _parse_outer(source, shape) if predictor is Predictor.OUTER else None
+    plan = Plan(mode, quant_map, domain, predictor, outer, rules, tables)
+    _check(plan, dtype, flags)
+    return dtype, shape, plan
+
+
+def _flags(quant_map: QuantizationMap | None) -> int:
+    if quant_map is None:
+        return 0
+    flags = FLAG_ZERO * (quant_map.zero_code is not None) | FLAG_ESCAPE * (quant_map.escape_code is not None)
+    return flags | FLAG_PROTECTED * quant_map.has_protected
+
+
+def _check(plan: Plan, dtype: DType, flags: int) -> None:
+    if plan.domain is Domain.PLANES:
+        if flags:
+            raise CorruptionError("a frame of byte planes has flags of a quantization map")
+        if (plan.mode in BASE_MODES) != (plan.predictor is Predictor.BASE):
+            raise CorruptionError(f"predictor {plan.predictor.name} does not fit plane mode {plan.mode.name}")
+        if plan.predictor is Predictor.OUTER:
+            raise CorruptionError("byte planes have no outer predictor")
+    elif dtype.name not in VALUE_DTYPES:
+        raise CorruptionError(f"a frame of {dtype.name} has a quantization map")
+
+
+def _parse_shape(source: ByteReader) -> tuple[int, ...]:
+    n_dims = source.u8("number of dimensions")
+    if n_dims > MAX_DIMS:
+        raise CorruptionError(f"{n_dims} dimensions, at most {MAX_DIMS} are allowed")
+    shape = tuple(source.varint("dimension") for _ in range(n_dims))
+    if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
+        raise CorruptionError(f"shape {list(shape)} exceeds 2^48 elements")
+    return shape
+
+
+# --- class rules --------------------------------------------------------------------------------
+
+
+def _write_rule(out: ByteWriter, rule: ClassRule) -> None:
+    if isinstance(rule, Magnitude):
+        out.u8(RuleId.MAGNITUDE)
+        out.text(rule.source or "")
+    elif isinstance(rule, BaseCode):
+        out.u8(RuleId.BASE_CODE)
+        out.varint(rule.radix)
+    else:
+        out.u8(RuleId.ROW if isinstance(rule, Row) else RuleId.BLOCK)
+        out.varint(rule.radix)
+        if isinstance(rule, Block):
+            out.varint(rule.size)
+        write_embedded(out, rule.indices)
+
+
+def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tuple[ClassRule, ...]:
+    n_rules = source.u8("number of class rules")
+    if n_rules > MAX_RULES:
+        raise CorruptionError(f"{n_rules} class rules, at most {MAX_RULES} are allowed")
+    rules = tuple(_parse_rule(source, dtype, shape) for _ in range(n_rules))
+    if n_classes_of(rules) > MAX_CLASSES:
+        raise CorruptionError(f"{n_classes_of(rules)} classes, at most {MAX_CLASSES} are allowed")
+    n_labels = sum(len(rule.indices) for rule in rules if isinstance(rule, Row | Block))
+    if n_labels > MAX_INDICES:
+        raise CorruptionError(f"{n_labels} class indices, at most {MAX_INDICES} are allowed")
+    return rules
+
+
+def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> ClassRule:
+    rule = _known(RuleId, source.u8("class rule"), "class rule")
+    if rule is RuleId.MAGNITUDE:
+        return Magnitude(source.text("class source") or None)
+    radix = source.varint("class radix")
+    if not 1 <= radix <= MAX_CODES:
+        raise CorruptionError(f"class radix {radix} is outside 1..{MAX_CODES}")
+    if rule is RuleId.BASE_CODE:
+        return BaseCode(radix)
+    n_units = dtype.n_units(shape)
+    if rule is RuleId.ROW:
+        n_rows = n_rows_of(shape)
+        if n_units % n_rows:
+            raise CorruptionError(
+                f"a class rule by rows: {n_units} units cannot be divided into {n_rows} rows"
+            )
+        return Row(radix, _parse_indices(source, radix, n_rows if n_units else 0))
+    size = source.varint("block size")
+    if not 1 <= size <= MAX_ELEMENTS:
+        raise CorruptionError(f"block size {size} is outside 1..2^48")
+    return Block(radix, size, _parse_indices(source, radix, math.ceil(n_units / size)))
+
+
+def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:
+    if n > MAX_INDICES:
+        raise CorruptionError(f"{n} class indices, at most {MAX_INDICES} are allowed")
+    indices = read_embedded(source, n, "class indices")
+    if n and int(indices.max()) >= radix:
+        raise CorruptionError(f"class index {int(indices.max())} is beyond radix {radix}")
+    return indices
+
+
+# --- map ----------------------------------------------------------------------------------------
+
+
+def _write_map(out: ByteWriter, quant_map: QuantizationMap, dtype: DType) -> None:
+    n_rows, n_codes = quant_map.table.shape
+    out.u8(TableKind.EXPLICIT if isinstance(quant_map.table, ExplicitTable) else TableKind.EXPANDED)
+    out.varint(n_rows)
+    out.varint(n_codes)
+    _write_entries(out, quant_map.table, dtype)
+    if n_rows > 1:
+        write_runs(out, quant_map.row_of_class)
+    if quant_map.zero_code is not None:
+        out.u8(quant_map.zero_code)
+
+
+def _write_entries(out: ByteWriter, table: AnyTable, dtype: DType) -> None:
+    if isinstance(table, ExplicitTable):
+        out.raw(table.entries.astype(UNIT_TYPES[table.entries.itemsize]).tobytes())
+    else:
+        kind = "<f8" if isinstance(table, LinearTable) else "<i8"
+        for vector in (table.scale, table.level, table.offset):
+            out.raw(vector.astype(kind).tobytes())
+
+
+def _parse_map(
+    source: ByteReader, dtype: DType, domain: Domain, n_classes: int, flags: int
+) -> QuantizationMap:
+    kind = _known(TableKind, source.u8("table kind"), "table kind")
+    n_rows, n_codes = source.varint("map rows"), source.varint("map codes")
+    if not (1 <= n_rows <= MAX_ROWS and 1 <= n_codes <= MAX_CODES):
+        raise CorruptionError(f"quantization map of {n_rows} rows and {n_codes} codes")
+    table = _parse_entries(source, dtype, domain, kind, (n_rows, n_codes))
+    row_of_class = parse_runs(source, n_classes, n_rows) if n_rows > 1 else np.zeros(n_classes, np.int64)
+    return QuantizationMap(
+        table,
+        row_of_class,
+        zero_code=source.u8("zero code") if flags & FLAG_ZERO else None,
+        escape_code=n_codes - 1 if flags & FLAG_ESCAPE else None,
+        has_protected=bool(flags & FLAG_PROTECTED),
+    )
+
+
+def _parse_entries(
+    source: ByteReader, dtype: DType, domain: Domain, kind: TableKind, shape: tuple[int, int]
+) -> AnyTable:
+    n_rows, n_codes = shape
+
+    def vector(n: int, of: str) -> NDArray[Any]:
+        n_bytes = n * np.dtype(of).itemsize
+        return np.frombuffer(source.take(n_bytes, "quantization table"), of).copy()
+
+    if kind is TableKind.EXPLICIT:
+        of = "<u4" if domain is Domain.LINEAR else UNIT_TYPES[dtype.unit_bytes].str
+        return ExplicitTable(vector(n_rows * n_codes, of).reshape(shape))
+    if domain is Domain.LINEAR:
+        scale, level, offset = (vector(n, "<f8") for n in (n_rows, n_codes, n_rows))
+        _check_normal(scale, level, offset)
+        return LinearTable(scale, level, offset)
+    width = 8 * dtype.unit_bytes
+    return IntegerTable(vector(n_rows, "<i8"), vector(n_codes, "<i8"), vector(n_rows, "<i8"), width)
+
+
+def _check_normal(*vectors: NDArray[np.float64]) -> None:
+    """Refuse doubles that are not finite, and subnormal ones, which some processor modes flush."""
+    for vector in vectors:
+        exponent = vector.view(np.uint64) >> np.uint64(52) & np.uint64(0x7FF)
+        is_zero = (vector.view(np.uint64) << np.uint64(1)) == 0
+        if (exponent == 0x7FF).any() or ((exponent == 0) & ~is_zero).any():
+            raise CorruptionError("a scale, level or offset is infinite, NaN or subnormal")
+
+
+def _parse_tables(source: ByteReader, n_classes: int, n_streams: int) -> tuple[StreamTables, ...]:
+    tables = []
+    for _ in range(n_streams):
+        frequencies = parse_tables(source, MAX_TABLES)
+        tables.append(StreamTables(frequencies, parse_runs(source, n_classes, len(frequencies))))
+    return tuple(tables)
+
+
+# --- outer vectors ------------------------------------------------------------------------------
+
+
+def _write_outer(out: ByteWriter, outer: Outer | StoredOuter) -> None:
+    for vector in (outer.rows, outer.columns):
+        planes = vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES)
+        for plane in planes.T:
+            write_embedded(out, np.ascontiguousarray(plane))
+
+
+def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> StoredOuter:
+    n_rows, n_columns = math.prod(shape[:1]), math.prod(shape[1:])
+    n = n_rows + n_columns
+    if n > MAX_OUTER:
+        raise CorruptionError(f"outer vectors of {n} elements, at most {MAX_OUTER} are allowed")
+    planes = [take_embedded(source, "outer vector") for _ in range(2 * OUTER_BYTES)]
+    return StoredOuter(planes, n_rows, n_columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from ckptz.bits.cursor import ByteReader
+from ckptz.bits import ByteReader
+from ckptz.class_rules import N_MAGNITUDE_CLASSES, BaseCode, ClassRule, Magnitude, Row
 from ckptz.codec.decode import Run, check_stored
 from ckptz.codec.plan import Predictor, kernel_mode
 from ckptz.codec.sparse import read_plane
@@ -34,7 +35,6 @@ from ckptz.kernels import floats, planes_on_gpu, rans_on_gpu, values_on_gpu
 from ckptz.kernels.floats import Bytes, Counts
 from ckptz.kernels.torch import UNIT_TYPES as SIGNED
 from ckptz.kernels.torch import UNSIGNED, current
-from ckptz.transform.classes import N_MAGNITUDE_CLASSES, BaseCode, ClassRule, Magnitude, Row
 
 Array: TypeAlias = np.ndarray[Any, Any]
 FLOATS: Final = {floats.F32: torch.float32, floats.BF16: torch.bfloat16, floats.F16: torch.float16}

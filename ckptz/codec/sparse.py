@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptz.bits.cursor import ByteReader
+from ckptz.bits import ByteReader
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import BASE_MODES, kernel_mode
 from ckptz.entropy.streams import CoderId, read_sparse

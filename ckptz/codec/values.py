@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import Domain, Plan, Predictor
-from ckptz.codec.quant_map import MAX_CODES, QuantizationMap
+from ckptz.codec.plan import MAX_CODES, Domain, Plan, Predictor, QuantizationMap
 from ckptz.codec.units import UNIT_TYPES, ChunkSources
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, floats

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.codec.plan import Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.byte_source import path_of

@@ -12,7 +12,7 @@ from typing import BinaryIO, Final
 from ckptz.codec.units import tensor_bytes
 from ckptz.commands.restore import decoded_chunks
 from ckptz.container.byte_source import open_bytes, path_of
-from ckptz.container.plain import plain_regions, write_plain
+from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.container.reader import Container
 from ckptz.errors import ConfigError, FormatError, MissingBaseError

@@ -12,9 +12,9 @@ from typing import Final
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain
 from ckptz.container.byte_source import open_bytes, path_of
+from ckptz.container.caches import MAX_FRAMES
+from ckptz.container.envelope import PlainFile
 from ckptz.container.index import LossyRecord, QualityRecord
-from ckptz.container.needed import MAX_FRAMES
-from ckptz.container.plain import PlainFile
 from ckptz.container.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, FormatError

@@ -12,8 +12,8 @@ from typing import Literal
 
 from ckptz.codec.units import tensor_bytes
 from ckptz.container.byte_source import open_bytes, path_of
+from ckptz.container.envelope import PlainFile
 from ckptz.container.index import BaseRef, QualityRecord
-from ckptz.container.plain import PlainFile
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ckptz.codec.units import TensorSource, Units, tensor_bytes
 from ckptz.container.byte_source import path_of
-from ckptz.container.plain import plain_regions, write_plain
+from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
 from ckptz.errors import ConfigError, FormatError, LimitError

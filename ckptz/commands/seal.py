@@ -20,12 +20,11 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from ckptz.bits.checksum import combine, xxh64, xxh64_of_parts
+from ckptz.bits import combine, xxh64, xxh64_of_parts
 from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes, is_url
-from ckptz.container.envelope import Count, strict_json
+from ckptz.container.envelope import Count, PlainFile, strict_json
 from ckptz.container.index import Shape, writer_name
-from ckptz.container.plain import PlainFile
 from ckptz.container.publish import publish
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, SealError, UnsupportedError, named
 from ckptz.formats.dcp import METADATA_FILE, dcp_files, open_dcp

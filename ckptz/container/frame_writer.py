@@ -12,11 +12,9 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from ckptz.bits.checksum import xxh64
-from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes
-from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.plan import exact_plan
-from ckptz.codec.quant_map import QuantizationMap
+from ckptz.bits import xxh64
+from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
+from ckptz.codec.plan import QuantizationMap, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSource, chunk_bounds, companions_of
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource

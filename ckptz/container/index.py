@@ -1,6 +1,7 @@
 """The index: what a `.ckptz` file holds. Implements spec/06-container.md#index.
 
-Strict JSON, plain or deflated; no number in it affects how a frame decodes.
+Strict JSON, plain or deflated, held against the header around it; no number in it affects how a frame
+decodes.
 """
 
 from __future__ import annotations
@@ -9,14 +10,26 @@ import functools
 import hashlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from numpy.typing import NDArray
 
 from ckptz._version import __version__
-from ckptz.container.envelope import Count, as_written, check_number, is_text_map, strict_json
-from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
+from ckptz.codec.units import TensorSource
+from ckptz.container.envelope import (
+    Count,
+    Envelope,
+    Region,
+    as_written,
+    check_number,
+    is_text_map,
+    strict_json,
+    tensor_checksum,
+)
+from ckptz.dtypes import dtype_of
+from ckptz.errors import ChecksumError, ConfigError, CorruptionError, FormatError, UnsupportedError
 
 FORMAT_NAME: Final = "ckptz"
 FORMAT_VERSION: Final = "1.0"
@@ -43,6 +56,11 @@ Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-fra
 
 Setting = Count | float | bool | str
 Promise = Literal["none", "max-abs", "max-rel", "rmse", "quality-drop", "resume-gap"]
+# Metric of a record that stands beside one of a resumed loss: the same difference, over what a step of
+# training gains.
+STEPS_LOST: Final = "steps_lost"
+Read = Callable[[int, int], NDArray[Any]]
+_CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 
 
 class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -63,11 +81,6 @@ class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     rms_error: Amount
     rms: Amount
     promise: str
-
-
-# Metric of a record that stands beside one of a resumed loss: the same difference, over what a step of
-# training gains.
-STEPS_LOST: Final = "steps_lost"
 
 
 class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -197,6 +210,13 @@ def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
     return digest.hexdigest()
 
 
+def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
+    """Compute the content id of any set of tensors; reads all of them."""
+    return content_id(
+        (name, source.dtype.name, source.shape, tensor_checksum(source)) for name, source in tensors.items()
+    )
+
+
 def writer_name() -> str:
     """Give the text of `Index.writer`."""
     return f"ckptz {__version__}"
@@ -294,3 +314,66 @@ def check_version(metadata: dict[str, str]) -> None:
     listed = metadata[KEY_FEATURES].split(",")
     if "lossless" not in listed or listed != sorted(set(listed)):
         raise CorruptionError("header: the required features lack 'lossless', are unsorted or name one twice")
+
+
+def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
+    """Read the index of a file and the features that it requires; `read` gives bytes behind the header.
+
+    Raises:
+        FormatError: not a `.ckptz` file, or a damaged one.
+        UnsupportedError: it requires what this version does not know.
+    """
+    if not is_ckptz(envelope.metadata):
+        raise FormatError("not a .ckptz file")
+    assert envelope.metadata is not None
+    check_version(envelope.metadata)
+    if not envelope.regions or envelope.regions[-1].name != INDEX_NAME:
+        raise CorruptionError(f"the last tensor is not {INDEX_NAME}")
+    *frames, region = envelope.regions
+    if region.end - region.begin > MAX_INDEX_BYTES + 1:
+        raise CorruptionError("index: larger than 64 MiB")
+    packed = read(region.begin, region.end - region.begin).tobytes()
+    if hashlib.sha256(packed).hexdigest() != envelope.metadata.get(KEY_DIGEST):
+        raise ChecksumError("the index was changed after it was written")
+    index, features = parse_index(packed), features_of(envelope.metadata)
+    if any(r.dtype.name != "U8" or r.shape != (r.end - r.begin,) for r in envelope.regions):
+        raise CorruptionError("header: frames and index must have dtype U8 and one dimension")
+    _check_places(frames, index)
+    _check_entries(index)
+    _check_bases(index, features)
+    found = content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in index.tensors)
+    if found != index.content_id:
+        raise CorruptionError("the content id does not match the tensors' checksums")
+    return index, features
+
+
+def _check_places(frames: list[Region], index: Index) -> None:
+    """Require that header and index name the same frames in the same places."""
+    regions = [(r.name, r.begin, r.end) for r in frames]
+    while regions and regions[-1][0].startswith(OPTIONAL_PREFIX):
+        regions.pop()
+    if regions != [(name, e.offset, e.offset + e.n_bytes) for name, e in index.placed()]:
+        raise CorruptionError("header and index disagree on names or offsets")
+
+
+def _check_entries(index: Index) -> None:
+    for _, entry in index.placed():
+        if entry.name.startswith(RESERVED_PREFIX):
+            raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
+        dtype_of(entry.dtype).n_bytes(entry.shape)
+        if not _CHECKSUM.fullmatch(entry.checksum):
+            raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
+
+
+def _check_bases(index: Index, features: set[str]) -> None:
+    if index.base is not None and DELTA_FEATURE not in features:
+        raise CorruptionError("the index names a base, and the feature 'delta' is not required")
+    if index.inline is None:
+        return
+    if INLINE_FEATURE not in features:
+        raise CorruptionError("the index has inline bases, and the feature 'inline' is not required")
+    if index.base is not None:
+        raise CorruptionError("the index has both a base and inline ones")
+    for base in index.inline:
+        if len({entry.name for entry in base.tensors}) != len(base.tensors):
+            raise CorruptionError("an inline base has two tensors of one name")

@@ -27,9 +27,8 @@ from ckptz.codec.units import (
     companions_of,
 )
 from ckptz.container.byte_source import ByteSource
-from ckptz.container.caches import ChunkCache, HeaderCache, LastChunks
-from ckptz.container.checked_index import read_index
-from ckptz.container.envelope import Envelope, read_envelope
+from ckptz.container.caches import ChunkCache, Decoded, HeaderCache, Held, LastChunks, Node, gather
+from ckptz.container.envelope import BASE_METADATA_BYTES, Envelope, parse_base_metadata, read_envelope
 from ckptz.container.index import (
     BASE_METADATA,
     KEY_VERSION,
@@ -38,9 +37,8 @@ from ckptz.container.index import (
     BaseRef,
     InlineBase,
     TensorEntry,
+    read_index,
 )
-from ckptz.container.needed import Decoded, Held, Node, gather
-from ckptz.container.plain import BASE_METADATA_BYTES, parse_base_metadata
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import (
     CorruptionError,

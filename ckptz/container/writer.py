@@ -1,21 +1,32 @@
 """Writes one `.ckptz` file, streaming. Implements spec/06-container.md.
 
 The size of the header is known from the names, so frames stream behind a reserved header, which is
-written last.
+written last. What is measured on a file is written into its header later: its frames stay where they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
-from ckptz.codec.frame_plan import MAX_DIMS, MAX_ELEMENTS
+from ckptz.codec.frame import MAX_DIMS, MAX_ELEMENTS
 from ckptz.codec.units import TensorSource, tensor_bytes
-from ckptz.container.envelope import MAX_HEADER_BYTES, Region, build_header
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.envelope import (
+    MAX_HEADER_BYTES,
+    Envelope,
+    Region,
+    build_header,
+    pack_base_metadata,
+    read_envelope,
+)
 from ckptz.container.frame_writer import Contents, FileRecord, Progress, write_frames
 from ckptz.container.index import (
     BASE_METADATA,
@@ -27,10 +38,11 @@ from ckptz.container.index import (
     TensorEntry,
     content_id,
     envelope_metadata,
+    features_of,
     pack_index,
     writer_name,
 )
-from ckptz.container.plain import pack_base_metadata
+from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.parallel import Workers
@@ -182,3 +194,50 @@ def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) 
 def _features(contents: Contents) -> list[str]:
     is_lossy = any(recipe.is_lossy for recipe in contents.recipes.values())
     return ["lossless", *["delta"] * (contents.record.base is not None), *["maps"] * is_lossy]
+
+
+def amend_quality(path: Path, quality: Sequence[QualityRecord]) -> int:
+    """Put records into a file in its place; nobody else may read it yet, as it is not atomic.
+
+    Args:
+        path: a file that `write_container` wrote, still under a temporary name.
+        quality: what was measured on the tensors decoded from it.
+
+    Returns:
+        The size of the file.
+    """
+    envelope, index = _opened(path)
+    tensors = promising(index.tensors, quality)
+    index = msgspec.structs.replace(index, quality=tuple(quality), tensors=tensors)
+    return _replace_index(path, envelope, index)
+
+
+def amend_metadata(path: Path, more: Mapping[str, str]) -> int:
+    """Add to the metadata of a file in its place; see `amend_quality`."""
+    envelope, index = _opened(path)
+    metadata = {**(index.metadata or {}), **more}
+    return _replace_index(path, envelope, msgspec.structs.replace(index, metadata=metadata))
+
+
+def _opened(path: Path) -> tuple[Envelope, Index]:
+    with contextlib.closing(FileBytes(path)) as source:
+        envelope = read_envelope(source)
+        return envelope, Container(source, envelope).index
+
+
+def _replace_index(path: Path, envelope: Envelope, index: Index) -> int:
+    assert envelope.metadata is not None
+    begin, packed = envelope.regions[-1].begin, pack_index(index)
+    regions = [*envelope.regions[:-1], blob(INDEX_NAME, begin, len(packed))]
+    metadata = envelope_metadata(features_of(envelope.metadata), packed)
+    header = build_header(regions, metadata, envelope.data_offset)
+    with path.open("r+b") as file:
+        file.seek(envelope.data_offset + begin)
+        file.write(packed)
+        end = file.tell()
+        file.truncate(end)
+        file.seek(0)
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    return end

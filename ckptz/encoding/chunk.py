@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits.checksum import xxh64, xxh64_of_parts
+from ckptz.bits import xxh64, xxh64_of_parts
+from ckptz.class_rules import Labels, labels_of, moved
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, Predictor, StreamTables, kernel_mode
@@ -33,7 +34,6 @@ from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning, sparse
 from ckptz.kernels.floats import Bytes, Units, widen_f64
 from ckptz.quant.quantizer import Quantizer
-from ckptz.transform.classes import Labels, labels_of, moved
 
 FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]

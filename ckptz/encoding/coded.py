@@ -11,8 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ckptz.codec.plan import Domain, Plan
-from ckptz.codec.quant_map import QuantizationMap
+from ckptz.codec.plan import Domain, Plan, QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType

@@ -8,10 +8,10 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 from ckptz.codec.plan import PlaneMode, StreamTables, kernel_mode
 from ckptz.codec.units import TensorSource
 from ckptz.kernels import cpu, planning
-from ckptz.transform.classes import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 
 # Bits that one more frequency table must save to stand for itself: the measured size of a packed table.
 TABLE_COST_BITS_PER_SYMBOL: Final = 6.0

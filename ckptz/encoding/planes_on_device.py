@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptz.bits.checksum import xxh64_of_parts
+from ckptz.bits import xxh64_of_parts
 from ckptz.codec.frame import ChunkRecord, StreamRecord
 from ckptz.codec.on_device import Classes
 from ckptz.codec.plan import Plan

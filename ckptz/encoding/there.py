@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ckptz.class_rules import ClassRule, Magnitude
 from ckptz.codec.decode import Run
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.on_device import FLOATS, Classes, classes_of, moved, restore
@@ -45,7 +46,6 @@ from ckptz.quant.grid import OnGrid
 from ckptz.quant.moment_codes import LadderQuantizer, LadderSums, Prediction, StepQuantizer
 from ckptz.quant.moments import LevelSums, LogSums
 from ckptz.quant.quantizer import Quantizer
-from ckptz.transform.classes import ClassRule, Magnitude
 
 DEVICE_BYTES: Final = 768 << 20  # of device memory beside the tensors; one chunk is coded whatever it takes
 PLANE_SCRATCH: Final = 2.25  # bytes on the device for each byte coded: planes, words, samples

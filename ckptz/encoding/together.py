@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import Plan, PlaneMode, StreamTables, kernel_mode, planes_plan
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import EncodedChunk, encode_by_classes, encoded_chunk
@@ -28,7 +29,6 @@ from ckptz.entropy.streams import (
 )
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Bytes, Counts, Units
-from ckptz.transform.classes import MAX_TABLES, N_MAGNITUDE_CLASSES, Magnitude
 
 Encoded = tuple[Draft, EncodedChunk]
 _LANES: Final = np.array(LANE_CHOICES), np.array(LANE_MIN_BYTES)

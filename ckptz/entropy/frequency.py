@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.bits import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError, FormatError, TruncatedError
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import MAX_TABLE_ORDER, Counts, Frequencies

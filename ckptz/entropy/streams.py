@@ -18,7 +18,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.bits import ByteReader, ByteWriter
 from ckptz.entropy.frequency import entropy_bits, parse_table
 from ckptz.errors import CorruptionError, UnsupportedError
 from ckptz.kernels import cpu

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ckptz.codec.units import TensorSource
-from ckptz.container.envelope import strict_json
+from ckptz.container.envelope import plain_regions, strict_json, write_plain
 from ckptz.container.index import Shard, Sharding
-from ckptz.container.plain import plain_regions, write_plain
 from ckptz.container.publish import Publication, make_folder, publish_together
 from ckptz.errors import CorruptionError, named
 from ckptz.formats.torch_files import dump_state

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import Units
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.envelope import Count, strict_json
+from ckptz.container.envelope import Count, PlainFile, RegionSource, strict_json
 from ckptz.container.index import Shape
-from ckptz.container.plain import PlainFile, RegionSource
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
 
 GuideKind = Literal["calibration", "sensitivity"]

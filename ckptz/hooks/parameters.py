@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptz.api.apply import live_tensors
-from ckptz.container.plain import plain_regions, write_plain
+from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
 from ckptz.guidance.layout import shape_fingerprint

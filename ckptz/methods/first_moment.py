@@ -21,7 +21,8 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.frame_plan import pack_plan
+from ckptz.class_rules import MAX_INDICES, Magnitude, Row, labels_of_rows
+from ckptz.codec.frame import pack_plan
 from ckptz.codec.plan import Domain, Plan
 from ckptz.codec.units import TensorSource, n_rows_of
 from ckptz.codec.values import KINDS
@@ -34,7 +35,6 @@ from ckptz.methods.method import DRAWN, Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of, sums_by
 from ckptz.quant.moment_codes import Labels, StepClasses, StepQuantizer, values_of
 from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, class_roots, first_map, row_labels
-from ckptz.transform.classes import MAX_INDICES, Magnitude, Row, labels_of_rows
 
 Floats = NDArray[np.float64]
 Bounds = tuple[int, int]

@@ -18,9 +18,18 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits.cursor import ByteWriter
-from ckptz.codec.plan import Domain, Plan, Predictor
-from ckptz.codec.quant_map import LinearTable, QuantizationMap
+from ckptz.bits import ByteWriter
+from ckptz.class_rules import (
+    MAX_CLASSES,
+    MAX_INDICES,
+    BaseCode,
+    ClassRule,
+    Row,
+    labels_of_rows,
+    n_classes_of,
+    write_runs,
+)
+from ckptz.codec.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bounds, n_rows_of
 from ckptz.dtypes import DType
 from ckptz.encoding.counts import ClassCounts, stream_tables
@@ -59,19 +68,9 @@ from ckptz.quant.grid import (
     row_steps,
     with_escape,
 )
-from ckptz.quant.movement import key_of, sampled
+from ckptz.quant.quantizer import key_of, sampled
 from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
 from ckptz.roles import Role
-from ckptz.transform.classes import (
-    MAX_CLASSES,
-    MAX_INDICES,
-    BaseCode,
-    ClassRule,
-    Row,
-    labels_of_rows,
-    n_classes_of,
-    write_runs,
-)
 
 # Of anchors and deltas, from the run of the demo: 4 to 9 % fewer bits at no loss that could be
 # measured, and chains still send all of the movement, as each delta begins with what the last one left.

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import Domain, Plan
-from ckptz.codec.quant_map import QuantizationMap
+from ckptz.class_rules import BaseCode
+from ckptz.codec.plan import Domain, Plan, QuantizationMap
 from ckptz.codec.units import TensorSource, Units
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
@@ -39,13 +39,11 @@ from ckptz.methods.method import (
     usual_setting,
 )
 from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
-from ckptz.quant.movement import LEAST_OF_CLUSTERS, key_of, sampled
 from ckptz.quant.partitions import Cut, Partitions, fit_partitions
-from ckptz.quant.quantizer import Quantizer
+from ckptz.quant.quantizer import LEAST_OF_CLUSTERS, Quantizer, key_of, sampled
 from ckptz.quant.sensitivity import SensitivitySketch, floats_of
 from ckptz.quant.sketch import Sketch
 from ckptz.roles import LAYER_TYPES, Role
-from ckptz.transform.classes import BaseCode
 
 NO_GRADIENT: Final = "has no average of gradients; ranked by magnitude"
 BAD_GRADIENT: Final = "has gradients that are not finite, or negative squares; ranked by magnitude"

@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import PlaneMode, exact_plan, kernel_mode, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.dtypes import DType
@@ -25,7 +26,6 @@ from ckptz.encoding.together import Batch, Encoded, encode_classed, encode_plane
 from ckptz.kernels import planning
 from ckptz.methods.method import Method, Recipe, Setting
 from ckptz.roles import Role
-from ckptz.transform.classes import N_MAGNITUDE_CLASSES, Magnitude
 
 SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save

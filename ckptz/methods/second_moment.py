@@ -14,7 +14,8 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.frame_plan import MAX_OUTER, outer_bytes
+from ckptz.class_rules import BaseCode
+from ckptz.codec.frame import MAX_OUTER, outer_bytes
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.codec.values import KINDS
@@ -28,7 +29,6 @@ from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of, sums
 from ckptz.quant.moment_codes import LadderQuantizer, LadderSums, Prediction
 from ckptz.quant.moments import Ladder, LogSums, best_ladder, bits_of, ladder_step, second_map
 from ckptz.quant.sketch import Sketch
-from ckptz.transform.classes import BaseCode
 
 Bounds = tuple[int, int]
 

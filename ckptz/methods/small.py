@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ckptz.class_rules import BaseCode
 from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.counts import ClassCounts
@@ -21,10 +22,8 @@ from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.quant.moment_codes import LadderQuantizer, StepQuantizer
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
-from ckptz.quant.movement import key_of
-from ckptz.quant.quantizer import Quantizer
+from ckptz.quant.quantizer import Quantizer, key_of
 from ckptz.quant.sketch import Sketch
-from ckptz.transform.classes import BaseCode
 
 
 def sketch_of(source: TensorSource, run: MapFunction) -> Sketch:

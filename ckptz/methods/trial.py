@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.frame_plan import pack_plan
+from ckptz.codec.frame import pack_plan
 from ckptz.codec.units import (
     CHUNK_UNITS,
     UNIT_TYPES,

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.quant_map import LinearTable
+from ckptz.codec.plan import LinearTable
 from ckptz.codec.units import TensorSource, Units
 from ckptz.codec.values import KINDS
 from ckptz.kernels import rounding

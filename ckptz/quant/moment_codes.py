@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.class_rules import ClassRule
 from ckptz.codec.plan import Outer, Predictor
 from ckptz.codec.units import TensorSource
 from ckptz.kernels import cpu, floats, moments, rounding
@@ -25,7 +26,6 @@ from ckptz.quant.moments import (
     rungs_of,
 )
 from ckptz.quant.quantizer import Quantizer
-from ckptz.transform.classes import ClassRule
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.uint8]

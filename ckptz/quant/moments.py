@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.quant_map import ExplicitTable, LinearTable, QuantizationMap
+from ckptz.codec.plan import ExplicitTable, LinearTable, QuantizationMap
 from ckptz.kernels import floats, moments
 from ckptz.kernels.floats import Integers
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.quant_map import ExplicitTable, QuantizationMap
+from ckptz.codec.plan import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, floats, planning
 from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.frame_plan import pack_plan
+from ckptz.codec.frame import pack_plan
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.chunk import encode_chunk

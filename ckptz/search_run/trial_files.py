@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from ckptz.container.amend import amend_quality
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.frame_writer import Contents, Earlier
 from ckptz.container.index import QualityRecord
 from ckptz.container.publish import Publication
 from ckptz.container.reader import Container
-from ckptz.container.writer import Written, write_container
+from ckptz.container.writer import Written, amend_quality, write_container
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers

@@ -16,10 +16,10 @@ from typing import Final, Literal
 
 import numpy as np
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.codec.sparse import Changes, Positions
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource, Units, chunk_bounds
-from ckptz.container.plain import content_id_of
+from ckptz.container.index import content_id_of
 from ckptz.container.reader import Container, FrameSource
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError

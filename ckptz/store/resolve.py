@@ -16,9 +16,8 @@ from typing import Final
 from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import ByteSource, open_bytes, path_of
 from ckptz.container.caches import LastChunks
-from ckptz.container.envelope import read_envelope
-from ckptz.container.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, is_ckptz
-from ckptz.container.plain import PlainFile, content_id_of, metadata_checksum
+from ckptz.container.envelope import PlainFile, metadata_checksum, read_envelope
+from ckptz.container.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, content_id_of, is_ckptz
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
 

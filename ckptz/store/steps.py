@@ -24,12 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from ckptz.container.amend import amend_metadata
 from ckptz.container.caches import LastChunks
 from ckptz.container.index import Index
 from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, make_folder, publish_together
 from ckptz.container.reader import Container
-from ckptz.container.writer import Written
+from ckptz.container.writer import Written, amend_metadata
 from ckptz.dtypes import dtype_of
 from ckptz.errors import (
     CkptzError,

@@ -11,7 +11,7 @@ from typing import Final
 
 from ckptz.api.apply import State, live_tensors
 from ckptz.api.read import check_limit
-from ckptz.container.plain import content_id_of
+from ckptz.container.index import content_id_of
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.parallel import Workers

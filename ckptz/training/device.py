@@ -14,8 +14,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
-from ckptz.codec.plan import Domain, Plan, exact_plan
-from ckptz.codec.quant_map import QuantizationMap
+from ckptz.codec.plan import Domain, Plan, QuantizationMap, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.dtypes import DTYPE_CODES, DType, dtype_of

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ckptz.container.plain import content_id_of
+from ckptz.container.index import content_id_of
 from ckptz.errors import ConfigError
 from ckptz.store.step_files import FROZEN_KEY
 from ckptz.torch import source_of

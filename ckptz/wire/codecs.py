@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.codec.values import KINDS as KINDS
 from ckptz.dtypes import DType, n_elements
 from ckptz.errors import ConfigError

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, WireError
 from ckptz.kernels import floats

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptz.bits.cursor import ByteReader
+from ckptz.bits import ByteReader
 from ckptz.entropy.streams import decode_stream, encode_stream
 from ckptz.errors import CorruptionError
 from ckptz.kernels import floats, wire_arrays

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import ConfigError
 from ckptz.wire.codecs import (

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.codec.units import CHUNK_UNITS
 from tests.support.spec_files import CONSTANT, File, Frame, embedded, plan, varint
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from click.testing import CliRunner
 
-from ckptz.bits.checksum import combine, xxh64
+from ckptz.bits import combine, xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import exact_plan
 from ckptz.codec.units import CHUNK_UNITS

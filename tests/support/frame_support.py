@@ -8,11 +8,21 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from ckptz.class_rules import BaseCode, Block, ClassRule, Magnitude, Row, n_classes_of
 from ckptz.codec.decode import decode_chunk, decode_codes
-from ckptz.codec.frame import FrameHeader, header_bytes
-from ckptz.codec.frame_plan import pack_plan
-from ckptz.codec.plan import Domain, Outer, Plan, Predictor, StreamTables
-from ckptz.codec.quant_map import AnyTable, ExplicitTable, IntegerTable, LinearTable, QuantizationMap
+from ckptz.codec.frame import FrameHeader, header_bytes, pack_plan
+from ckptz.codec.plan import (
+    AnyTable,
+    Domain,
+    ExplicitTable,
+    IntegerTable,
+    LinearTable,
+    Outer,
+    Plan,
+    Predictor,
+    QuantizationMap,
+    StreamTables,
+)
 from ckptz.codec.units import ArraySource, ChunkSources, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType, dtype_of
@@ -21,7 +31,6 @@ from ckptz.encoding.counts import ClassCounts, share_tables
 from ckptz.encoding.draft import Draft
 from ckptz.entropy.frequency import normalise
 from ckptz.quant.quantizer import Quantizer
-from ckptz.transform.classes import BaseCode, Block, ClassRule, Magnitude, Row, n_classes_of
 from tests.support import reference
 
 Array = np.ndarray[Any, Any]

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.codec.frame import FrameHeader, chunk_record_bytes
 from ckptz.codec.units import UNIT_TYPES
 from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.index import INDEX_NAME, OPTIONAL_PREFIX
-from ckptz.container.plain import PlainFile, content_id_of
+from ckptz.container.envelope import PlainFile
+from ckptz.container.index import INDEX_NAME, OPTIONAL_PREFIX, content_id_of
 from ckptz.container.reader import FrameSource
 from ckptz.dtypes import DTYPES
 from ckptz.errors import CkptzError

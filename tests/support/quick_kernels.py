@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.kernels import compiled, triton_planes, triton_rans
 
 

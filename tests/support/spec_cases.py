@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.codec.units import CHUNK_UNITS
 from tests.support.spec_files import (
     CONSTANT,

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckptz.bits.checksum import combine, xxh64
-from ckptz.bits.cursor import ByteWriter
+from ckptz.bits import ByteWriter, combine, xxh64
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.units import UNIT_TYPES, ChunkSources, TensorSource

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.bits.checksum import xxh64
+from ckptz.bits import xxh64
 from ckptz.dtypes import DTYPES
 from tests.support.spec_cases import (
     F32,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.bits.cursor import ByteWriter
+from ckptz.bits import ByteWriter
 from ckptz.dtypes import dtype_of
 from ckptz.wire import LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.endpoint import Link

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits.cursor import ByteReader, ByteWriter
+from ckptz.bits import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import RAW, Bytes, Units

@@ -1,15 +1,41 @@
-"""The only code that slices untrusted bytes. Implements spec/01-integers.md.
+"""Bytes and checksums. Implements spec/01-integers.md.
 
-Every read names its field, so that a truncated file explains itself.
+The only code that slices untrusted bytes: every read names its field, so that a truncated file explains
+itself.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import xxhash
 
 from ckptz.errors import CorruptionError, TruncatedError
 
+if TYPE_CHECKING:
+    from collections.abc import Buffer  # type: ignore[attr-defined]  # Python 3.12 and later
+
 MAX_VARINT_BYTES = 10  # spec/01-integers.md#varint: 64 bits in groups of seven
+
+
+def xxh64(data: Buffer) -> int:
+    """Compute XXH64 of a contiguous buffer."""
+    return int(xxhash.xxh64_intdigest(data))
+
+
+def xxh64_of_parts(parts: Iterable[Buffer]) -> int:
+    """Compute XXH64 of buffers one after another."""
+    digest = xxhash.xxh64()
+    for part in parts:
+        digest.update(part)
+    return int(digest.intdigest())
+
+
+def combine(checksums: Iterable[int]) -> int:
+    """Compute a tensor's checksum: XXH64 over the checksums of its chunks, each as a little-endian u64."""
+    return xxh64(b"".join(value.to_bytes(8, "little") for value in checksums))
 
 
 class ByteReader:
