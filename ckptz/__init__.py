@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from ckptz.methods.lossless import LOSSLESS, Lossless
     from ckptz.methods.state import Moments
     from ckptz.methods.table import register
-    from ckptz.search.agreement import Agreement
     from ckptz.search.budget import Budget
-    from ckptz.search.resumption import ResumeProbe
+    from ckptz.search.measures import Agreement, ResumeProbe
     from ckptz.search_run.options import SearchOptions
     from ckptz.store.retention import KeepPolicy, KeepRules
     from ckptz.training.checkpointer import Checkpointer
@@ -87,9 +86,9 @@ _HOMES: Final = {
     "Grid": "methods.grid",
     "Moments": "methods.state",
     "register": "methods.table",
-    "Agreement": "search.agreement",
+    "Agreement": "search.measures",
     "Budget": "search.budget",
-    "ResumeProbe": "search.resumption",
+    "ResumeProbe": "search.measures",
     "SearchOptions": "search_run.options",
     "CkptzError": "errors",
     "Checkpointer": "training.checkpointer",

@@ -14,10 +14,9 @@ from typing import BinaryIO
 from ckptz.codec.units import TensorSource
 from ckptz.container.frame_writer import Contents, Earlier, FileRecord, Progress
 from ckptz.container.writer import Written, write_container
-from ckptz.encoding.guide import Guide
+from ckptz.encoding.subject import Guide
 from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
-from ckptz.guidance.owners import known_roles
-from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
+from ckptz.guidance.owners import NO_NAMES, ParameterNames, known_roles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import checked

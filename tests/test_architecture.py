@@ -67,7 +67,7 @@ OWNERS = {
         *("ckptz.encoding.planes_on_device", "ckptz.encoding.moments_on_device", "ckptz.encoding.there"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
-        *("ckptz.wire.link", "ckptz.wire.loopback", "ckptz.wire.stage", "ckptz.wire.ddp"),
+        *("ckptz.wire.link", "ckptz.wire.stage", "ckptz.wire.ddp"),
     ),
     "triton": (
         *("ckptz.kernels.triton_planes", "ckptz.kernels.triton_rans"),
@@ -241,8 +241,7 @@ DELETES = {
     "ckptz.store.places": "`LocalFolder.remove`, which those below call",
     "ckptz.store.remote": "the same",
     "ckptz.store.links": "symbolic links of its own that lead nowhere",
-    "ckptz.store.spool": "local copies of what was uploaded, or whose save failed; spools nobody holds",
-    "ckptz.store.lock": "its own lease",
+    "ckptz.store.lock": "its own lease; copies of what was uploaded or not saved; spools nobody holds",
     "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",
     # Others' files, by the rule.
     "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptz.kernels.notice import NOTICE
+from ckptz.kernels.cache import NOTICE
 from tests.support.bombs import BOMBS
 
 MAX_SECONDS = 10  # of CPU: other programs may run beside this

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from ckptz.errors import CalibrationError, UnsupportedError
-from ckptz.guidance.files import CalibrationFile
-from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION, LayerKind
+from ckptz.guidance.files import KEY_CONTENT, KEY_VERSION, CalibrationFile, LayerKind
 from ckptz.hooks import Calibration
 from tests.support.calibration_support import normal, recorded, stack
 from tests.support.hooks_support import rewrite

@@ -22,7 +22,7 @@ from ckptz.store.lock import LOCK_NAME
 from ckptz.store.retention import KeepPolicy, prune, prune_folder
 from ckptz.store.step_files import FileKind, Listing, StepFile
 from ckptz.store.steps import StepStore
-from ckptz.training.rng import random_state, set_random_state
+from ckptz.training.state import random_state, set_random_state
 from tests.support.checkpointer_support import (
     GRID,
     KEEP_TWO,

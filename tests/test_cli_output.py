@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptz.container.index import QualityRecord
-from ckptz.kernels.notice import NOTICE
+from ckptz.kernels.cache import NOTICE
 from ckptz.pages.words import ratio, size
 from ckptz.progress import SILENT
 from ckptz_cli.progress import progress_bar

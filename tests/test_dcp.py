@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import ckptz as package
 from ckptz.container import reader as container_reader
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, UnsupportedError
-from ckptz.formats.boxes import problem_of_parts
+from ckptz.formats.dcp import problem_of_parts
 from ckptz.formats.inputs import open_input
 from ckptz.formats.pickled import read_pickled
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter

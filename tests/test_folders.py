@@ -29,8 +29,8 @@ from ckptz.errors import (
     UnsupportedError,
 )
 from ckptz.formats.inputs import Input, open_input
-from ckptz.formats.portable import check_holds, clashes, is_portable
 from ckptz.formats.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
+from ckptz.formats.targets import check_holds, clashes, is_portable
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
 from ckptz.tree.unflatten import read_chunks
@@ -457,7 +457,7 @@ def test_a_disk_that_takes_two_names_for_one_is_asked(
     opened.close()
     ckptz.restore(tmp_path / "two.ckptz", tmp_path / "out")
     assert set(contents_of(tmp_path / "out")) == {"A.safetensors", "a.safetensors"}
-    monkeypatch.setattr("ckptz.formats.portable._takes_as_one", lambda *_: True)
+    monkeypatch.setattr("ckptz.formats.targets._takes_as_one", lambda *_: True)
     with pytest.raises(UnsupportedError, match=r"'A\.safetensors' and 'a\.safetensors' are one name"):
         ckptz.restore(tmp_path / "two.ckptz", tmp_path / "out2")
     assert list((tmp_path / "out2").iterdir()) == []
@@ -467,7 +467,7 @@ def test_windows_does_not_write_to_devices(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_holds(tmp_path, ["nul.bin"])
-    monkeypatch.setattr("ckptz.formats.portable.SYSTEM", "nt")
+    monkeypatch.setattr("ckptz.formats.targets.SYSTEM", "nt")
     check_holds(tmp_path, PORTABLE)
     with pytest.raises(UnsupportedError, match=r"cannot hold a file called 'nul\.bin'"):
         check_holds(tmp_path, ["nul.bin"])

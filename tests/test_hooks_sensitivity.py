@@ -19,8 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ckptz.errors import CalibrationError, ConfigError, UnsupportedError
-from ckptz.guidance.files import SensitivityFile
-from ckptz.guidance.layout import KEY_CONTENT, KEY_VERSION
+from ckptz.guidance.files import KEY_CONTENT, KEY_VERSION, SensitivityFile
 from ckptz.hooks import SensitivityTracker
 from tests.support.hooks_support import process_group, rewrite
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.encoding.counts import ClassCounts
+from ckptz.encoding.draft import ClassCounts
 from ckptz.kernels import compiled as cpu_kernels
 from tests.support import reference, torch_kernels
 

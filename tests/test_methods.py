@@ -15,7 +15,8 @@ import pytest
 import ckptz
 from ckptz.codec.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.dtypes import DType
-from ckptz.encoding.draft import Draft, Subject
+from ckptz.encoding.draft import Draft
+from ckptz.encoding.subject import Subject
 from ckptz.errors import ConfigError
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import Method, Option, Recipe, Record, Setting, is_large_weight

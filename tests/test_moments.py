@@ -22,7 +22,8 @@ from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.commands.compress import CompressReport
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, HeldChunks
-from ckptz.encoding.draft import Draft, Subject
+from ckptz.encoding.draft import Draft
+from ckptz.encoding.subject import Subject
 from ckptz.kernels import floats, moments
 from ckptz.methods.grid import Grid
 from ckptz.methods.second_moment import SecondMoment

@@ -17,10 +17,8 @@ from ckptz import Agreement, Budget, ResumeProbe
 from ckptz import compress as compress_files
 from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
-from ckptz.search.agreement import CHUNK_ENTRIES, agreement_of
 from ckptz.search.budget import Reading, check_consistent
-from ckptz.search.measures import prepare
-from ckptz.search.resumption import DISTURBANCE
+from ckptz.search.measures import CHUNK_ENTRIES, DISTURBANCE, agreement_of, prepare
 from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
 from tests.support.cli_support import ckptz

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.draft import Subject
+from ckptz.encoding.subject import Subject
 from ckptz.errors import ConfigError
 from ckptz.kernels import floats
 from ckptz.methods.kmeans import Clusters, KMeans

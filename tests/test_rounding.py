@@ -14,8 +14,7 @@ from torch import nn
 
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.draft import Subject
-from ckptz.encoding.guide import Guide, InputMoments
+from ckptz.encoding.subject import Guide, InputMoments, Subject
 from ckptz.hooks import Calibration
 from ckptz.methods.grid import UniformGrid
 from ckptz.quant.grid import ESCAPE

@@ -17,8 +17,7 @@ from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.draft import Subject
-from ckptz.encoding.guide import NO_GUIDE, Guide
+from ckptz.encoding.subject import NO_GUIDE, Guide, Subject
 from ckptz.errors import ConfigError
 from ckptz.kernels.floats import F32
 from ckptz.methods.kmeans import KMeans

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from ckptz.commands.warm_up import warm_up
 from ckptz.entropy.frequency import pack_table
 from ckptz.kernels import cache, compiled, plain
-from ckptz.kernels.notice import NOTICE
+from ckptz.kernels.cache import NOTICE
 from ckptz.methods.table import METHODS
 from tests.support import reference
 from tests.support.cli_support import ckptz

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from ckptz.container.envelope import strict_json
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 from ckptz.tree import skeleton as tree_module
-from ckptz.tree.keys import MAX_EQUAL_HASHES, MAX_KEY_INT
 from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
-from ckptz.tree.skeleton import MAX_DEPTH, pack_node, parse_tree
+from ckptz.tree.skeleton import MAX_DEPTH, MAX_EQUAL_HASHES, MAX_KEY_INT, pack_node, parse_tree
 
 SPEC = Path(__file__).parent.parent / "spec" / "09-tree.md"
 STORAGES = [["a", "b"], ["c"]]

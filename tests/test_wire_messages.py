@@ -19,10 +19,9 @@ from ckptz.kernels import wire_cpu, wire_on_gpu, wire_torch
 from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform, cap
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
-from ckptz.wire.feedback import MEMORIES, SampleBuffers, describe_memory, state_bytes
 from ckptz.wire.frames import BITMAP, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
-from ckptz.wire.state import Place
+from ckptz.wire.state import MEMORIES, Place, SampleBuffers, describe_memory, state_bytes
 from tests.support import wire_reference
 from tests.support.wire_support import (
     BACKWARD,

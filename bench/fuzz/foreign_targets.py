@@ -31,8 +31,7 @@ from ckptz.roles import load_rules
 from ckptz.search_run.plans import load_plan, save_plan
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_state
-from ckptz.training.rng import random_state, set_random_state
-from ckptz.training.state import check_training
+from ckptz.training.state import check_training, random_state, set_random_state
 from ckptz.tree.flatten import flatten
 
 

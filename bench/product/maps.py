@@ -34,7 +34,7 @@ from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container, FrameSource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
-from ckptz.encoding.draft import Subject
+from ckptz.encoding.subject import Subject
 from ckptz.kernels import floats, planning
 from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.parallel import Workers

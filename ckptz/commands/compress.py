@@ -29,8 +29,7 @@ from ckptz.formats.targets import (
     places_for,
 )
 from ckptz.guidance.guides import GuideFiles
-from ckptz.guidance.owners import join
-from ckptz.guidance.parameter_names import ParameterNames
+from ckptz.guidance.owners import ParameterNames, join
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE, checked

@@ -20,12 +20,12 @@ from ckptz.errors import ConfigError, FormatError, LimitError
 from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
 from ckptz.formats.inputs import Input, open_input
-from ckptz.formats.portable import check_holds
 from ckptz.formats.sharding import write_folder, written_files
 from ckptz.formats.targets import (
     PathLike,
     beside,
     check_carried,
+    check_holds,
     check_target,
     naming_output,
     paths,

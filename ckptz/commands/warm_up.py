@@ -17,7 +17,7 @@ import numpy as np
 from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
 from ckptz.dtypes import dtype_of
 from ckptz.kernels import compiled, kept_in
-from ckptz.kernels.notice import be_silent
+from ckptz.kernels.cache import be_silent
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 from ckptz.methods.table import METHODS

@@ -21,8 +21,8 @@ from ckptz.container.reader import FrameSource
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import Deviation, EncodedChunk, EncodedSource, encode_chunk
 from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
-from ckptz.encoding.draft import Draft, MapFunction, Subject
-from ckptz.encoding.guide import NO_GUIDE, Guide
+from ckptz.encoding.draft import Draft
+from ckptz.encoding.subject import NO_GUIDE, Guide, MapFunction, Subject
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe
 from ckptz.methods.trial import agrees

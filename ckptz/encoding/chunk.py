@@ -18,8 +18,7 @@ from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ChunkSources, TensorSourc
 from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
-from ckptz.encoding.counts import ClassCounts
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.draft import ClassCounts, Draft
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.entropy.streams import (
     LANE_CHOICES,

@@ -1,41 +1,105 @@
-"""What an encoder decides for one tensor before its first byte: its plan, and what no reader sees."""
+"""What an encoder decides for one tensor before its first byte: its plan, and what no reader sees.
+
+With it goes how often each code occurs in each class, which the frequency tables that classes share follow
+from.
+"""
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, Self
 
-from ckptz.codec.plan import Plan
-from ckptz.codec.units import Companions, TensorSource
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
+from ckptz.codec.plan import Plan, PlaneMode, StreamTables, kernel_mode
 from ckptz.codec.units import MapFunction as MapFunction
-from ckptz.encoding.counts import ClassCounts
-from ckptz.encoding.guide import NO_GUIDE, Guide
+from ckptz.codec.units import TensorSource
+from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer
 
-T = TypeVar("T")
+# Bits that one more frequency table must save to stand for itself: the measured size of a packed table.
+TABLE_COST_BITS_PER_SYMBOL: Final = 6.0
+TABLE_COST_BITS: Final = 40.0
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """One tensor to plan, and all that a method may look at."""
+class ClassCounts:
+    """Occurrences of each code in each class; classes that do not occur have no row."""
 
-    source: TensorSource  # the tensor
-    # the restored tensor that a delta is made from, of the same dtype and shape, or None
-    base: TensorSource | None = None
-    guide: Guide = NO_GUIDE  # what else is known of it
-    # other tensors of the file as it restores them, where the recipe names one
-    companions: Companions | None = None
-    run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
-    seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
+    classes: NDArray[np.int64]  # ascending [n_used]
+    counts: NDArray[np.int64]  # occurrences [n_used, 256]
+
+    @classmethod
+    def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
+        """Count codes [n] with labels [n]."""
+        if len(codes) < 256 * n_classes:
+            return cls(*planning().used_class_histogram(labels, codes, n_classes))
+        counts = cpu().class_histogram(labels, codes, n_classes)  # of all, which is quicker
+        used = np.flatnonzero(counts.any(axis=1))
+        return cls(used, counts[used])
+
+    def __add__(self, other: Self) -> Self:
+        classes = np.union1d(self.classes, other.classes)
+        counts = np.zeros((len(classes), 256), np.int64)
+        for part in (self, other):
+            counts[np.searchsorted(classes, part.classes)] += part.counts
+        return type(self)(classes, counts)
+
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """Occurrences [256] of each code in any class."""
+        return self.counts.sum(axis=0)
+
+    @property
+    def per_class(self) -> NDArray[np.int64]:
+        """Units of each class [n_used]."""
+        return self.counts.sum(axis=1)
+
+    def bytes_by(self, tables: StreamTables) -> float:
+        """Compute the bytes that the codes take with these tables, without the tables."""
+        table_of = tables.table_of[self.classes]
+        return float(planning().shared_cost_bits(self.counts, table_of, tables.frequencies)) / 8
 
 
-def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:
-    """Add up the results of `measure` for each chunk (begin, end) of a tensor that is not empty."""
-    return functools.reduce(operator.add, run(measure, source.chunk_bounds()))
+def plane_counts(
+    source: TensorSource, base: TensorSource, mode: PlaneMode, bounds: tuple[int, int]
+) -> list[ClassCounts]:
+    """Count the codes of each plane of a chunk (begin, end) by the magnitude of the base."""
+    units, base_units = source.units(*bounds), base.units(*bounds)
+    labels = cpu().magnitude_classes(base_units)
+    planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
+    return [ClassCounts.of(labels, plane, N_MAGNITUDE_CLASSES) for plane in planes]
+
+
+def share_tables(
+    found: ClassCounts, n_classes: int, most: int = MAX_TABLES
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Merge neighbouring classes while one table for both costs less than two.
+
+    Args:
+        found: occurrences of each code in each class, of a tensor that is not empty.
+        n_classes: classes of the frame.
+        most: tables allowed.
+
+    Returns:
+        Counts of each table [n_tables, 256] and the table of each class [n_classes].
+    """
+    group_of, sums = planning().merge_neighbours(
+        found.counts, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
+    )
+    # Classes that do not occur use the table of the one before them, which keeps the runs long.
+    before = np.searchsorted(found.classes, np.arange(n_classes), side="right") - 1
+    return sums, group_of[np.maximum(before, 0)]
+
+
+def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
+    """Make frequency tables that classes share, from how often each code occurs in each."""
+    table_counts, table_of = share_tables(found, n_classes)
+    return StreamTables(planning().normalise_rows(table_counts), table_of)
 
 
 class Rounding(Protocol):

@@ -18,7 +18,7 @@ from ckptz.codec.on_device import Classes
 from ckptz.codec.plan import Plan
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.encoding.chunk import Deviation, EncodedChunk, beats_shared, encode_by_classes
-from ckptz.encoding.counts import ClassCounts
+from ckptz.encoding.draft import ClassCounts
 from ckptz.entropy.streams import (
     LANE_CHOICES,
     CoderId,

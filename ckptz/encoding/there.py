@@ -24,9 +24,7 @@ from ckptz.codec.plan import Domain, Plan, Predictor, kernel_mode
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds, n_chunks_of, n_rows_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.chunk import Deviation, EncodedChunk, EncodedSource, encode_values
-from ckptz.encoding.counts import ClassCounts
-from ckptz.encoding.draft import Draft
-from ckptz.encoding.extent import Extent
+from ckptz.encoding.draft import ClassCounts, Draft
 from ckptz.encoding.moments_on_device import (
     LARGEST,
     N_LEVELS,
@@ -38,6 +36,7 @@ from ckptz.encoding.moments_on_device import (
 )
 from ckptz.encoding.near import Near, Resident
 from ckptz.encoding.planes_on_device import Found, Slab, counted, finished, host_of, slabs
+from ckptz.encoding.subject import Extent
 from ckptz.kernels import planes_on_gpu, values_on_gpu
 from ckptz.kernels import torch as kernels
 from ckptz.kernels.floats import NEAREST

@@ -15,8 +15,7 @@ from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import Plan, PlaneMode, StreamTables, kernel_mode, planes_plan
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import EncodedChunk, encode_by_classes, encoded_chunk
-from ckptz.encoding.counts import TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL, ClassCounts
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.draft import TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL, ClassCounts, Draft
 from ckptz.entropy.streams import (
     LANE_CHOICES,
     LANE_MIN_BYTES,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
 from ckptz.errors import CkptzError, CorruptionError
-from ckptz.tree.keys import MAX_EQUAL_HASHES
+from ckptz.tree.skeleton import MAX_EQUAL_HASHES
 
 MAX_BYTES: Final = 1 << 28
 MAX_OPERATIONS: Final = 1 << 25  # each takes at most some hundred bytes of memory, so 3.5 GB

@@ -11,7 +11,7 @@ from ckptz.codec.units import UNIT_TYPES, Units
 from ckptz.dtypes import DTYPE_NAMES, DType
 from ckptz.errors import DTypeError
 from ckptz.frameworks import Selection, Shape, units_per_element
-from ckptz.frameworks.strict import select as strict_select
+from ckptz.frameworks.window import select as strict_select
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:

@@ -22,8 +22,8 @@ from ckptz.codec.units import UNIT_TYPES, MapFunction, Part, Units
 from ckptz.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError
 from ckptz.frameworks import Selection, Shape, units_per_element
-from ckptz.frameworks.strict import select as strict_select
 from ckptz.frameworks.window import Piece, Window, row_major_strides
+from ckptz.frameworks.window import select as strict_select
 from ckptz.kernels.torch import UNSIGNED, has_kernels
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.

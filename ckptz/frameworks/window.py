@@ -1,16 +1,29 @@
-"""Which units of a flat tensor an index picks, and how they fall onto chunks."""
+"""Which units of a flat tensor an index picks, and how they fall onto chunks.
+
+With safetensors' own index rules, those of its numpy slices and of every slice under backend="pread": ints,
+slices with bounds inside the tensor and a positive step, and one ellipsis. What it refuses is refused here
+with the same class of error in its own words; only its crash on reversed bounds is an error of ours.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 from numpy.lib.stride_tricks import as_strided
 
 from ckptz.codec.units import CHUNK_UNITS, Units
+from ckptz.errors import CkptzError
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride), strides falling
+Shape = tuple[int, ...]
+_Bounds: TypeAlias = tuple[int | None, int | None, int]  # start, stop, step
+_MAX_INT: Final = (1 << 31) - 1
+_MAX_STEP: Final = (1 << 63) - 1
+_MAX_BOUND: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +134,100 @@ def _pieces(offset: int, dims: Dims, at: int) -> Iterator[Piece]:
         else:  # this row runs over the end of its chunk
             yield from _pieces(begin, row, row_at)
         i += max(n_fitting, 1)
+
+
+def select(index: Any, shape: Shape) -> tuple[Window, Shape]:
+    """Find the window that `index` picks, in elements, and the shape of the result.
+
+    Raises:
+        SafetensorError: an index that is not taken, or out of range.
+        OverflowError: a slice with a negative bound.
+        TypeError: a slice with a bound that is no integer.
+    """
+    items = _items(index, len(shape))
+    picks = [_pick(item, d, shape[d] if d < len(shape) else 0) for d, item in enumerate(items)]
+    spelled = f"Error during slicing [{', '.join(map(_spelled, picks))}] with shape {list(shape)}: "
+    if len(picks) > len(shape):
+        raise CkptzError(f"{spelled}more slicing indexes than dimensions in tensor")
+    bounds = [_in_range(pick, d, shape[d], spelled) for d, pick in enumerate(picks)]
+    bounds += [(0, n, 1, True) for n in shape[len(picks) :]]
+    return _window(bounds, shape)
+
+
+def _window(bounds: Sequence[tuple[int, int, int, bool]], shape: Shape) -> tuple[Window, Shape]:
+    strides = row_major_strides(shape)
+    sizes = tuple(math.ceil((stop - start) / step) for start, stop, step, _ in bounds)
+    offset = sum(start * stride for (start, *_), stride in zip(bounds, strides, strict=True))
+    steps = tuple(step * stride for (_, _, step, _), stride in zip(bounds, strides, strict=True))
+    kept = tuple(n for n, (*_, is_kept) in zip(sizes, bounds, strict=True) if is_kept)
+    return Window(offset, sizes, steps), kept
+
+
+def _items(index: Any, n_dims: int) -> list[Any]:
+    """One item a dimension, as far as the index goes; its ellipsis is spelled out."""
+    if isinstance(index, list):
+        if index:
+            raise CkptzError("Non empty lists are not implemented; take a slice, an int or an ellipsis")
+        return [slice(0, 0)]
+    items = list(index) if isinstance(index, tuple) else [index]
+    at = [position for position, item in enumerate(items) if item is Ellipsis]
+    if len(at) > 1:
+        raise CkptzError("Only one ellipsis (...) is allowed in slice index")
+    missing = max(n_dims - len(items) + 1, 0)
+    return items if not at else items[: at[0]] + [slice(None)] * missing + items[at[0] + 1 :]
+
+
+def _as_int(item: Any) -> int | None:
+    try:
+        number = operator.index(item)
+    except (TypeError, ValueError):
+        return None
+    return number if -_MAX_INT - 1 <= number <= _MAX_INT else None
+
+
+def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
+    """An index from the start, or a slice's numbers; bounds are not compared to the size yet."""
+    if not isinstance(item, slice):
+        number = _as_int(item)
+        if number is None:
+            what = "expected slice, int, or ellipsis"
+            raise CkptzError(f"Unsupported slice index at position {dim}: {what}, got {type(item).__name__}")
+        if number + size < 0:
+            raise CkptzError(f"Invalid index {number} for dimension {dim} of size {size}")
+        return number + size if number < 0 else number
+    start = None if item.start is None else _bound(item.start)
+    stop = None if item.stop is None else _bound(item.stop)
+    step = 1 if item.step is None else operator.index(item.step)
+    if abs(step) > _MAX_STEP:
+        raise OverflowError(f"slice step {step} is too large")
+    if step < 1:
+        raise CkptzError(f"Slice step must be a positive integer, got {step}")
+    return start, stop, step
+
+
+def _bound(value: Any) -> int:
+    number = operator.index(value)
+    if not 0 <= number <= _MAX_BOUND:
+        raise OverflowError(f"slice bound {number} is negative or too large; count from the start")
+    return number
+
+
+def _spelled(pick: int | _Bounds) -> str:
+    if isinstance(pick, int):
+        return str(pick)
+    start, stop, step = pick
+    first, last = ("" if bound is None else bound for bound in (start, stop))
+    return f"{first}:{last}" if step == 1 else f"{first}:{last}:{step}"
+
+
+def _in_range(pick: int | _Bounds, dim: int, size: int, spelled: str) -> tuple[int, int, int, bool]:
+    """(start, stop, step, whether the dimension stays)."""
+    start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
+    start, stop = start or 0, size if stop is None else stop
+    if start >= size or stop > size:
+        beyond = start if start >= size else stop - 1
+        what = f"index {beyond} out of bounds for tensor dimension #{dim} of size {size}"
+        raise CkptzError(f"{spelled}{what}")
+    if stop < start:
+        raise CkptzError(f"slice {start}:{stop} of dimension {dim} ends before it begins")
+    return start, stop, step, not isinstance(pick, int)

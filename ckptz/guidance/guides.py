@@ -17,12 +17,10 @@ import numpy as np
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.extent import moments_energy
-from ckptz.encoding.guide import Guide, InputMoments
+from ckptz.encoding.subject import Guide, InputMoments, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.formats.inputs import open_input
-from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile
-from ckptz.guidance.layout import Shapes
+from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile, Shapes
 from ckptz.guidance.owners import roles_beside
 from ckptz.methods.method import CALIBRATION, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.methods.table import METHODS

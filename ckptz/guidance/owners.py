@@ -13,26 +13,109 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ckptz.codec.units import TensorSource
+from ckptz.container.envelope import strict_json
 from ckptz.container.index import Shard, Sharding
-from ckptz.errors import ConfigError
+from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.inputs import Input
-from ckptz.formats.portable import clashes, is_portable
 from ckptz.formats.sharding import SHARD_SUFFIXES, is_shard_name
-from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
+from ckptz.formats.targets import clashes, is_portable
 from ckptz.methods.method import MOMENT_ROLES
 from ckptz.roles import BASES, Role, Rule, role_of
 from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.tree.leaves import TensorRef
 from ckptz.tree.skeleton import parse_tree
 
+CONFIG_FILE: Final = "config.json"
+MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_LAYERS: Final = 4096  # a config may claim as many as it likes, and each takes time to build
 # Weights of a state_dict that no optimizer knows: statistics of batch normalisation.
 BUFFERS: Final = re.compile(r"(^|\.)running_(mean|var)$")
 # States that have the shape of their parameter.
 WHOLE_STATES: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "variance")
+Known = tuple[dict[str, Role], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterNames:
+    """The names of parameters that an optimizer numbers, and where they come from."""
+
+    # a file of the user's with a name on each line, in the order of the optimizer's numbers
+    listed_in: Path | None = None
+    beside: Path | None = None  # the folder, or a file of it, that may hold a config.json
+
+    def listed(self) -> list[str]:
+        """Read the names that the user gives; none without a file.
+
+        Raises:
+            ConfigError: not text, or a name occurs twice.
+        """
+        if self.listed_in is None:
+            return []
+        try:
+            names = [line.strip() for line in self.listed_in.read_text("utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError:
+            what = "not a text file in UTF-8; give one name on each line"
+            raise ConfigError(f"{self.listed_in}: {what}") from None
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{self.listed_in}: names a parameter twice; give each of them once")
+        return names
+
+    def orders(self) -> Sequence[Sequence[str]]:
+        """Give the orders in which an optimizer may number the model's parameters; none without a model."""
+        if self.beside is None:
+            return ()
+        folder = self.beside if self.beside.is_dir() else self.beside.parent
+        return _orders(folder / CONFIG_FILE)
+
+
+@cache
+def _orders(config: Path) -> tuple[tuple[str, ...], ...]:
+    """List parameter names in the order of the model, and in the Trainer's: weight decay first, then none."""
+    try:
+        if not config.is_file() or config.stat().st_size > MAX_CONFIG_BYTES or not _is_bounded(config):
+            return ()
+        import torch
+        import transformers
+    except (ImportError, OSError, CkptzError):
+        return ()
+    try:
+        found = transformers.AutoConfig.from_pretrained(
+            config.parent, local_files_only=True, trust_remote_code=False
+        )
+        kind = getattr(transformers, found.architectures[0])
+        with torch.device("meta"):
+            model = kind(found)
+        decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    except Exception:  # a model that this transformers does not have, or cannot build so
+        return ()
+    names = tuple(name for name, _ in model.named_parameters())
+    return names, tuple(sorted(names, key=lambda name: name not in decayed))
+
+
+def _is_bounded(config: Path) -> bool:
+    """Tell whether a model of this description is built in no time."""
+    layers: list[Any] = []
+
+    def look(node: Any, key: str = "") -> None:
+        if isinstance(node, dict):
+            for name, value in node.items():
+                look(value, name)
+        elif isinstance(node, list):
+            for value in node:
+                look(value, key)
+        elif isinstance(node, int) and ("layer" in key or "block" in key or "depth" in key):
+            layers.append(node)
+
+    look(strict_json(config.read_bytes(), CONFIG_FILE))
+    return all(n <= MAX_LAYERS for n in layers)
+
+
+NO_NAMES: Final = ParameterNames()
 
 
 # --- two files as one ---------------------------------------------------------------------------
@@ -128,9 +211,6 @@ class _Entry:
     shape: tuple[int, ...] | None  # of the parameter, if a state tells it
     label: str | None  # name of the parameter, if the group or the key tells it
     is_plain: bool  # its moments are those of elements of the parameter
-
-
-Known = tuple[dict[str, Role], list[str]]
 
 
 class _Weight(NamedTuple):

@@ -14,10 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ckptz.encoding.guide import InputMoments
+from ckptz.encoding.subject import InputMoments
 from ckptz.errors import CalibrationError, ConfigError
-from ckptz.guidance.files import WEIGHT_AXIS, CalibrationFile, RecordedCalibration, RecordedInputs
-from ckptz.guidance.layout import CalibrationContent, InputRow, LayerKind, ModuleRow, guide_metadata
+from ckptz.guidance.files import (
+    WEIGHT_AXIS,
+    CalibrationContent,
+    CalibrationFile,
+    InputRow,
+    LayerKind,
+    ModuleRow,
+    RecordedCalibration,
+    RecordedInputs,
+    guide_metadata,
+)
 from ckptz.hooks.inputs import Gather, gather_of
 from ckptz.hooks.parameters import Named, fingerprint_of, named_parameters, save_tensors, unwrapped
 from ckptz.hooks.sums import Recorder, Sum, Sums, Users

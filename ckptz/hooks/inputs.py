@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptz.guidance.layout import LayerKind
+from ckptz.guidance.files import LayerKind
 
 # Products are summed in float32: bench/product/hooks_overhead.py measures what float64 would change.
 SUM_DTYPE: Final = torch.float32

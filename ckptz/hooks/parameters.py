@@ -14,7 +14,7 @@ from ckptz.api.apply import live_tensors
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
-from ckptz.guidance.layout import shape_fingerprint
+from ckptz.guidance.files import shape_fingerprint
 from ckptz.tree.unflatten import read_chunks
 
 

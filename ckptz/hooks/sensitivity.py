@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckptz.errors import CalibrationError, ConfigError
-from ckptz.guidance.files import SensitivityFile
-from ckptz.guidance.layout import SensitivityContent, guide_metadata
+from ckptz.guidance.files import SensitivityContent, SensitivityFile, guide_metadata
 from ckptz.hooks.parameters import fingerprint_of, named_parameters, save_tensors, unwrapped
 
 # Gradients of half precision are averaged in float32: they are unscaled here, and would underflow.

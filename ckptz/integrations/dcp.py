@@ -11,16 +11,168 @@ docs/frameworks.md.
 
 from __future__ import annotations
 
-from typing import Final
+import contextlib
+import functools
+import io
+import os
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
-from ckptz.integrations.dcp_read import CkptzStorageReader
+from ckptz.api.safe_open import PathLike, safe_open
+from ckptz.dtypes import dtype_of
+from ckptz.errors import CorruptionError
+from ckptz.frameworks.plain_types import from_plain
+from ckptz.frameworks.torch import torch_dtype
+from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.integrations.dcp_write import CkptzStorageWriter
-from ckptz.integrations.linked import ChainOptions
+from ckptz.integrations.linked import ChainOptions, as_exactly_as_may_be
 from ckptz.integrations.versions import warn_untested
+from ckptz.store.resolve import open_checkpoint
+from ckptz.tree.skeleton import parse_tree
+from ckptz.tree.unflatten import unflatten
 
 TESTED: Final = ((2, 13), (2, 13))  # first and last torch that tests/test_dcp.py ran with
-warn_untested("torch", torch.__version__, TESTED)
-
 __all__ = ["ChainOptions", "CkptzStorageReader", "CkptzStorageWriter"]
+
+
+class CkptzStorageReader(InFolder, StorageReader):
+    """Reads what `CkptzStorageWriter` wrote, on any number of ranks.
+
+    Args:
+        path: the folder; `checkpoint_id` of a load goes before it.
+        jobs: threads, all cores by default.
+    """
+
+    def __init__(self, path: PathLike | None = None, *, jobs: int | None = None) -> None:
+        super().__init__()
+        self._folder = None if path is None else Path(path)
+        self._jobs = jobs
+        self._index: FolderIndex | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a folder with an index."""
+        return (Path(checkpoint_id) / INDEX_FILE).is_file()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load."""
+        self._index = None
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the folder's index as torch wants it.
+
+        Raises:
+            FileNotFoundError: no checkpoint, or one that was never finished.
+            CorruptionError: a damaged index.
+        """
+        index = read_index(self.folder)
+        state: dict[str, Any] = {name: BytesStorageMetadata() for name in index.objects}
+        places: dict[MetadataIndex, Piece] = {}
+        for name, tensor in index.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in tensor.chunks]
+            properties = TensorProperties(dtype=torch_dtype(dtype_of(tensor.dtype)))
+            state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            places |= {MetadataIndex(name, piece.offset): piece for piece in tensor.chunks}
+        return Metadata(state, planner_data=index.paths, storage_data=(index, places))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the index; called on all ranks, first."""
+        self._index, self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Keep the plan; called on all ranks."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Keep the plans; called on the coordinator."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Decode what this rank's shards touch, file after file; called on all ranks."""
+        index = self._index
+        assert index is not None
+        by_file: dict[int, list[ReadItem]] = {}
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._object(index, item.storage_index.fqn))
+            else:
+                by_file.setdefault(self._places[item.storage_index].file, []).append(item)
+        for number, items in by_file.items():
+            read = functools.partial(self._read_file, items=items, planner=planner)
+            as_exactly_as_may_be(shard_path(self.folder, index, number), read)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, path: Path, items: list[ReadItem], planner: LoadPlanner) -> None:
+        with safe_open(path, "pt", jobs=self._jobs) as file:
+            for item in items:
+                self._read(file, item, planner)
+
+    def _read(self, file: Any, item: ReadItem, planner: LoadPlanner) -> None:
+        piece = self._places[item.storage_index]
+        part = file.get_slice(piece.tensor)
+        if tuple(part.get_shape()) != piece.shape:
+            raise CorruptionError(
+                f"{self.folder}: tensor {piece.tensor!r} has shape {part.get_shape()}, and {INDEX_FILE} says "
+                f"{list(piece.shape)}"
+            )
+        begins = zip(item.storage_offsets, item.lengths, strict=True)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(part[tuple(slice(begin, begin + n) for begin, n in begins) or ...])
+        planner.commit_tensor(item, target)
+
+    def _object(self, index: FolderIndex, name: str) -> io.BytesIO:
+        """Write a value that is not a tensor into memory as torch does, since planners take it so."""
+        data = io.BytesIO()
+        torch.save(self.read_object(index, name), data)
+        data.seek(0)
+        return data
+
+    def read_object(self, index: FolderIndex, name: str) -> Any:
+        """Read a value that is no tensor, by name.
+
+        Raises:
+            CorruptionError: the index or the file is damaged.
+        """
+        stored = index.objects[name]
+        tree = parse_tree(stored.tree)
+        names = {ref.name for ref in tree.refs if hasattr(ref, "name")}.union(*tree.storages)
+        if not names:
+            return self._named(name, unflatten({}, stored.tree, None))
+        path = shard_path(self.folder, index, stored.file)
+        read = functools.partial(self._read_named, names=names, tree=stored.tree)
+        return self._named(name, as_exactly_as_may_be(path, read))
+
+    def _read_named(self, path: Path, names: set[str], tree: dict[str, Any]) -> Any:
+        with contextlib.closing(open_checkpoint(path)) as checkpoint:
+            if missing := names - set(checkpoint.tensors):
+                raise CorruptionError(f"{checkpoint.name}: has no tensor {min(missing)!r}")
+            tensors = {n: source for n, source in checkpoint.tensors.items() if n in names}
+            return unflatten(tensors, tree, None)
+
+    def _named(self, name: str, state: Any) -> Any:
+        plain = from_plain(state)
+        if not isinstance(plain, dict) or name not in plain:
+            raise CorruptionError(f"{self.folder}: {INDEX_FILE} holds no value for {name!r}")
+        return plain[name]
+
+
+warn_untested("torch", torch.__version__, TESTED)

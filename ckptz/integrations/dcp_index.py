@@ -21,7 +21,7 @@ from ckptz.container.envelope import Count
 from ckptz.container.index import Shape
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
-from ckptz.formats.boxes import problem_of_parts
+from ckptz.formats.dcp import problem_of_parts
 from ckptz.formats.sharding import is_file_name
 
 INDEX_FILE: Final = "ckptz-index.json"

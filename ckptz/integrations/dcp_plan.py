@@ -1,8 +1,8 @@
 """What each rank holds of a state that `torch.distributed.checkpoint` saves, and what ranks tell each other.
 
-A plan of torch lists the pieces of tensors and the objects that one rank writes. The coordinator reads
-all plans and gives every rank its `Orders`; each rank makes one `Job` of its pieces and says of each
-item where it is `Stored`.
+Sketches of tensors that are split over ranks are merged, so that all shards get one quantization map. All
+ranks run the same collectives in the same order, on a gloo group of their own; a rank without a shard takes
+part with zeros, and one that fails takes part before it says so.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import reduce
+from operator import add
 from typing import Any, Final, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptz.codec.units import TensorSource
+from ckptz.codec.values import KINDS
 from ckptz.dtypes import DTYPE_CODES
-from ckptz.encoding.guide import Guide
+from ckptz.encoding.subject import Guide
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.integrations.linked import on_host
 from ckptz.pipeline import Job
+from ckptz.quant.sketch import Sketch
 from ckptz.roles import Rule
 from ckptz.torch import source_of
 from ckptz.tree.flatten import flatten
@@ -34,6 +40,7 @@ RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved
 
 # (name, dtype, whole shape, offset, shape) of a part of a tensor
 Held: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+TIMEOUT: Final = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +183,55 @@ def object_of(item: WriteItem, planner: SavePlanner) -> Any:
     data = planner.resolve_data(item)
     assert isinstance(data, io.BytesIO)
     return torch.load(data, map_location="cpu", weights_only=True)
+
+
+def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
+    """Make a gloo group of all ranks for checkpoints only; None in a process of its own.
+
+    A collective: all ranks call it at the same point of their programs. A rank gives up on the others after
+    the timeout.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def merged_guides(
+    names: Sequence[str],
+    shards: Mapping[str, Sequence[TensorSource]],
+    kinds: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+) -> dict[str, Guide]:
+    """Make guides with the sketch of each whole tensor.
+
+    Args:
+        names: the tensors that are split, the same on all ranks in the same order.
+        shards: this rank's pieces, by name.
+        kinds: dtype of each of `names`, such as "F32".
+        group: of the ranks; None if there is one.
+
+    Raises:
+        Exception: what a sketch of this rank raised, after all collectives are done.
+    """
+    guides, failure = {}, None
+    for name in names:
+        kind = KINDS[kinds[name]]
+        counts = torch.zeros(1 << 16, dtype=torch.int64)
+        try:
+            if name in shards:
+                counts = torch.from_numpy(_sketch(shards[name], kind).counts)
+        except Exception as error:  # the others must not wait for a rank that failed
+            failure = failure or error
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        if name in shards:
+            guides[name] = Guide(sketch=Sketch(kind, counts.numpy()))
+    if failure is not None:
+        raise failure
+    return guides
+
+
+def _sketch(pieces: Sequence[TensorSource], kind: int) -> Sketch:
+    empty = Sketch(kind, torch.zeros(1 << 16, dtype=torch.int64).numpy())
+    chunks = ((s, bounds) for s in pieces for bounds in s.chunk_bounds())
+    return reduce(add, (Sketch.of(source.units(*bounds), kind) for source, bounds in chunks), empty)

@@ -34,9 +34,18 @@ from ckptz.integrations.dcp_index import (
     read_index,
     write_index,
 )
-from ckptz.integrations.dcp_plan import Gathered, Held, Orders, code_of, layout_of, whole_tensors
+from ckptz.integrations.dcp_plan import (
+    TIMEOUT,
+    Gathered,
+    Held,
+    Orders,
+    code_of,
+    layout_of,
+    merged_guides,
+    own_group,
+    whole_tensors,
+)
 from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, drop_unneeded, residuals_of
-from ckptz.integrations.merging import TIMEOUT, merged_guides, own_group
 from ckptz.integrations.run_files import RunFiles
 from ckptz.store.resolve import SUFFIX
 

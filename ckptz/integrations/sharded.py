@@ -43,9 +43,9 @@ from ckptz.encoding.there import DEVICE_BYTES
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
+from ckptz.integrations.dcp_plan import TIMEOUT, own_group
 from ckptz.integrations.dcp_write import check_begins_alone
 from ckptz.integrations.linked import DEFAULTS, ChainOptions
-from ckptz.integrations.merging import TIMEOUT, own_group
 from ckptz.integrations.run_files import RunFiles
 from ckptz.kernels.torch import lives_elsewhere
 from ckptz.store.needs import needs_of
@@ -53,7 +53,7 @@ from ckptz.store.resolve import SUFFIX
 from ckptz.store.runs import EXACT
 from ckptz.store.step_files import Kept
 from ckptz.training.device import room_on
-from ckptz.training.rng import random_state, set_random_state
+from ckptz.training.state import random_state, set_random_state
 
 __all__ = ["ShardedCheckpointer"]
 

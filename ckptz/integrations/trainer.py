@@ -25,8 +25,7 @@ import transformers
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.container.publish import make_folder
-from ckptz.encoding.extent import moments_energy
-from ckptz.encoding.guide import Guide
+from ckptz.encoding.subject import Guide, moments_energy
 from ckptz.errors import UnsupportedError
 from ckptz.integrations.linked import (
     DEFAULTS,
@@ -44,8 +43,14 @@ from ckptz.store.step_files import FROZEN_KEY, Kept
 from ckptz.torch import load_state
 from ckptz.training.files import moment_roles
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
-from ckptz.training.rng import random_state, set_random_state
-from ckptz.training.state import check_optimizers_fit, check_training, load_optimizers, optimizer_state
+from ckptz.training.state import (
+    check_optimizers_fit,
+    check_training,
+    load_optimizers,
+    optimizer_state,
+    random_state,
+    set_random_state,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -19,7 +19,7 @@ def _door(module: str) -> Callable[[], Any]:
 
     @functools.cache
     def load() -> Any:
-        importlib.import_module("ckptz.kernels.notice").listen()
+        importlib.import_module("ckptz.kernels.cache").listen()
         return importlib.import_module(f"ckptz.kernels.{module}")
 
     return load

@@ -26,8 +26,8 @@ from ckptz.codec.frame import pack_plan
 from ckptz.codec.plan import Domain, Plan
 from ckptz.codec.units import TensorSource, n_rows_of
 from ckptz.codec.values import KINDS
-from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
+from ckptz.encoding.draft import ClassCounts, Draft, stream_tables
+from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats, moments
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless

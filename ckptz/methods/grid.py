@@ -32,10 +32,8 @@ from ckptz.class_rules import (
 from ckptz.codec.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bounds, n_rows_of
 from ckptz.dtypes import DType
-from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
-from ckptz.encoding.extent import Bounds, Extent, reals
-from ckptz.encoding.guide import Guide
+from ckptz.encoding.draft import ClassCounts, Draft, stream_tables
+from ckptz.encoding.subject import Bounds, Extent, Guide, MapFunction, Subject, reals, summed
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
 from ckptz.kernels import rounding

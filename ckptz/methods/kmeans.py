@@ -15,9 +15,8 @@ from ckptz.codec.units import TensorSource, Units
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.counts import stream_tables
-from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
-from ckptz.encoding.guide import Guide, GuidedSensitivities, sensitivities_of
+from ckptz.encoding.draft import Draft, stream_tables
+from ckptz.encoding.subject import Guide, GuidedSensitivities, MapFunction, Subject, sensitivities_of, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.errors import ConfigError
 from ckptz.kernels import rounding

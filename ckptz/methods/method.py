@@ -17,7 +17,8 @@ import msgspec
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
-from ckptz.encoding.draft import Draft, Subject
+from ckptz.encoding.draft import Draft
+from ckptz.encoding.subject import Subject
 from ckptz.errors import ConfigError
 from ckptz.quant.partitions import Partitions
 from ckptz.roles import Role

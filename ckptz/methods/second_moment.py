@@ -19,8 +19,8 @@ from ckptz.codec.frame import MAX_OUTER, outer_bytes
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.encoding.counts import stream_tables
-from ckptz.encoding.draft import Draft, Subject, summed
+from ckptz.encoding.draft import Draft, stream_tables
+from ckptz.encoding.subject import Subject, summed
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import plan_lossless

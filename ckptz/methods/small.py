@@ -14,8 +14,8 @@ import numpy as np
 from ckptz.class_rules import BaseCode
 from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.encoding.counts import ClassCounts
-from ckptz.encoding.draft import Draft, MapFunction, Subject, summed
+from ckptz.encoding.draft import ClassCounts, Draft
+from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Units
 from ckptz.methods.lossless import plan_lossless

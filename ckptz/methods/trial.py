@@ -27,8 +27,8 @@ from ckptz.codec.values import KINDS
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.chunk import EncodedSource, encode_chunk
 from ckptz.encoding.companions import Restored
-from ckptz.encoding.draft import Draft, Subject
-from ckptz.encoding.guide import Guide
+from ckptz.encoding.draft import Draft
+from ckptz.encoding.subject import Guide, Subject
 from ckptz.kernels import cpu
 from ckptz.methods.first_moment import FirstMoment
 from ckptz.methods.grid import UniformGrid

@@ -20,8 +20,8 @@ from ckptz.codec.frame import pack_plan
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.chunk import encode_chunk
-from ckptz.encoding.counts import ClassCounts, stream_tables
-from ckptz.encoding.draft import MapFunction, Subject
+from ckptz.encoding.draft import ClassCounts, stream_tables
+from ckptz.encoding.subject import MapFunction, Subject
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.kernels.floats import F32, Counts
 from ckptz.methods.kmeans import Ranked, rank

@@ -24,7 +24,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.index import STEPS_LOST, Promise, QualityRecord
 from ckptz.container.reader import Container
-from ckptz.encoding.draft import MapFunction
+from ckptz.encoding.subject import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.parallel import default_jobs
 from ckptz.search.budget import Budget, Limit, share_used

@@ -16,8 +16,7 @@ import numpy as np
 
 from ckptz.codec.units import TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
-from ckptz.encoding.draft import MapFunction
-from ckptz.encoding.guide import NO_GUIDE, Guide, GuidedSensitivities, sensitivities_of
+from ckptz.encoding.subject import NO_GUIDE, Guide, GuidedSensitivities, MapFunction, sensitivities_of
 from ckptz.quant.sensitivity import floats_of
 from ckptz.search.budget import Limit, Reading
 from ckptz.search_run.evaluation import Judge, TrialFile, measured_here

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.index import Promise
-from ckptz.encoding.draft import MapFunction
+from ckptz.encoding.subject import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.frameworks import framework
 from ckptz.search.budget import Budget, Reading, check_consistent

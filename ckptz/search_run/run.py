@@ -1,6 +1,6 @@
 """Searches for the smallest configuration that keeps a budget, and writes its file.
 
-What is tried comes from `ckptz.search_run.strategies`, what becomes of each trial is in
+Each method has strategies, whose proposals are tried; what becomes of each trial is in
 `ckptz.search_run.trial_files`.
 """
 
@@ -12,20 +12,83 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from ckptz.container.frame_writer import matching_base
 from ckptz.container.writer import Written
+from ckptz.encoding.subject import NO_GUIDE, MapFunction, Subject
 from ckptz.errors import ConfigError
+from ckptz.methods.method import Cube, Method
 from ckptz.pipeline import Job, Prepared, prepared
 from ckptz.roles import role_of
-from ckptz.search.trials import Strategy, run_stages
+from ckptz.search.guided import Exhaustive, Guided, Neighbourhood
+from ckptz.search.one_knob import CLOSE_LATER, MAX_LATER, OneKnob
+from ckptz.search.rate import SizeModel
+from ckptz.search.trials import Predict, Strategy, run_stages
 from ckptz.search_run.evaluation import Judge, judging
 from ckptz.search_run.options import SearchOptions, SearchReport, TrialReport
+from ckptz.search_run.plans import recorded_in
 from ckptz.search_run.proxy import proxy_judge
-from ckptz.search_run.quality import Scope
-from ckptz.search_run.strategies import parent_config, route_of, searched_template
+from ckptz.search_run.quality import Scope, is_of_training
 from ckptz.search_run.trial_files import Searcher, SearchRun, stage
-from ckptz.tree.tied import tied_names
+from ckptz.tree.flatten import tied_names
 
+# Strategies, one after another; sizes of configurations before they are tried, if these need them; how many.
+Route = tuple[Sequence[Strategy], Predict | None, int]
 __all__ = ["SearchOptions", "SearchReport", "SearchRun", "TrialReport", "search_and_write"]
+
+
+def searched_template(options: SearchOptions) -> Method:
+    """Give the template of a search, as its budgets need it."""
+    return options.template.searched(trains=any(map(is_of_training, options.budgets)))
+
+
+def parent_config(options: SearchOptions, job: Job) -> Method | None:
+    """Give what the user says, or what the checkpoint before was written with, if by the same method."""
+    template = searched_template(options)
+    parent = options.parent if options.parent is not None else recorded_in(job.bases, template)
+    if parent is None or not template.is_scalable:
+        return parent
+    return template.scaled(parent.multiplier)
+
+
+def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
+    """Find the strategies for the options of a search; `run` maps a function over tensors.
+
+    Raises:
+        ConfigError: the strategy needs a parent, and there is none.
+    """
+    template, parent = searched_template(options), parent_config(options, ready.job)
+    if template.is_scalable:
+        first = OneKnob(template=template)
+        if parent is None:
+            return [first], None, 0
+        # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
+        first = replace(first, start=parent.multiplier)
+        return [replace(first, most=MAX_LATER, close=CLOSE_LATER), first], None, 0
+    lossy = ready.lossy(template)
+    guides = [ready.guides[name] for name in lossy if name in ready.guides]
+    is_ranked = any(guide.gradient or guide.second_moment for guide in guides)
+    layer_types = {ready.roles[name].layer_type for name in lossy}
+    cubes = template.cubes(options.cubes, layer_types, is_ranked=is_ranked)
+    subjects = {}
+    for name, tensor in ready.job.tensors.items():
+        base = matching_base(tensor, ready.job.bases.get(name))
+        subjects[name] = Subject(tensor, base, ready.guides.get(name, NO_GUIDE))
+    configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
+    predict = SizeModel(subjects, ready.roles, configs, run)
+    return _cube_stages(options.strategy, parent, cubes, predict), predict, len(configs)
+
+
+def _cube_stages(
+    strategy: str, parent: Method | None, cubes: Sequence[Cube], predict: Predict
+) -> list[Strategy]:
+    if strategy == "exhaustive":
+        return [Exhaustive(cubes=cubes, predict=predict)]
+    guided = Guided(cubes=cubes, predict=predict)
+    if strategy != "guided" and parent is not None:
+        return [Neighbourhood(parent=parent, cubes=cubes, predict=predict), guided]
+    if strategy == "neighbourhood":
+        raise ConfigError("strategy neighbourhood begins at settings of a base or a plan, and there are none")
+    return [guided]
 
 
 def search_and_write(

@@ -6,6 +6,9 @@ messages who holds it. Where there is no `flock` (object stores, some network fi
 lock is a *lease*: a small file with a random token that its holder renews. A lease that is not renewed
 while somebody watches it for `STALE_SECONDS` of their own clock is stale; one of a dead process of
 the same machine is stale at once. No two machines have to agree on the time.
+
+A spool is a local folder in which files are finished before they are uploaded, and which nobody has to tidy
+up: what a killed process left is found by its lock, which nobody holds, and removed by the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import errno
 import json
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 import time
 import weakref
@@ -36,6 +41,7 @@ else:
 
 LOCK_NAME: Final = ".ckptz-lock"
 LEASE_NAME: Final = ".ckptz-lease"
+PREFIX: Final = "ckptz-spool-"
 BEAT_SECONDS: Final = 15.0
 STALE_SECONDS: Final = 60.0  # four beats may be lost
 SETTLE_SECONDS: Final = 0.5  # two that take a stale lease at once both wrote when this is over
@@ -249,3 +255,33 @@ def is_held(folder: Path) -> bool:
     except ConfigError:
         return True
     return False
+
+
+class Spool:
+    """A folder of this process's own, `folder`."""
+
+    def __init__(self) -> None:
+        if fcntl is not None:
+            _remove_abandoned(Path(tempfile.gettempdir()))
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = None if fcntl is None else FileLock(self.folder)
+
+    def keep_only(self, names: frozenset[str]) -> None:
+        """Remove every other file."""
+        for path in self.folder.iterdir():
+            if path.name not in names and path.name != LOCK_NAME:
+                path.unlink()
+
+    def close(self) -> None:
+        """Remove the folder with all files in it."""
+        if self._lock is not None:
+            self._lock.release()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{PREFIX}*"):
+        # Another may be about to lock one that it just made: it has no lock file yet.
+        with contextlib.suppress(OSError):
+            if os.access(folder / LOCK_NAME, os.W_OK) and not is_held(folder):
+                shutil.rmtree(folder, ignore_errors=True)

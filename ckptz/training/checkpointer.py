@@ -42,7 +42,6 @@ from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, What
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
-from ckptz.training.rng import random_state, set_random_state
 from ckptz.training.snapshot import Snapshot
 from ckptz.training.state import (
     Extra,
@@ -55,6 +54,8 @@ from ckptz.training.state import (
     load_optimizers,
     model_state,
     optimizer_state,
+    random_state,
+    set_random_state,
 )
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something

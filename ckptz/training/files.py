@@ -15,7 +15,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
-from ckptz.encoding.guide import Guide
+from ckptz.encoding.subject import Guide
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.frameworks.torch import TorchTensors, torch_dtype
 from ckptz.guidance.guides import Calibrated, GuideFiles, rate_of, rms_of

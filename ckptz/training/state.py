@@ -1,12 +1,15 @@
 """What a training run consists of, as named tensors and plain values, and the way back.
 
 Everything is keyed by the name of a parameter, by `torch.distributed.checkpoint.state_dict`, so that
-wrappers (DDP, `torch.compile`) and the order of parameter groups do not matter. Knows no files.
+wrappers (DDP, `torch.compile`) and the order of parameter groups do not matter. Knows no files. Random
+numbers belong to it: the states of the global generators of Python, NumPy and PyTorch, exactly, stored
+without running code from a file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -23,8 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from ckptz.errors import ConfigError, CorruptionError
+from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.training.snapshot import check_dense
+
+RandomState = dict[str, Any]
 
 
 @runtime_checkable
@@ -271,3 +276,55 @@ def like(saved: Any, live: Any) -> Any:
             return defaultdict(live.default_factory, items)
         return type(saved)(items)
     return saved
+
+
+def random_state() -> RandomState:
+    """Give the state of all generators, of every CUDA device too where CUDA is in use."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: RandomState = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.asarray(keys, np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: RandomState) -> None:
+    """Set the generators to what `random_state` gave.
+
+    Raises:
+        ConfigError: the state has generators that this machine lacks.
+        CorruptionError: it is no state of generators.
+    """
+    try:
+        _set_random_state(state)
+    except CkptzError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        # Each generator checks its own state, in its own way.
+        raise CorruptionError(f"the random state is damaged ({type(error).__name__})") from None
+
+
+def _set_random_state(state: RandomState) -> None:
+    cuda = state.get("cuda", [])
+    if len(cuda) > torch.cuda.device_count():
+        raise ConfigError(
+            f"the checkpoint has random states of {len(cuda)} CUDA devices, and {torch.cuda.device_count()} "
+            "are here; resume on as many, or restore with weights_only=True"
+        )
+    python, legacy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = legacy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((legacy["kind"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)

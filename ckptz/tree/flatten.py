@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -23,10 +23,11 @@ from ckptz.container.index import RESERVED_PREFIX
 from ckptz.dtypes import DTYPE_NAMES, DTYPES, DType
 from ckptz.errors import UnsupportedError
 from ckptz.tree.leaves import TensorRef, View
-from ckptz.tree.skeleton import Path, pack_node, refuse_leaf, type_name, where
+from ckptz.tree.skeleton import Path, pack_node, parse_tree, refuse_leaf, type_name, where
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 PART_ALIGNMENT: Final = 16  # normative, spec/09-tree.md#storages; the largest element is 16 bytes
 
@@ -346,3 +347,41 @@ def _source(each: _Leaf) -> TensorSource:
     strides = tuple(stride * g.item_bytes for stride in g.strides)
     items: NDArray[Any] = np.ndarray(g.shape, UNIT_TYPES[g.item_bytes], memory, g.begin, strides)
     return StridedSource(dtype, g.shape, items)
+
+
+def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
+    """Give the stored names by other names of the whole tensor; views of parts of it have none."""
+    if tree is None:
+        return {}
+    parsed = parse_tree(tree)
+    found = {}
+    for path, leaf in _leaves(parsed.root, ()):
+        stored = leaf.name if isinstance(leaf, TensorRef) else _whole(leaf, parsed.storages, tensors)
+        name = ".".join(path)
+        if stored is not None and name != stored and name not in tensors:
+            found[name] = stored
+    return found
+
+
+def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], TensorRef | View]]:
+    if isinstance(node, TensorRef | View):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(node, list | tuple):
+        for i, value in enumerate(node):
+            yield from _leaves(value, (*path, str(i)))
+
+
+def _whole(
+    view: View, storages: tuple[tuple[str, ...], ...], tensors: Mapping[str, TensorSource]
+) -> str | None:
+    """The stored tensor that a view shows all of, as it is."""
+    names = storages[view.storage]
+    if len(names) != 1 or names[0] not in tensors:
+        return None
+    source = tensors[names[0]]
+    shape = tuple(source.shape)
+    whole = (DTYPE_NAMES.get(source.dtype.name), shape, c_strides(shape), 0)
+    return names[0] if (view.dtype, view.shape, view.strides, view.offset) == whole else None

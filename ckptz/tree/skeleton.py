@@ -2,7 +2,9 @@
 
     {"root": node, "storages": [[tensor name, ...], ...]}
 
-Knows the grammar only; `storages.py` finds out which tensors share memory. Parsing needs no torch.
+Knows the grammar only; `flatten.py` finds out which tensors share memory. Parsing needs no torch. A file
+chooses its keys, and may choose them so that Python's hash table takes quadratic time: no key is compared
+by such a hash before it is bounded.
 """
 
 from __future__ import annotations
@@ -11,22 +13,75 @@ import base64
 import binascii
 import re
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeGuard
 
+import msgspec
+
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
-from ckptz.tree.keys import KEY_KINDS, SeenKeys, is_key, key_problem
 from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
 
+MAX_KEY_INT: Final = (1 << 64) - 1  # normative
+MAX_KEY_ITEMS: Final = 4  # of a tuple; normative
+MAX_EQUAL_HASHES: Final = 256  # keys of one dictionary; more are found only where somebody chose them so
+KEY_KINDS: Final = frozenset({"int", "float", "bytes", "Size", "dtype"})
 MAX_DEPTH: Final = 64  # normative, spec/09-tree.md#bounds
 MAX_NODES: Final = 1 << 21  # normative, spec/09-tree.md#bounds
 MAX_PLAIN_INT: Final = (1 << 53) - 1  # what every JSON reader keeps exactly
 MAX_NUMBER: Final = (1 << 63) - 1
-
 Path = tuple[str, ...]
 Leaf = Callable[[Any, Path], dict[str, Any]]
+_FLAGS: Final = frozenset({"requires_grad", "parameter"})
+# The kind of a node is the first field of these that it has: its required and optional fields.
+_FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
+    "view": (frozenset({"view", "dtype", "shape", "strides", "offset"}), _FLAGS),
+    **{kind: (frozenset({kind}), frozenset()) for kind in (*KEY_KINDS, "tuple", "dict")},
+    "OrderedDict": (frozenset({"OrderedDict"}), frozenset({"_metadata"})),
+    "tensor": (frozenset({"tensor"}), _FLAGS | {"strides"}),
+}
+_HEX_INT: Final = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
+_HEX_FLOAT: Final = re.compile(r"[0-9a-f]{16}")
+_DTYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+def is_key(node: Any) -> bool:
+    """Tell whether a node is of a type that can be a key."""
+    if isinstance(node, dict):
+        return (len(node) == 1 and not KEY_KINDS.isdisjoint(node)) or (
+            set(node) == {"tuple"} and isinstance(node["tuple"], list) and all(map(is_key, node["tuple"]))
+        )
+    return not isinstance(node, list)
+
+
+def key_problem(node: Any) -> str:
+    """Tell which bound a key breaks, or nothing."""
+    if not isinstance(node, dict):
+        return ""
+    if "tuple" in node:
+        if len(node["tuple"]) > MAX_KEY_ITEMS:
+            return f"is a tuple of more than {MAX_KEY_ITEMS} values"
+        return next(filter(None, map(key_problem, node["tuple"])), "")
+    is_large = "int" in node and abs(int(node["int"], 16)) > MAX_KEY_INT
+    return "is an integer of 2^64 or more" if is_large else ""
+
+
+class SeenKeys:
+    """The keys of one dictionary so far."""
+
+    def __init__(self) -> None:
+        self._forms: set[str | bytes] = set()  # hashed with a secret, unlike numbers and tuples of them
+        self._hashes: Counter[int] = Counter()
+
+    def problem_with(self, key: Any, node: Any) -> str:
+        """Tell why this key and its node cannot be added, or nothing."""
+        form = node if isinstance(node, str) else msgspec.json.encode(node)
+        if form in self._forms:
+            return "occurs twice"
+        self._forms.add(form)
+        self._hashes[hash(key)] += 1
+        return "is one of many of the same hash" if self._hashes[hash(key)] > MAX_EQUAL_HASHES else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +232,6 @@ def pack_node(value: Any, leaf: Leaf = refuse_leaf) -> Any:
         ConfigError: too deep or too many values.
     """
     return _Packer(leaf).node(value, ())
-
-
-_FLAGS: Final = frozenset({"requires_grad", "parameter"})
-# The kind of a node is the first field of these that it has: its required and optional fields.
-_FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
-    "view": (frozenset({"view", "dtype", "shape", "strides", "offset"}), _FLAGS),
-    **{kind: (frozenset({kind}), frozenset()) for kind in (*KEY_KINDS, "tuple", "dict")},
-    "OrderedDict": (frozenset({"OrderedDict"}), frozenset({"_metadata"})),
-    "tensor": (frozenset({"tensor"}), _FLAGS | {"strides"}),
-}
-_HEX_INT: Final = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
-_HEX_FLOAT: Final = re.compile(r"[0-9a-f]{16}")
-_DTYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class _Parser:

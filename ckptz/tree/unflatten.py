@@ -1,4 +1,4 @@
-"""Named tensors and a tree back to nested torch state. Inverse of `storages.py`.
+"""Named tensors and a tree back to nested torch state. Inverse of `flatten.py`.
 
 The tensors are decoded into an unnamed file that is mapped into memory: torch can save from there, and
 the memory that the process needs of its own does not grow with the checkpoint.

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from ckptz.wire.codecs import RAW, Raw, Tiled, TopK, Uniform
     from ckptz.wire.ddp import LoCo, loco_hook, shard_with
     from ckptz.wire.endpoint import Link
-    from ckptz.wire.feedback import describe_memory
-    from ckptz.wire.link import TensorLink
-    from ckptz.wire.loopback import CompressLink, simulate
+    from ckptz.wire.link import CompressLink, TensorLink, simulate
     from ckptz.wire.policy import (
         PRESETS,
         LinkPolicy,
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     )
     from ckptz.wire.sockets import SocketLink
     from ckptz.wire.stage import CompressedPipelineStage
+    from ckptz.wire.state import describe_memory
 
 __all__ = [
     "PRESETS",
@@ -56,8 +55,8 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES: Final = ("policy", "codecs", "endpoint", "feedback", "sockets")
-_TORCH_HOMES: Final = ("link", "loopback", "stage", "ddp")
+_HOMES: Final = ("policy", "codecs", "endpoint", "state", "sockets")
+_TORCH_HOMES: Final = ("link", "stage", "ddp")
 
 
 def __getattr__(name: str) -> Any:

@@ -23,11 +23,10 @@ from ckptz.errors import CkptzError, ConfigError, WireError
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
 from ckptz.wire.codecs import KINDS, RAW, TensorPlan
-from ckptz.wire.feedback import Memory
 from ckptz.wire.frames import Check, Frame, Truth, at_once, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
 from ckptz.wire.policy import LinkPolicy, policy_of
-from ckptz.wire.state import NOTHING, End, LinkState, Place
+from ckptz.wire.state import NOTHING, End, LinkState, Memory, Place
 
 Array = Any
 NOT_FINITE = Flag.NOT_FINITE << 56  # the flag in the first word of a header

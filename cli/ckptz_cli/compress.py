@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptz_cli.methods import MethodCommand, options_of_methods
-from ckptz_cli.options import PATH, only_one, writing_options
+from ckptz_cli.options import PATH, MethodCommand, only_one, options_of_methods, writing_options
 from ckptz_cli.search_options import NAMES, choose, require_budgets, save_plan, search_options
 from ckptz_cli.search_view import view_of
 from ckptz_cli.session import Session

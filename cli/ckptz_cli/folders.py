@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptz.commands.seal import SEAL_NAME
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.store.verify_store import checkpoint_files, leftovers, mismatched_pairs
+from ckptz.store.steps import checkpoint_files, leftovers, mismatched_pairs
 from ckptz_cli.session import Session
 
 

@@ -1,17 +1,29 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and those that say how tensors become lossy, from the table of methods.
+
+The table loads the library, so the options of methods are made when a command line is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from ckptz_cli.progress import QUIET
-from ckptz_cli.streams import streamed
+from ckptz_cli.session import streamed
+
+if TYPE_CHECKING:
+    from ckptz.methods.method import Method, Option
+
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+COUNT: Final = click.IntRange(min=1)
+jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
+force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
+NEXT: Final = "eval"  # the option before which those of methods stand in the help
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -43,7 +55,6 @@ class _Path(click.Path):
 
 
 PATH: Final = _Path(path_type=Path)
-COUNT: Final = click.IntRange(min=1)
 
 
 def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...]) -> Path | None:
@@ -73,8 +84,6 @@ session_options = together(
     click.option("--debug", is_flag=True, expose_value=False, help="Show where an error was raised."),
 )
 
-jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
-force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
 search_path_option = click.option(
     "--search-path",
     type=PATH,
@@ -85,3 +94,89 @@ search_path_option = click.option(
 
 # What every verb has that writes a file, at the end of its help.
 writing_options = together(jobs_option, force_option, search_path_option, session_options)
+
+
+def options_of_methods() -> Mapping[str, tuple[str, Option]]:
+    """Give the options of all methods by their keyword, each with the name of its method."""
+    from ckptz.methods.table import METHODS
+
+    return {option.keyword: (method.name, option) for method in METHODS.values() for option in method.options}
+
+
+def is_given(value: Any) -> bool:
+    """Tell whether an option was used; one that may be repeated arrives as an empty tuple if not."""
+    return value is not None and value != ()
+
+
+def _parsed(option: Option) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], Any]:
+    """Make the callback of an option that may be repeated."""
+
+    def parse(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Any:
+        from ckptz.errors import ConfigError
+
+        assert option.parse is not None
+        try:
+            return option.parse(values)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from None
+
+    return parse
+
+
+def _click_option(method: str, option: Option) -> click.Option:
+    kind = click.Choice(option.type) if isinstance(option.type, tuple) else option.type
+    more: dict[str, Any] = {} if option.parse is None else {"multiple": True, "callback": _parsed(option)}
+    return click.Option(
+        [option.flag], type=kind, metavar=option.metavar, help=f"{method}: {option.help}", **more
+    )
+
+
+@functools.cache  # click looks a parameter up by identity
+def _params(methods: tuple[str, ...]) -> tuple[click.Parameter, ...]:
+    """Make the options of all methods; they arrive as one keyword each."""
+    from ckptz.methods.table import AUTO
+
+    first, *others = methods
+    method = click.Option(
+        ["--method"],
+        type=click.Choice((first, "auto", *others)),
+        help=f"How tensors become smaller; auto is {AUTO} (default lossless).",
+    )
+    return method, *(_click_option(name, option) for name, option in options_of_methods().values())
+
+
+class MethodCommand(click.Command):
+    """A command that takes the options of all methods as well."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from ckptz.methods.table import METHODS
+
+        own = super().get_params(ctx)
+        at = [param.name for param in own].index(NEXT)
+        return [*own[:at], *_params(tuple(METHODS)), *own[at:]]
+
+
+def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn options that were used into fields of their method."""
+    options = options_of_methods()
+    return {options[name][1].field: value for name, value in given.items() if is_given(value)}
+
+
+def config_of(method: str | None, **given: Any) -> Method:
+    """Make the configuration that the options mean.
+
+    Raises:
+        click.UsageError: options of a method that was not asked for.
+        ConfigError: values out of range.
+    """
+    from ckptz.methods.table import AUTO, METHODS
+
+    name = AUTO if method == "auto" else method or "lossless"
+    for keyword in (keyword for keyword, value in given.items() if is_given(value)):
+        owner, option = options_of_methods()[keyword]
+        if owner != name:
+            instead = (
+                f"not to --method {name}" if METHODS[name].is_lossy else "and without it nothing is lost"
+            )
+            raise click.UsageError(f"{option.flag} belongs to --method {owner}, {instead}")
+    return METHODS[name](**fields_of(given))

@@ -22,7 +22,7 @@ from ckptz.container.index import Index, TensorEntry, content_id, envelope_metad
 from ckptz.dtypes import DTYPES
 from ckptz.entropy.streams import CoderId
 from ckptz.formats.inputs import Input, open_input
-from ckptz.kernels.notice import NOTICE
+from ckptz.kernels.cache import NOTICE
 from ckptz_cli.main import main
 
 Row = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes

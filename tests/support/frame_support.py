@@ -27,8 +27,7 @@ from ckptz.codec.units import ArraySource, ChunkSources, TensorSource, chunk_bou
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
-from ckptz.encoding.counts import ClassCounts, share_tables
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.draft import ClassCounts, Draft, share_tables
 from ckptz.entropy.frequency import normalise
 from ckptz.quant.quantizer import Quantizer
 from tests.support import reference

@@ -18,9 +18,8 @@ from ckptz.dtypes import DType
 from ckptz.wire import LinkPolicy
 from ckptz.wire.codecs import TensorPlan, TopK
 from ckptz.wire.endpoint import Link
-from ckptz.wire.feedback import MEMORIES, ErrorFeedback
 from ckptz.wire.header import Direction
-from ckptz.wire.state import Place
+from ckptz.wire.state import MEMORIES, ErrorFeedback, Place
 
 Patterns = NDArray[np.uint32]
 
