@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptz import pipeline
-from ckptz.codec.decode import decode_chunk
+from ckptz.codec.decode import decode_chunk, read_changes
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import kernel_mode
-from ckptz.codec.sparse import read_changes
 from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
 from ckptz.container.index import BaseRef
 from ckptz.dtypes import DTYPES, dtype_of

@@ -11,8 +11,7 @@ import pytest
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
 from ckptz.dtypes import DType, dtype_of
-from ckptz.encoding.chunk import encode_chunk
-from ckptz.encoding.together import Encoded
+from ckptz.encoding.chunk import Encoded, encode_chunk
 from ckptz.entropy.streams import CoderId, encode_stream, encode_streams
 from ckptz.kernels import compiled, plain
 from ckptz.kernels.floats import Bytes, Units

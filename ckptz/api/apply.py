@@ -17,8 +17,8 @@ import torch
 
 from ckptz.api.read import DEVICE_BYTES, SCRATCH, check_limit
 from ckptz.api.safe_open import PathLike, checked_path
+from ckptz.codec.decode import Positions
 from ckptz.codec.on_device import decode_over
-from ckptz.codec.sparse import Positions
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, n_chunks_of
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.reader import Container, FrameSource

@@ -16,9 +16,8 @@ import torch
 
 from ckptz.bits import ByteReader
 from ckptz.class_rules import N_MAGNITUDE_CLASSES, BaseCode, ClassRule, Magnitude, Row
-from ckptz.codec.decode import Run, check_stored
+from ckptz.codec.decode import Run, check_stored, read_plane
 from ckptz.codec.plan import Predictor, kernel_mode
-from ckptz.codec.sparse import read_plane
 from ckptz.codec.units import (
     CHUNK_UNITS,
     UNIT_TYPES,

@@ -14,9 +14,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.decode import Run, check_stored, decode_chunk, decode_codes, decodes_there
+from ckptz.codec.decode import (
+    Changes,
+    Run,
+    check_stored,
+    decode_chunk,
+    decode_codes,
+    decodes_there,
+    read_changes,
+)
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
-from ckptz.codec.sparse import Changes, read_changes
 from ckptz.codec.units import (
     CHUNK_UNITS,
     UNIT_TYPES,

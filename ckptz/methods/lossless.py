@@ -19,10 +19,9 @@ from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import PlaneMode, exact_plan, kernel_mode, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.dtypes import DType
-from ckptz.encoding.chunk import MAX_SPARSE_SHARE
+from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, encode_classed, encode_planes
 from ckptz.encoding.draft import Draft, plane_counts, stream_tables
 from ckptz.encoding.subject import MapFunction, Subject, summed
-from ckptz.encoding.together import Batch, Encoded, encode_classed, encode_planes
 from ckptz.kernels import planning
 from ckptz.methods.method import Method, Recipe, Setting
 from ckptz.roles import Role

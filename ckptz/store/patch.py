@@ -17,7 +17,7 @@ from typing import Final, Literal
 import numpy as np
 
 from ckptz.bits import xxh64
-from ckptz.codec.sparse import Changes, Positions
+from ckptz.codec.decode import Changes, Positions
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource, Units, chunk_bounds
 from ckptz.container.index import content_id_of
 from ckptz.container.reader import Container, FrameSource
