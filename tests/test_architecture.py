@@ -81,7 +81,7 @@ LATE = (
     ("ckptz.commands.compress", "ckptz.search_run.run"),
     ("ckptz.pages.shown", "ckptz.pages.notebook"),
 )  # what few runs of a command need, for its start
-N_MODULES, N_RECORDS = 73, 41  # that `ckptz compress --base --method grid` goes through at the most
+N_MODULES, N_RECORDS = 60, 41  # that `ckptz compress --base --method grid` goes through at the most
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 

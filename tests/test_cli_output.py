@@ -14,8 +14,8 @@ from ckptz.container.index import QualityRecord
 from ckptz.kernels.cache import NOTICE
 from ckptz.pages.words import ratio, size
 from ckptz.progress import SILENT
-from ckptz_cli.progress import progress_bar
 from ckptz_cli.render import quality_text
+from ckptz_cli.session import progress_bar
 from tests.support.cli_support import ckptz, write_plain
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import click
 
 from ckptz_cli.options import PATH, MethodCommand, only_one, options_of_methods, writing_options
-from ckptz_cli.progress import is_quiet, is_terminal, progress_bar
 from ckptz_cli.search_options import NAMES, choose, is_search, require_budgets, save_plan, search_options
-from ckptz_cli.session import Session
+from ckptz_cli.session import Session, is_quiet, is_terminal, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table

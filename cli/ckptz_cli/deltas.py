@@ -8,8 +8,7 @@ from typing import Any, Final
 import click
 
 from ckptz_cli.options import PATH, writing_options
-from ckptz_cli.progress import progress_bar
-from ckptz_cli.session import Session
+from ckptz_cli.session import Session, progress_bar
 
 REBASE_EPILOG: Final = """\b
 Examples:

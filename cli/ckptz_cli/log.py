@@ -13,8 +13,7 @@ from typing import Final
 import click
 
 from ckptz_cli.options import PATH, search_path_option, session_options
-from ckptz_cli.progress import is_terminal
-from ckptz_cli.session import Session
+from ckptz_cli.session import Session, is_terminal
 
 SHOWN: Final = (".ckptz", ".safetensors", ".hidden")  # ends the names of files that a report rests on
 

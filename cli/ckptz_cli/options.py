@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from ckptz_cli.progress import QUIET
-from ckptz_cli.session import streamed
+from ckptz_cli.session import QUIET, streamed
 
 if TYPE_CHECKING:
     from ckptz.methods.method import Method, Option

@@ -15,7 +15,7 @@ from ckptz.commands.resume_check import FirstDifference, ResumeReport
 from ckptz.container.index import STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size
 from ckptz.store.retention import PruneReport
-from ckptz_cli.progress import is_terminal
+from ckptz_cli.session import is_terminal
 from ckptz_cli.tables import add_row, drawn, table_of
 
 # What stands before a name: past levels that go on or have ended, then a branch or the last one.

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from ckptz_cli.options import PATH, force_option, jobs_option, search_path_option, session_options
-from ckptz_cli.progress import progress_bar
-from ckptz_cli.session import Session
+from ckptz_cli.session import Session, progress_bar
 
 EPILOG = """\b
 Examples:

@@ -9,8 +9,7 @@ import click
 
 from ckptz_cli.diff import DIFFERENT
 from ckptz_cli.options import PATH, jobs_option, search_path_option, session_options
-from ckptz_cli.progress import progress_bar
-from ckptz_cli.session import Session
+from ckptz_cli.session import Session, progress_bar
 
 EPILOG = f"""\b
 Examples:

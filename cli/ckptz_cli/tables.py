@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptz.pages.words import printable
-from ckptz_cli.progress import is_terminal
+from ckptz_cli.session import is_terminal
 
 WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps
 
