@@ -104,7 +104,8 @@ def test_nothing_is_stored_against_a_residual_even_after_a_restore_of_one(folder
     bases = {file.name: store.facts(file, n).base for file, n in store.listing().sizes.items()}
     for kind in ("", ".state"):
         assert bases[f"step-00000005{kind}.ckptz"] == f"step-00000004{kind}.ckptz"
-        assert bases[f"step-00000005{kind}.exact.ckptz"] == f"step-00000005{kind}.ckptz"
+    assert bases["step-00000005.exact.ckptz"] is None  # all of it is of fp32, and lost something
+    assert bases["step-00000005.state.exact.ckptz"] == "step-00000005.state.ckptz"
     assert not [base for base in bases.values() if base is not None and ".exact." in base]
 
 
@@ -215,8 +216,18 @@ def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
     assert loss == expected.step()
 
 
+def test_exact_values_of_fp32_need_no_lossy_file(folder: Path) -> None:
+    flipped(folder / "step-00000004.ckptz")
+    run, checkpointer = resumed(folder)
+    assert checkpointer.restored is not None
+    assert checkpointer.restored.is_exact
+    exact = load_file(folder / "step-00000004.exact.ckptz")
+    assert same({f"model.{name}": tensor for name, tensor in state_of(run).items()}, exact)
+
+
 def test_a_lossy_file_that_is_damaged_is_an_error_as_ever(folder: Path) -> None:
     flipped(folder / "step-00000004.ckptz")
+    flipped(folder / "step-00000004.exact.ckptz")
     with (
         pytest.warns(RuntimeWarning, match="is restored with"),
         pytest.raises(ValueError, match=r"00000004\.ckptz"),
@@ -375,8 +386,9 @@ def test_what_names_a_step_gives_exact_values_and_a_path_those_of_its_file(
 def test_a_log_tells_residuals_from_deltas(folder: Path) -> None:
     entries = {entry.file: entry for entry in log(folder).entries}
     assert {name for name, entry in entries.items() if entry.kind == "exact"} == HEAD
+    parents = {entries[name].parent for name in HEAD}
+    assert parents == {None, "step-00000004.state.ckptz"}
     for name in HEAD:
-        assert entries[name].parent == name.replace(".exact", "")
         assert entries[name].n_lossy == 0
 
 

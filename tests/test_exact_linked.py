@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptz import KMeans
+from ckptz import KMeans, inspect
 from ckptz.errors import ConfigError
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.linked import Chain, job_of, read_newest
@@ -43,6 +43,17 @@ def test_the_newest_file_comes_back_exactly(tmp_path: Path, name: str) -> None:
         assert len(residuals(tmp_path)) == 1 + (step > 0 and name != "last.ckpt"), (
             "of this and the one before"
         )
+
+
+@pytest.mark.parametrize(("dtype", "is_delta"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_residual_is_a_delta_where_that_takes_much_less(
+    tmp_path: Path, dtype: torch.dtype, is_delta: bool
+) -> None:
+    state = {"weight": a_state(0)["weight"].to(dtype), "step": 0}
+    Chain(OPTIONS).write(tmp_path / "0.ckpt", job_of(state))
+    [residual] = residuals(tmp_path)
+    assert (inspect(residual).depth > 0) == is_delta
+    assert same(read_newest(tmp_path / "0.ckpt"), state)
 
 
 def test_a_residual_goes_when_a_later_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,10 +156,11 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile
     if index.base is not None:
         check_reference(file, index.base)
     is_residual = EXACT_OF_KEY in (index.metadata or {})
+    alone: EntryKind = "rebased" if index.inline else "exact" if is_residual else "anchor"
     delta: EntryKind = "exact" if is_residual else "delta"
     entry = replace(
         sizes,
-        kind=delta if index.base else "rebased" if index.inline else "anchor",
+        kind=delta if index.base else alone,
         step=step_of(path, index.step, index.metadata),
         content_id=index.content_id,
         depth=index.depth,

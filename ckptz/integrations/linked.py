@@ -2,14 +2,14 @@
 
     checkpoint-200/model.ckptz                         a delta
     checkpoint-200/base-4f1c0a9b7d2e6853.ckptz         a second name of checkpoint-100/model.ckptz
-    checkpoint-200/model.exact-9be27a01c35d8f64.ckptz  a residual: what model.ckptz loses, if it is lossy
+    checkpoint-200/model.exact-9be27a01c35d8f64.ckptz  a residual: the same without loss, if that is lossy
 
 Every file that a delta needs gets a second name, a hard link, in the delta's own folder. So a folder is
 complete by itself, its bases take no room twice, and the file system frees them with the last folder
 that needs them: frameworks delete old checkpoints as they like. Where the file system has no hard links,
 or the base lies on another one, the file is stored as an anchor.
 
-The newest lossy files come back exactly by their residuals, lossless deltas against them. A residual is
+The newest lossy files come back exactly by their residuals. A residual is
 named by the digest of the very file that it belongs to, so one that is replaced is exact at every moment. It
 goes when a later save begins: what then is cut off leaves the file before it exact. Knows no framework.
 """
@@ -65,7 +65,7 @@ from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
 from ckptz.training.device import there
-from ckptz.training.files import address_of, memory_for_last, remembering
+from ckptz.training.files import address_of, memory_for_last, residual_bases
 from ckptz.training.snapshot import check_dense
 from ckptz.tree.flatten import flatten
 
@@ -288,7 +288,7 @@ def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
         config=LOSSLESS,
         metadata={**(job.metadata or {}), EXACT_OF_KEY: lossy.content_id()},
         base=base_ref(lossy, file),
-        bases=remembering(lossy.tensors),
+        bases=residual_bases(lossy),
         guides={},
     )
 

@@ -99,7 +99,7 @@ class StepFile:
 
     step: int  # the step
     kind: FileKind  # what it holds
-    is_exact: bool = False  # whether it is a residual: a lossless delta against the lossy file of that kind
+    is_exact: bool = False  # whether it is a residual: what the lossy file of that kind holds, without loss
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 
     step-00000100.ckptz              the weights of step 100
     step-00000100.state.ckptz        what resuming needs beside them: optimizer, random numbers, extras
-    step-00000100.exact.ckptz        a residual: what the weights' file loses, as a lossless delta against it
+    step-00000100.exact.ckptz        a residual: the same weights without loss, where the file loses something
     step-00000100.state.exact.ckptz  the same of the state
     .step-00000100.ckptz.hidden      an empty file: that file is there only as a base of others
     base-4f1c0a9b-model.safetensors  a second name of the weights that the run began from, if it was told them
