@@ -76,10 +76,6 @@ class ByteReader:
         """Read an unsigned 32-bit integer."""
         return int.from_bytes(self.take(4, what), "little")
 
-    def u64(self, what: str) -> int:
-        """Read an unsigned 64-bit integer."""
-        return int.from_bytes(self.take(8, what), "little")
-
     def varint(self, what: str) -> int:
         """Read an unsigned integer in groups of seven bits, least significant first, shortest form only."""
         value = self.u8(what)

@@ -191,7 +191,7 @@ class Noting(ByteReader):
         return self._noted(what, super().u32)
 
     def u64(self, what: str) -> int:
-        return self._noted(what, super().u64)
+        return self._noted(what, lambda what: int.from_bytes(self.take(8, what), "little"))
 
     def varint(self, what: str) -> int:
         return self._noted(what, super().varint)

@@ -6,6 +6,10 @@ The state is synthetic: four square matrices with their biases, 0.26 M parameter
 under gradients that pull towards a point that drifts, with as much noise; five updates lie between two saves.
 A real run moves otherwise, so the ratios of the lossy files are this state's own.
 
+A second table is of a residual alone: the states of a small GPT under AdamW are saved on the grid every 60
+steps, the last of them again without loss, by itself and as a delta against its lossy file. CPU seconds are
+the best of five.
+
 Every arm saves all steps and keeps them. At each mark a dry prune says what a rule leaves. Seconds are CPU
 time of a save on one thread, median of all steps but the first; the arms alternate.
 """
@@ -13,6 +17,7 @@ time of a save on one thread, median of all steps but the first; the arms altern
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import statistics
 import sys
@@ -26,14 +31,17 @@ from torch import nn
 
 from bench.core.measure import Row, cpu_seconds, machine, parser_of, save_rows
 from bench.core.report import finish
-from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy
+from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
+from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, inspect
 from ckptz.methods.method import Method
 from ckptz.store.retention import prune_folder
+from ckptz.torch import load_state, save_state
 from ckptz.training.checkpointer import SaveReport
 
 WIDTH: Final = 256
 MARKS: Final = (14, 100, 1000)
 UPDATES: Final = 5
+N_LOSSY, BETWEEN = 4, 60  # lossy files of the second table, steps
 ARMS: Final[dict[str, tuple[Method, int]]] = {
     "lossless": (LOSSLESS, 1),
     "lossy": (Grid(), 0),
@@ -123,6 +131,36 @@ def _row(folder: Path, n_kept: int | None, n_steps: int, raw: int) -> Row:
     }
 
 
+def ways() -> Iterator[Row]:
+    """Give bytes and CPU seconds of a state without loss, by itself and against its lossy file."""
+    torch.manual_seed(0)
+    model = TinyGPT(GPTConfig(n_layers=3, width=192))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    data = batches(read_corpus()[0], batch=16, context=128, seed=1)
+    with scratch() as folder:
+        lossy: Path | None = None
+        for index in range(N_LOSSY):
+            for _ in range(BETWEEN):
+                optimizer.zero_grad()
+                loss_of(model, next(data)).backward()
+                optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            base, lossy = lossy, folder / f"{index}.ckptz"
+            save_state(state, lossy, config=Grid(), base=base, jobs=1)
+        file = folder / "exact.ckptz"
+        for name, against in (("by itself", None), ("against its lossy file", lossy)):
+            save = functools.partial(save_state, state, file, base=against, jobs=1)
+            write = [cpu_seconds(save) for _ in range(5)]
+            read = [cpu_seconds(functools.partial(load_state, file, jobs=1)) for _ in range(5)]
+            yield {
+                "residual": name,
+                "raw, MB": f"{inspect(file).tensor_bytes / 1e6:.1f}",
+                "file, MB": f"{file.stat().st_size / 1e6:.2f}",
+                "write, CPU s": f"{min(spent for _, spent in write):.3f}",
+                "read, CPU s": f"{min(spent for _, spent in read):.3f}",
+            }
+
+
 def main() -> int:
     """Command line."""
     parser = parser_of(__doc__)
@@ -133,6 +171,7 @@ def main() -> int:
     if options.small:
         print(*measured(64, [2, 7]), sep="\n")
         return 0
+    save_rows("exact_head_ways", list(ways()))
     rows = list(measured(WIDTH, options.steps))
     save_rows("exact_head", rows)
     finish("exact_head", machine(), rows)

@@ -299,9 +299,9 @@ def _bases(base: Checkpoint | None) -> dict[str, TensorSource]:
 def residual_bases(lossy: Checkpoint) -> dict[str, TensorSource]:
     """Choose the tensors of a lossy file that its residual is stored against.
 
-    None of fp32 that lost something: the difference is 3 to 8 % smaller than the tensor is by itself, but
-    takes three times as long to write, and four times to read. Where the others are less than a tenth, none:
-    the residual needs no other file then.
+    None of fp32 that lost something: the difference is 4 % smaller than the tensor is by itself, and takes
+    three times as long to write and to read (bench/product/exact_head.py). Where the others are less than a
+    tenth, none: the residual needs no other file then.
     """
     records = () if lossy.container is None else lossy.container.index.tensors
     alone = {one.name for one in records if one.lossy is not None and one.dtype == "F32"}
