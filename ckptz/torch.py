@@ -27,7 +27,7 @@ from ckptz.encoding.on_device import DeviceSource
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.frameworks.plain_types import Mover, from_plain, on_device, to_plain
 from ckptz.frameworks.torch import stored_type
-from ckptz.kernels.torch import lives_elsewhere
+from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
@@ -451,5 +451,5 @@ def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
     tensor = tensor.resolve_conj().resolve_neg()
     if lives_elsewhere(tensor):
         return DeviceSource.of(dtype, shape, tensor)
-    units = tensor.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
+    units = bytes_of(tensor).numpy().view(UNIT_TYPES[dtype.unit_bytes])
     return ArraySource(dtype, shape, np.require(units, requirements=["A"]))

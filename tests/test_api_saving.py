@@ -96,6 +96,7 @@ TENSORS = [
     Case("part of a memory", saves({"a": flat[2:4]}), {"a": flat[2:4].clone()}),
     Case("odd part of a memory", saves({"a": torch.arange(9, dtype=torch.uint8)[1:]}),
          {"a": torch.arange(1, 9, dtype=torch.uint8)}),
+    Case("one element of many", saves({"a": flat[::4][:1]}), {"a": flat[:1].clone()}),
     Case("disjoint parts", saves({"a": flat[:3], "b": flat[3:]}),
          {"a": flat[:3].clone(), "b": flat[3:].clone()}),
     Case("special values", saves({"a": torch.tensor([float("nan"), -0.0, float("-inf"), 1e-45])}),

@@ -117,6 +117,13 @@ def test_a_tensor_of_any_layout_keeps_it(tmp_path: Path, name: str) -> None:
     assert torch.equal(bits(live), bits(first["x"]))
 
 
+def test_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(1)}, tmp_path / "anchor.ckptz")
+    live = torch.zeros(6)
+    apply_({"x": live[::4][:1]}, tmp_path / "anchor.ckptz")
+    assert live.tolist() == [1, 0, 0, 0, 0, 0]
+
+
 def test_what_lies_between_the_elements_of_a_view_is_not_touched(tmp_path: Path) -> None:
     whole = torch.zeros(60, 2)
     first = {"x": whole[:, 1].contiguous()}

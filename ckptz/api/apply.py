@@ -27,7 +27,7 @@ from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseE
 from ckptz.frameworks.torch import stored_type
 from ckptz.kernels import planes_on_gpu
 from ckptz.kernels.floats import Units
-from ckptz.kernels.torch import UNSIGNED, has_kernels
+from ckptz.kernels.torch import UNSIGNED, bytes_of, has_kernels
 from ckptz.parallel import Workers
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, other_values, patch
 from ckptz.store.resolve import open_file
@@ -126,7 +126,7 @@ def _live(name: str, tensor: Any) -> LiveTensor:
 
 
 def _contiguous(dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor) -> LiveTensor:
-    flat = tensor.reshape(-1).view(torch.uint8).view(_SIGNED[dtype.unit_bytes])
+    flat = bytes_of(tensor).view(_SIGNED[dtype.unit_bytes])
     return _HostTensor(dtype, shape, flat) if tensor.device.type == "cpu" else _FlatTensor(dtype, shape, flat)
 
 

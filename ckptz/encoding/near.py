@@ -15,7 +15,7 @@ from ckptz.codec.on_device import decode
 from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units
 from ckptz.dtypes import DType
 from ckptz.encoding.planes_on_device import host_of
-from ckptz.kernels.torch import UNSIGNED
+from ckptz.kernels.torch import UNSIGNED, bytes_of
 from ckptz.parallel import Workers
 
 
@@ -40,7 +40,7 @@ class Resident(TensorSource):
         cls, dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor, ready: torch.cuda.Event | None = None
     ) -> Self:
         """Make the source of a contiguous tensor."""
-        flat = tensor.detach().reshape(-1).view(torch.uint8).view(UNSIGNED[dtype.unit_bytes])
+        flat = bytes_of(tensor.detach()).view(UNSIGNED[dtype.unit_bytes])
         return cls(dtype, shape, flat, ready)
 
     def now(self) -> torch.Tensor:

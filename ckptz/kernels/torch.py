@@ -33,6 +33,12 @@ def lives_elsewhere(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Give the bytes of a contiguous tensor, sharing its memory: uint8 [n_bytes]."""
+    # A tensor of one element is contiguous whatever its stride, and then torch refuses another size.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def has_kernels(device: torch.device) -> bool:
     """Tell whether the kernels for GPUs run on a device: one of NVIDIA's, where Triton is installed."""
     is_known = device.type == "cuda" and torch.version.cuda is not None
