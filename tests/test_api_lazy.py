@@ -261,6 +261,14 @@ def test_a_delta_does_not_replace_its_base(tmp_path: Path) -> None:
     assert (tmp_path / "base.ckptz").read_bytes() == before
 
 
+def test_a_delta_does_not_replace_a_base_of_its_base(tmp_path: Path) -> None:
+    CKPTZ.torch.save_file(TENSORS, tmp_path / "a.ckptz")
+    CKPTZ.torch.save_file(step(1), tmp_path / "b.ckptz", base=tmp_path / "a.ckptz")
+    with pytest.raises(ConfigError, match=r"a\.ckptz: .* save under another name"):
+        CKPTZ.torch.save_file(step(2), tmp_path / "a.ckptz", base=tmp_path / "b.ckptz")
+    assert same(CKPTZ.torch.load_file(tmp_path / "b.ckptz")["slanted"], step(1)["slanted"])
+
+
 # --- refusals that safetensors has no need of -----------------------------------------------------------
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import HfFileSystem
 
 from ckptz import inspect, log, restore
 from ckptz.errors import ConfigError
+from ckptz.numpy import load_file, save_file
 from ckptz_cli.main import main
 from tests.support.cli_support import a_state, ckptz, content_of, write_plain
 
@@ -211,3 +213,11 @@ def test_a_file_of_the_hub_is_one_behind_a_url(folder: Path, tmp_path: Path) -> 
         fsspec.register_implementation("hf", HfFileSystem, clobber=True)
     assert content_of(tmp_path / "back.safetensors") == content_of(folder / "step-10.safetensors")
     assert "org/name/step-10.ckptz" in asked
+
+
+def test_a_delta_against_a_file_behind_a_url_may_replace_another(url: str, tmp_path: Path) -> None:
+    tensors = {"layer.weight": np.ones((10, 50), np.float32)}
+    for _ in range(2):
+        save_file(tensors, tmp_path / "delta.ckptz", base=f"{url}/step-10.ckptz")
+    found = load_file(tmp_path / "delta.ckptz", search_path=[url])
+    assert np.array_equal(found["layer.weight"], tensors["layer.weight"])

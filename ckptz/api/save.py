@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ckptz.api.safe_open import PathLike, checked_path
@@ -13,6 +13,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.publish import publish
 from ckptz.container.writer import check_names
 from ckptz.errors import ConfigError, WriteError
+from ckptz.formats.targets import is_same
 from ckptz.methods.method import Method
 from ckptz.methods.table import checked
 from ckptz.parallel import Workers
@@ -86,9 +87,9 @@ def save_to_file(
         opened = None
         if base is not None:
             opened = held.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
-            if os.path.exists(path) and os.path.samefile(path, base):
-                what = "a delta cannot take the place of its base; save under another name"
-                raise ConfigError(f"{path}: {what}")
+            if any(is_same(file, Path(path)) for file in opened.paths):
+                what = "a delta cannot take the place of its base, nor of what that is stored against"
+                raise ConfigError(f"{path}: {what}; save under another name")
         try:
             with publish(path) as sink:
                 _write(sink, tensors, metadata, config, opened, jobs, tree)
