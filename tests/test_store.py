@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -160,6 +161,18 @@ def test_the_best_and_every_kth_step_stay_with_their_bases(tmp_path: Path) -> No
     assert sum(file.kind == "state" for file in listing.sizes) <= files_bound(
         1, ChainRule(4, True), n_others=3
     )
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, torch.tensor, int])
+def test_a_metric_may_be_a_number_of_any_library(tmp_path: Path, kind: Any) -> None:
+    run = Run()
+    with run.checkpointer(tmp_path, background=False, keep=KeepPolicy(last=1, best=1)) as ck:
+        for step in (1, 2, 3):
+            ck.save(step, metric=kind(step))
+        assert ck.steps() == (1, 3)
+        with pytest.raises(ConfigError, match="one number"):
+            ck.save(4, metric=torch.ones(2))  # type: ignore[arg-type]
+        assert ck.steps() == (1, 3)
 
 
 def test_weights_outlive_their_state(tmp_path: Path) -> None:

@@ -254,13 +254,14 @@ class Checkpointer:
             metric: by which `KeepPolicy.best` compares steps.
 
         Raises:
-            ConfigError: the step is not new, somebody else writes to the folder, a tensor has no values, or
-                a budget's evaluation fails; the step is not saved.
+            ConfigError: the step is not new, somebody else writes to the folder, a tensor has no values, the
+                metric is no number, or a budget's evaluation fails; the step is not saved.
             CalibrationError: the calibration is of another model, or empty.
             KeyboardInterrupt: during a search; if it had found something by then, that is saved.
             WriteError: the save before this one failed; this step is not saved, and may be tried again.
         """
         start = time.perf_counter()
+        metric = None if metric is None else _number(metric)
         self._store.lock()
         self.wait()
         waited = time.perf_counter() - start
@@ -546,6 +547,14 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(str(loss))  # what ended training is not to be hidden
+
+
+def _number(metric: Any) -> float:
+    """A metric as a number of Python's own: one of NumPy or PyTorch is written otherwise."""
+    try:
+        return float(metric)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ConfigError(f"a metric is one number, got {metric!r:.80}") from None
 
 
 def _about(error: Exception, what: str) -> Exception:
