@@ -340,6 +340,20 @@ def test_the_lock_of_a_killed_process_is_free_at_once_and_forks_do_not_hold_it(t
     FileLock(tmp_path).release()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_write_beside_the_one_that_holds_the_lock(tmp_path: Path) -> None:
+    run = Run()
+
+    def save() -> None:
+        with pytest.raises(WriteError, match="was forked from"):
+            ck.save(2)
+
+    with run.checkpointer(tmp_path, background=False) as ck:
+        ck.save(1)
+        assert in_child(save) == 0
+        assert ck.steps() == (1,)
+
+
 def test_a_lease_that_is_renewed_is_respected_and_a_stale_one_is_taken(tmp_path: Path) -> None:
     place = LocalFolder(tmp_path)
     lease = Lease(place, beat=0.05, stale=1.0)

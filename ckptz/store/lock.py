@@ -112,6 +112,7 @@ class FileLock:
 
     def __init__(self, folder: Path) -> None:
         assert fcntl is not None
+        self._folder = folder
         self._descriptor: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,7 +127,16 @@ class FileLock:
         _held.add(self)
 
     def check(self) -> None:
-        """Trust the system, which gives the lock to one process at a time."""
+        """Require that this process took the lock; the system gives it to one at a time.
+
+        Raises:
+            WriteError: it was the one that this process was forked from.
+        """
+        if self._descriptor is None:
+            raise WriteError(
+                errno.EBUSY,
+                f"{self._folder}: the process that this one was forked from is writing here; let it save",
+            )
 
     def release(self) -> None:
         """Release the lock, so that others may write."""
