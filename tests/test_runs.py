@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ckptz as library
 from ckptz import KeepPolicy, compress, inspect, log, prune
 from ckptz.errors import ConfigError
+from ckptz.numpy import save_file
 from ckptz.store.runs import step_of
 from tests.support.cli_support import a_state, ckptz, content_of, hf_folder, write_plain
 
@@ -134,6 +136,40 @@ def test_a_rebased_file_frees_its_chain(run: Path) -> None:
     assert ckptz("prune", run, "--keep-last", 1, "--json").json["steps"] == [11]
     assert names(run) == ["step-11.ckptz"]
     assert content_of(run / "step-11.ckptz") == before
+
+
+def test_what_a_file_without_a_step_needs_stays_when_later_steps_go(run: Path, tmp_path: Path) -> None:
+    state = a_state(drift=0.0112, n=500)
+    ckptz("compress", write_plain(tmp_path / "other.safetensors", state), "--base", run / "step-11.ckptz")
+    (tmp_path / "other.ckptz").rename(run / "other.ckptz")
+    before = content_of(run / "other.ckptz")
+    report = prune(run, after=9)
+    assert (report.steps, report.removed) == ((8, 9), ())
+    assert report.hidden == ("step-10.ckptz", "step-11.ckptz")
+    assert content_of(run / "other.ckptz") == before
+
+
+def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
+    for step in STEPS:
+        save_file({"weight": np.full(9, step)}, tmp_path / f"step-{step}.ckptz")
+    (tmp_path / "latest.ckptz").symlink_to("step-9.ckptz")
+    (tmp_path / "step-12.ckptz").symlink_to("step-10.ckptz")
+    (tmp_path / "step-7.ckptz").symlink_to(tmp_path / "elsewhere" / "gone.ckptz")
+    before = content_of(tmp_path / "step-12.ckptz")
+    assert prune(tmp_path, KeepPolicy(last=1)).removed == ("step-11.ckptz", "step-8.ckptz")
+    assert content_of(tmp_path / "step-12.ckptz") == before
+
+
+def test_of_a_folder_that_was_moved_away_and_linked_the_link_goes(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f"run/checkpoint-{step}").mkdir(parents=True)
+        file = write_plain(tmp_path / "model.safetensors", a_state(n=100))
+        ckptz("compress", file, "-o", tmp_path / f"run/checkpoint-{step}/model.ckptz")
+    moved = (tmp_path / "run/checkpoint-1").rename(tmp_path / "archived")
+    (tmp_path / "run/checkpoint-1").symlink_to(moved)
+    assert prune(tmp_path / "run", KeepPolicy(last=1)).removed == ("checkpoint-1",)
+    assert names(moved) == ["model.ckptz"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-2"]
 
 
 def test_what_has_no_step_or_cannot_be_read_stays(run: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ckptz.container.byte_source import open_bytes
@@ -66,6 +67,11 @@ class _Unit:
     metric: float | None = None  # as it was recorded, or None
     error: Exception | None = None  # why it cannot be read, or None
 
+    @cached_property
+    def places(self) -> frozenset[Path]:
+        """Where its files are, whatever links lead there."""
+        return frozenset(file.resolve() for file in self.files)
+
     @property
     def is_checkpoint(self) -> bool:
         """Whether it is there for itself: no second name of a base, nor what makes another file exact."""
@@ -77,8 +83,8 @@ class _Unit:
         return EXACT in self.path.name
 
     def remove(self) -> None:
-        """Delete it."""
-        if self.path.is_dir():
+        """Delete it; of a link to it, the link."""
+        if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path)
         else:
             self.path.unlink(missing_ok=True)
@@ -111,10 +117,13 @@ def _unit(name: str, path: Path, files: tuple[Path, ...]) -> _Unit:
 
 
 def _bases_of(unit: _Unit, units: Sequence[_Unit]) -> list[_Unit]:
-    """List the bases of a unit, by second names where there are some; raises if that cannot be told."""
+    """List the bases of a unit, by second names where there are some, and what it is a link to.
+
+    Raises if that cannot be told.
+    """
     if unit.error is not None:
         raise unit.error
-    found: list[_Unit] = []
+    found = [other for other in units if other is not unit and not unit.places.isdisjoint(other.places)]
     for base_id in unit.base_ids:
         bases = [other for other in units if base_id in other.ids and other is not unit]
         if not bases and any(other.error for other in units):
@@ -134,7 +143,7 @@ def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool)
     gone = {u for u in units if after is not None and u.step is not None and u.step > after}
     rest = [u for u in units if u not in gone]
     needs = needs_of(
-        {*kept, *(u for u in rest if u.error)}, lambda unit: _bases_of(unit, rest), lambda _: rest
+        {*kept, *(u for u in rest if u.error)}, lambda unit: _bases_of(unit, units), lambda _: rest
     )
     hidden = (needs.known | needs.doubtful) - kept
     removed = sorted(
