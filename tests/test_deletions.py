@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptz.commands.restore import restore
-from ckptz.errors import CkptzError, WriteError
+from ckptz.errors import CkptzError, ConfigError, WriteError
 from ckptz.integrations import linked as linked_files
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE
@@ -354,6 +354,31 @@ def test_a_newest_index_that_cannot_be_read_keeps_every_older_step(folders: Path
         sharded(folder)._prune()
         assert sharded(folder).steps() == (4,)
         check_step(folder, 4)
+
+
+def test_folders_of_something_else_stay_though_they_are_called_after_steps(folders: Path) -> None:
+    with copied(folders) as folder:
+        others = [folder / f"step-0000000{i}" for i in (0, 6, 7)]
+        others[2].write_text("no folder")
+        for other in others[:2]:
+            other.mkdir()
+            (other / ".metadata").touch()
+        checkpointer = sharded(folder)
+        with pytest.raises(ConfigError, match="files of something else"):
+            checkpointer.save(6)
+        save_step(checkpointer, 8)
+        assert checkpointer.steps() == (8,)
+        assert (others[0] / ".metadata").exists()
+        assert (others[1] / ".metadata").exists()
+
+
+def test_of_a_step_that_was_moved_away_and_linked_the_link_goes(folders: Path) -> None:
+    with copied(folders) as folder:
+        moved = (folder / "step-00000002").rename(folder / "archived")
+        (folder / "step-00000002").symlink_to(moved)
+        sharded(folder)._prune()
+        assert not (folder / "step-00000002").is_symlink()
+        assert (moved / INDEX_FILE).exists()
 
 
 def test_a_step_without_a_shard_keeps_every_older_step(folders: Path) -> None:

@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckptz.api.safe_open import PathLike
+from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.encoding.there import DEVICE_BYTES
 from ckptz.errors import CkptzError, ConfigError, WriteError, named
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
@@ -119,7 +120,7 @@ class ShardedCheckpointer:
             step: after all that are in the folder.
 
         Raises:
-            ConfigError: the step is not new, or ranks disagree on the model.
+            ConfigError: the step is not new, something else is in its place, or ranks disagree on the model.
             WriteError: this save, or with `background` the one before, failed on some rank; it is not there.
         """
         self.wait()
@@ -131,6 +132,8 @@ class ShardedCheckpointer:
         base = self._path(steps[-1]) if steps else None
         path = self._path(step)
         if self._rank == 0 and path.exists():  # of a save that was cut off
+            if not _is_ours(path):
+                raise ConfigError(f"{path}: holds files of something else; name another directory")
             shutil.rmtree(path)
         exact = self._options.exact != 0
         writer = CkptzStorageWriter(
@@ -188,9 +191,8 @@ class ShardedCheckpointer:
         older = folders[: folders.index(kept[-1])]
         needs = needs_of(kept, _checked, lambda path: folders[: folders.index(path)])
         for path in older:
-            if path not in kept and path not in needs.doubtful:
-                (path / INDEX_FILE).unlink(missing_ok=True)  # first, so that half of it is no step
-                shutil.rmtree(path, ignore_errors=True)
+            if path not in kept and path not in needs.doubtful and _is_ours(path):
+                _remove(path)
         return needs.notes
 
     def _state(self) -> dict[str, Any]:
@@ -311,9 +313,25 @@ def _is_there(path: Path) -> bool:
     """Whether there is a file; `Path.is_file` takes some errors for a no."""
     try:
         path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is a step, or what a save that was cut off left of one."""
+    if _is_there(folder / INDEX_FILE):
+        return True
+    return folder.is_dir() and all(name.endswith((SUFFIX, TEMPORARY_SUFFIX)) for name in os.listdir(folder))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a step; of one that was moved away and linked, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    (folder / INDEX_FILE).unlink(missing_ok=True)  # first, so that half of it is no step
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checked(folder: Path) -> tuple[Path, ...]:
