@@ -25,6 +25,7 @@ from ckptz.store.places import LocalFolder
 from ckptz.store.retention import KEEP_ALL, _decide, keep_policy, prune_folder
 from ckptz.store.step_files import KINDS, ChainRule, FileFacts, Listing, StepFile
 from ckptz.store.steps import StepStore
+from ckptz.sync import Publisher
 from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 from tests.support.cli_support import ckptz
 
@@ -161,6 +162,19 @@ def test_the_best_and_every_kth_step_stay_with_their_bases(tmp_path: Path) -> No
     assert sum(file.kind == "state" for file in listing.sizes) <= files_bound(
         1, ChainRule(4, True), n_others=3
     )
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_a_step_may_be_a_whole_number_of_any_library(tmp_path: Path, kind: Any) -> None:
+    run = Run()
+    with run.checkpointer(tmp_path, background=False, every=2) as ck:
+        ck.save(kind(1))
+        assert ck.maybe_save(kind(2))
+        assert ck.steps() == (1, 2)
+        for wrong in (None, 3.0, "3", -1, 1 << 63):
+            with pytest.raises(ConfigError, match="a step is a whole number"):
+                ck.save(wrong)  # type: ignore[arg-type]
+    assert Publisher(tmp_path / "weights").publish({"w": torch.ones(2)}, kind(3)).step == 3
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, torch.tensor, int])

@@ -154,7 +154,7 @@ def test_where_the_chain_is_broken_an_anchor_follows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, 1 << 63])
 def test_steps_out_of_range(tmp_path: Path, step: int) -> None:
-    with refused(ConfigError, "a step is a number"):
+    with refused(ConfigError, "a step is a whole number"):
         Publisher(tmp_path).publish(a_state(), step)
 
 

@@ -52,7 +52,7 @@ from ckptz.kernels.torch import lives_elsewhere
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import SUFFIX
 from ckptz.store.runs import EXACT
-from ckptz.store.step_files import Kept
+from ckptz.store.step_files import Kept, checked_step
 from ckptz.training.device import room_on
 from ckptz.training.state import random_state, set_random_state
 
@@ -123,6 +123,7 @@ class ShardedCheckpointer:
             ConfigError: the step is not new, something else is in its place, or ranks disagree on the model.
             WriteError: this save, or with `background` the one before, failed on some rank; it is not there.
         """
+        step = checked_step(step)
         self.wait()
         steps = self.steps()
         if steps and step <= steps[-1]:

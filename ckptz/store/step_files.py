@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, SupportsIndex
 
 from ckptz.container.publish import TEMPORARY_SUFFIX
+from ckptz.errors import ConfigError
 
 FileKind = Literal["weights", "state"]
 KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
@@ -23,6 +25,21 @@ MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # saves: for ever
 _NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact)?\.ckptz")
 _HIDDEN: Final = ".hidden"
+
+
+def checked_step(step: SupportsIndex) -> int:
+    """Give a step as Python's own number, whatever library's it is.
+
+    Raises:
+        ConfigError: it is none that a file can record.
+    """
+    try:
+        found = operator.index(step)
+    except TypeError:
+        found = -1
+    if not 0 <= found <= MAX_STEP:
+        raise ConfigError(f"a step is a whole number from 0 to below 2^63, got {step!r:.80}")
+    return int(found)  # of a bool, too
 
 
 @dataclass(frozen=True, slots=True)

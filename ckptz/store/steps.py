@@ -46,7 +46,6 @@ from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, Path_, open_check
 from ckptz.store.step_files import (
     EXACT_OF_KEY,
     KINDS,
-    MAX_STEP,
     METRIC_KEY,
     OWNER,
     POSITION_KEY,
@@ -263,8 +262,6 @@ class StepStore:
         Raises:
             ConfigError: it does not.
         """
-        if not 0 <= step <= MAX_STEP:
-            raise ConfigError(f"a step is a number from 0 to below 2^63, got {step}")
         newest = max(self.listing().weights_steps, default=-1)
         if step <= newest:
             raise ConfigError(

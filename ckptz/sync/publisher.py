@@ -25,6 +25,7 @@ from ckptz.pipeline import Job, write
 from ckptz.store.needs import needs_of
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
+from ckptz.store.step_files import checked_step
 from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
 Snapshot = dict[str, ArraySource]
@@ -171,14 +172,12 @@ class Publisher:
                     f"{self._base.step}; another one writes here, and a folder takes one publisher"
                 )
             newest = self._base.step
-        step = (0 if newest is None else newest + 1) if step is None else step
+        step = checked_step((0 if newest is None else newest + 1) if step is None else step)
         if newest is not None and step <= newest:
             raise ConfigError(
                 f"{self._place.name}: step {step} is not after {newest}, the newest that is published; "
                 "go on after that step, or publish to a new folder"
             )
-        if not 0 <= step < 1 << 63:
-            raise ConfigError(f"a step is a number from 0 to below 2^63, got {step}")
         return step
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchReport
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
-from ckptz.store.step_files import MAX_STEP, ChainRule, StepFile
+from ckptz.store.step_files import MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.store.steps import StepStore, WrittenStep
 from ckptz.training.background import Background
 from ckptz.training.budget_search import (
@@ -261,7 +261,7 @@ class Checkpointer:
             WriteError: the save before this one failed; this step is not saved, and may be tried again.
         """
         start = time.perf_counter()
-        metric = None if metric is None else _number(metric)
+        step, metric = checked_step(step), None if metric is None else _number(metric)
         self._store.lock()
         self.wait()
         waited = time.perf_counter() - start
@@ -302,7 +302,7 @@ class Checkpointer:
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
         self._store.lock()  # a second writer shall be noticed at the first step
-        if step % self._every:
+        if checked_step(step) % self._every:
             return False
         self.save(step, metric=metric)
         return True
