@@ -18,6 +18,7 @@ from safetensors.torch import load_file as load_plain
 import ckptz.torch
 from ckptz import restore, verify
 from ckptz.errors import ConfigError
+from ckptz.store.resolve import open_checkpoint
 from ckptz.sync import Follower, Publisher
 from tests.support.sync_support import a_state, cloned, moved, names_in, published, refused, same, untouched
 
@@ -139,6 +140,23 @@ def test_two_publishers_notice_each_other(tmp_path: Path) -> None:
     other.publish(state)
     with refused(ConfigError, "holds step 1, and this publisher's last is 0; another one writes here"):
         one.publish(state)
+
+
+def test_where_the_newest_file_is_damaged_an_anchor_follows(tmp_path: Path) -> None:
+    states = published(tmp_path, 2, anchor_every=50)
+    newest = tmp_path / "step-000001.from-000000.ckptz"
+    with contextlib.closing(open_checkpoint(newest)) as opened:
+        tensor: Any = opened.tensors["float32"]
+        at = tensor._container._data_offset + tensor.entry.offset + tensor.entry.n_bytes - 9
+    damaged = bytearray(newest.read_bytes())
+    damaged[at] ^= 1  # which is found out when it is decoded
+    newest.write_bytes(damaged)
+    done = Publisher(tmp_path, anchor_every=50).publish(states[1])
+    assert done.files == ("step-000002.ckptz",)
+    assert "step 1 cannot be led on from" in done.note
+    live = cloned(a_state(9))
+    Follower(tmp_path).apply_to(live)
+    assert same(live, states[1])
 
 
 def test_where_the_chain_is_broken_an_anchor_follows(tmp_path: Path) -> None:

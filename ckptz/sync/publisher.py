@@ -17,7 +17,7 @@ from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, chunk_bound
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
-from ckptz.errors import CkptzError, ConfigError, CorruptionError
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.methods.lossless import LOSSLESS, Lossless
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
@@ -149,7 +149,13 @@ class Publisher:
             if base is not None and _layout(base.tensors) != _layout(snapshot):
                 base, note = None, "other tensors than in the step before, so this is an anchor"
             job = Job(tensors=snapshot, metadata=metadata, step=step)
-            written = self._write(job, base, self._is_anchor_due(base, versions), workers)
+            try:
+                written = self._write(job, base, self._is_anchor_due(base, versions), workers)
+            except (FormatError, MissingBaseError) as error:  # of the base: what is published is in memory
+                if base is None:
+                    raise
+                note, base = _not_led_on(base.step, error), None
+                written = self._write(job, None, True, workers)
         self._advance(step, snapshot, written, base)
         notes = (note, *self._retire())
         first = next(iter(written.values()))
@@ -195,7 +201,7 @@ class Publisher:
             try:
                 base = held.enter_context(self._resumed(versions, newest))
             except (CkptzError, OSError) as error:
-                note = f"step {newest} cannot be led on from, so this is an anchor: {error}"
+                note = _not_led_on(newest, error)
             yield base, note
 
     @contextlib.contextmanager
@@ -277,6 +283,10 @@ class Publisher:
             if not isinstance(file, Container) or file.index.base is not None:
                 raise CorruptionError("it is no anchor")
             return ()
+
+
+def _not_led_on(step: int, error: Exception) -> str:
+    return f"step {step} cannot be led on from, so this is an anchor: {error}"
 
 
 def _before(anchor: Version, versions: Sequence[Version]) -> list[Version]:
