@@ -289,6 +289,7 @@ def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, v
         (lambda state: 1 / 0, "raised ZeroDivisionError"),
         (lambda state: "good", "not a number"),
         (lambda state: None, "not a number"),
+        (lambda state: 10**400, "not a number"),
         (lambda state: float("nan"), "exact tensors is nan"),
         (lambda state: {"f1": 0.5}, "without 'loss' or 'accuracy'"),
         (lambda state: 1e-4, "too close to zero"),

@@ -93,7 +93,7 @@ def number(value: Any, name: str) -> float:
         ConfigError: it is none; names the function.
     """
     # An array, or a tensor of several elements, is none.
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
         if hasattr(value, "__float__") and not isinstance(value, str | bytes | bool):
             return float(value)
     shown = repr(value)
