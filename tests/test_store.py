@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -360,12 +362,37 @@ def test_a_forked_process_does_not_write_beside_the_one_that_holds_the_lock(tmp_
 
     def save() -> None:
         with pytest.raises(WriteError, match="was forked from"):
+            ck._store.check_lock()
+        with pytest.raises(ConfigError, match="is writing here already"):
             ck.save(2)
 
     with run.checkpointer(tmp_path, background=False) as ck:
         ck.save(1)
         assert in_child(save) == 0
         assert ck.steps() == (1,)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_lock_that_somebody_removes_is_taken_again_or_noticed(tmp_path: Path, whole: bool) -> None:
+    folder, run, other = tmp_path / "run", Run(), Run()
+    with run.checkpointer(folder, background=False) as first, other.checkpointer(folder) as second:
+        for step in (1, 2):
+            first.save(step)
+            if whole:
+                shutil.rmtree(folder)
+            else:
+                (folder / ".ckptz-lock").unlink()
+        second.save(3)
+        with pytest.raises(ConfigError, match="is writing here already"):
+            first.save(4)
+
+
+def test_a_checkpointer_that_nobody_closed_holds_no_lock(tmp_path: Path) -> None:
+    Run().checkpointer(tmp_path, background=False).save(1)
+    gc.collect()
+    with Run().checkpointer(tmp_path, background=False) as ck:
+        ck.save(2)
+        assert ck.steps() == (1, 2)
 
 
 def test_a_lease_that_is_renewed_is_respected_and_a_stale_one_is_taken(tmp_path: Path) -> None:

@@ -112,8 +112,9 @@ class FileLock:
 
     def __init__(self, folder: Path) -> None:
         assert fcntl is not None
-        self._folder = folder
-        self._descriptor: int | None = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor: int | None = None
+        self._folder = folder.absolute()
+        self._descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException as error:
@@ -126,16 +127,30 @@ class FileLock:
         os.pwrite(self._descriptor, Holder.this_process().pack(), 0)
         _held.add(self)
 
+    def __del__(self) -> None:
+        self.release()  # of a Checkpointer that nobody closed, as in a notebook
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether others may write: this process was forked, or somebody removed the file or the folder."""
+        if self._descriptor is None:
+            return True
+        try:
+            return not os.path.samestat(os.stat(self._folder / LOCK_NAME), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return True
+
     def check(self) -> None:
-        """Require that this process took the lock; the system gives it to one at a time.
+        """Require that the lock is still held.
 
         Raises:
-            WriteError: it was the one that this process was forked from.
+            WriteError: it is lost.
         """
-        if self._descriptor is None:
+        if self.is_lost:
             raise WriteError(
                 errno.EBUSY,
-                f"{self._folder}: the process that this one was forked from is writing here; let it save",
+                f"{self._folder}: its {LOCK_NAME} was removed, or this process was forked from the one that "
+                "writes here; another may write now",
             )
 
     def release(self) -> None:
@@ -164,6 +179,8 @@ class Lease:
     Raises:
         ConfigError: another writer holds it.
     """
+
+    is_lost: Final = False  # to look is slow, and done by `check` when it matters
 
     def __init__(self, place: Place, beat: float = BEAT_SECONDS, stale: float = STALE_SECONDS) -> None:
         self._place, self._beat, self._stale = place, beat, stale

@@ -232,7 +232,10 @@ class StepStore:
             OSError: the folder cannot be written to.
         """
         if self._lock is not None:
-            return
+            if not self._lock.is_lost:
+                return
+            self._lock.release()
+            self._lock = None
         if self._folder is not None:
             make_folder(self._folder)
         self._lock = acquire(self._place, self._folder)
