@@ -193,6 +193,8 @@ def test_other_formats_are_only_compared(run: Path, tmp_path: Path) -> None:
     save_file(state(200), plain)
     with pytest.raises(ConfigError, match="to compare it"):
         ckptz.report(plain)
+    with pytest.raises(FileNotFoundError):
+        ckptz.report(tmp_path / "nowhere")
     made = ckptz.report([plain, run / "step-00000200.ckptz"], histograms=["model.layers.0.mlp.up.weight"])
     assert made.diff is not None
     assert made.diff.n_changed > 0

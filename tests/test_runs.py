@@ -203,6 +203,22 @@ def test_prunes_that_are_refused(run: Path, tmp_path: Path) -> None:
     assert len(names(run)) == 4
 
 
+def test_no_step_goes_for_the_best_of_those_that_record_no_metric(run: Path, tmp_path: Path) -> None:
+    for step, file in zip((1, 2), plain(tmp_path, (1, 2)), strict=True):
+        ckptz("compress", file, "-o", tmp_path / f"step-{step:08}.ckptz")
+    for folder in (run, tmp_path):
+        before = names(folder)
+        with pytest.raises(ConfigError, match="no step here records a metric"):
+            prune(folder, KeepPolicy(last=1, best=1))
+        assert set(before) <= set(names(folder))
+
+
+def test_what_is_no_folder_is_named_by_prune(run: Path) -> None:
+    assert ckptz("prune", run / "nowhere", fails=True).exit_code == 5
+    ended = ckptz("prune", run / "step-10.ckptz", fails=True)
+    assert (ended.exit_code, "is a file" in ended.error) == (2, True)
+
+
 # --- folders of the Trainer and Lightning -----------------------------------------------------------
 
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from errno import ENOENT
 from functools import cached_property
+from os import strerror
 from pathlib import Path
 
 from ckptz.container.byte_source import open_bytes
@@ -18,7 +20,7 @@ from ckptz.store.needs import needs_of
 from ckptz.store.places import LocalFolder
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import Path_, open_file
-from ckptz.store.retention import KEEP_ALL, KeepPolicy, PruneReport, prune_folder
+from ckptz.store.retention import KEEP_ALL, KeepPolicy, PruneReport, check_best, prune_folder
 from ckptz.store.runs import EXACT, inode_of, is_base_name, run_files, step_of
 from ckptz.store.step_files import METRIC_KEY, StepFile
 from ckptz.store.steps import number_of
@@ -37,7 +39,9 @@ def prune(
         dry_run: only say what would be done.
 
     Raises:
-        ConfigError: there are no steps, none would be left, or somebody writes to the folder.
+        FileNotFoundError: no such folder.
+        ConfigError: there are no steps, none would be left, the best are asked for and no step records a
+            metric, or somebody writes to the folder.
 
     Example:
         >>> import numpy as np, ckptz
@@ -49,7 +53,11 @@ def prune(
     """
     place = place_of(str(folder))
     local = Path(place.name) if isinstance(place, LocalFolder) else None
-    if local is None or not local.is_dir() or any(StepFile.parse(path.name) for path in local.iterdir()):
+    if local is not None and not local.is_dir():
+        if not local.exists():
+            raise FileNotFoundError(ENOENT, strerror(ENOENT), str(folder))
+        raise ConfigError(f"{folder}: is a file; prune takes the folder of a run")
+    if local is None or any(StepFile.parse(path.name) for path in local.iterdir()):
         return prune_folder(str(folder), keep, after=after, dry_run=dry_run)
     return _prune_run(local, keep, after, dry_run)
 
@@ -180,7 +188,9 @@ def _kept(
     left = {step for step in steps if after is None or step <= after}
     if not left:
         raise ConfigError(f"{folder}: no step would be left to go on from; name one that is there")
-    chosen = keep.kept(left, {u.step: u.metric for u in units if u.step in left and u.metric is not None})
+    metrics = {u.step: u.metric for u in units if u.step in left and u.metric is not None}
+    check_best(str(folder), keep, metrics)
+    chosen = keep.kept(left, metrics)
     heads = keep.heads(chosen)
     return {
         u

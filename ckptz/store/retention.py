@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -324,17 +324,31 @@ def _bases_of(
     return [named] if named is not None and named in found else found
 
 
+def check_best(name: str, policy: KeepPolicy, metrics: Collection[object]) -> None:
+    """Refuse to keep the best of steps that say nothing of it, as that would remove them all.
+
+    Raises:
+        ConfigError: names the folder.
+    """
+    if policy.best and not metrics:
+        raise ConfigError(f"{name}: no step here records a metric, so none is the best; keep steps otherwise")
+
+
 def prune_folder(
     folder_or_url: Path_, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
     """Apply a policy to a folder that nobody writes to, as `ckptz prune` does; see `prune`.
 
     Raises:
-        ConfigError: it holds no steps, or somebody writes to it.
+        ConfigError: it holds no steps, or none with a metric for `best`, or somebody writes to it.
     """
     with contextlib.closing(StepStore(folder_or_url)) as store:
-        if not store.listing().sizes:
+        listing = store.listing()
+        if not listing.sizes:
             raise ConfigError(f"{store.name}: holds no steps of a Checkpointer; name the run's own folder")
         if not dry_run:
             store.lock()
+        if policy.best:
+            facts, _ = _facts_of(store, listing)
+            check_best(store.name, policy, {fact.metric for fact in facts.values()} - {None})
         return prune(store, policy, after=after, dry_run=dry_run)
