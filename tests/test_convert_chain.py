@@ -153,6 +153,24 @@ def test_one_input_goes_to_a_file_or_into_a_folder_that_exists(tmp_path: Path) -
     assert places_for([path], tmp_path, ".ckptz") == [tmp_path / "m.ckptz"]
 
 
+def test_a_chain_of_one_goes_into_a_folder_where_others_follow(tmp_path: Path) -> None:
+    first, second, *_ = steps(tmp_path, 2)
+    compress(first, tmp_path / "run", chain=True)
+    compress([first, second], tmp_path / "run", chain=True, resume=True)
+    assert inspect(tmp_path / "run" / "step-01.ckptz").depth == 1
+    for inputs in ([first], [first, second]):
+        with pytest.raises(ConfigError, match="a chain needs a folder"):
+            compress(inputs, tmp_path / "run.ckptz", chain=True)
+
+
+def test_nothing_is_written_where_one_of_several_outputs_exists(tmp_path: Path) -> None:
+    inputs = steps(tmp_path, 3)
+    compress(inputs[-1])
+    with pytest.raises(ConfigError, match=r"step-02\.ckptz: exists already"):
+        compress(inputs)
+    assert [path.name for path in tmp_path.glob("*.ckptz")] == ["step-02.ckptz"]
+
+
 def test_several_inputs_do_not_go_to_a_file(chain: Chain) -> None:
     with pytest.raises(ConfigError, match="folder"):
         places_for([chain.first, chain.second], chain.anchor, ".ckptz")

@@ -143,8 +143,8 @@ def compress(
 
     Args:
         inputs: `.safetensors`, torch or `.ckptz` files, or folders of shards; one or several.
-        output: for one input a file or an existing folder, for several a folder; by default outputs
-            stand beside their files and in their folders. A folder's other files are copied along.
+        output: for one input a file or an existing folder, for several or a chain a folder; by default
+            outputs stand beside their files and in their folders. A folder's other files are copied along.
         config: lossless, or how tensors become lossy.
         search: find the configuration for budgets; `config` stays lossless then.
         budget: the same with all else by default: what may be lost, measured on the decoded tensors.
@@ -250,12 +250,22 @@ def _check(run: _Run, base: Path | None) -> None:
         raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
 
 
+def _places(run: _Run, output: Path | None) -> list[Path]:
+    """Choose the outputs, and refuse files that are there, before the first is written."""
+    places = places_for(run.sources, output, SUFFIX, is_chain=run.chain)
+    if output is not None and (run.chain or len(run.sources) > 1):
+        make_folder(output, parents=False)
+    if len(run.sources) > 1 and not run.resume:
+        for source, place in zip(run.sources, places, strict=True):
+            if not source.is_dir():
+                check_target(place, [source], force=run.force or run.is_dry)
+    return places
+
+
 def _compress_all(run: _Run, output: Path | None, base_path: Path | None) -> Iterator[CompressReport]:
     """Compress one after another; give the report of each when its file is published."""
     _check(run, base_path)
-    places = places_for(run.sources, output, SUFFIX)
-    if output is not None and len(run.sources) > 1:
-        make_folder(output, parents=False)
+    places = _places(run, output)
     base = None if base_path is None else _open_base(base_path, run.search_path)
     try:
         for source, place in zip(run.sources, places, strict=True):

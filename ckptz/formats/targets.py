@@ -44,21 +44,25 @@ def beside(path: Path) -> Path:
     return Path() if is_url(path) else path.parent
 
 
-def places_for(sources: Sequence[Path], output: Path | None, suffix: str) -> list[Path]:
+def places_for(
+    sources: Sequence[Path], output: Path | None, suffix: str, *, is_chain: bool = False
+) -> list[Path]:
     """Choose where each source goes: a file; for a folder a folder, or a file if `output` has the suffix.
 
-    Without `output`, files go beside their sources, and folders into themselves. Where names collide in
-    one folder, as with `checkpoint-*/model.safetensors`, the name of the source's folder goes before.
+    Without `output`, files go beside their sources, and folders into themselves. Those of a chain always
+    share a folder, as there may be more of them later. Where names collide in one folder, as with
+    `checkpoint-*/model.safetensors`, the name of the source's folder goes before.
 
     Raises:
-        ConfigError: two sources would go to the same place.
+        ConfigError: two sources would go to the same place, or several into a file.
     """
     if output is None:
         places = [s if s.is_dir() else beside(s) / f"{stem_of(s)}{suffix}" for s in sources]
-    elif len(sources) == 1 and (sources[0].is_dir() or not output.is_dir()):
+    elif len(sources) == 1 and not is_chain and (sources[0].is_dir() or not output.is_dir()):
         places = [output]
-    elif output.exists() and not output.is_dir():
-        raise ConfigError(f"{output}: several inputs need a folder as output, and this is a file")
+    elif not output.is_dir() and (output.exists() or output.suffix == suffix):
+        what = "a chain needs" if is_chain else "several inputs need"
+        raise ConfigError(f"{output}: {what} a folder as output, and this is a file")
     else:
         names = zip(sources, _distinct_stems(sources), strict=True)
         places = [output / (stem if source.is_dir() else f"{stem}{suffix}") for source, stem in names]

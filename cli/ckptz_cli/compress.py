@@ -49,7 +49,9 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 
 @click.command(cls=MethodCommand, epilog=EPILOG, short_help="Compress checkpoints, by default without loss.")
 @click.argument("inputs", nargs=-1, required=True, type=PATH, metavar="INPUT...")
-@click.option("-o", "--output", type=PATH, metavar="OUT", help="Output file; for several inputs a folder.")
+@click.option(
+    "-o", "--output", type=PATH, metavar="OUT", help="Output file; with several inputs or --chain, a folder."
+)
 @click.option(
     "--base",
     type=PATH,
@@ -110,7 +112,8 @@ def compress(
     """Compress checkpoints. Nothing is lost unless you name a method or a budget.
 
     INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
-    folder of torch.distributed.checkpoint. The output is OUT, or INPUT with the suffix .ckptz.
+    folder of torch.distributed.checkpoint. Without -o, the output stands beside INPUT, or in it if it is a
+    folder.
     """
     import ckptz
     from ckptz_cli.render import compressed_line, total_line
