@@ -28,8 +28,9 @@ def test_a_step_is_saved_once_and_after_those_that_are_there(tmp_path: Path) -> 
         checkpointer.save(4)
         with pytest.raises(ConfigError, match="step 3 is not after 4"):
             checkpointer.save(3)
-        with pytest.raises(ConfigError, match="from 0 to below"):
-            checkpointer.save(-1)
+        for step in (-1, 5.0, "5"):
+            with pytest.raises(ConfigError, match="whole number from 0 to below"):
+                checkpointer.save(step)  # type: ignore[arg-type]
         checkpointer.restore(2)
         with pytest.raises(ConfigError, match="discard_after"):
             checkpointer.save(3)
@@ -53,6 +54,11 @@ def test_arguments_out_of_range_are_refused(tmp_path: Path, options: dict[str, A
     with pytest.raises(ConfigError, match=message):
         Checkpointer(tmp_path, linear(), **options)
     assert not names_in(tmp_path)
+
+
+def test_a_state_dict_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module, got OrderedDict"):
+        Checkpointer(tmp_path, linear().state_dict())  # type: ignore[arg-type]
 
 
 def test_maybe_save_needs_to_know_when(tmp_path: Path) -> None:

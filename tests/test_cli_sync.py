@@ -98,6 +98,10 @@ def test_an_output_is_not_lost(run: Path) -> None:
         assert (failed.exit_code, "would replace a file that is read" in failed.error) == (2, True)
     failed = ckptz("fold", "0..1", "--folder", run, "-o", run / "3.ckptz", fails=True)
     assert "exists already" in failed.error
+    failed = ckptz(
+        "apply", run / "1.ckptz", "--to", run / "0.safetensors", "-o", run / "new.ckptz", fails=True
+    )
+    assert "apply writes .safetensors files" in failed.error
     assert (run / "3.ckptz").read_bytes() == before
 
 

@@ -212,7 +212,7 @@ def apply(
     Args:
         delta: a `.ckptz` file; its own base is not looked for.
         base: the file that stands for it, `.safetensors` or `.ckptz`.
-        output: a new file; None replaces `base`, which stays as it is until the new one is complete.
+        output: a new `.safetensors` file; None replaces `base`, which stays until the new one is complete.
         jobs: threads, all cores by default.
         force: replace an existing output.
         search_path: folders to look for bases in, after each file's own.
@@ -231,6 +231,8 @@ def apply(
         read = [*opened.paths, delta]
         target = base if output is None else output
         if output is not None:
+            if output.suffix == SUFFIX:
+                raise ConfigError(f"{output}: apply writes {PLAIN_SUFFIX} files; name one with -o")
             check_target(output, read, force=force)
         elif opened.container is not None:
             what = "a .ckptz file is not replaced by a safetensors file; name another with -o"

@@ -150,7 +150,7 @@ def read_envelope(source: ByteSource) -> Envelope:
             raise TruncatedError(f"{source.size} bytes are too few for a safetensors header")
         n_header = int.from_bytes(source.read(0, LENGTH_BYTES).tobytes(), "little")
         if n_header > MAX_HEADER_BYTES:
-            raise CorruptionError(f"header of {n_header} bytes exceeds the limit; not a safetensors file")
+            raise CorruptionError(f"not a safetensors file: its header would have {n_header} bytes")
         if LENGTH_BYTES + n_header > source.size:
             raise TruncatedError(f"header of {n_header} bytes in a file of {source.size}")
         text = source.read(LENGTH_BYTES, n_header).tobytes()

@@ -225,6 +225,6 @@ def read_pickled(data: bytes | BinaryIO, maker: Maker | None = None) -> Any:
     except CkptzError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        reason = str(error)[:120] if isinstance(error, ValueError) else type(error).__name__
-        raise CorruptionError(f"not the pickle of records: {reason}") from None
+        reason = str(error)[:120] if isinstance(error, ValueError) else "it contradicts itself"
+        raise CorruptionError(f"not a pickle of plain records: {reason}") from None
     return value

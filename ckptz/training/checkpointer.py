@@ -209,6 +209,8 @@ class Checkpointer:
         jobs: int | None = None,
     ) -> None:
         checked(config)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(keep, KeepPolicy):
             raise ConfigError(f"keep must be a KeepPolicy, got {keep!r}")
         if every is not None and every < 1:

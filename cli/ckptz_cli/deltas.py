@@ -32,7 +32,11 @@ Examples:
 """
 
 folder_option = click.option(
-    "--folder", type=PATH, default=Path(), metavar="DIR", help="Folder in which steps are looked up."
+    "--folder",
+    type=PATH,
+    default=Path(),
+    metavar="DIR",
+    help="Folder in which steps are looked up (default: the working folder).",
 )
 
 

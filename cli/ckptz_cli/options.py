@@ -56,6 +56,16 @@ class _Path(click.Path):
 PATH: Final = _Path(path_type=Path)
 
 
+def _are_there(_: click.Context, param: click.Parameter, folders: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Refuse a folder that is not there, as a name that is written wrong finds no bases."""
+    from ckptz.container.byte_source import is_url
+
+    for folder in folders:
+        if not (is_url(folder) or folder.is_dir()):
+            raise click.BadParameter(f"{folder}: no such folder", param=param)
+    return folders
+
+
 def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...]) -> Path | None:
     """Refuse a second value of an option, of which click would take the last one unsaid."""
     if len(set(values)) > 1:
@@ -87,6 +97,7 @@ search_path_option = click.option(
     "--search-path",
     type=PATH,
     multiple=True,
+    callback=_are_there,
     metavar="DIR",
     help="Look for bases in this folder too, after the file's own; repeatable.",
 )
