@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import FileBytes
+from ckptz.container.byte_source import open_bytes
 from ckptz.container.envelope import read_envelope
 from ckptz.container.index import KEY_DIGEST
 from ckptz.container.reader import Container
@@ -50,7 +50,7 @@ def link_origin(origin: Path, content_id: str, folder: Path) -> Path:
 
 def digest_of(path: Path) -> str:
     """Give digits that only this very file has: others may have the same values, and other codes for them."""
-    with contextlib.closing(FileBytes(path)) as source:
+    with contextlib.closing(open_bytes(path)) as source:
         digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
     return digest[:N_DIGITS]
 
