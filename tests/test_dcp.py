@@ -27,7 +27,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import ckptz as package
 from ckptz.container import reader as container_reader
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.errors import (
+    ChecksumError,
+    CkptzError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    UnsupportedError,
+)
 from ckptz.formats.dcp import problem_of_parts
 from ckptz.formats.inputs import open_input
 from ckptz.formats.pickled import read_pickled
@@ -222,6 +229,31 @@ def a_piece(offset: list[int], shape: list[int]) -> dict[str, Any]:
     return {"offset": offset, "shape": shape, "file": 0, "tensor": "w"}
 
 
+def first_version(folder: Path) -> dict[str, Any]:
+    """The index of a folder without its checksum, as the first version had it."""
+    index = json.loads((folder / INDEX_FILE).read_text()) | {"version": 1}
+    del index["checksum"]
+    return index
+
+
+def test_a_value_that_was_changed_in_the_index_is_noticed(tmp_path: Path) -> None:
+    save({"w": torch.ones(3), "step": 123456}, tmp_path)
+    file = tmp_path / INDEX_FILE
+    written = file.read_bytes()
+    file.write_bytes(written.replace(b"123456", b"123457"))
+    assert file.read_bytes() != written
+    with pytest.raises(ChecksumError, match=f"{INDEX_FILE}: was changed"):
+        read_index(tmp_path)
+
+
+def test_an_index_of_the_first_version_is_read(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path)
+    (tmp_path / INDEX_FILE).write_text(json.dumps(first_version(tmp_path)))
+    found = {"w": torch.zeros(3)}
+    load(found, tmp_path)
+    assert found["w"].equal(torch.ones(3))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -241,15 +273,14 @@ def a_piece(offset: list[int], shape: list[int]) -> dict[str, Any]:
 )
 def test_a_forged_index_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     save({"w": torch.ones(3), "step": 1}, tmp_path)
-    index = json.loads((tmp_path / INDEX_FILE).read_text())
-    (tmp_path / INDEX_FILE).write_text(json.dumps(index | change))
+    (tmp_path / INDEX_FILE).write_text(json.dumps(first_version(tmp_path) | change))
     with pytest.raises(CkptzError, match=words):
         read_index(tmp_path)
 
 
 def test_damage_and_loss_are_noticed(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, tmp_path)
-    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    index = first_version(tmp_path)
     index["tensors"]["w"]["chunks"][0]["shape"] = [2]
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointException, match="do not make it whole"):

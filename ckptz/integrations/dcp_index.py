@@ -1,11 +1,14 @@
 """The index of a folder of shards: which tensor has which piece in which file, as JSON.
 
-    {"format": "ckptz.dcp", "version": 1,
+    {"format": "ckptz.dcp", "version": 2,
      "files": [{"name": "shard-00000-5e1f.ckptz", "rank": 0}, ...],
      "tensors": {"layer.weight": {"dtype": "F32", "shape": [8, 4], "chunks": [
          {"offset": [0, 0], "shape": [4, 4], "file": 0, "tensor": "layer.weight"}, ...]}},
      "objects": {"step": {"file": 0, "tree": {...}}},
-     "paths": {"layer.weight": ["layer.weight"], ...}}
+     "paths": {"layer.weight": ["layer.weight"], ...},
+     "checksum": "0f1e2d3c4b5a6978"}
+
+The checksum is XXH64 of the text before its own comma, closed by a brace; version 1 had none.
 
 Strict: what it says is checked before a file is opened by it. Knows no torch.
 """
@@ -17,15 +20,16 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from ckptz.bits import xxh64
 from ckptz.container.envelope import Count
 from ckptz.container.index import Shape
 from ckptz.container.publish import publish
-from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.errors import ChecksumError, ConfigError, CorruptionError, FormatError, UnsupportedError
 from ckptz.formats.dcp import problem_of_parts
 from ckptz.formats.sharding import is_file_name
 
 INDEX_FILE: Final = "ckptz-index.json"
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_BYTES: Final = 1 << 30  # some five million pieces
 
 
@@ -70,6 +74,7 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: dict[str, WholeTensor]
     objects: dict[str, StoredObject]
     paths: dict[str, tuple[str | int, ...]] | None
+    checksum: str | msgspec.UnsetType = msgspec.UNSET
 
     def layout(self) -> dict[int, set[tuple[Any, ...]]]:
         """Give what each rank holds: (name, dtype, whole shape, offset, shape) of every piece."""
@@ -114,7 +119,18 @@ class _Head(msgspec.Struct, frozen=True):
 def write_index(folder: Path, index: FolderIndex) -> None:
     """Publish an index: from here on the folder is a checkpoint."""
     with publish(folder / INDEX_FILE) as sink:
-        sink.write(msgspec.json.encode(index))
+        text = msgspec.json.encode(index)
+        sink.write(text[:-1] + _tail(text))
+
+
+def _tail(text: bytes) -> bytes:
+    """Give what stands in place of the last brace of an index."""
+    return b',"checksum":"%016x"}' % xxh64(text)
+
+
+def _is_as_written(raw: bytes) -> bool:
+    n_tail = len(_tail(b""))
+    return raw[-n_tail:] == _tail(raw[:-n_tail] + b"}")
 
 
 def read_index(folder: Path) -> FolderIndex:
@@ -122,7 +138,7 @@ def read_index(folder: Path) -> FolderIndex:
 
     Raises:
         FileNotFoundError: there is none: no checkpoint, or one that was never finished.
-        CorruptionError: it contradicts itself.
+        CorruptionError: it was changed, or contradicts itself.
         UnsupportedError: a newer ckptz wrote it.
     """
     path = folder / INDEX_FILE
@@ -136,6 +152,8 @@ def read_index(folder: Path) -> FolderIndex:
         index = msgspec.json.decode(raw, type=FolderIndex)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{path}: {error}") from None
+    if version > 1 and not _is_as_written(raw):
+        raise ChecksumError(f"{path}: was changed after it was written")
     problem = _problem(index)
     if problem:
         raise CorruptionError(f"{path}: {problem}")
