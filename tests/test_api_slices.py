@@ -215,6 +215,12 @@ def test_packed_f4_slices_are_those_of_the_packed_tensor(tmp_path: Path, index: 
     assert same(handle.get_slice("x")[index], packed[index])
 
 
+@pytest.mark.parametrize("save", [CKPTZ.torch.save_file, SAFETENSORS.torch.save_file])
+def test_packed_f4_without_a_dimension_is_refused(tmp_path: Path, save: Any) -> None:
+    with pytest.raises(SafetensorError):
+        save({"x": make(torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "file")
+
+
 @pytest.mark.parametrize("index", [S(1, 0), (S(None), S(2, 1)), (S(1, 0), 0), S(1, 0, 2)], ids=spelled)
 def test_reversed_bounds_are_an_error_in_strict_slices(tmp_path: Path, index: Any) -> None:
     CKPTZ.torch.save_file(shapes(), tmp_path / "file")

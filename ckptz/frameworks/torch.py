@@ -49,14 +49,16 @@ def stored_type(name: str, tensor: torch.Tensor) -> tuple[DType, Shape]:
     """Give the type and the shape that a tensor, called `name` in messages, has in a file.
 
     Raises:
-        DTypeError: the format does not know the type.
+        DTypeError: the format does not know the type, or the shape with this type.
     """
     code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
     if code is None:
         raise DTypeError(f"tensor {name!r} has {tensor.dtype}, which the format does not know; convert it")
     shape = tuple(tensor.shape)
     if code == "F4":  # PyTorch counts pairs
-        shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+        if not shape:
+            raise DTypeError(f"tensor {name!r} is two numbers of {tensor.dtype} in no dimension; give it one")
+        shape = (*shape[:-1], 2 * shape[-1])
     return dtype_of(code), shape
 
 
