@@ -77,6 +77,15 @@ def same(container: Container, tensors: Sources) -> bool:
     )
 
 
+@pytest.mark.parametrize("n_units", [(), (3, CHUNK_UNITS + 3)])
+def test_progress_is_told_the_bytes_of_each_chunk(n_units: tuple[int, ...]) -> None:
+    done: list[int] = []
+    tensors = {str(n): of(np.arange(n, dtype=np.uint8), "U8") for n in n_units}
+    with Workers(1) as workers:
+        pipeline.write(io.BytesIO(), Job(tensors=tensors), workers, done.append)
+    assert sorted(done) == sorted([3, CHUNK_UNITS, 3] if n_units else [])
+
+
 def weights(n: int, shape: tuple[int, ...] = (-1,), seed: int = 0) -> Array:
     return np.random.default_rng(seed).normal(0, 0.02, n).astype(np.float32).reshape(shape)
 

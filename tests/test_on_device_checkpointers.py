@@ -77,7 +77,9 @@ def test_a_checkpointer_writes_the_files_of_the_host_from_tensors_on_the_device(
     assert len(found) == bool(note)
     assert not note or found[0].startswith(note)
     assert bool(made) == (settings.get("snapshot") != "host")
-    assert any(plan.needs_base for _, plan, *_ in made) == (settings.get("snapshot") == "device")
+    # Lossy files are coded as they are; what makes them exact stands by itself.
+    is_delta = settings.get("snapshot") == "device" and "config" not in settings
+    assert any(plan.needs_base for _, plan, *_ in made) == is_delta
     only_here()
     here, _ = saved(tmp_path / "here", keep=KEPT, **settings)
     assert there == here

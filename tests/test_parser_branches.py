@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from ckptz.bits import ByteReader, ByteWriter, xxh64
-from ckptz.codec.frame import FrameHeader
+from ckptz.codec.decode import decode_chunk
+from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
+from ckptz.codec.plan import exact_plan
 from ckptz.codec.units import ArraySource, ChunkSources
 from ckptz.container import byte_source, caches, index, reader
 from ckptz.container.byte_source import FileBytes, MemoryBytes, UrlBytes, path_of
@@ -36,6 +38,7 @@ from ckptz.container.index import Index, TensorEntry, pack_index, parse_index
 from ckptz.container.publish import Publication
 from ckptz.container.reader import Container, FrameSource
 from ckptz.dtypes import dtype_of
+from ckptz.entropy.streams import CoderId
 from ckptz.errors import (
     ConfigError,
     CorruptionError,
@@ -74,6 +77,18 @@ def test_a_header_of_another_length_than_it_says_is_corrupt() -> None:
         FrameHeader.parse(content + xxh64(content).to_bytes(8, "little"))
     with pytest.raises(CorruptionError, match="of 11 bytes"):
         FrameHeader.parse(bytes(11))
+
+
+def test_bytes_that_do_not_fit_their_header_are_corrupt() -> None:
+    stream, out = StreamRecord(CoderId.RANS_SHARED, 9), np.empty(4, np.uint8)
+    payload = np.zeros(9, np.uint8)
+    record = ChunkRecord(xxh64(payload), 0, (stream,))
+    header = FrameHeader(dtype_of("U8"), (4,), exact_plan(dtype_of("U8")), (record,))
+    with pytest.raises(CorruptionError, match="uses the tensor's tables, and the frame has none"):
+        decode_chunk(header, 0, payload, ChunkSources(0, 4), out)
+    record = ChunkRecord(xxh64(payload[:8]), 0, (stream,))
+    with pytest.raises(CorruptionError, match="8 stored bytes, 9 recorded"):
+        decode_chunk(replace(header, chunks=(record,)), 0, payload[:8], ChunkSources(0, 4), out)
 
 
 # --- byte sources -------------------------------------------------------------------------------
