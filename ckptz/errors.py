@@ -23,8 +23,10 @@ built-in OSError (exit 7), as in safetensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, ClassVar, Final
 
 from safetensors import SafetensorError
 
@@ -132,3 +134,62 @@ def naming(where: str) -> Iterator[None]:
         yield
     except CkptzError as error:
         raise named(error, where) from None
+
+
+# --- arguments of a wrong type ------------------------------------------------------------------
+
+
+def whole(name: str, given: object) -> int:
+    """Give an argument as Python's own whole number, whatever library's it is.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = _plain(given)
+    if not isinstance(found, Integral):
+        raise ConfigError(f"{name} must be a whole number, got {given!r:.80}")
+    return int(found)
+
+
+def real(name: str, given: object) -> float:
+    """Give an argument as Python's own number, whatever library's it is; a whole one stays whole.
+
+    Raises:
+        ConfigError: it is none, or beyond those that a float can hold.
+    """
+    found = _plain(given)
+    with contextlib.suppress(OverflowError):
+        if isinstance(found, Real):
+            near = float(found)
+            return int(found) if isinstance(found, Integral) else near
+    raise ConfigError(f"{name} must be a number, got {given!r:.80}")
+
+
+def _switch(name: str, given: object) -> bool:
+    found = _plain(given)
+    if not (isinstance(found, Real) and found in (0, 1)):
+        raise ConfigError(f"{name} must be True or False, got {given!r:.80}")
+    return bool(found)
+
+
+def _plain(given: Any) -> Any:
+    """Take a number out of an array or tensor of no dimensions, which scalars of numpy's are, too."""
+    return given.item() if getattr(given, "ndim", None) == 0 else given
+
+
+_TAKEN: Final[Mapping[str, Callable[[str, object], object]]] = {"int": whole, "float": real, "bool": _switch}
+
+
+def own_numbers(settings: Any) -> None:
+    """Make Python's own what stands in the fields of a dataclass that are annotated int, float or bool.
+
+    So what is written does not depend on whose numbers they were.
+
+    Raises:
+        ConfigError: names a field that holds something else.
+    """
+    for field in dataclasses.fields(settings):
+        kind, _, other = str(field.type).partition(" | ")
+        given = getattr(settings, field.name)
+        if kind in _TAKEN and not (given is None and other == "None"):
+            object.__setattr__(settings, field.name, _TAKEN[kind](field.name, given))

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar
 
+from ckptz.errors import ConfigError, whole
+
 T = TypeVar("T")
 R = TypeVar("R")
 V = TypeVar("V")
@@ -27,6 +29,18 @@ def default_jobs() -> int:
     return min(cores, MAX_DEFAULT_JOBS)
 
 
+def jobs_of(jobs: int | None) -> int:
+    """Count the threads that an argument `jobs` asks for, all cores by default.
+
+    Raises:
+        ConfigError: it is no whole number from 1.
+    """
+    n_jobs = default_jobs() if jobs is None else whole("jobs", jobs)
+    if n_jobs < 1:
+        raise ConfigError(f"jobs must be at least 1, or None for all cores, got {jobs}")
+    return n_jobs
+
+
 class Workers:
     """Threads that map in order; with one job, everything runs on the caller's thread.
 
@@ -37,7 +51,7 @@ class Workers:
     """
 
     def __init__(self, jobs: int | None = None, *, with_caller: bool = False) -> None:
-        self.jobs = jobs or default_jobs()
+        self.jobs = jobs_of(jobs)
         self._with_caller = with_caller
         self._pool = ThreadPoolExecutor(self.jobs - with_caller, "ckptz") if self.jobs > 1 else None
 

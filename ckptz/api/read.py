@@ -15,11 +15,11 @@ from typing import Any, Final
 from ckptz.codec.units import CHUNK_UNITS, Part, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
-from ckptz.errors import LimitError
+from ckptz.errors import LimitError, whole
 from ckptz.frameworks import Device, Framework, Selection, units_per_element
 from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
-from ckptz.parallel import MAX_DEFAULT_JOBS, SMALL_UNITS, Workers, default_jobs
+from ckptz.parallel import MAX_DEFAULT_JOBS, SMALL_UNITS, Workers, jobs_of
 
 Group = tuple[int, list[Piece]]  # a chunk, and what is wanted of it
 
@@ -73,7 +73,7 @@ def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
     Raises:
         LimitError: it would not fit.
     """
-    limit = max_decoded_bytes
+    limit = None if max_decoded_bytes is None else whole("max_decoded_bytes", max_decoded_bytes)
     if limit is None and n_bytes >= CHECKED_BYTES:
         limit = available_memory()
     if limit is not None and n_bytes > limit:
@@ -233,4 +233,4 @@ def _fill(source: FrameSource, chunk: int, pieces: Iterable[Piece], out: Units) 
 
 
 def _workers(jobs: int | None, n_tasks: int) -> Workers:
-    return Workers(max(1, min(jobs or default_jobs(), n_tasks)), with_caller=True)
+    return Workers(max(1, min(jobs_of(jobs), n_tasks)), with_caller=True)

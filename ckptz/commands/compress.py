@@ -50,6 +50,7 @@ from ckptz.store.resolve import (
     open_file,
 )
 from ckptz.store.runs import step_of
+from ckptz.store.step_files import checked_step
 from ckptz.tree.skeleton import parse_tree
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
@@ -187,7 +188,7 @@ def compress(
         config=checked(config),
         chain=chain,
         resume=resume,
-        step=step,
+        step=None if step is None else checked_step(step),
         force=force,
         search_path=paths(search_path),
         role_rules=role_rules,
@@ -224,7 +225,9 @@ def _path(given: PathLike | None) -> Path | None:
 def _search_of(
     search: SearchOptions | None, budget: Budget | Sequence[Budget], config: Method
 ) -> SearchOptions | None:
-    budgets = (budget,) if isinstance(budget, Budget) else tuple(budget)
+    budgets = tuple(budget) if isinstance(budget, Sequence) else (budget,)
+    if not isinstance(search, SearchOptions | None):
+        raise ConfigError(f"search must be ckptz.SearchOptions or None, got {search!r}")
     if not budgets:
         if search is not None and config.is_lossy:
             raise ConfigError("give config or search, not both")

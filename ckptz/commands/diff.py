@@ -17,6 +17,7 @@ from ckptz.codec.plan import Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.byte_source import path_of
 from ckptz.container.reader import FrameSource, check_empty
+from ckptz.errors import whole
 from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.floats import Units
@@ -138,6 +139,7 @@ def diff(
         MissingBaseError: a chain is incomplete.
     """
     start = time.perf_counter()
+    top = None if top is None else whole("top", top)
     with contextlib.ExitStack() as held:
         a = held.enter_context(contextlib.closing(open_any(path_of(first), paths(search_path))))
         b = held.enter_context(contextlib.closing(open_any(path_of(second), paths(search_path))))

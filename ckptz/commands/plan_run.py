@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, real
 from ckptz.pages.shown import Shown
 
 DAY: Final = 86_400.0  # seconds
@@ -193,7 +193,8 @@ def plan_run(
         >>> [mode.mode for mode in plan.modes][-1], round(plan.state_bytes / 1e9)
         ('grid', 84)
     """
-    state = parameters * bytes_per_parameter
+    bytes_per_parameter = real("bytes per parameter", bytes_per_parameter)
+    state = real("parameters", parameters) * bytes_per_parameter
     job = _Job(
         state=state,
         bf16=2 / bytes_per_parameter if bytes_per_parameter % 4 == 2 else 0.0,
@@ -207,7 +208,7 @@ def plan_run(
         keep=keep,
     )
     for name in _Job.__slots__:
-        value = getattr(job, name)
+        value = real(name.replace("_", " "), getattr(job, name))
         least = 0 if name in ("restart", "bf16") else 1e-9
         if not least <= value <= MAX_BYTES:
             raise ConfigError(f"{name.replace('_', ' ')} must be a finite number above 0, got {value}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptz.container.byte_source import open_bytes
 from ckptz.container.reader import Container
-from ckptz.errors import CkptzError, ConfigError, MissingBaseError
+from ckptz.errors import CkptzError, ConfigError, MissingBaseError, whole
 from ckptz.store.needs import needs_of
 from ckptz.store.places import LocalFolder
 from ckptz.store.remote import place_of
@@ -51,6 +51,9 @@ def prune(
         >>> ckptz.prune(".", ckptz.KeepPolicy(last=2)).removed
         ('step-1.ckptz',)
     """
+    if not isinstance(keep, KeepPolicy):
+        raise ConfigError(f"keep must be a ckptz.KeepPolicy, got {keep!r}")
+    after = None if after is None else whole("after", after)
     place = place_of(str(folder))
     local = Path(place.name) if isinstance(place, LocalFolder) else None
     if local is not None and not local.is_dir():

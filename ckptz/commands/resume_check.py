@@ -19,7 +19,7 @@ import numpy as np
 from ckptz.codec.units import TensorSource, Units, chunk_bounds
 from ckptz.commands.diff import NUMBERS, Compared, Difference, Pair, difference_of, sums_of
 from ckptz.container.byte_source import FileBytes, path_of
-from ckptz.errors import ConfigError, CorruptionError
+from ckptz.errors import ConfigError, CorruptionError, real
 from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.shown import Shown
@@ -110,6 +110,7 @@ def resume_check(
         FormatError: a file is damaged, or a line is no loss.
     """
     start = time.perf_counter()
+    tolerance = real("tolerance", tolerance)
     if not tolerance >= 0 or (tolerance and not losses):
         raise ConfigError(
             f"tolerance {tolerance}: is for losses, and at least 0; tensors are compared by bits"

@@ -22,7 +22,7 @@ from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 from ckptz.methods.table import METHODS
 from ckptz.pages.shown import Shown
-from ckptz.parallel import Workers, default_jobs
+from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
 
@@ -57,7 +57,7 @@ def warm_up(*, jobs: int | None = None) -> WarmUpReport:
         ('lossless', 'kmeans', 'grid', 'sparse')
     """
     start = time.perf_counter()
-    n_jobs = min(jobs or default_jobs(), len(CONFIGS))
+    n_jobs = min(jobs_of(jobs), len(CONFIGS))
     if n_jobs == 1:
         for name in CONFIGS:
             _write_and_read(name)

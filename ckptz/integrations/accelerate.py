@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ckptz.errors import UnsupportedError
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, read_newest
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, checked_options, job_of, read_newest
 from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
 from ckptz.store.resolve import SUFFIX
@@ -101,7 +101,7 @@ def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Regi
             f"accelerate with {accelerator.distributed_type.value} has checkpoints of its own; save sharded "
             "state with ckptz.integrations.dcp"
         )
-    made = Registration(options, accelerator)
+    made = Registration(checked_options(options), accelerator)
     made._handles += [
         accelerator.register_save_state_pre_hook(made.save),
         accelerator.register_load_state_pre_hook(made.load),

@@ -40,6 +40,7 @@ from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piec
 from ckptz.integrations.dcp_write import CkptzStorageWriter
 from ckptz.integrations.linked import ChainOptions, as_exactly_as_may_be
 from ckptz.integrations.versions import warn_untested
+from ckptz.parallel import jobs_of
 from ckptz.store.resolve import open_checkpoint
 from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import unflatten
@@ -59,7 +60,7 @@ class CkptzStorageReader(InFolder, StorageReader):
     def __init__(self, path: PathLike | None = None, *, jobs: int | None = None) -> None:
         super().__init__()
         self._folder = None if path is None else Path(path)
-        self._jobs = jobs
+        self._jobs = jobs_of(jobs)
         self._index: FolderIndex | None = None
 
     @classmethod

@@ -45,7 +45,14 @@ from ckptz.integrations.dcp_plan import (
     own_group,
     whole_tensors,
 )
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, drop_unneeded, residuals_of
+from ckptz.integrations.linked import (
+    DEFAULTS,
+    Chain,
+    ChainOptions,
+    checked_options,
+    drop_unneeded,
+    residuals_of,
+)
 from ckptz.integrations.run_files import RunFiles
 from ckptz.store.resolve import SUFFIX
 
@@ -58,7 +65,7 @@ def check_begins_alone(options: ChainOptions) -> None:
     Raises:
         ConfigError: there is one.
     """
-    if options.base is not None:
+    if checked_options(options).base is not None:
         raise ConfigError(
             "shards cannot be stored against one file of weights; leave base out of the options"
         )

@@ -38,14 +38,14 @@ from ckptz.container.index import BaseRef
 from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
-from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError
+from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
 from ckptz.formats.torch_records import ZIP_MAGIC
 from ckptz.frameworks.plain_types import to_plain
 from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import checked
-from ckptz.parallel import Workers
+from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
 from ckptz.store.links import BASE_PREFIX, digest_of, link_chain, link_origin
@@ -93,7 +93,10 @@ class ChainOptions:
     base: Path_ | None = None
 
     def __post_init__(self) -> None:
+        own_numbers(self)
         checked(self.config)
+        if self.jobs is not None:
+            jobs_of(self.jobs)
         if self.exact < 0:
             raise ConfigError(f"exact must be 0 or more, got {self.exact}")
         if not 1 <= self.anchor_every <= MAX_DEPTH:
@@ -101,6 +104,19 @@ class ChainOptions:
 
 
 DEFAULTS: Final = ChainOptions()
+
+
+def checked_options(options: object) -> ChainOptions:
+    """Require the settings of a chain.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(options, ChainOptions):
+        raise ConfigError(f"give the options as ChainOptions(...), got {options!r}")
+    return options
+
+
 T = TypeVar("T")
 
 
@@ -128,7 +144,7 @@ class Chain:
     """
 
     def __init__(self, options: ChainOptions = DEFAULTS, files: RunFiles | None = None) -> None:
-        self.options = options
+        self.options = checked_options(options)
         self._files = RunFiles() if files is None else files
         self._last = LastChunks(memory_for_last) if options.config.is_lossy else None
         self.notes: tuple[str, ...] = ()

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ckptz.api.safe_open import PathLike
 from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.encoding.there import DEVICE_BYTES
-from ckptz.errors import CkptzError, ConfigError, WriteError, named
+from ckptz.errors import CkptzError, ConfigError, WriteError, named, whole
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.integrations.dcp_plan import TIMEOUT, own_group
@@ -98,6 +98,7 @@ class ShardedCheckpointer:
         snapshot: Literal["device", "host"] = "host",
         timeout: timedelta = TIMEOUT,
     ) -> None:
+        keep_last = whole("keep_last", keep_last)
         if keep_last < 1:
             raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
         if snapshot not in ("device", "host"):

@@ -257,6 +257,9 @@ class Grid(Method):
     options: ClassVar[tuple[Option, ...]] = OPTIONS
 
     def __post_init__(self) -> None:
+        Method.__post_init__(self)
+        if not isinstance(self.moments, Moments | None):
+            raise ConfigError(f"moments must be ckptz.Moments or None, got {self.moments!r}")
         for name in ("step", "anchor_step"):
             step = getattr(self, name)
             if step is not None and not 0 < step <= 1024:

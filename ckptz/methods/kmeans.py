@@ -18,7 +18,7 @@ from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.draft import Draft, stream_tables
 from ckptz.encoding.subject import Guide, GuidedSensitivities, MapFunction, Subject, sensitivities_of, summed
 from ckptz.entropy.frequency import entropy_bits
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, real
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import F32, NEAREST
 from ckptz.methods.lossless import EXACT
@@ -308,6 +308,8 @@ class KMeans(Method):
     options: ClassVar[tuple[Option, ...]] = OPTIONS
 
     def __post_init__(self) -> None:
+        Method.__post_init__(self)
+        object.__setattr__(self, "layer_prune", _by_layer(self.layer_prune))
         for levels in (self.levels, self.embedding_levels):
             if levels is not None and not 2 <= levels <= 255:
                 raise ConfigError(f"levels must be 2..255, got {levels}")
@@ -396,6 +398,14 @@ class KMeans(Method):
         usual = {name: usual_setting(others, name) for name in SEARCHED}
         usual["embedding_levels"] = usual_setting(embeddings, "levels")
         return settings_of(type(self), {n: v for n, v in usual.items() if v is not None})
+
+
+def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:
+    """Require pairs of a layer type and a share."""
+    rows = given if isinstance(given, list | tuple) else (None,)
+    if not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
+        raise ConfigError(f"layer_prune must be pairs such as (('head', 0.0),), got {given!r}")
+    return tuple((layer_type, real(f"layer_prune of {layer_type}", share)) for layer_type, share in rows)
 
 
 def _regrouped(subject: Subject, draft: Draft) -> Draft:

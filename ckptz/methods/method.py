@@ -19,7 +19,7 @@ from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.draft import Draft
 from ckptz.encoding.subject import Subject
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, own_numbers
 from ckptz.quant.partitions import Partitions
 from ckptz.roles import Role
 
@@ -141,6 +141,9 @@ class Method:
     cube_names: ClassVar[tuple[str, ...]] = ()
     is_scalable: ClassVar[bool] = False
     fits_whole_tensors: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        own_numbers(self)
 
     @property
     def loses_state(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, own_numbers
 from ckptz.methods.first_moment import FirstMoment
 from ckptz.methods.method import Method, Recipe
 from ckptz.methods.second_moment import SecondMoment
@@ -36,6 +36,7 @@ class Moments:
     keeps_first: bool = False
 
     def __post_init__(self) -> None:
+        own_numbers(self)
         for name in ("second_step", "first_step"):
             if not 0 < getattr(self, name) <= 64:
                 raise ConfigError(f"{name} must be above 0 and at most 64, got {getattr(self, name)}")

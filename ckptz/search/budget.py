@@ -6,10 +6,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Final
 
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, own_numbers
 from ckptz.search.measures import Comparing, Quality, digest_of, name_of, number
 
 SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
@@ -83,7 +82,8 @@ class Budget:
     def __post_init__(self) -> None:
         if not (callable(self.quality) or hasattr(self.quality, "against")):
             raise ConfigError(f"a budget's quality must be callable, got {self.quality!r}")
-        if not (isinstance(self.max_drop, Real) and math.isfinite(self.max_drop) and self.max_drop >= 0):
+        own_numbers(self)
+        if not 0 <= self.max_drop < math.inf:
             raise ConfigError(f"max_drop must be a number from 0, got {self.max_drop!r}")
         if self.in_steps and not getattr(self.quality, "trains", False):
             raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")

@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, own_numbers
 from ckptz.kernels.floats import Reals
 
 State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, the callee's to change
@@ -133,6 +133,10 @@ class Agreement:
     """
 
     logits: Callable[[State], Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.logits):
+            raise ConfigError(f"an agreement needs a function for its logits, got {self.logits!r}")
 
     @property
     def metric(self) -> str:
@@ -255,6 +259,7 @@ class ResumeProbe:
     def __post_init__(self) -> None:
         if not callable(self.resume):
             raise ConfigError(f"a resume probe needs a function, got {self.resume!r}")
+        own_numbers(self)
         if self.n_steps < 1:
             raise ConfigError(f"a resume probe trains for at least 1 step, got {self.n_steps}")
         if self.noise_floor is not None and not self.noise_floor >= 0:

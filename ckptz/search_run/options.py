@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ckptz.container.index import QualityRecord
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, own_numbers
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE
 from ckptz.pages.shown import Shown
 from ckptz.search.budget import Budget
 
+MAX_WORKERS: Final = 1024  # processes, which all start with the first evaluation
 StrategyName = Literal["auto", "one-knob", "guided", "neighbourhood", "exhaustive"]
 
 
@@ -71,7 +72,7 @@ class SearchOptions:
         template: the method, and everything that is not searched. A grid's moments become lossy only under a
             budget that trains on: no other would notice.
         parent: where the search begins, of the template's method; by default what the base records.
-        workers: evaluations side by side; more than one run in processes of their own.
+        workers: evaluations side by side, at most 1024; more than one run in processes of their own.
         max_evaluations: stop there and keep the best so far. With 0 the parent's settings are used as they
             are: nothing is measured, and the file promises nothing.
         on_trial: told of each trial.
@@ -90,6 +91,8 @@ class SearchOptions:
     is_dry_run: bool = False
 
     def __post_init__(self) -> None:
+        own_numbers(self)
+        self._check_kinds()
         if bool(self.budgets) == (self.proxy_error is not None):
             raise ConfigError("a search needs either budgets or a proxy error")
         if self.proxy_error is not None and not (math.isfinite(self.proxy_error) and self.proxy_error >= 0):
@@ -97,10 +100,17 @@ class SearchOptions:
         check_strategy(self.strategy, self.template, self.parent)
         if set(self.cubes) - set(known := self.template.cube_names):
             raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
-        if self.workers < 1:
-            raise ConfigError(f"workers must be at least 1, got {self.workers}")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(f"workers must be 1..{MAX_WORKERS}, got {self.workers}")
         if self.max_evaluations is not None and self.max_evaluations < 0:
             raise ConfigError(f"max_evaluations must be at least 0, got {self.max_evaluations}")
+
+    def _check_kinds(self) -> None:
+        if not (isinstance(self.budgets, tuple) and all(isinstance(one, Budget) for one in self.budgets)):
+            raise ConfigError(f"budgets must be a tuple of ckptz.Budget, got {self.budgets!r}")
+        for name, method in (("template", self.template), ("parent", self.parent or self.template)):
+            if not isinstance(method, Method):
+                raise ConfigError(f"{name} must be settings such as ckptz.Grid(), got {method!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

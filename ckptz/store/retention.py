@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptz.errors import ConfigError, MissingBaseError
+from ckptz.errors import ConfigError, MissingBaseError, own_numbers
 from ckptz.pages.shown import Shown
 from ckptz.store.links import BASE_PREFIX
 from ckptz.store.needs import needs_of
@@ -47,6 +47,7 @@ class KeepRules:
     lower_is_better: bool = True
 
     def __post_init__(self) -> None:
+        own_numbers(self)
         if self.last is not None and self.last < 1:
             raise ConfigError(f"last must be at least 1, or None to keep all, got {self.last}")
         if self.every is not None and self.every < 1:
@@ -94,6 +95,8 @@ class KeepPolicy(KeepRules):
 
     def __post_init__(self) -> None:
         KeepRules.__post_init__(self)
+        if not isinstance(self.weights, KeepRules | None):
+            raise ConfigError(f"weights must be KeepRules or None, got {self.weights!r}")
         if self.exact is not None and self.exact < 0:
             raise ConfigError(f"exact must be 0 or more, or None to keep all, got {self.exact}")
 

@@ -14,10 +14,11 @@ from ckptz.api.read import check_limit
 from ckptz.container.index import content_id_of
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
-from ckptz.parallel import Workers
+from ckptz.parallel import Workers, jobs_of
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import open_file
+from ckptz.store.step_files import checked_step
 from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
 ATTEMPTS: Final = 5  # a file that the publisher retires while we choose our way; each time it is newer
@@ -80,7 +81,7 @@ class Follower:
             raise ConfigError(f"check must be one of {CHECKS}, got {check!r}")
         self._place = place_of(folder_or_url)
         self._check: Check = check
-        self._jobs = jobs
+        self._jobs = jobs_of(jobs)
         self.step: int | None = None
         self._content_id: str | None = None
 
@@ -144,7 +145,7 @@ class Follower:
 
     def _route(self, wanted: int | None) -> Sequence[Version]:
         versions = versions_in(self._place.sizes())
-        target = newest_step(versions) if wanted is None else wanted
+        target = newest_step(versions) if wanted is None else checked_step(wanted)
         if target is None or target == self.step:
             return ()
         if wanted is None and self.step is not None and target < self.step:

@@ -17,10 +17,10 @@ from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, chunk_bound
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError, whole
 from ckptz.methods.lossless import LOSSLESS, Lossless
 from ckptz.methods.method import Method
-from ckptz.parallel import Workers
+from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.store.needs import needs_of
 from ckptz.store.remote import place_of
@@ -108,6 +108,8 @@ class Publisher:
         smallest: bool = False,
         jobs: int | None = None,
     ) -> None:
+        anchor_every = whole("anchor_every", anchor_every)
+        keep_anchors = None if keep_anchors is None else whole("keep_anchors", keep_anchors)
         if not 1 <= anchor_every <= MAX_DEPTH:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
         if keep_anchors is not None and keep_anchors < 1:
@@ -115,7 +117,7 @@ class Publisher:
         self._place = place_of(folder_or_url)
         self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
         self._config: Method = LOSSLESS if smallest else SPARSE
-        self._jobs = jobs
+        self._jobs = jobs_of(jobs)
         self._base: _Last | None = None
         self._snapshot: Snapshot = {}
         self._spare: Snapshot = {}

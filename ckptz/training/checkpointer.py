@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from ckptz.codec.units import TensorSource
 from ckptz.container.caches import LastChunks
 from ckptz.encoding.coded import CodedSource
-from ckptz.errors import CkptzError, ConfigError, WriteError, named
+from ckptz.errors import CkptzError, ConfigError, WriteError, named, whole
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method
 from ckptz.methods.table import checked
 from ckptz.pages.shown import Shown
-from ckptz.parallel import Workers, default_jobs
+from ckptz.parallel import Workers, jobs_of
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchReport
 from ckptz.store.resolve import MAX_DEPTH, Path_
@@ -213,6 +213,9 @@ class Checkpointer:
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(keep, KeepPolicy):
             raise ConfigError(f"keep must be a KeepPolicy, got {keep!r}")
+        every = None if every is None else whole("every", every)
+        anchor_every = whole("anchor_every", anchor_every)
+        restores = None if restores is None else whole("restores", restores)
         if every is not None and every < 1:
             raise ConfigError(f"every must be at least 1, got {every}")
         if not 1 <= anchor_every <= MAX_DEPTH:
@@ -236,8 +239,9 @@ class Checkpointer:
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
         is_lossless = not config.is_lossy and budget is None
         self._rule = ChainRule(anchor_every, is_forked=is_lossless, kept=keep.by_kind)
-        self._restore_jobs = jobs or default_jobs()
-        self._jobs = jobs or (max(1, default_jobs() // BACKGROUND_SHARE) if background else default_jobs())
+        self._restore_jobs = self._jobs = jobs_of(jobs)
+        if jobs is None and background:
+            self._jobs = max(1, self._jobs // BACKGROUND_SHARE)
         origin = None if base is None else origin_of(base, model_state(model))
         self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
         self._snapshot = Snapshot()
@@ -524,7 +528,7 @@ class Checkpointer:
         self.wait()
         self._store.lock()
         self._at = None
-        prune(self._store, KEEP_ALL, after=step)
+        prune(self._store, KEEP_ALL, after=whole("step", step))
 
     def close(self) -> None:
         """Wait for the save that is under way, and let others write to the folder.

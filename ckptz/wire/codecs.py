@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from ckptz.bits import xxh64
 from ckptz.codec.values import KINDS as KINDS
 from ckptz.dtypes import DType, n_elements
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, own_numbers, whole
 from ckptz.kernels import wire_arrays
 from ckptz.wire.header import HEADER_BYTES
 
@@ -63,6 +63,7 @@ class Uniform:
     rans: bool = False
 
     def __post_init__(self) -> None:
+        own_numbers(self)
         if self.bits not in (2, 3, 4, 6, 8):
             raise ConfigError(f"bits must be 2, 3, 4, 6 or 8, got {self.bits}")
         if self.scale not in ("block", "sample", "tensor"):
@@ -90,6 +91,8 @@ class TopK:
     index: Literal["auto", "bitmap", "rice"] = "auto"
 
     def __post_init__(self) -> None:
+        own_numbers(self)
+        object.__setattr__(self, "values", whole("values", self.values))
         if not 0 < self.share <= 1:
             raise ConfigError(f"share must be above 0 and at most 1, got {self.share}")
         if self.values not in (8, 16):
@@ -124,6 +127,7 @@ class Tiled:
     rotate: bool = True
 
     def __post_init__(self) -> None:
+        own_numbers(self)
         if not 2 <= self.bits <= 8 or 16 * self.bits % 1:
             raise ConfigError(f"bits must be 2 to 8 in steps of 1/16, got {self.bits}")
         if self.tile not in (16, 64, 256):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ckptz.bits import xxh64
 from ckptz.dtypes import DType
-from ckptz.errors import CkptzError, ConfigError, WireError
+from ckptz.errors import CkptzError, ConfigError, WireError, whole
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
 from ckptz.wire.codecs import KINDS, RAW, TensorPlan
@@ -82,6 +82,7 @@ class Link:
         same_shape: bool = True,
         samples: tuple[Path, int] | None = None,
     ) -> None:
+        src, dst = whole("src", src), whole("dst", dst)
         if not (0 <= src < 1 << 16 and 0 <= dst < 1 << 16):
             raise ConfigError(f"stages are numbered 0..65535, got {src} and {dst}")
         self.src, self.dst, self.policy = src, dst, policy_of(policy)

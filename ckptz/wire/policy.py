@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from ckptz.bits import xxh64
 from ckptz.dtypes import DType, dtype_of
-from ckptz.errors import ConfigError
+from ckptz.errors import ConfigError, own_numbers
 from ckptz.wire.codecs import (
     RAW,
     Codec,
@@ -66,6 +66,10 @@ class LinkPolicy:
     ef_reset: int = 0
 
     def __post_init__(self) -> None:
+        own_numbers(self)
+        for name in ("forward", "backward"):
+            if not isinstance(getattr(self, name), Codec):
+                raise ConfigError(f"{name} must be a codec such as Uniform(8), got {getattr(self, name)!r}")
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"rounding must be nearest or stochastic, got {self.rounding!r}")
         if self.eval not in ("auto", "same", "raw"):
@@ -77,6 +81,8 @@ class LinkPolicy:
             raise ConfigError("reuse needs TopK of the same share in both directions")
 
     def _check_feedback(self) -> None:
+        if isinstance(self.feedback, tuple) and len(self.feedback) != len(Direction):
+            raise ConfigError(f"feedback is one name or a pair for both directions, got {self.feedback}")
         for direction in Direction:
             kind = self.feedback_of(direction)
             if kind not in (None, *FEEDBACKS):
@@ -171,7 +177,7 @@ def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
     """Give a policy, or the preset of this name."""
     if isinstance(policy, LinkPolicy):
         return policy
-    if policy not in PRESETS:
+    if not isinstance(policy, str) or policy not in PRESETS:
         raise ConfigError(f"policy {policy!r} is not one of {', '.join(PRESETS)}")
     return PRESETS[policy]
 

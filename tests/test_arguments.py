@@ -1,0 +1,301 @@
+"""Arguments of a wrong type are refused by name, and numbers of other libraries are taken as Python's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import astuple
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptz
+from ckptz.api.apply import apply_
+from ckptz.errors import ConfigError, real, whole
+from ckptz.numpy import load, save, save_file
+from ckptz.parallel import Workers
+from ckptz.sync import Follower, Publisher
+from ckptz.wire.codecs import Tiled, TopK, Uniform
+from ckptz.wire.endpoint import Link
+from ckptz.wire.policy import LinkPolicy, policy_of
+from tests.support.cli_support import ckptz as command_line
+
+torch = pytest.importorskip("torch")
+
+WEIGHTS = {"weight": np.random.default_rng(0).standard_normal((96, 96), np.float32)}
+HUGE = 10**400  # beyond what a float holds
+
+
+def quality(state: Any) -> float:
+    return 1.0
+
+
+def accelerated(options: Any) -> object:
+    accelerate = pytest.importorskip("accelerate")
+    from ckptz.integrations.accelerate import register
+
+    return register(accelerate.Accelerator(cpu=True), options)
+
+
+def written_by_dcp(options: Any) -> object:
+    from ckptz.integrations.dcp import CkptzStorageWriter
+
+    return CkptzStorageWriter("folder", options=options)
+
+
+def chain(options: Any) -> object:
+    from ckptz.integrations.linked import Chain
+
+    return Chain(options)
+
+
+def chain_options(**settings: Any) -> object:
+    from ckptz.integrations.linked import ChainOptions
+
+    return ChainOptions(**settings)
+
+
+def sharded(**settings: Any) -> object:
+    from ckptz.integrations.sharded import ShardedCheckpointer
+
+    return ShardedCheckpointer("run", torch.nn.Linear(2, 2), **settings)
+
+
+def checkpointer(**settings: Any) -> object:
+    return ckptz.Checkpointer("run", torch.nn.Linear(2, 2), **settings)
+
+
+def calibration(**settings: Any) -> object:
+    from ckptz.hooks import Calibration
+
+    return Calibration(torch.nn.Linear(2, 2), **settings)
+
+
+def sensitivity(**settings: Any) -> object:
+    from ckptz.hooks import SensitivityTracker
+
+    return SensitivityTracker(torch.nn.Linear(2, 2), **settings)
+
+
+def search(**settings: Any) -> object:
+    return ckptz.SearchOptions(**{"budgets": (ckptz.Budget(quality),), **settings})
+
+
+def compress(**settings: Any) -> object:
+    save_file(WEIGHTS, "a.ckptz")
+    return ckptz.compress("a.ckptz", "b.ckptz", **settings)
+
+
+def prune(**settings: Any) -> object:
+    save_file(WEIGHTS, "step-1.ckptz")
+    return ckptz.prune(".", **settings)
+
+
+def applied(**settings: Any) -> object:
+    save_file(WEIGHTS, "a.ckptz")
+    return apply_({"weight": torch.zeros(96, 96)}, "a.ckptz", **settings)
+
+
+def followed(**settings: Any) -> object:
+    Publisher("published").publish({"weight": torch.zeros(96, 96)}, step=1)
+    return Follower("published").apply_to({"weight": torch.zeros(96, 96)}, **settings)
+
+
+def saved(**settings: Any) -> object:
+    return save(WEIGHTS, **settings)
+
+
+def loaded(**settings: Any) -> object:
+    return load(save(WEIGHTS), **settings)
+
+
+WRONG: list[tuple[Callable[..., object], dict[str, Any]]] = [
+    (ckptz.KeepPolicy, {"last": "5"}),
+    (ckptz.KeepPolicy, {"last": 2.0}),
+    (ckptz.KeepPolicy, {"exact": 1.0}),
+    (ckptz.KeepPolicy, {"every": "5"}),
+    (ckptz.KeepPolicy, {"best": None}),
+    (ckptz.KeepPolicy, {"weights": 5}),
+    (ckptz.KeepRules, {"lower_is_better": "no"}),
+    (ckptz.Lossless, {"sparse": "no"}),
+    (ckptz.Grid, {"step": "1"}),
+    (ckptz.Grid, {"step": None}),
+    (ckptz.Grid, {"step": 1j}),
+    (ckptz.Grid, {"step": np.str_("1")}),
+    (ckptz.Grid, {"step": np.array([1.0, 2.0])}),
+    (ckptz.Grid, {"dead_zone": "0"}),
+    (ckptz.Grid, {"min_elements": 10.5}),
+    (ckptz.Grid, {"moments": {"second_step": 1}}),
+    (ckptz.KMeans, {"levels": "16"}),
+    (ckptz.KMeans, {"levels": 16.0}),
+    (ckptz.KMeans, {"embedding_levels": "16"}),
+    (ckptz.KMeans, {"prune": "0.1"}),
+    (ckptz.KMeans, {"layer_prune": {"head": 0.0}}),
+    (ckptz.KMeans, {"layer_prune": "head"}),
+    (ckptz.KMeans, {"sigma": None}),
+    (ckptz.Moments, {"first_step": "1"}),
+    (ckptz.Moments, {"keeps_first": "no"}),
+    (lambda **settings: ckptz.Budget(quality, **settings), {"max_drop": "1%"}),
+    (lambda **settings: ckptz.Budget(quality, **settings), {"relative": "no"}),
+    (lambda **settings: ckptz.ResumeProbe(quality, **settings), {"n_steps": 2.5}),
+    (lambda **settings: ckptz.ResumeProbe(quality, **settings), {"noise_floor": "0"}),
+    (ckptz.Agreement, {"logits": "evaluate.py:logits"}),
+    (search, {"workers": "2"}),
+    (search, {"workers": 10**19}),
+    (search, {"max_evaluations": 2.5}),
+    (search, {"budgets": 0.01}),
+    (search, {"budgets": (0.01,)}),
+    (search, {"template": "grid"}),
+    (search, {"parent": {"step": 1}}),
+    (ckptz.SearchOptions, {"proxy_error": "1"}),
+    (checkpointer, {"every": "5"}),
+    (checkpointer, {"every": 5.0}),
+    (checkpointer, {"anchor_every": "16"}),
+    (checkpointer, {"restores": 1.5}),
+    (checkpointer, {"jobs": 0}),
+    (checkpointer, {"jobs": "2"}),
+    (chain, {"options": {"exact": 1}}),
+    (written_by_dcp, {"options": {"exact": 1}}),
+    (accelerated, {"options": {"exact": 1}}),
+    (sharded, {"options": {"exact": 1}}),
+    (sharded, {"keep_last": "3"}),
+    (chain_options, {"exact": 1.0}),
+    (chain_options, {"anchor_every": "16"}),
+    (chain_options, {"jobs": 0}),
+    (calibration, {"memory_cap": "1 GB"}),
+    (sensitivity, {"beta": "0.9"}),
+    (ckptz.plan_run, {"parameters": "7B"}),
+    (ckptz.plan_run, {"parameters": HUGE}),
+    (lambda **settings: ckptz.plan_run(7e9, **settings), {"bytes_per_parameter": "12"}),
+    (lambda **settings: ckptz.plan_run(7e9, **settings), {"keep": "5"}),
+    (lambda **settings: ckptz.plan_run(7e9, **settings), {"between_failures": None}),
+    (compress, {"step": "5"}),
+    (compress, {"step": 5.0}),
+    (compress, {"budget": 0.01}),
+    (compress, {"search": "grid"}),
+    (prune, {"keep": {"last": 2}}),
+    (prune, {"after": "1"}),
+    (saved, {"jobs": "2"}),
+    (saved, {"jobs": 0}),
+    (saved, {"jobs": -1}),
+    (loaded, {"jobs": 2.0}),
+    (loaded, {"jobs": 0}),
+    (loaded, {"max_decoded_bytes": "1 GB"}),
+    (applied, {"max_decoded_bytes": "1 GB"}),
+    (ckptz.warm_up, {"jobs": 0}),
+    (lambda **settings: Publisher("published", **settings), {"anchor_every": "10"}),
+    (lambda **settings: Publisher("published", **settings), {"keep_anchors": 2.0}),
+    (lambda **settings: Publisher("published", **settings), {"jobs": "2"}),
+    (lambda **settings: Follower("published", **settings), {"jobs": 0}),
+    (followed, {"step": "1"}),
+    (Uniform, {"bits": "8"}),
+    (Uniform, {"bits": 8.0}),
+    (Uniform, {"block": 256.0}),
+    (Uniform, {"rans": "no"}),
+    (TopK, {"share": "0.1"}),
+    (TopK, {"values": 8.0}),
+    (Tiled, {"bits": "4"}),
+    (Tiled, {"tile": 64.0}),
+    (LinkPolicy, {"forward": "q8"}),
+    (LinkPolicy, {"warmup_steps": "3"}),
+    (LinkPolicy, {"seed": 0.5}),
+    (LinkPolicy, {"ef_decay": "0.5"}),
+    (LinkPolicy, {"feedback": ("ef",)}),
+    (policy_of, {"policy": {"forward": "q8"}}),
+    (lambda **settings: Link(dst=1, policy="safe", **settings), {"src": "0"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong"), WRONG, ids=[f"{call.__name__}-{str(wrong)[:60]}" for call, wrong in WRONG]
+)
+def test_a_wrong_type_is_refused_by_its_name(
+    call: Callable[..., object], wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        call(**wrong)
+    [(name, value)] = wrong.items()
+    assert re.search(rf"\b{name.replace('_', '[_ ]')}", str(caught.value))
+    assert repr(value)[:40] in str(caught.value)
+
+
+def test_a_folder_stays_as_it_is_under_rules_that_mean_nothing(tmp_path: Path) -> None:
+    """As a float for a count once made each prune a warning, and steps piled up."""
+    save_file(WEIGHTS, tmp_path / "step-1.ckptz")
+    with pytest.raises(ConfigError, match="exact must be a whole number"):
+        ckptz.prune(tmp_path, ckptz.KeepPolicy(last=1, exact=1.0))  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.ckptz"]
+
+
+def test_more_evaluations_side_by_side_than_a_machine_has_processes_for(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "a.safetensors")
+    (tmp_path / "evaluate.py").write_text("def loss(state):\n    return 1.0\n")
+    run = command_line(
+        *("compress", tmp_path / "a.safetensors", "--eval", f"{tmp_path / 'evaluate.py'}:loss"),
+        *("--max-drop", "1%", "--eval-workers", 10**19),
+        fails=True,
+    )
+    assert run.exit_code == 2
+    assert "workers must be 1..1024" in run.error
+
+
+SCALARS: list[Callable[[float], Any]] = [
+    np.float16,
+    np.float32,
+    np.float64,
+    np.longdouble,
+    np.array,
+    Fraction,
+    torch.tensor,
+    lambda value: torch.tensor(value, dtype=torch.bfloat16),
+]
+COUNTS: list[Callable[[int], Any]] = [np.uint8, np.int64, np.array, torch.tensor]
+
+
+@pytest.mark.parametrize("scalar", SCALARS)
+def test_a_file_does_not_depend_on_the_type_of_a_number(scalar: Callable[[float], Any]) -> None:
+    state = WEIGHTS | {"weight.exp_avg": WEIGHTS["weight"] / 8}
+    for made in (
+        lambda number: ckptz.Grid(step=number, dead_zone=number, moments=ckptz.Moments(first_step=number)),
+        lambda number: ckptz.KMeans(prune=number, protect=number / 8, sigma=number),
+    ):
+        given, usual = made(scalar(0.25)), made(0.25)
+        assert given == usual
+        assert hash(given) == hash(usual)
+        assert save(state, config=given) == save(state, config=usual)
+
+
+@pytest.mark.parametrize("scalar", COUNTS)
+def test_a_file_does_not_depend_on_the_type_of_a_count(scalar: Callable[[int], Any], tmp_path: Path) -> None:
+    given = ckptz.KMeans(levels=scalar(6), min_elements=scalar(64), layer_prune=[("head", scalar(0))])  # type: ignore[arg-type]
+    usual = ckptz.KMeans(levels=6, min_elements=64, layer_prune=(("head", 0),))
+    assert given == usual
+    assert save(WEIGHTS, config=given) == save(WEIGHTS, config=usual)
+    save_file(WEIGHTS, tmp_path / "a.safetensors")
+    for name, step in (("given", scalar(5)), ("usual", 5)):
+        ckptz.compress(tmp_path / "a.safetensors", tmp_path / f"{name}.ckptz", step=step, jobs=scalar(1))
+    assert (tmp_path / "given.ckptz").read_bytes() == (tmp_path / "usual.ckptz").read_bytes()
+    policy = LinkPolicy(forward=TopK(0.5, values=scalar(8)), backward=Uniform(scalar(8)), seed=scalar(3))
+    assert policy.digest == LinkPolicy(forward=TopK(0.5), backward=Uniform(), seed=3).digest
+    assert astuple(ckptz.KeepPolicy(last=scalar(2))) == astuple(ckptz.KeepPolicy(last=2))
+
+
+def test_whole_numbers_for_others_stay_whole() -> None:
+    """As they always did, and so do the bytes of records."""
+    assert type(ckptz.Grid(step=2).step) is int
+    assert type(ckptz.Grid(step=np.int64(2)).step) is int
+    assert type(ckptz.Grid(step=np.float64(2)).step) is float
+    assert ckptz.Lossless(sparse=np.True_) == ckptz.Lossless(sparse=True)  # type: ignore[arg-type]
+    assert type(ckptz.Lossless(sparse=np.True_).sparse) is bool  # type: ignore[arg-type]
+    assert (whole("n", True), real("n", False)) == (1, 0)
+    assert not any(isinstance(one, bool) for one in (whole("n", True), real("n", False)))
+
+
+def test_any_number_of_threads_may_be_asked_for() -> None:
+    """As they only start when there is work for them."""
+    with Workers(10**19) as workers:
+        assert list(workers.map(abs, (-1, -2))) == [1, 2]
