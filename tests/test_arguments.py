@@ -89,6 +89,20 @@ def compress(**settings: Any) -> object:
     return ckptz.compress("a.ckptz", "b.ckptz", **settings)
 
 
+def restore(**settings: Any) -> object:
+    save_file(WEIGHTS, "a.ckptz")
+    return ckptz.restore("a.ckptz", "a.safetensors", **settings)
+
+
+def diff(**settings: Any) -> object:
+    save_file(WEIGHTS, "a.ckptz")
+    return ckptz.diff("a.ckptz", "a.ckptz", **settings)
+
+
+def resume_check(**settings: Any) -> object:
+    return ckptz.resume_check("a", "b", losses=True, **settings)
+
+
 def prune(**settings: Any) -> object:
     save_file(WEIGHTS, "step-1.ckptz")
     return ckptz.prune(".", **settings)
@@ -148,6 +162,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (search, {"max_evaluations": 2.5}),
     (search, {"budgets": 0.01}),
     (search, {"budgets": (0.01,)}),
+    (search, {"cubes": 5}),
     (search, {"template": "grid"}),
     (search, {"parent": {"step": 1}}),
     (ckptz.SearchOptions, {"proxy_error": "1"}),
@@ -178,6 +193,11 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (compress, {"search": "grid"}),
     (prune, {"keep": {"last": 2}}),
     (prune, {"after": "1"}),
+    (restore, {"max_decoded_bytes": "1 GB"}),
+    (diff, {"top": "2"}),
+    (diff, {"top": -1}),
+    (diff, {"sort": "size"}),
+    (resume_check, {"tolerance": "0"}),
     (saved, {"jobs": "2"}),
     (saved, {"jobs": 0}),
     (saved, {"jobs": -1}),
@@ -293,6 +313,11 @@ def test_whole_numbers_for_others_stay_whole() -> None:
     assert type(ckptz.Lossless(sparse=np.True_).sparse) is bool  # type: ignore[arg-type]
     assert (whole("n", True), real("n", False)) == (1, 0)
     assert not any(isinstance(one, bool) for one in (whole("n", True), real("n", False)))
+
+
+def test_a_limit_of_bytes_may_be_written_as_a_float() -> None:
+    for limit in (1e9, float("inf"), np.int64(1 << 30)):
+        assert load(save(WEIGHTS), max_decoded_bytes=limit).keys() == WEIGHTS.keys()  # type: ignore[arg-type]
 
 
 def test_any_number_of_threads_may_be_asked_for() -> None:

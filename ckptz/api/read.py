@@ -15,7 +15,7 @@ from typing import Any, Final
 from ckptz.codec.units import CHUNK_UNITS, Part, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
-from ckptz.errors import LimitError, whole
+from ckptz.errors import LimitError, real
 from ckptz.frameworks import Device, Framework, Selection, units_per_element
 from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
@@ -73,7 +73,7 @@ def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
     Raises:
         LimitError: it would not fit.
     """
-    limit = None if max_decoded_bytes is None else whole("max_decoded_bytes", max_decoded_bytes)
+    limit = None if max_decoded_bytes is None else real("max_decoded_bytes", max_decoded_bytes)
     if limit is None and n_bytes >= CHECKED_BYTES:
         limit = available_memory()
     if limit is not None and n_bytes > limit:

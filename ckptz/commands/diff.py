@@ -17,7 +17,7 @@ from ckptz.codec.plan import Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.byte_source import path_of
 from ckptz.container.reader import FrameSource, check_empty
-from ckptz.errors import whole
+from ckptz.errors import ConfigError, whole
 from ckptz.formats.inputs import open_any
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.floats import Units
@@ -135,11 +135,15 @@ def diff(
 
     Raises:
         FileNotFoundError: no such file.
+        ConfigError: `top` or `sort` is none that there is.
         FormatError: a file is damaged.
         MissingBaseError: a chain is incomplete.
     """
     start = time.perf_counter()
-    top = None if top is None else whole("top", top)
+    if sort not in _ORDERS:
+        raise ConfigError(f"sort must be one of {', '.join(_ORDERS)}, got {sort!r}")
+    if top is not None and (top := whole("top", top)) < 0:
+        raise ConfigError(f"top must be at least 0, or None for all, got {top}")
     with contextlib.ExitStack() as held:
         a = held.enter_context(contextlib.closing(open_any(path_of(first), paths(search_path))))
         b = held.enter_context(contextlib.closing(open_any(path_of(second), paths(search_path))))

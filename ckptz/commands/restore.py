@@ -16,7 +16,7 @@ from ckptz.container.byte_source import path_of
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
-from ckptz.errors import ConfigError, FormatError, LimitError
+from ckptz.errors import ConfigError, FormatError, LimitError, real
 from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
 from ckptz.formats.inputs import Input, open_input
@@ -171,7 +171,7 @@ def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *,
 
 def _check_size(name: str, n_bytes: int, target: Path, kind: Written, max_decoded_bytes: int | None) -> None:
     """Refuse before the first byte is written; a few stored bytes may announce terabytes."""
-    if max_decoded_bytes is not None and n_bytes > max_decoded_bytes:
+    if max_decoded_bytes is not None and n_bytes > real("max_decoded_bytes", max_decoded_bytes):
         raise LimitError(
             f"{name}: decodes to {n_bytes} bytes, and {max_decoded_bytes} are allowed; "
             "allow more if you trust the file"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ckptz.encoding.subject import InputMoments
-from ckptz.errors import CalibrationError, ConfigError, whole
+from ckptz.errors import CalibrationError, ConfigError, real
 from ckptz.guidance.files import (
     WEIGHT_AXIS,
     CalibrationContent,
@@ -78,8 +78,7 @@ class Calibration:
     """
 
     def __init__(self, model: nn.Module, *, memory_cap: int = MEMORY_CAP) -> None:
-        memory_cap = whole("memory_cap", memory_cap)
-        if memory_cap <= 0:
+        if not real("memory_cap", memory_cap) > 0:
             raise ConfigError(f"memory_cap is a number of bytes, got {memory_cap}")
         self._model = unwrapped(model)
         named = named_parameters(self._model)

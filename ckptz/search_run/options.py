@@ -106,9 +106,12 @@ class SearchOptions:
             raise ConfigError(f"max_evaluations must be at least 0, got {self.max_evaluations}")
 
     def _check_kinds(self) -> None:
-        if not (isinstance(self.budgets, tuple) and all(isinstance(one, Budget) for one in self.budgets)):
-            raise ConfigError(f"budgets must be a tuple of ckptz.Budget, got {self.budgets!r}")
-        for name, method in (("template", self.template), ("parent", self.parent or self.template)):
+        for name, kind in (("budgets", Budget), ("cubes", str)):
+            given = getattr(self, name)
+            if not (isinstance(given, tuple | list) and all(isinstance(one, kind) for one in given)):
+                raise ConfigError(f"{name} must be a tuple of {kind.__name__}, got {given!r}")
+        parent = self.template if self.parent is None else self.parent
+        for name, method in (("template", self.template), ("parent", parent)):
             if not isinstance(method, Method):
                 raise ConfigError(f"{name} must be settings such as ckptz.Grid(), got {method!r}")
 
