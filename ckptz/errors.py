@@ -189,7 +189,8 @@ def own_numbers(settings: Any) -> None:
         ConfigError: names a field that holds something else.
     """
     for field in dataclasses.fields(settings):
-        kind, _, other = str(field.type).partition(" | ")
+        written = getattr(field.type, "__name__", str(field.type))  # text where annotations are not evaluated
+        kind, _, other = written.partition(" | ")
         given = getattr(settings, field.name)
         if kind in _TAKEN and not (given is None and other == "None"):
             object.__setattr__(settings, field.name, _TAKEN[kind](field.name, given))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, field, make_dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import ckptz
 from ckptz.api.apply import apply_
 from ckptz.errors import ConfigError, real, whole
+from ckptz.methods.method import Method
 from ckptz.numpy import load, save, save_file
 from ckptz.parallel import Workers
 from ckptz.sync import Follower, Publisher
@@ -318,6 +319,16 @@ def test_whole_numbers_for_others_stay_whole() -> None:
 def test_a_limit_of_bytes_may_be_written_as_a_float() -> None:
     for limit in (1e9, float("inf"), np.int64(1 << 30)):
         assert load(save(WEIGHTS), max_decoded_bytes=limit).keys() == WEIGHTS.keys()  # type: ignore[arg-type]
+
+
+def test_methods_from_elsewhere_are_checked_alike() -> None:
+    fields: list[Any] = [("gain", float, field(default=1.0)), ("least", "int | None", field(default=None))]
+    method: Any = make_dataclass("Theirs", fields, bases=(Method,), frozen=True)
+    assert method() == method(gain=np.float32(1))
+    assert type(method(gain=np.float32(1)).gain) is float
+    for wrong in ({"gain": "1"}, {"least": 1.5}):
+        with pytest.raises(ConfigError, match=r"gain must be a number|least must be a whole number"):
+            method(**wrong)
 
 
 def test_any_number_of_threads_may_be_asked_for() -> None:
