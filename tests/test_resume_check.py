@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptz import Checkpointer, resume_check
+from ckptz import Checkpointer, KMeans, resume_check
 from ckptz.codec.units import CHUNK_UNITS
 from ckptz.commands.resume_check import FirstDifference
 from ckptz.errors import ConfigError, CorruptionError
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of
 from ckptz_cli.diff import DIFFERENT
 from tests.support.cli_support import Row, a_state, ckptz, write_plain
 
@@ -163,6 +164,65 @@ def test_a_step_stands_for_both_its_files(tmp_path: Path) -> None:
     assert found is not None
     assert (found.part, found.kind) == ("optimizer", "only in B")
     assert ckptz("resume-check", f"{tmp_path / 'a'}@3", tmp_path / "a", fails=True).exit_code == 5
+
+
+def test_a_folder_stands_for_all_that_was_saved_in_it(tmp_path: Path) -> None:
+    trained(tmp_path / "a", 1)
+    trained(tmp_path / "b", 1, nudge=1.0)
+    found = resume_check(tmp_path / "a", tmp_path / "b").difference
+    assert found is not None
+    assert (found.part, found.name) == ("optimizer", "optimizer.weight.exp_avg")
+
+
+# --- folders of the Trainer and of accelerate -----------------------------------------------------
+
+
+def saved(folder: Path, moment: float, lr: float, seed: float, options: ChainOptions = DEFAULTS) -> Path:
+    """What the Trainer's mixin writes on two ranks, and a file of the Trainer's own."""
+    states = {
+        "model": {"w": torch.linspace(0, 1, 4096).reshape(64, 64)},
+        "state": {"optimizer": {"w": {"exp_avg": torch.full((3,), moment)}}, "groups": [{"lr": lr}]},
+        "rng-00000": {"rng": {"host": torch.zeros(2)}},
+        "rng-00001": {"rng": {"host": torch.full((2,), seed)}},
+    }
+    folder.mkdir()
+    for name, state in states.items():
+        Chain(options).write(folder / f"{name}.ckptz", job_of(state, 2))
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_of_the_trainer_is_compared_whole(tmp_path: Path) -> None:
+    a = saved(tmp_path / "checkpoint-2", 0.0, 0.1, 1.0)
+    assert "not compared: trainer_state.json" in ckptz("resume-check", a, a).stdout
+    assert resume_check(a, a).n_equal == 5
+    for i, (changed, name) in enumerate(
+        (
+            ((1.0, 0.1, 1.0), "optimizer.w.exp_avg"),
+            ((0.0, 0.2, 1.0), "groups.0.lr"),
+            ((0.0, 0.1, 2.0), "rng-00001.rng.host"),
+        )
+    ):
+        found = resume_check(a, saved(tmp_path / f"other-{i}", *changed)).difference
+        assert found is not None
+        assert found.name == name
+
+
+def test_files_of_other_programs_beside_a_model_are_named(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", 0.0, 0.1, 1.0)
+    for path in a.glob("*.ckptz"):
+        if path.name != "model.ckptz":
+            path.unlink()
+    (a / "optimizer.bin").write_bytes(b"a pickle of accelerate")
+    assert resume_check(a, a).not_compared == ("optimizer.bin", "trainer_state.json")
+
+
+def test_a_lossy_folder_of_the_trainer_is_compared_as_exactly_as_it_is_there(tmp_path: Path) -> None:
+    lossy = ChainOptions(config=KMeans(levels=4, min_elements=1))
+    a = saved(tmp_path / "a", 0.0, 0.1, 1.0)
+    b = saved(tmp_path / "b", 0.0, 0.1, 1.0, lossy)
+    assert list(b.glob("model.exact-*"))
+    assert resume_check(a, b).is_equal
 
 
 # --- losses ---------------------------------------------------------------------------------------

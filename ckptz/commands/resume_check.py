@@ -20,12 +20,15 @@ from ckptz.codec.units import TensorSource, Units, chunk_bounds
 from ckptz.commands.diff import NUMBERS, Compared, Difference, Pair, difference_of, sums_of
 from ckptz.container.byte_source import FileBytes, path_of
 from ckptz.errors import ConfigError, CorruptionError, real
-from ckptz.formats.inputs import open_any
+from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.roles import STATE_ROLES, role_of
+from ckptz.store.links import residual_of
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
+from ckptz.store.runs import newest_checkpoint
 from ckptz.store.step_files import StepFile
 from ckptz.tree.leaves import TensorRef, View
 from ckptz.tree.skeleton import label, parse_tree
@@ -34,6 +37,9 @@ Part = Literal["weights", "optimizer", "rest", "losses"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "optimizer", "rest")
 MAX_LOSS_BYTES: Final = 256 << 20
 _STEP_OF_FOLDER: Final = re.compile(r"(.+)@(\d{1,19})", re.DOTALL)
+_MODEL: Final = f"model{SUFFIX}"
+_BESIDE: Final = re.compile(r"(state|rng-\d+|model_\d+)\.ckptz")  # of a model, as integrations name them
+_OURS: Final = (SUFFIX, PLAIN_SUFFIX)
 _REST: Final = ("rng", "extra", "groups", "classes")  # what a Checkpointer saves beside model and optimizer
 
 
@@ -71,6 +77,7 @@ class ResumeReport(Shown):
         n_equal: tensors and plain values, or steps, that were found equal before anything differed.
         difference: the first one, in the order weights, optimizer, rest, each as A stores it; or None.
         seconds: time taken.
+        not_compared: files of the two folders that were not read, such as those that frameworks write.
     """
 
     first: str
@@ -79,6 +86,7 @@ class ResumeReport(Shown):
     n_equal: int
     difference: FirstDifference | None
     seconds: float
+    not_compared: tuple[str, ...] = ()
 
 
 def resume_check(
@@ -94,8 +102,8 @@ def resume_check(
     """Find the first thing in which two saved states, or two records of losses, differ.
 
     Args:
-        first: A, whatever `diff` takes, or "DIR@STEP" for all of a step that a Checkpointer wrote, as
-            exact as it is there.
+        first: A, whatever `diff` takes, or "DIR@STEP" for all of a step that a Checkpointer wrote. A
+            folder of `.ckptz` files stands for all of its newest checkpoint. Both are as exact as may be.
         second: B.
         losses: the files are records of losses: a number a line, or JSON objects with "loss" and maybe
             "step". Steps that only one of them has are left out.
@@ -115,12 +123,14 @@ def resume_check(
         raise ConfigError(
             f"tolerance {tolerance}: is for losses, and at least 0; tensors are compared by bits"
         )
+    left: frozenset[str] = frozenset()
     if losses:
         n_equal, found = _compare_losses(path_of(first), path_of(second), tolerance)
     else:
         with contextlib.ExitStack() as held:
             a, b = (_open(path_of(path), paths(search_path), held) for path in (first, second))
             n_equal, found = _compare_states(a, b, held.enter_context(Workers(jobs)), progress)
+            left = a.left | b.left
     return ResumeReport(
         first=str(first),
         second=str(second),
@@ -128,6 +138,7 @@ def resume_check(
         n_equal=n_equal,
         difference=found,
         seconds=time.perf_counter() - start,
+        not_compared=tuple(sorted(left)),
     )
 
 
@@ -136,32 +147,74 @@ def resume_check(
 
 @dataclass(frozen=True, slots=True)
 class _OpenState:
-    """Tensors by name, and the plain values between them by path."""
+    """Tensors by name, the plain values between them by path, and files of its folder that are not read."""
 
     tensors: Mapping[str, TensorSource]
     values: Mapping[str, str]
+    left: frozenset[str]
 
 
 def _open(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> _OpenState:
+    def opened(file: Path) -> Input:
+        return held.enter_context(contextlib.closing(open_input(file, search_path)))
+
+    try:
+        inputs = [opened(file) for file in _files(path)]
+    except ConfigError:
+        files = _newest(path) if path.is_dir() else []
+        if not files:
+            raise
+        inputs = [opened(file) for file in files]
     tensors: dict[str, TensorSource] = {}
     values: dict[str, str] = {}
-    for file in _files(path):
-        opened = held.enter_context(contextlib.closing(open_any(file, search_path)))
-        tensors |= opened.tensors
-        values |= {} if opened.tree is None else dict(_values(parse_tree(opened.tree).root))
-    return _OpenState(tensors, values)
+    for one in inputs:
+        found = {} if one.tree is None else dict(_values(parse_tree(one.tree).root))
+        # Each rank has its random numbers, and each model its weights, under the same names.
+        is_taken = not (tensors.keys().isdisjoint(one.tensors) and values.keys().isdisjoint(found))
+        prefix = f"{one.stem}." if is_taken else ""
+        tensors |= {f"{prefix}{name}": source for name, source in one.tensors.items()}
+        values |= {f"{prefix}{name}": value for name, value in found.items()}
+    return _OpenState(tensors, values, frozenset(_left(inputs[0]) if path.is_dir() else ()))
+
+
+def _left(opened: Input) -> Iterator[str]:
+    """Name the files beside those of an opened folder that hold something else, or code."""
+    if opened.kind == "folder":
+        yield from (*dict(opened.carried), *opened.left_out)
+    elif opened.kind != "dcp":
+        names = (file.name for file in path_of(opened.name).parent.iterdir() if file.is_file())
+        yield from (name for name in names if not name.startswith(".") and not name.endswith(_OURS))
 
 
 def _files(path: Path) -> list[Path]:
-    """The path itself, or for DIR@STEP the one or two files of the step, residuals in place of lossy ones."""
+    """Give the path itself, or for DIR@STEP the files of the step."""
     match = _STEP_OF_FOLDER.fullmatch(str(path))
     if match is None or path.exists() or not Path(match[1]).is_dir():
         return [path]
-    step, folder = int(match[2]), Path(match[1])
+    return _of_step(Path(match[1]), int(match[2]))
+
+
+def _of_step(folder: Path, step: int) -> list[Path]:
+    """List the one or two files of a Checkpointer's step, residuals in place of lossy ones."""
     lossy = [StepFile(step, "weights"), StepFile(step, "state")]
     if not (folder / lossy[1].name).exists():  # a keep rule may have taken the state
         lossy = lossy[:1]
     return [folder / (file.exact if (folder / file.exact.name).exists() else file).name for file in lossy]
+
+
+def _newest(folder: Path) -> list[Path]:
+    """List the files of a folder's newest checkpoint, if it has one, residuals in place of lossy ones.
+
+    The Trainer and accelerate have what belongs to it beside `model.ckptz`.
+    """
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return []
+    if (file := StepFile.parse(newest.name)) is not None:
+        return _of_step(newest.parent, file.step)
+    beside = sorted(path for path in newest.parent.iterdir() if _BESIDE.fullmatch(path.name))
+    files = [newest, *(beside if newest.name == _MODEL else [])]
+    return [exact if (exact := residual_of(file)).exists() else file for file in files]
 
 
 def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

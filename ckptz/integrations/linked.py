@@ -48,7 +48,7 @@ from ckptz.methods.table import checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
-from ckptz.store.links import BASE_PREFIX, digest_of, link_chain, link_origin
+from ckptz.store.links import BASE_PREFIX, link_chain, link_origin, residual_of
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import (
     MAX_DEPTH,
@@ -307,15 +307,6 @@ def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
         bases=residual_bases(lossy),
         guides={},
     )
-
-
-def residual_of(path: Path, named: Path | None = None) -> Path:
-    """Give the path of the residual of the file at `path`, whether there is one or not.
-
-    `named` is what the file will be called, if it has another name now.
-    """
-    named = path if named is None else named
-    return named.with_name(f"{named.stem}{EXACT}{digest_of(path)}{SUFFIX}")
 
 
 def residuals_of(path: Path) -> list[Path]:

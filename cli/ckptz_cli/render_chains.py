@@ -212,9 +212,10 @@ def resumed_line(report: ResumeReport) -> str:
     """Say what differs first, or that nothing does."""
     names = f"{printable(report.first)} and {printable(report.second)}"
     first = report.difference
+    left = f"; not compared: {', '.join(map(printable, report.not_compared))}" if report.not_compared else ""
     if first is None:
-        return f"{names}: no difference, all {report.n_equal} are equal, {report.seconds:.2f} s"
-    after = f"; {report.n_equal} before it are equal"
+        return f"{names}: no difference, all {report.n_equal} are equal{left}, {report.seconds:.2f} s"
+    after = f"; {report.n_equal} before it are equal{left}"
     if first.part == "losses":
         at = f"step {first.name}: {first.value_a} in A, {first.value_b} in B"
         return f"{names}: losses differ first at {at}{after}"

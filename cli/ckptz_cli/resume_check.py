@@ -14,6 +14,7 @@ from ckptz_cli.session import Session, progress_bar
 EPILOG = f"""\b
 Examples:
   ckptz resume-check run@200 resumed@200
+  ckptz resume-check run/checkpoint-200 resumed/checkpoint-200
   ckptz resume-check before.pt after.pt
   ckptz resume-check --losses log.jsonl resumed.jsonl --tolerance 1e-6
 
@@ -40,8 +41,9 @@ Ends with 0 if nothing differs, and with {DIFFERENT} if something does.
 def resume_check(session: Session, /, first: Path, second: Path, **how: Any) -> None:
     """Name the first thing in which two saved states, or the losses of two runs, differ.
 
-    A and B may be any checkpoints, or DIR@STEP for both files of a step that a Checkpointer wrote. Weights
-    are compared first, then the state of the optimizer, then the rest, plain values included; the user's own
+    A and B may be any checkpoints, or DIR@STEP for both files of a step that a Checkpointer wrote. A folder
+    of .ckptz files stands for its newest checkpoint, with all that was saved beside the weights. Weights are
+    compared first, then the state of the optimizer, then the rest, plain values included; the user's own
     metadata are not.
 
     With --losses they are text with a number a line, or JSON lines with "loss" and maybe "step"; steps that
