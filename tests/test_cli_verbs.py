@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+import ckptz.numpy as ckptz_numpy
+from ckptz import compress, restore
 from ckptz.dtypes import DTYPES
+from ckptz.errors import ConfigError
 from ckptz_cli.main import main
 from tests.support.cli_support import (
     Chain,
@@ -131,6 +134,38 @@ def test_a_plain_file_restores_to_torch_if_asked(chain: Chain) -> None:
     ckptz("restore", chain.anchor, "--to", "pt")
     back = torch.load(chain.folder / "step-1.pt", weights_only=True)
     assert torch.equal(back["counts"], torch.arange(12).reshape(3, 4))
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_an_output_that_ends_with_a_separator_is_a_folder(
+    in_python: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = write_plain(tmp_path / "model.safetensors", a_state())
+    if in_python:
+        compress(str(model), "packed/")
+        restore("packed/model.ckptz", "back/")
+    else:
+        ckptz("compress", model, "-o", "packed/")
+        ckptz("restore", "packed/model.ckptz", "-o", "back/")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == model.read_bytes()
+    with pytest.raises(ConfigError, match=r"model.safetensors: the name means a folder.*this is a file"):
+        restore("packed/model.ckptz", f"{model}/")
+
+
+@pytest.mark.parametrize("verb", ["rebase", "fold", "apply", "report"])
+def test_verbs_that_write_one_file_refuse_an_output_that_ends_with_a_separator(
+    verb: str, chain: Chain
+) -> None:
+    inputs = {
+        "fold": [f"{chain.anchor}..{chain.delta}"],
+        "apply": [chain.delta, "--to", chain.first],
+    }.get(verb, [chain.delta])
+    run = ckptz(verb, *inputs, "-o", f"{chain.folder}/new/", fails=True)
+    assert "new/: is written as a folder; name a file" in run.stderr
+    with pytest.raises(ConfigError, match="is written as a folder"):
+        ckptz_numpy.save_file({"w": np.zeros(3)}, f"{chain.folder}/new/")
+    assert not (chain.folder / "new").exists()
 
 
 # --- what is said ---------------------------------------------------------------------------------

@@ -144,8 +144,9 @@ def compress(
 
     Args:
         inputs: `.safetensors`, torch or `.ckptz` files, or folders of shards; one or several.
-        output: for one input a file or an existing folder, for several or a chain a folder; by default
-            outputs stand beside their files and in their folders. A folder's other files are copied along.
+        output: for one input a file or an existing folder, for several or a chain a folder, as is any name
+            that ends with a separator; by default outputs stand beside their files and in their folders. A
+            folder's other files are copied along.
         config: lossless, or how tensors become lossy.
         search: find the configuration for budgets; `config` stays lossless then.
         budget: the same with all else by default: what may be lost, measured on the decoded tensors.
@@ -205,7 +206,7 @@ def compress(
     )
     reports = []
     with run.workers:
-        for report in _compress_all(run, _path(output), _path(base)):
+        for report in _compress_all(run, output, _path(base)):
             reports.append(report)
             if on_report is not None:
                 on_report(report)
@@ -253,11 +254,9 @@ def _check(run: _Run, base: Path | None) -> None:
         raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
 
 
-def _places(run: _Run, output: Path | None) -> list[Path]:
+def _places(run: _Run, output: PathLike | None) -> list[Path]:
     """Choose the outputs, and refuse files that are there, before the first is written."""
     places = places_for(run.sources, output, SUFFIX, is_chain=run.chain)
-    if output is not None and (run.chain or len(run.sources) > 1):
-        make_folder(output, parents=False)
     if len(run.sources) > 1 and not run.resume:
         for source, place in zip(run.sources, places, strict=True):
             if not source.is_dir():
@@ -265,7 +264,7 @@ def _places(run: _Run, output: Path | None) -> list[Path]:
     return places
 
 
-def _compress_all(run: _Run, output: Path | None, base_path: Path | None) -> Iterator[CompressReport]:
+def _compress_all(run: _Run, output: PathLike | None, base_path: Path | None) -> Iterator[CompressReport]:
     """Compress one after another; give the report of each when its file is published."""
     _check(run, base_path)
     places = _places(run, output)

@@ -16,7 +16,7 @@ from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.container.reader import Container
 from ckptz.errors import ConfigError, FormatError, MissingBaseError
-from ckptz.formats.targets import PathLike, check_target, naming_output, paths
+from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.methods.lossless import Lossless
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
@@ -129,7 +129,7 @@ def fold(
         ConfigError: not a range, or the output cannot be written.
         FormatError, MissingBaseError: A or B cannot be read.
     """
-    start, output = time.perf_counter(), Path(output)
+    start, output = time.perf_counter(), file_path(output)
     first_path, last_path = find_range(text, path_of(folder))
     with contextlib.ExitStack() as held:
         first = held.enter_context(contextlib.closing(open_checkpoint(first_path, paths(search_path))))
@@ -179,7 +179,7 @@ def export(
         ConfigError: the output cannot be written, or has another suffix.
         FormatError, MissingBaseError: the checkpoint cannot be read.
     """
-    start, output = time.perf_counter(), Path(output)
+    start, output = time.perf_counter(), file_path(output)
     if output.suffix not in (SUFFIX, PLAIN_SUFFIX):
         raise ConfigError(f"{output}: export writes {SUFFIX} or {PLAIN_SUFFIX} files; name one with -o")
     path = find_step(str(text), path_of(folder))
@@ -224,7 +224,7 @@ def apply(
         FormatError: a file is damaged.
     """
     start, delta, base = time.perf_counter(), path_of(delta), path_of(base)
-    output = None if output is None else Path(output)
+    output = None if output is None else file_path(output)
     with contextlib.ExitStack() as held:
         held.enter_context(contextlib.closing(opened := open_checkpoint(base, paths(search_path))))
         container = held.enter_context(contextlib.closing(_open_delta(delta)))

@@ -16,7 +16,7 @@ from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inli
 from ckptz.container.publish import publish
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.errors import CorruptionError, FormatError
-from ckptz.formats.targets import PathLike, check_target, naming_output, paths
+from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
@@ -155,7 +155,8 @@ def rebase(
         MissingBaseError: a base is not found.
         ConfigError: the output cannot be written.
     """
-    start, path, output = time.perf_counter(), path_of(path), None if output is None else Path(output)
+    start, path = time.perf_counter(), path_of(path)
+    output = None if output is None else file_path(output)
     with contextlib.ExitStack() as held:
         checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
         container = checkpoint.container

@@ -23,7 +23,7 @@ from ckptz.commands.log import LogReport, log
 from ckptz.container.publish import publish
 from ckptz.errors import CkptzError, ConfigError, FormatError
 from ckptz.formats.inputs import open_input
-from ckptz.formats.targets import PathLike, check_target, naming_output, paths
+from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.pages.charts import loaded
 from ckptz.pages.html import el
 from ckptz.pages.page import MARK, page
@@ -122,7 +122,7 @@ def report(
     given = [paths_] if isinstance(paths_, str | Path) or not isinstance(paths_, Sequence) else paths_
     folders, files, documents = _by_kind(paths(given))
     if output is not None:
-        _check_output(Path(output), files, force)
+        _check_output(file_path(output), files, force)
     made = _Maker(files, paths(search_path), tell or (lambda error: None))
     compared = made.compared(jobs, progress)
     searched = [SearchedFile(output=one.output, search=one.search) for one in searches if one.search]

@@ -90,7 +90,8 @@ def restore(
 
     Args:
         path: a `.ckptz` file, or the folder that was packed to one; bases are looked for beside it.
-        output: a file, or a folder if folders of shards were compressed; by default beside `path`.
+        output: a file, or a folder if folders of shards were compressed, or to keep the name; by default
+            beside `path`. A name that ends with a separator is a folder, and is made.
         to: what to write; by default what was compressed.
         jobs: threads, all cores by default.
         force: replace an existing output.
@@ -106,7 +107,7 @@ def restore(
         ConfigError: the output exists or would replace a file that is read.
         UnsupportedError: a folder whose file names this system cannot hold.
     """
-    start, path, output = time.perf_counter(), path_of(path), None if output is None else Path(output)
+    start, path = time.perf_counter(), path_of(path)
     with contextlib.closing(open_input(path, paths(search_path))) as opened:
         checkpoint = opened.checkpoint
         if opened.kind != "ckptz" or checkpoint is None:
@@ -144,12 +145,12 @@ def _kind_of(opened: Input, asked: OutputKind | None) -> Written:
     return "pt" if opened.tree is not None else "safetensors"
 
 
-def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *, force: bool) -> Path:
+def _target_of(opened: Input, path: Path, output: PathLike | None, kind: Written, *, force: bool) -> Path:
     """The file or folder to write; nothing in its place may be lost."""
     assert opened.checkpoint is not None
     read = opened.checkpoint.paths
     if kind == "dcp":
-        target = beside(path) / f"{stem_of(path)}.dcp" if output is None else output
+        target = beside(path) / f"{stem_of(path)}.dcp" if output is None else Path(output)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target}: is not an empty folder; name a new one with -o")
         return target
@@ -157,7 +158,7 @@ def _target_of(opened: Input, path: Path, output: Path | None, kind: Written, *,
         [target] = places_for([path], output, ".pt" if kind == "pt" else PLAIN_SUFFIX)
         check_target(target, read, force=force)
         return target
-    folder = beside(path) if output is None else output
+    folder = beside(path) if output is None else Path(output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; use -o FOLDER")
     assert opened.sharding is not None

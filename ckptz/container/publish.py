@@ -104,10 +104,12 @@ class Publication:
         replaces none, what the files `like` have in common.
 
         Raises:
-            ConfigError: something that is no file is in the place.
+            ConfigError: something that is no file is in the place, or the name is that of a folder.
         """
         if "://" in str(path):
             raise ConfigError(f"{path}: only local files are written; name one with -o")
+        if str(path).endswith(("/", os.sep)):
+            raise ConfigError(f"{path}: is written as a folder; name a file")
         target = Path(path)
         mode = mode_for(target, like)
         # The name says nothing of the target's, which may be as long as the file system allows.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ckptz.container.byte_source import is_url, path_of
+from ckptz.container.publish import make_folder
 from ckptz.errors import ConfigError, UnsupportedError
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -44,24 +45,43 @@ def beside(path: Path) -> Path:
     return Path() if is_url(path) else path.parent
 
 
-def places_for(
-    sources: Sequence[Path], output: Path | None, suffix: str, *, is_chain: bool = False
-) -> list[Path]:
-    """Choose where each source goes: a file; for a folder a folder, or a file if `output` has the suffix.
+def ends_as_folder(output: PathLike | None) -> bool:
+    """Tell whether an output is written as a folder, with a separator at its end, which a `Path` loses."""
+    return isinstance(output, str) and output.endswith(("/", os.sep))
 
-    Without `output`, files go beside their sources, and folders into themselves. Those of a chain always
-    share a folder, as there may be more of them later. Where names collide in one folder, as with
+
+def file_path(output: PathLike) -> Path:
+    """Give the path of an output that is one file.
+
+    Raises:
+        ConfigError: it is written as a folder.
+    """
+    if ends_as_folder(output):
+        raise ConfigError(f"{output}: is written as a folder; name a file")
+    return Path(output)
+
+
+def places_for(
+    sources: Sequence[Path], given: PathLike | None, suffix: str, *, is_chain: bool = False
+) -> list[Path]:
+    """Choose where each source goes: a file; for a folder a folder, or a file if the output has the suffix.
+
+    Without an output, files go beside their sources, and folders into themselves. Those of a chain always
+    share a folder, as there may be more of them later; so do several, and one that is given a name with a
+    separator at its end. This folder is made. Where names collide in one folder, as with
     `checkpoint-*/model.safetensors`, the name of the source's folder goes before.
 
     Raises:
         ConfigError: two sources would go to the same place, or several into a file.
     """
+    output, is_folder = None if given is None else path_of(given), ends_as_folder(given)
+    is_shared = is_chain or len(sources) > 1
     if output is None:
         places = [s if s.is_dir() else beside(s) / f"{stem_of(s)}{suffix}" for s in sources]
-    elif len(sources) == 1 and not is_chain and (sources[0].is_dir() or not output.is_dir()):
+    elif not is_shared and (sources[0].is_dir() or not (is_folder or output.is_dir())):
         places = [output]
-    elif not output.is_dir() and (output.exists() or output.suffix == suffix):
-        what = "a chain needs" if is_chain else "several inputs need"
+    elif not output.is_dir() and (output.exists() or (is_shared and output.suffix == suffix)):
+        what = "a chain needs" if is_chain else "several inputs need" if is_shared else "the name means"
         raise ConfigError(f"{output}: {what} a folder as output, and this is a file")
     else:
         names = zip(sources, _distinct_stems(sources), strict=True)
@@ -69,6 +89,8 @@ def places_for(
     for place, n in Counter(places).items():
         if n > 1:
             raise ConfigError(f"{place}: {n} inputs would be written here; name their outputs one by one")
+    if output is not None and output not in places:
+        make_folder(output, parents=False)
     return places
 
 

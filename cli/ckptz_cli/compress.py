@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ckptz.commands.compress import CompressReport
+    from ckptz.formats.targets import PathLike
     from ckptz.progress import Progress
     from ckptz.roles import Rule
     from ckptz.search_run.run import TrialReport
@@ -105,7 +106,7 @@ def compress(
     session: Session,
     /,
     inputs: tuple[Path, ...],
-    output: Path | None,
+    output: PathLike | None,
     roles: Path | None,
     **given: Any,
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ckptz_cli.options import PATH, writing_options
 from ckptz_cli.session import Session, progress_bar
+
+if TYPE_CHECKING:
+    from ckptz.formats.targets import PathLike
 
 REBASE_EPILOG: Final = """\b
 Examples:
@@ -45,7 +48,7 @@ folder_option = click.option(
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Write here instead of replacing FILE.")
 @writing_options
 @click.pass_obj
-def rebase(session: Session, /, file: Path, output: Path | None, **how: Any) -> None:
+def rebase(session: Session, /, file: Path, output: PathLike | None, **how: Any) -> None:
     """Make a delta stand alone, so that its bases can go.
 
     Values and content id stay the same, so deltas that were made from FILE go on working. Lossless tensors
@@ -67,7 +70,7 @@ def rebase(session: Session, /, file: Path, output: Path | None, **how: Any) -> 
 @folder_option
 @writing_options
 @click.pass_obj
-def fold(session: Session, /, between: str, output: Path, **how: Any) -> None:
+def fold(session: Session, /, between: str, output: PathLike, **how: Any) -> None:
     """Write one delta in place of several: from checkpoint A straight to checkpoint B, bit for bit.
 
     A and B are files, or numbers of steps, which are looked up in DIR.
@@ -88,7 +91,7 @@ def fold(session: Session, /, between: str, output: Path, **how: Any) -> None:
 @folder_option
 @writing_options
 @click.pass_obj
-def export(session: Session, /, step: str, output: Path, **how: Any) -> None:
+def export(session: Session, /, step: str, output: PathLike, **how: Any) -> None:
     """Write one step of a chain as a file that needs no other.
 
     STEP is a file, or the number of a step, which is looked up in DIR. In a training run whose files are
@@ -114,7 +117,7 @@ def export(session: Session, /, step: str, output: Path, **how: Any) -> None:
 @writing_options
 @click.pass_obj
 def apply(
-    session: Session, /, delta: Path, base: Path, output: Path | None, in_place: bool, **how: Any
+    session: Session, /, delta: Path, base: Path, output: PathLike | None, in_place: bool, **how: Any
 ) -> None:
     """Bring a plain checkpoint up to date with a delta.
 

@@ -6,6 +6,7 @@ The table loads the library, so the options of methods are made when a command l
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -37,7 +38,10 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 class _Path(click.Path):
-    """A path or a URL; an empty one, as an unset variable gives, is not taken for the working folder."""
+    """A path or a URL; an empty one, as an unset variable gives, is not taken for the working folder.
+
+    An output that ends with a separator stays text, as only that says that it is a folder.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
@@ -50,7 +54,9 @@ class _Path(click.Path):
             from ckptz.container.byte_source import path_of
 
             return path_of(value)
-        return super().convert(value, param, ctx)
+        path = super().convert(value, param, ctx)
+        is_folder = isinstance(value, str) and value.endswith(("/", os.sep))
+        return value if is_folder and param is not None and param.name == "output" else path
 
 
 PATH: Final = _Path(path_type=Path)

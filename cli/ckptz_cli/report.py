@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptz_cli.options import PATH, force_option, jobs_option, search_path_option, session_options
 from ckptz_cli.session import Session, progress_bar
+
+if TYPE_CHECKING:
+    from ckptz.formats.targets import PathLike
 
 EPILOG = """\b
 Examples:
@@ -39,7 +42,7 @@ Examples:
 @search_path_option
 @session_options
 @click.pass_obj
-def report(session: Session, /, paths: tuple[Path, ...], output: Path, **how: Any) -> None:
+def report(session: Session, /, paths: tuple[Path, ...], output: PathLike, **how: Any) -> None:
     """Write a page that shows where the bytes are, what was lost, and how a run grew.
 
     PATH is a folder, and the page shows the run and the newest step from inside; or .ckptz files; or two

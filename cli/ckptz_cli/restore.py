@@ -12,6 +12,7 @@ from ckptz_cli.session import Session, progress_bar
 
 if TYPE_CHECKING:
     from ckptz.commands.restore import OutputKind
+    from ckptz.formats.targets import PathLike
 
 EPILOG = """\b
 Examples:
@@ -36,7 +37,7 @@ Examples:
 @writing_options
 @click.pass_obj
 def restore(
-    session: Session, /, file: Path, output: Path | None, kind: OutputKind | None, **how: Any
+    session: Session, /, file: Path, output: PathLike | None, kind: OutputKind | None, **how: Any
 ) -> None:
     """Write back what was compressed. From a lossless file every bit comes back.
 
