@@ -411,8 +411,18 @@ def test_a_named_metric_is_the_one_that_is_read() -> None:
     assert Budget(scores, metric="perplexity").read(scores({})) == Reading("perplexity", 7.0, True)
     found = Budget(scores, metric="f1", lower_is_better=False).read(scores({}))
     assert found == Reading("f1", 0.5, False)
-    with pytest.raises(ConfigError, match="without 'bleu'"):
+    with pytest.raises(ConfigError, match="without 'bleu'; it has 'f1', 'loss', 'perplexity'"):
         Budget(scores, metric="bleu").read(scores({}))
+
+
+def test_a_metric_that_a_plain_number_may_not_be_is_refused() -> None:
+    def perplexity(state: State) -> float:
+        return 7.0
+
+    for metric in ("loss", "accuracy", "perplexity"):
+        assert Budget(perplexity, metric=metric).read(7.0).metric == metric
+    with pytest.raises(ConfigError, match="about 'los'; write 'loss' or 'accuracy'"):
+        Budget(perplexity, metric="los").read(7.0)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -448,6 +458,7 @@ def test_a_probe_alone_takes_max_drop(folder: Path) -> None:
     [
         (("--eval", "{f}:logits"), "logits need --budget"),
         (("--eval", "{f}:logits", "--budget", "kl"), "is no budget"),
+        (("--eval", "{f}:loss", "--budget", "los<=1%"), "plain number, and the budget is about 'los'; write"),
         (("--eval", "{f}:logits", "--budget", "kl<=1%"), "give nats"),
         (("--eval", "{f}:logits", "--budget", "kl>=1"), "kl is better when lower"),
         (("--eval", "{f}:logits", "--budget", "kl<=-1"), "the number is what kl may rise by"),

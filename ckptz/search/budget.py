@@ -62,7 +62,8 @@ class Budget:
         max_drop: how much worse the value may be: a share of the exact state's own if `relative`.
         relative: False for an absolute difference, which values near zero require.
         lower_is_better: of a number; "loss", "accuracy", "kl" and "top1" know it themselves.
-        metric: which value of the dict counts, where the quality returns several.
+        metric: which value of the dict counts, where the quality returns several; of a number, "loss",
+            "accuracy" or the quality's own name.
         in_steps: `max_drop` counts steps of training instead, by which a restore may set the run back; of a
             `ResumeProbe` only.
 
@@ -112,10 +113,11 @@ class Budget:
         """Read the value in what the quality returned.
 
         Raises:
-            ConfigError: there is no number in it.
+            ConfigError: there is no number in it, or none of the budget's metric.
         """
         if not isinstance(result, Mapping):
             value = number(result, self.name)
+            self._check_is_of_number()
             known = self.lower_is_better if self.metric is None else self._is_lower_better(self.metric)
             return Reading(self.metric or self.name, value, known)
         keys = ["loss", "accuracy"] if self.lower_is_better else ["accuracy", "loss"]
@@ -125,7 +127,16 @@ class Budget:
             if key in result:
                 return Reading(key, number(result[key], self.name), self._is_lower_better(key))
         wanted = " or ".join(map(repr, sorted(keys, reverse=True)))
-        raise ConfigError(f"{self.name} returned a dict without {wanted}: {sorted(result)}")
+        found = ", ".join(sorted(map(repr, result))) or "nothing"
+        raise ConfigError(f"{self.name} returned a dict without {wanted}; it has {found}: name one of these")
+
+    def _check_is_of_number(self) -> None:
+        """Refuse a metric that a plain number may not be, as one that is written wrong."""
+        if self.metric is not None and self.metric not in (*_IS_LOWER_BETTER, self.name):
+            raise ConfigError(
+                f"{self.name} returned a plain number, and the budget is about {self.metric!r}; write "
+                f"'loss' or 'accuracy' (as in --budget 'loss<=1%'), or return a dict with {self.metric!r}"
+            )
 
     def _is_lower_better(self, metric: str) -> bool:
         return _IS_LOWER_BETTER.get(metric, self.lower_is_better)
