@@ -40,6 +40,7 @@ from ckptz.formats.inputs import open_input
 from ckptz.formats.pickled import read_pickled
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
+from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.methods.kmeans import KMeans
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_state
@@ -295,6 +296,43 @@ def test_damage_and_loss_are_noticed(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).unlink()
     with pytest.raises(CheckpointException, match="No such file"):
         load({"w": torch.zeros(3)}, tmp_path)
+
+
+def a_run(folder: Path, n_inputs: int = 4, **extra: Any) -> ShardedCheckpointer:
+    model = torch.nn.Linear(n_inputs, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return ShardedCheckpointer(folder, model, optimizer, extra=extra, background=False)
+
+
+@pytest.mark.parametrize(
+    ("places", "kind", "words"),
+    [
+        (("dtype",), UnsupportedError, "ckptz-index.json: tensor 'model.bias': dtype 'x'"),
+        (("chunks", 0, "tensor"), CorruptionError, "has no tensor 'x', which ckptz-index.json names; copy"),
+    ],
+)
+def test_a_step_with_an_odd_index_is_no_failure_of_the_disk(
+    places: tuple[Any, ...], kind: type[CkptzError], words: str, tmp_path: Path
+) -> None:
+    a_run(tmp_path).save(1)
+    path = tmp_path / "step-00000001" / INDEX_FILE
+    index = json.loads(path.read_text())
+    del index["checksum"]
+    index["version"] = 1
+    place = index["tensors"]["model.bias"]
+    for key in places[:-1]:
+        place = place[key]
+    place[places[-1]] = "x"
+    path.write_text(json.dumps(index))
+    with pytest.raises(kind, match=words):
+        a_run(tmp_path).restore(1)
+
+
+def test_a_step_of_another_model_is_no_failure_of_the_disk(tmp_path: Path) -> None:
+    a_run(tmp_path).save(1)
+    for other in (a_run(tmp_path, n_inputs=5), a_run(tmp_path, new=torch.nn.Linear(2, 2))):
+        with pytest.raises(ConfigError, match=r"step-00000001: was not .* restore into the model"):
+            other.restore(1)
 
 
 # --- torch's own folders -------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from ckptz.api.safe_open import PathLike, safe_open
 from ckptz.dtypes import dtype_of
-from ckptz.errors import CorruptionError
+from ckptz.errors import CorruptionError, naming
 from ckptz.frameworks.plain_types import from_plain
 from ckptz.frameworks.torch import torch_dtype
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
@@ -86,7 +86,8 @@ class CkptzStorageReader(InFolder, StorageReader):
         places: dict[MetadataIndex, Piece] = {}
         for name, tensor in index.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in tensor.chunks]
-            properties = TensorProperties(dtype=torch_dtype(dtype_of(tensor.dtype)))
+            with naming(f"{self.folder / INDEX_FILE}: tensor {name!r}"):
+                properties = TensorProperties(dtype=torch_dtype(dtype_of(tensor.dtype)))
             state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
             places |= {MetadataIndex(name, piece.offset): piece for piece in tensor.chunks}
         return Metadata(state, planner_data=index.paths, storage_data=(index, places))
@@ -124,6 +125,10 @@ class CkptzStorageReader(InFolder, StorageReader):
 
     def _read_file(self, path: Path, items: list[ReadItem], planner: LoadPlanner) -> None:
         with safe_open(path, "pt", jobs=self._jobs) as file:
+            wanted = {self._places[item.storage_index].tensor for item in items}
+            if missing := wanted.difference(file.keys()):
+                what = f"has no tensor {min(missing)!r}, which {INDEX_FILE} names; copy the folder whole"
+                raise CorruptionError(f"{path}: {what}, or take another step")
             for item in items:
                 self._read(file, item, planner)
 

@@ -20,7 +20,7 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -242,20 +242,23 @@ class ShardedCheckpointer:
             The step.
 
         Raises:
-            ConfigError: there is no such step.
+            ConfigError: there is no such step, or it is of another model, optimizer or extras.
             FormatError: a file is damaged.
+            OSError: a file cannot be read, or a rank was lost.
         """
         self.wait()
         if step not in self.steps():
             raise ConfigError(f"{self._folder}: step {step} is not there; steps() lists those that are")
         state = self._state()
         numbers = f"rng-{self._rank}-of-{self._n_ranks}"
-        if read_index(self._path(step)).ranks != self._n_ranks:
+        reader = CkptzStorageReader(self._path(step), jobs=self._options.jobs)
+        index, _ = reader.read_metadata().storage_data
+        if index.ranks != self._n_ranks:
             del state[numbers]
-        with _told(f"{self._path(step)}: was not restored"):
+        with _told(f"{self._path(step)}: was not restored", _of_restore):
             load(
                 state,
-                storage_reader=CkptzStorageReader(self._path(step), jobs=self._options.jobs),
+                storage_reader=reader,
                 process_group=self._group,
                 no_dist=self._n_ranks == 1,
             )
@@ -344,8 +347,19 @@ def _checked(folder: Path) -> tuple[Path, ...]:
     return ()
 
 
+def _of_save(cause: BaseException, what: str) -> Exception:
+    return WriteError(errno.EIO, f"{what}: {cause}")
+
+
+def _of_restore(cause: BaseException, what: str) -> Exception:
+    if type(cause) in (RuntimeError, ValueError):  # of torch's planner, which compares names and shapes
+        what = f"{what}: {str(cause).rstrip('.')}"
+        return ConfigError(f"{what}; restore into the model, optimizer and extras that were saved")
+    return OSError(getattr(cause, "errno", None) or errno.EIO, f"{what}: {cause}")
+
+
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _told(what: str, told: Callable[[BaseException, str], Exception] = _of_save) -> Iterator[None]:
     """Errors by their cause, with the rank that had it; torch's own is no `Exception`, and says traces."""
     try:
         with warnings.catch_warnings():
@@ -355,6 +369,6 @@ def _told(what: str) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, CkptzError) and not isinstance(cause, OSError):
             raise named(cause, f"{what}: rank {rank}") from error
-        raise WriteError(errno.EIO, f"{what}: rank {rank}: {cause}") from error
+        raise told(cause, f"{what}: rank {rank}") from error
     except RuntimeError as error:  # of gloo
-        raise WriteError(errno.EIO, f"{what}: a rank was lost: {error}") from error
+        raise told(OSError(errno.EIO, str(error)), f"{what}: a rank was lost") from error
