@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ckptz import Checkpointer
 from ckptz.container import publish
 from ckptz.errors import WriteError
+from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.store import steps as store_steps
 from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
 
@@ -85,6 +88,30 @@ def test_an_error_in_the_background_surfaces_once_at_the_next_call(
     checkpointer.save(2)
     checkpointer.close()
     assert loss_after(tmp_path)[0] == 2
+
+
+def test_training_may_go_to_another_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    runs = (Checkpointer("run", model), ShardedCheckpointer("sharded", model, background=False))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for run in runs:
+        with run:
+            run.save(1)
+        assert run.steps() == (1,)
+    assert not names_in(tmp_path / "elsewhere")
+
+
+def test_a_folder_that_was_removed_is_said_to_be(tmp_path: Path, gate: Gate) -> None:
+    gate.is_open.set()
+    with Run().checkpointer(tmp_path) as checkpointer:
+        gate.error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        checkpointer.save(1)
+        with pytest.raises(
+            WriteError, match=r"step 1 was not saved: .* the whole folder was removed meanwhile"
+        ):
+            checkpointer.wait()
 
 
 def test_a_full_disk_leaves_the_steps_before_and_nothing_else(

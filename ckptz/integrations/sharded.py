@@ -104,7 +104,8 @@ class ShardedCheckpointer:
         if snapshot not in ("device", "host"):
             raise ConfigError(f"snapshot must be 'device' or 'host', got {snapshot!r}")
         check_begins_alone(options)
-        self._folder, self._model, self._extra = Path(directory), model, dict(extra or {})
+        self._model, self._extra = model, dict(extra or {})
+        self._folder = Path(directory).absolute()  # training may go to another working folder
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._options, self._keep_last, self._is_background = options, keep_last, background
         self._stager = _DeviceStager() if snapshot == "device" else None

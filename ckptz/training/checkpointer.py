@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptz.codec.units import TensorSource
+from ckptz.container.byte_source import is_url
 from ckptz.container.caches import LastChunks
 from ckptz.encoding.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, whole
@@ -243,6 +245,8 @@ class Checkpointer:
         if jobs is None and background:
             self._jobs = max(1, self._jobs // BACKGROUND_SHARE)
         origin = None if base is None else origin_of(base, model_state(model))
+        # Training may go to another working folder.
+        directory = directory if is_url(directory) else Path(directory).absolute()
         self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
         self._snapshot = Snapshot()
         self._writer: Background[SaveReport] = Background()
@@ -320,7 +324,7 @@ class Checkpointer:
             The report on the last save that was completed.
 
         Raises:
-            WriteError: it could not be written; the steps before it are whole.
+            WriteError: it could not be written; the steps before it are as they were.
         """
         try:
             report, _ = self._writer.wait()
@@ -567,6 +571,8 @@ def _about(error: Exception, what: str) -> Exception:
     """The same kind of error that says what was lost."""
     if isinstance(error, OSError):
         remedy = "the steps before it are whole; make room or repair the disk, and save again"
+        if isinstance(error, FileNotFoundError):
+            remedy = "a file or the whole folder was removed meanwhile; see what is there, and save again"
         return WriteError(error.errno, f"{what}: {error.strerror or error}; {remedy}")
     if isinstance(error, CkptzError):
         return named(error, what)
