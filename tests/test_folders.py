@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -85,6 +86,22 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     """All files but the hidden ones, which are not carried over."""
     files = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
+
+
+def test_a_folder_with_a_plain_file_beside_its_shards_comes_back(folder: Path, tmp_path: Path) -> None:
+    save_file({"x": np.ones(3)}, folder / "extra.safetensors")
+    ckptz.compress(folder, tmp_path / "packed")
+    ckptz.restore(tmp_path / "packed", tmp_path / "back")
+    assert contents_of(tmp_path / "back") == contents_of(folder)
+    with pytest.raises(FormatError, match=r"holds no \.ckptz file, or several; name"):
+        ckptz.restore(folder)
+
+
+def test_a_plain_base_beside_a_packed_file_is_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
+    [report] = ckptz.compress(folder, tmp_path / "packed")
+    save_file({"a": np.ones(3)}, tmp_path / "packed" / "base-4f1c0a9b-model.safetensors")
+    with contextlib.closing(open_input(tmp_path / "packed")) as opened:
+        assert opened.name == report.output
 
 
 def test_a_sharded_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ckptz.container.reader import check_empty
 from ckptz.errors import ConfigError, FormatError, LimitError, real
 from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
+from ckptz.formats.folders import packed_in
 from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.sharding import write_folder, written_files
 from ckptz.formats.targets import (
@@ -108,11 +109,14 @@ def restore(
         UnsupportedError: a folder whose file names this system cannot hold.
     """
     start, path = time.perf_counter(), path_of(path)
+    if path.is_dir():  # files that a folder had beside its shards were copied along, plain ones too
+        path = packed_in(path, with_plain=True) or path
     with contextlib.closing(open_input(path, paths(search_path))) as opened:
         checkpoint = opened.checkpoint
         if opened.kind != "ckptz" or checkpoint is None:
+            if path.is_dir():
+                raise FormatError(f"{path}: holds no .ckptz file, or several; name the one to restore")
             raise FormatError(f"{path}: not a .ckptz file, so there is nothing to restore")
-        path = path_of(opened.name) if path.is_dir() else path
         kind = _kind_of(opened, to)
         target = _target_of(opened, path, output, kind, force=force)
         n_bytes = tensor_bytes(opened.tensors)

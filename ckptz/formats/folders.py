@@ -127,14 +127,15 @@ def open_folder(folder: Path) -> Input:
     )
 
 
-def packed_in(folder: Path) -> Path | None:
+def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
     """Find the only file that a folder was packed to; None if it holds shards, or several files of ours.
 
-    Second names of bases do not count.
+    Second names of bases do not count, nor do shards `with_plain`.
     """
     names = [entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith(".")]
-    packed = [name for name in names if name.endswith(SUFFIX) and not is_base_name(folder / name)]
-    is_plain = any(
+    names = [name for name in names if not is_base_name(folder / name)]
+    packed = [name for name in names if name.endswith(SUFFIX)]
+    is_plain = not with_plain and any(
         name.endswith(PLAIN_SUFFIX) or (name.endswith(TORCH_SUFFIX) and is_model_file(name)) for name in names
     )
     return folder / packed[0] if len(packed) == 1 and not is_plain else None
@@ -169,7 +170,7 @@ def is_model_file(file: str) -> bool:
 def _find_layout(folder: Path) -> _Layout:
     # No restore may write hidden files, and those of macOS (._model.bin) only look like shards.
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
-    plain = [name for name in names if name.endswith(PLAIN_SUFFIX)]
+    plain = [name for name in names if name.endswith(PLAIN_SUFFIX) and not is_base_name(folder / name)]
     # Trainers keep other pickles beside the model, as training_args.bin, which are no shards.
     torch = [name for name in names if name.endswith(TORCH_SUFFIX) and is_model_file(name)]
     for suffix, files in ((PLAIN_SUFFIX, plain), (TORCH_SUFFIX, torch)):
