@@ -164,7 +164,7 @@ def test_an_existing_output_is_kept_unless_forced(chain: Chain) -> None:
         old = target.read_bytes()
         run = ckptz(verb, source, fails=True)
         assert run.exit_code == 2
-        assert "--force" in run.error
+        assert "by force" in run.error
         assert target.read_bytes() == old
         ckptz(verb, source, "--force")
 

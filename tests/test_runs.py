@@ -130,6 +130,16 @@ def test_a_chain_is_pruned_but_for_what_is_needed(run: Path) -> None:
     assert content_of(run / "step-9.ckptz") == before
 
 
+def test_a_prune_tells_folders_from_files(run: Path, tmp_path: Path) -> None:
+    model = write_plain(tmp_path / "model.safetensors", a_state())
+    for step in (1, 2):
+        (tmp_path / "of-folders" / f"checkpoint-{step}").mkdir(parents=True)
+        ckptz("compress", model, "-o", tmp_path / "of-folders" / f"checkpoint-{step}")
+    line = ckptz("prune", tmp_path / "of-folders", "--keep-last", 1).stdout
+    assert "removed 1 folder, " in line
+    assert "would remove 2 files, " in ckptz("prune", run, "--after", 9, "--dry-run").stdout
+
+
 def test_a_rebased_file_frees_its_chain(run: Path) -> None:
     before = content_of(run / "step-11.ckptz")
     ckptz("rebase", run / "step-11.ckptz")

@@ -234,7 +234,7 @@ def test_sealing_twice_needs_force(file: Path) -> None:
     write_plain(file, a_state(seed=1))
     run = ckptz("seal", file, fails=True)
     assert run.exit_code == 2
-    assert "--force" in run.error
+    assert "by force" in run.error
     assert target.read_bytes() == before
     ckptz("seal", file, "--force")
     verify(file)

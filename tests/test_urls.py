@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import os
+import socket
 import threading
 import uuid
 from collections.abc import Iterator
@@ -134,6 +135,13 @@ def test_a_server_without_ranges_is_read_whole(served: str, folder: Path, tmp_pa
 def test_a_url_that_nothing_reads_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^nothing://run/x\.ckptz: cannot be read"):
         inspect("nothing://run/x.ckptz")
+
+
+def test_a_connection_that_fails_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/x.ckptz"
+        assert f"{url}: " in ckptz("inspect", url, fails=True).error
 
 
 # --- streams --------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def export(
     """
     start, output = time.perf_counter(), file_path(output)
     if output.suffix not in (SUFFIX, PLAIN_SUFFIX):
-        raise ConfigError(f"{output}: export writes {SUFFIX} or {PLAIN_SUFFIX} files; name one with -o")
+        raise ConfigError(f"{output}: export writes {SUFFIX} or {PLAIN_SUFFIX} files; name one")
     path = find_step(str(text), path_of(folder))
     with (
         contextlib.closing(open_checkpoint(path, paths(search_path))) as checkpoint,
@@ -232,7 +232,7 @@ def apply(
         target = base if output is None else output
         if output is not None:
             if output.suffix == SUFFIX:
-                raise ConfigError(f"{output}: apply writes {PLAIN_SUFFIX} files; name one with -o")
+                raise ConfigError(f"{output}: apply writes {PLAIN_SUFFIX} files; name one")
             check_target(output, read, force=force)
         elif opened.container is not None:
             what = "a .ckptz file is not replaced by a safetensors file; name another with -o"

@@ -156,7 +156,7 @@ def _target_of(opened: Input, path: Path, output: PathLike | None, kind: Written
     if kind == "dcp":
         target = beside(path) / f"{stem_of(path)}.dcp" if output is None else Path(output)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigError(f"{target}: is not an empty folder; name a new one with -o")
+            raise ConfigError(f"{target}: is not an empty folder; name a new one")
         return target
     if kind != "folder":
         [target] = places_for([path], output, ".pt" if kind == "pt" else PLAIN_SUFFIX)
@@ -164,7 +164,7 @@ def _target_of(opened: Input, path: Path, output: PathLike | None, kind: Written
         return target
     folder = beside(path) if output is None else Path(output)
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; use -o FOLDER")
+        raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; name a folder")
     assert opened.sharding is not None
     make_folder(folder, parents=False)
     check_holds(folder, written_files(opened.sharding))
@@ -186,7 +186,7 @@ def _check_size(name: str, n_bytes: int, target: Path, kind: Written, max_decode
     if needed > free:  # torch files are decoded to an unnamed file first
         raise LimitError(
             f"{name}: restoring takes {needed} bytes, and {folder} has {free} free; "
-            "free some space, or restore elsewhere with -o"
+            "free some space, or restore elsewhere"
         )
 
 

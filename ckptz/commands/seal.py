@@ -125,7 +125,7 @@ def seal(
     if not here or _is_ours(path):
         raise ConfigError(f"{path}: nothing to seal; {SUFFIX} files hold checksums, see ckptz verify")
     if os.path.lexists(target) and not force:
-        raise ConfigError(f"{target}: exists already; check it with ckptz verify, or replace it with --force")
+        raise ConfigError(f"{target}: exists already; check it with ckptz verify, or replace it by force")
     with Workers(jobs) as workers:
         reading = Reading(workers, progress)
         progress.start(str(path), sum(file.stat().st_size for _, file in here))

@@ -44,6 +44,7 @@ def path_of(given: str | os.PathLike[str]) -> Path:
 
     Raises:
         ConfigError: the library for URLs is not installed, or knows nothing of this kind.
+        OSError: there is no connection.
     """
     text = str(given) if is_url(given) else os.fspath(given)
     if text.startswith(FILE_URL):
@@ -52,10 +53,13 @@ def path_of(given: str | os.PathLike[str]) -> Path:
         return Path(text)
     try:  # optional, and slow to load: only a URL asks for it
         made: Path = importlib.import_module("upath").UPath(given)
-        made.exists()  # loads what speaks the protocol
+        # Loads what speaks the protocol; of http only the second one notices that there is no connection.
+        _ = made.exists() or made.is_dir()
         return made
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{text}: cannot be read: {error}; pip install 'ckptz[remote]'") from None
+    except OSError as error:  # of a connection, which names no file
+        raise OSError(error.errno or errno.EIO, str(error), text) from error
 
 
 def is_url(path: object) -> bool:

@@ -107,7 +107,7 @@ class Publication:
             ConfigError: something that is no file is in the place, or the name is that of a folder.
         """
         if "://" in str(path):
-            raise ConfigError(f"{path}: only local files are written; name one with -o")
+            raise ConfigError(f"{path}: only local files are written; name one")
         if str(path).endswith(("/", os.sep)):
             raise ConfigError(f"{path}: is written as a folder; name a file")
         target = Path(path)

@@ -113,14 +113,14 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:
     """
     for source in read:
         if is_same(target, source):
-            raise ConfigError(f"{target}: the output would replace a file that is read; name another with -o")
+            raise ConfigError(f"{target}: the output would replace a file that is read; name another")
     if target.is_dir():
-        raise ConfigError(f"{target}: is a folder; name a file with -o")
+        raise ConfigError(f"{target}: is a folder; name a file")
     if os.path.lexists(target):
         if not target.is_file():
-            raise ConfigError(f"{target}: exists already and is not a regular file; name another with -o")
+            raise ConfigError(f"{target}: exists already and is not a regular file; name another output")
         if not force:
-            raise ConfigError(f"{target}: exists already; name another with -o, or replace it with --force")
+            raise ConfigError(f"{target}: exists already; name another output, or replace it by force")
     if not target.parent.is_dir():
         raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
 
@@ -138,7 +138,7 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
         if not force:
-            raise ConfigError(f"{target}: exists already; name another folder, or replace it with --force")
+            raise ConfigError(f"{target}: exists already; name another folder, or replace it by force")
 
 
 def is_same(a: Path, b: Path) -> bool:

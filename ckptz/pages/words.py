@@ -68,6 +68,8 @@ def ratio(stored_bytes: int, tensor_bytes: int) -> str:
     if not tensor_bytes:
         return "no tensor bytes"
     share = f"{stored_bytes / tensor_bytes:.4f} of raw"
+    if f"{stored_bytes / tensor_bytes:.3g}" == "1":
+        return f"1.0x, nothing gained, {share}"
     if stored_bytes > tensor_bytes:
         return f"{stored_bytes / tensor_bytes:.3g}x larger, {share}"
     return f"{tensor_bytes / stored_bytes:.3g}x smaller, {share}" if stored_bytes else share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from ckptz.commands.diff import DiffReport, TensorDiff
@@ -15,6 +16,7 @@ from ckptz.commands.resume_check import FirstDifference, ResumeReport
 from ckptz.container.index import STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size
 from ckptz.store.retention import PruneReport
+from ckptz.store.runs import step_of_folder
 from ckptz_cli.session import is_terminal
 from ckptz_cli.tables import add_row, drawn, table_of
 
@@ -92,9 +94,16 @@ def pruned_text(report: PruneReport) -> str:
         counts.append(f"{len(report.hidden)} hidden files that these are stored against")
     lines.append(
         f"{printable(report.folder)}: keeps {', '.join(counts)}, {size(report.kept_bytes)}; "
-        f"{verb} {len(report.removed)} files, {size(report.removed_bytes)}"
+        f"{verb} {_files_and_folders(report.removed)}, {size(report.removed_bytes)}"
     )
     return "\n".join(lines)
+
+
+def _files_and_folders(names: Sequence[str]) -> str:
+    """Count what a prune removed: folders are called after a step, and files have a suffix behind it."""
+    n = sum(step_of_folder(Path(name)) is not None for name in names)
+    counts = ((n, "folder"), (len(names) - n, "file"))
+    return " and ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts if n) or "0 files"
 
 
 def reported_line(report: PageReport) -> str:
