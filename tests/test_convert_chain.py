@@ -23,6 +23,16 @@ def steps(folder: Path, n: int) -> list[Path]:
     ]
 
 
+def test_a_chain_of_inputs_without_steps_says_in_which_order_it_goes(tmp_path: Path) -> None:
+    inputs = [write_plain(tmp_path / f"{name}.safetensors", a_state()) for name in ("b", "a", "c")]
+    first, *others = compress(inputs, tmp_path / "run", chain=True)
+    assert any("in the given order: b.safetensors, a.safetensors, c.safetensors" in n for n in first.notes)
+    assert not any("order" in note for report in others for note in report.notes)
+    named = [write_plain(tmp_path / f"step-{i}.safetensors", a_state()) for i in (2, 1)]
+    reports = [*compress(named, tmp_path / "steps", chain=True), *compress(inputs[0], tmp_path, chain=True)]
+    assert not any("order" in note for report in reports for note in report.notes)
+
+
 def test_a_chain_stores_each_input_against_the_one_before(tmp_path: Path) -> None:
     paths = steps(tmp_path / "run", 4)
     reports = compress(paths, tmp_path / "packed", chain=True)

@@ -219,6 +219,13 @@ def _by_step(sources: list[Path]) -> list[Path]:
     return [steps[step] for step in sorted(steps)] if len(steps) == len(sources) else sources
 
 
+def _order_note(sources: Sequence[Path]) -> Iterator[str]:
+    """Say in which order a chain goes whose inputs' names do not tell it."""
+    if len(sources) > 1 and len({step_of(source) for source in sources} - {None}) < len(sources):
+        names = ", ".join(source.name for source in sources)
+        yield f"the names do not all have a step of their own, so the chain goes in the given order: {names}"
+
+
 def _path(given: PathLike | None) -> Path | None:
     return None if given is None else path_of(given)
 
@@ -377,6 +384,8 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
 def _prepare(opened: Input, target: Path, place: Path, read: Iterable[Path], run: _Run) -> list[str]:
     """Make ready for the file to write; give what the user should know of files that go with the tensors."""
     notes, force = list(opened.notes), run.force or run.is_dry
+    if run.chain and opened.name == str(run.sources[0]):
+        notes.extend(_order_note(run.sources))
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
     if target != place:
