@@ -23,7 +23,7 @@ WHY: Final = {
     "8 ranks, compress: core seconds": "torch's own writer is in it",
     "8 ranks, restore: core seconds": "torch's own reader is in it, and a copy in a file",
     "encoder, residual of the newest step: MB": "moments of words that training has not met are zeros",
-    "encoder, a save with an exact head: core seconds": "the residual is a delta, slower than an anchor",
+    "encoder, a save with an exact head: core seconds": "these moments take longer to code than made-up ones",
     "encoder, lossy files: times smaller": "training moves less: take the ratio of a run of your own",
 }
 
