@@ -81,6 +81,7 @@ LATE = (
     ("ckptz.commands.compress", "ckptz.search_run.run"),
     ("ckptz.pages.shown", "ckptz.pages.notebook"),
 )  # what few runs of a command need, for its start
+N_LINES = 47_600  # of the library and its command line: what comes in pays with what goes
 N_MODULES, N_RECORDS = 60, 41  # that `ckptz compress --base --method grid` goes through at the most
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
@@ -306,6 +307,12 @@ def test_a_delta_on_the_grid_goes_through_no_more_modules_and_records(tmp_path: 
     assert 30 < len(found.records) <= N_RECORDS, "\n".join(sorted(map(str, found.records)))
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert f"{N_MODULES} modules and makes {N_RECORDS} kinds of records" in text
+
+
+def test_the_library_does_not_grow() -> None:
+    n_lines = sum(path.read_text().count("\n") for path in SOURCES.values())
+    assert 0.98 * N_LINES < n_lines <= N_LINES, f"{n_lines} lines; leave something out, or lower the limit"
+    assert f"at most {N_LINES:,} lines" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_the_changelog_opens_with_this_version_and_its_format() -> None:
