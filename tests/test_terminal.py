@@ -108,7 +108,7 @@ VERBS = {
     "diff": (["step-1.safetensors", "step-2.safetensors"], r"tensor +", r"largest [\d.e-]+$"),
     "resume-check": (["step-1.safetensors", "step-1.safetensors"], r"step-1\.safetensors and ", r" s$"),
     "rebase": (["run/step-3.ckptz", "-o", "alone.ckptz"], r"alone\.ckptz: stands alone", r" s$"),
-    "prune": (["run", "--after", "2", "--dry-run"], r"would remove step-3\.ckptz$", r"1 files, [\d.]+ kB$"),
+    "prune": (["run", "--after", "2", "--dry-run"], r"would remove step-3\.ckptz$", r"1 file, [\d.]+ kB$"),
     "fold": (["run/step-1.ckptz..run/step-3.ckptz", "-o", "folded.ckptz"], r"folded\.ckptz: ", r" s$"),
     "apply": (
         ["folded.ckptz", "--to", "step-1.safetensors", "-o", "new.safetensors"],
