@@ -186,7 +186,7 @@ def test_a_metric_may_be_a_number_of_any_library(tmp_path: Path, kind: Any) -> N
         for step in (1, 2, 3):
             ck.save(step, metric=kind(step))
         assert ck.steps() == (1, 3)
-        with pytest.raises(ConfigError, match="one number"):
+        with pytest.raises(ConfigError, match="metric must be a number"):
             ck.save(4, metric=torch.ones(2))  # type: ignore[arg-type]
         assert ck.steps() == (1, 3)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from errno import ENOENT
-from os import strerror
 from pathlib import Path
 from typing import Literal
 
@@ -88,9 +86,8 @@ def log(
         ConfigError: it is a file.
     """
     folder, tell = path_of(folder), tell or (lambda error: None)
-    if not folder.exists():
-        raise FileNotFoundError(ENOENT, strerror(ENOENT), str(folder))
     if not folder.is_dir():
+        folder.stat()  # says so where nothing is there
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
     elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
     own = [_marked(_look(path, path.relative_to(folder).as_posix(), tell)) for path in run_files(folder)]

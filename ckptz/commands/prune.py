@@ -8,9 +8,7 @@ import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from errno import ENOENT
 from functools import cached_property
-from os import strerror
 from pathlib import Path
 
 from ckptz.container.byte_source import open_bytes
@@ -57,8 +55,7 @@ def prune(
     place = place_of(str(folder))
     local = Path(place.name) if isinstance(place, LocalFolder) else None
     if local is not None and not local.is_dir():
-        if not local.exists():
-            raise FileNotFoundError(ENOENT, strerror(ENOENT), str(folder))
+        local.stat()  # says so where nothing is there
         raise ConfigError(f"{folder}: is a file; prune takes the folder of a run")
     if local is None or any(StepFile.parse(path.name) for path in local.iterdir()):
         return prune_folder(str(folder), keep, after=after, dry_run=dry_run)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from errno import ENOENT
 from fnmatch import fnmatchcase
-from os import strerror
 from pathlib import Path
 from typing import Final
 
@@ -158,8 +156,7 @@ def _by_kind(given: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]
     files = [path for path in others if path.suffix != ".json"]
     plain = [path for path in files if path.suffix != SUFFIX]
     if plain and len(files) != 2:
-        if not plain[0].exists():
-            raise FileNotFoundError(ENOENT, strerror(ENOENT), str(plain[0]))
+        plain[0].stat()  # says so where nothing is there
         raise ConfigError(f"{plain[0]}: is no .ckptz file; to compare it, give one other file with it")
     return folders, files, documents
 

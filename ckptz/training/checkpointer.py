@@ -19,7 +19,7 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import is_url
 from ckptz.container.caches import LastChunks
 from ckptz.encoding.coded import CodedSource
-from ckptz.errors import CkptzError, ConfigError, WriteError, named, whole
+from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method
 from ckptz.methods.table import checked
@@ -271,7 +271,7 @@ class Checkpointer:
             WriteError: the save before this one failed; this step is not saved, and may be tried again.
         """
         start = time.perf_counter()
-        step, metric = checked_step(step), None if metric is None else _number(metric)
+        step, metric = checked_step(step), None if metric is None else float(real("metric", metric))
         self._store.lock()
         self.wait()
         waited = time.perf_counter() - start
@@ -557,14 +557,6 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(str(loss))  # what ended training is not to be hidden
-
-
-def _number(metric: Any) -> float:
-    """A metric as a number of Python's own: one of NumPy or PyTorch is written otherwise."""
-    try:
-        return float(metric)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ConfigError(f"a metric is one number, got {metric!r:.80}") from None
 
 
 def _about(error: Exception, what: str) -> Exception:
