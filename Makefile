@@ -31,8 +31,7 @@ test-slow: $(DEV) ## the exhaustive sweeps
 
 # Tests that give the parsers every kind of bytes; compiled kernels are not counted.
 PARSER_TESTS := $(addprefix tests/test_,parser_branches.py base_metadata.py container_files.py earlier_frames.py \
-	publish.py spec_refusals.py sync_sparse.py vectors.py together.py on_device_decoding.py on_device_encoding.py \
-	on_device_checkpointers.py checkpointer.py)
+	publish.py spec_refusals.py sync_sparse.py vectors.py together.py checkpointer.py)
 
 coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
 	$(BIN)/python -m coverage run -m pytest -m "not slow" $(PARSER_TESTS)

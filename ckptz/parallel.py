@@ -6,7 +6,7 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Final, Generic, Self, TypeVar
 
@@ -96,8 +96,9 @@ class Workers:
             while pending:
                 yield pending.popleft()[0].result()
         finally:
-            for future, _ in pending:
-                future.cancel()
+            # Not left to the end of the pool: threads that are joined when Ctrl-C comes may run on, and write
+            # into memory that is used again.
+            wait([future for future, _ in pending if not future.cancel()])
 
 
 def _at_once(function: Callable[[T], R], item: T) -> Future[R]:

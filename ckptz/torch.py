@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,9 @@ from ckptz.api.apply import apply_
 from ckptz.api.read import check_limit
 from ckptz.api.safe_open import PathLike, checked_path, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
-from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, tensor_bytes
+from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units, tensor_bytes
 from ckptz.commands.restore import decoded_chunks
-from ckptz.encoding.on_device import DeviceSource
+from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.frameworks.plain_types import Mover, from_plain, on_device, to_plain
 from ckptz.frameworks.torch import stored_type
@@ -440,6 +441,19 @@ def _check(tensors: Tensors) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedSource(TensorSource):
+    """A tensor on a device, uint8 [n_bytes], of which the host gets what it asks for."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    flat: torch.Tensor
+
+    def units(self, begin: int, end: int) -> Units:
+        n = self.dtype.unit_bytes
+        return self.flat[n * begin : n * end].cpu().numpy().view(UNIT_TYPES[n])
+
+
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
     """Give the units of a dense, contiguous tensor without gradient, on any device; messages say `name`."""
     if tensor.device.type == "meta":
@@ -450,6 +464,6 @@ def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
         return ArraySource(dtype, shape, np.empty(0, UNIT_TYPES[dtype.unit_bytes]))
     tensor = tensor.resolve_conj().resolve_neg()
     if lives_elsewhere(tensor):
-        return DeviceSource.of(dtype, shape, tensor)
+        return FetchedSource(dtype, shape, bytes_of(tensor))
     units = bytes_of(tensor).numpy().view(UNIT_TYPES[dtype.unit_bytes])
     return ArraySource(dtype, shape, np.require(units, requirements=["A"]))

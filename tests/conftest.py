@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_support import Chain, a_state, ckptz, write_plain
-
-# Without a GPU its kernels run in Triton's interpreter, which must be chosen before Triton loads.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Shells start what runs in the background with Ctrl-C ignored, and so would be what tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,7 +22,6 @@ from ckptz.codec.units import ArraySource
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.on_device import DeviceSource
 from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
 from ckptz.frameworks.torch import TorchTensors
 from ckptz.parallel import Workers
@@ -280,7 +279,7 @@ def test_tensors_go_to_the_device_of_the_framework() -> None:
 
 def test_units_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
     tensor = make(torch.float32, 100)
-    source = DeviceSource.of(dtype_of("F32"), (100,), tensor)
+    source = CKPTZ.torch.FetchedSource(dtype_of("F32"), (100,), tensor.view(torch.uint8))
     assert source.units(3, 9).tobytes() == tensor[3:9].numpy().tobytes()
     assert source.units(0, 100).dtype == np.dtype("<u4")
 

@@ -21,37 +21,24 @@ from tests.support.spec_support import ROOT
 
 KERNELS = ROOT / "ckptz" / "kernels"
 DECORATORS = {"kernel", "summing"}
-DOORS = {"cpu", "planning", "rounding", "moments", "sparse", "compiled"}  # what calls of kernels go through
+DOORS = {"cpu", "planning", "rounding", "moments", "compiled"}  # what calls of kernels go through
 WIRE_NAMES = {"k", "_k", "kernels"}
 
 # Kernels that index by numbers from data: the function that holds them against what they index.
 CHECKED = {
     # entropy coding: what is read bounds itself, word by word or bit by bit
-    "rans_decode": "ckptz/kernels/coding_cpu.py:_decode_scalar",
+    "_rans_decode": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_decode_scalar": "ckptz/kernels/coding_cpu.py:_decode_scalar",
-    "slot_tables": "ckptz/kernels/coding_cpu.py:_table_unpack",  # frequencies that sum to 4096
-    "table_unpack": "ckptz/kernels/coding_cpu.py:table_unpack",
     "_table_unpack": "ckptz/kernels/coding_cpu.py:_table_unpack",
-    "golomb_unpack": "ckptz/kernels/coding_cpu.py:golomb_unpack",
-    "sparse_merge": "ckptz/kernels/coding_cpu.py:sparse_merge",
-    "unpack_gaps": "ckptz/kernels/sparse_cpu.py:unpack_gaps",
     # classes below their number
-    "ungroup": "ckptz/codec/frame.py:_parse_indices",
-    "class_counts": "ckptz/codec/frame.py:_parse_indices",
-    "group": "ckptz/codec/frame.py:_parse_indices",
-    "_class_starts": "ckptz/class_rules.py:_labels_of",
-    "class_histogram": "ckptz/class_rules.py:_labels_of",
-    "used_class_histogram": "ckptz/class_rules.py:_labels_of",
-    "_rows_of": "ckptz/class_rules.py:_labels_of",
-    "_row_counts": "ckptz/kernels/batches_cpu.py:_rows_of",
-    "_grouped": "ckptz/kernels/batches_cpu.py:_rows_of",
+    "_ungroup": "ckptz/codec/frame.py:_parse_indices",
+    "_class_counts": "ckptz/codec/frame.py:_parse_indices",
+    "_group": "ckptz/codec/frame.py:_parse_indices",
+    "_class_histogram": "ckptz/class_rules.py:_labels_of",
     # codes below those of the map, rows below those of its table
     "lookup": "ckptz/codec/decode.py:map_codes",
     "_add_linear": "ckptz/class_rules.py:parse_runs",
     "_add_bits": "ckptz/class_rules.py:parse_runs",
-    # positions below the units of a chunk
-    "place": "ckptz/codec/decode.py:read_plane",
-    "union": "ckptz/codec/decode.py:read_plane",
     # labels of the rows of a base below its steps
     "residual_codes": "ckptz/methods/grid.py:_steps_of",
     "residual_sums": "ckptz/methods/grid.py:_steps_of",
@@ -88,39 +75,11 @@ CHECKED = {
 # Kernels that index by their own loops, by patterns of as many bits as the table has entries, or by what the
 # encoder made of tensors in memory.
 OWN = {
-    *(
-        "_encode_scalar",
-        "_encode_segments",
-        "encoding_tables",
-        "golomb_pack",
-        "pack_table",
-        "pack_tables",
-        "weigh",
-        "weigh_rows",
-        "count_streams",
-        "rans_encode_streams",
-        "repeats",
-        "delta_bits",
-        "encode_classed",
-        "_put_stream",
-        "_put_tables",
-        "_put_varint",
-        "_sparse_sizes",
-        "_sparse_fill",
-    ),
-    *("_n_gap_bytes", "_fill_gaps", "_transform", "_split_planes", "_split_rotated_2", "_split_rotated_4"),
-    *("histogram", "top_histogram", "_region_table", "_region_codes", "_any_equal_masked", "_pack_tail"),
-    *("pack_codes", "_scale_of", "row_entropy_bits", "entropy_bits", "normalise", "cost_bits"),
-    "normalise_rows",
-    *(
-        "shared_cost_bits",
-        "best_golomb_order",
-        "_row_cost",
-        "merge_neighbours",
-        "_interval_cost",
-        "_fill_row",
-    ),
-    *("partition", "deviation", "thresholds"),
+    *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
+    *("_transform", "_split_planes", "_split_rotated_2", "_split_rotated_4"),
+    *("top_histogram", "_region_table", "_region_codes", "_any_equal_masked", "_pack_tail"),
+    *("pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),
+    *("deviation", "thresholds"),
     *(
         "_indices",
         "ladder_codes",
@@ -138,17 +97,11 @@ OWN = {
 # Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.
 CALLERS = {
     "rans_decode": {"entropy/streams.py"},
-    "slot_tables": {"codec/frame.py", "entropy/streams.py"},
     "table_unpack": {"entropy/frequency.py"},
-    "golomb_unpack": {"entropy/frequency.py"},
-    "sparse_merge": {"entropy/streams.py"},
-    "unpack_gaps": {"codec/decode.py"},
-    "union": {"codec/decode.py"},
-    "place": {"codec/decode.py"},
     "group": {"encoding/chunk.py"},
     "ungroup": {"codec/decode.py"},
-    "class_counts": {"codec/decode.py"},
-    "used_class_histogram": {"encoding/draft.py"},
+    "class_counts": {"codec/decode.py", "encoding/chunk.py"},
+    "class_histogram": {"encoding/chunk.py", "encoding/draft.py", "methods/lossless.py"},
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},
     "add_bits": {"codec/values.py"},
@@ -159,6 +112,7 @@ CALLERS = {
         "encoding/chunk.py",
         "methods/first_moment.py",
         "encoding/draft.py",
+        "methods/lossless.py",
     },
     "unpack_codes": {"encoding/coded.py"},
     "unpack": {"wire/frames.py", "wire/state.py"},

@@ -13,6 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptz.encoding.draft import ClassCounts
+from ckptz.entropy.frequency import (
+    encoding_tables,
+    normalise,
+    pack_tables,
+    packed_bytes,
+    row_cost_bits,
+    row_entropy_bits,
+    slot_tables,
+)
 from ckptz.kernels import compiled as cpu_kernels
 from tests.support import reference, torch_kernels
 
@@ -268,12 +277,12 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
     if data.draw(st.booleans()):  # a table of a single code beside others
         frequencies[1] = np.where(np.arange(256) == 7, 4096, 0)
         symbols[np.repeat(table_of == 1, np.diff(ends, prepend=0))] = 7
-    arguments = (ends, table_of, frequencies, n_lanes)
-    states, words = reference.rans_encode(symbols, *arguments)
-    fast_states, fast_words = cpu_kernels().rans_encode(symbols, *arguments)
+    arguments = ends, table_of, frequencies, n_lanes
+    states, words = coded(reference, symbols, *arguments)
+    fast_states, fast_words = coded(cpu_kernels(), symbols, *arguments)
     np.testing.assert_array_equal(fast_states, states)
     np.testing.assert_array_equal(fast_words, words)
-    slots = reference.slot_tables(frequencies)
+    slots = slot_tables(frequencies)
     for kernels in (reference, cpu_kernels()):
         out = np.empty_like(symbols)
         assert kernels.rans_decode(words, states, ends, table_of, slots, out)
@@ -284,33 +293,88 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
             assert not kernels.rans_decode(words[:-1].copy(), states, ends, table_of, slots, out)
 
 
-@given(st.integers(0, 3000), st.integers(0, 200), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
-def test_sparse_streams_are_equal_and_merge_back(n: int, per_mille: int, seed: int) -> None:
+@given(st.lists(st.tuples(st.integers(1, 90), st.sampled_from([1, 4, 32])), min_size=1, max_size=5))
+@settings(max_examples=30, deadline=None)
+def test_streams_that_are_coded_together_are_those_coded_alone(streams: list[tuple[int, int]]) -> None:
+    rng = np.random.default_rng(len(streams))
+    sizes, lanes = np.array(streams).T
+    ends, heads = np.cumsum(sizes), [bytes(range(k)) for k in range(len(streams))]
+    frequencies = frequency_rows(len(streams), 30, 5)
+    symbols = rng.integers(0, 30, ends[-1]).astype(np.uint8)
+    for kernels in (reference, cpu_kernels()):
+        out, spans = kernels.rans_encode(
+            *(symbols, ends - sizes, np.arange(1, len(streams) + 1), ends, np.arange(len(streams))),
+            *(encoding_tables(frequencies), lanes, np.frombuffer(b"".join(heads), np.uint8)),
+            np.cumsum([len(head) for head in heads]),
+        )
+        for k, (i, j) in enumerate(spans.tolist()):
+            own = symbols[ends[k] - sizes[k] : ends[k]]
+            states, words = coded(kernels, own, sizes[k : k + 1], np.array([k]), frequencies, int(lanes[k]))
+            assert out[i:j].tobytes() == heads[k] + states.tobytes() + words.tobytes()
+
+
+def coded(kernels: Any, symbols: Any, ends: Any, table_of: Any, frequencies: Any, n_lanes: int) -> Any:
+    """Lane states and words of one stream."""
+    out, [[begin, end]] = kernels.rans_encode(
+        *(symbols, np.zeros(1, np.int64), np.array([len(ends)]), ends, table_of),
+        *(encoding_tables(frequencies), np.array([n_lanes]), np.zeros(0, np.uint8), np.zeros(1, np.int64)),
+    )
+    stream = out[begin:end].copy()
+    return stream[: 4 * n_lanes].view(np.uint32), stream[4 * n_lanes :].view(np.uint16)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_tables_are_whole_packed_and_as_good_as_one_unit_can_make_them(seed: int, n_rows: int) -> None:
     rng = np.random.default_rng(seed)
-    symbols = np.where(rng.random(n) < per_mille / 1000, rng.integers(1, 9, n), 0).astype(np.uint8)
-    gaps, values = reference.sparse_split(symbols, 0)
-    for got, expected in zip(cpu_kernels().sparse_split(symbols, 0), (gaps, values), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    counts = np.zeros((n_rows, 256), np.int64)
+    for row in counts:
+        used = rng.permutation(256)[: rng.integers(1, 257)]
+        row[used] = rng.multinomial(10 ** rng.integers(0, 7), rng.dirichlet(np.full(len(used), 0.3)))
+        row[used[0]] += 1
+    frequencies = normalise(counts)
+    assert (frequencies.sum(axis=1) == 4096).all()
+    assert ((frequencies > 0) == (counts > 0)).all()
+    np.testing.assert_array_equal(np.stack([normalise(row) for row in counts]), frequencies)
+    bits = row_cost_bits(counts, frequencies)
+    assert (bits >= row_entropy_bits(counts) - 1e-3 * counts.sum(axis=1)).all()
+    packed, ends = pack_tables(frequencies)
+    np.testing.assert_array_equal(np.diff(ends, prepend=0), packed_bytes(frequencies))
     for kernels in (reference, cpu_kernels()):
-        out = np.zeros_like(symbols)
-        assert kernels.sparse_merge(gaps, values, out)
-        np.testing.assert_array_equal(out, symbols)
-        if len(values):
-            assert not kernels.sparse_merge(gaps, values[:-1], out)
+        out = np.empty_like(frequencies)
+        assert kernels.table_unpack(packed, out) == len(packed)
+        np.testing.assert_array_equal(out, frequencies)
+    # Each of the orders of the codes is worth a try: none gives a shorter table.
+    for row, size in zip(frequencies, packed_bytes(frequencies), strict=True):
+        first, last = np.flatnonzero(row)[[0, -1]]
+        assert size == 3 + min(len(reference.golomb_pack(row[first:last], order)) for order in range(12))
 
 
-@given(hnp.arrays(np.uint16, st.integers(0, 60)), st.integers(0, 11))
+def test_indices_of_many_equals_are_sorted_alike() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.choice([-1.0, 1.0, 1.5, 2.0], (40, 256))
+    order = reference.ascending(values)
+    np.testing.assert_array_equal(cpu_kernels().ascending(values), order)
+    assert (np.diff(np.take_along_axis(values, order, axis=1)) >= 0).all()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_golomb_codes_are_equal_and_come_back(values: Any, order: int) -> None:
-    packed = reference.golomb_pack(values, order)
-    np.testing.assert_array_equal(cpu_kernels().golomb_pack(values, order), packed)
-    for kernels in (reference, cpu_kernels()):
-        out = np.empty_like(values)
-        assert kernels.golomb_unpack(packed, len(values), order, out) == len(packed)
-        np.testing.assert_array_equal(out, values)
-        if len(packed):
-            assert kernels.golomb_unpack(packed[:-1], len(values), order, out) == -1
+def test_rows_are_merged_while_one_table_for_both_costs_less(seed: int, n_parts: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.poisson(rng.choice([0.0, 0.02, 5.0], (12 * n_parts, 1)), (12 * n_parts, 256))
+    counts[::12, 0] += 1
+    ends = 12 * np.arange(1, n_parts + 1)
+    group_of, sums, group_ends = cpu_kernels().merge_rows(counts, ends, 4, 40.0, 6.0)
+    for k in range(n_parts):
+        rows = slice(12 * k, 12 * k + 12)
+        alone = cpu_kernels().merge_rows(counts[rows], ends[:1], 4, 40.0, 6.0)
+        begin = group_ends[k - 1] if k else 0
+        np.testing.assert_array_equal(group_of[rows], alone[0] + begin)
+        np.testing.assert_array_equal(sums[begin : group_ends[k]], alone[1])
+        assert len(alone[1]) <= 4
+    for group, total in enumerate(sums):
+        np.testing.assert_array_equal(counts[group_of == group].sum(axis=0), total)
 
 
 @given(st.integers(1, 3), st.integers(1, 60), st.integers(0, 99), st.binary(max_size=40))

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,64 +17,16 @@ from numba.core import caching, config
 from safetensors.numpy import save_file
 
 from ckptz.commands.warm_up import warm_up
-from ckptz.entropy.frequency import pack_table
-from ckptz.kernels import cache, compiled, plain
+from ckptz.entropy.frequency import encoding_tables
+from ckptz.kernels import cache, plain
 from ckptz.kernels.cache import NOTICE
 from ckptz.methods.table import METHODS
-from tests.support import reference
 from tests.support.cli_support import ckptz
 
 ROOT = Path(__file__).parent.parent
 ONE_KERNEL = (
     "import numpy as np; from ckptz.kernels import compiled; compiled().histogram(np.zeros(4, np.uint8))"
 )
-
-
-def draws(seed: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Counts of symbols [256], many of them equal."""
-    rng = np.random.default_rng(seed)
-    counts = np.zeros(256, np.int64)
-    used = rng.permutation(256)[: rng.integers(1, 257)]
-    n, shares = int(10 ** rng.uniform(0, 6)), rng.dirichlet(np.full(len(used), 10 ** rng.uniform(-2, 1.5)))
-    counts[used] = rng.multinomial(n, shares) if seed % 2 else rng.integers(0, 5, len(used))
-    counts[used[0]] += 1
-    return counts
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_choices_are_the_same_before_and_after_compilation(seed: int) -> None:
-    counts = draws(seed)
-    frequencies = compiled().normalise(counts)
-    np.testing.assert_array_equal(plain.normalise(counts), frequencies)
-    assert plain.entropy_bits(counts[None]) == compiled().entropy_bits(counts[None])
-    assert plain.cost_bits(counts, frequencies) == compiled().cost_bits(counts, frequencies)
-    for alone in (counts, np.where(np.arange(256) == counts.argmax(), counts, 0)):
-        for found, expected in zip(plain.weigh(alone), compiled().weigh(alone), strict=True):
-            np.testing.assert_array_equal(found, expected)
-    assert plain.cost_bits(counts, np.zeros(256, np.uint16)) == np.inf
-    assert len(pack_table(frequencies)) < 700
-
-
-@pytest.mark.parametrize("n_lanes", [1, 4, 32])
-@pytest.mark.parametrize("n", [0, 1, 31, 33, 1500])
-def test_rans_in_numpy_is_that_of_the_definition(n: int, n_lanes: int) -> None:
-    rng = np.random.default_rng(n)
-    tables = np.stack([compiled().normalise(draws(seed)) for seed in (3, 5, 7)])
-    ends, table_of = np.array([n // 3, n // 3, n // 2, n]), np.array([2, 0, 1, 0])
-    segment = np.searchsorted(ends, np.arange(n), side="right")
-    symbols = np.array([rng.choice(256, p=tables[table_of[s]] / 4096) for s in segment], np.uint8)
-    states, words = reference.rans_encode(symbols, ends, table_of, tables, n_lanes)
-    found = plain.rans_encode(symbols, ends, table_of, tables, n_lanes)
-    np.testing.assert_array_equal(found[0], states)
-    np.testing.assert_array_equal(found[1], words)
-    assert (found[0].dtype, found[1].dtype) == (np.uint32, np.uint16)
-    slots, out = plain.slot_tables(tables), np.empty(n, np.uint8)
-    assert plain.rans_decode(words, states, ends, table_of, slots, out)
-    np.testing.assert_array_equal(out, symbols)
-    for wrong in (words[:-1], np.append(words, words[:1]) if n else None):
-        if wrong is not None and len(wrong) != len(words):
-            assert not plain.rans_decode(wrong, states, ends, table_of, slots, out)
-    assert not plain.rans_decode(words, states ^ np.uint32(1 << 20), ends, table_of, slots, out) or not n
 
 
 @pytest.fixture
@@ -85,7 +38,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_compiled")
 def test_little_work_is_done_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.suffices()
-    plain.rans_encode(np.zeros(9, np.uint8), *_segment(9), 1)
+    plain.rans_encode(*one_stream(9, 1))
     assert plain.suffices()
     monkeypatch.setattr(plain, "PATIENCE", plain._spent[0])
     assert not plain.suffices()
@@ -96,16 +49,20 @@ def test_little_work_is_done_without_compiled_kernels(monkeypatch: pytest.Monkey
 def test_what_is_long_or_has_no_twin_is_compiled(call: str) -> None:
     n = plain.MOST_SYMBOLS + 1
     if call == "long stream":
-        plain.rans_encode(np.zeros(n, np.uint8), *_segment(n), 32)
+        plain.rans_encode(*one_stream(n, 32))
     else:
         plain.magnitude_classes(np.zeros(3, np.uint16))
     assert not plain.suffices()
 
 
-def _segment(n: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
+def one_stream(n: int, n_lanes: int) -> tuple[np.ndarray[tuple[int, ...], Any], ...]:
     table = np.zeros((1, 256), np.uint16)
     table[0, :2] = 2048
-    return np.array([n]), np.zeros(1, np.int64), table
+    zero, end = np.zeros(1, np.int64), np.array([n])
+    return (
+        *(np.zeros(n, np.uint8), zero, np.array([1]), end, zero),
+        *(encoding_tables(table), np.array([n_lanes]), np.zeros(0, np.uint8), zero),
+    )
 
 
 @pytest.fixture

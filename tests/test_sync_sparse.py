@@ -20,9 +20,8 @@ from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
 from ckptz.container.index import BaseRef
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
-from ckptz.entropy.streams import CoderId, decode_stream
-from ckptz.errors import FormatError, MissingBaseError
-from ckptz.kernels import sparse
+from ckptz.entropy.streams import CoderId, decode_stream, pack_gaps, unpack_gaps
+from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.methods.lossless import Lossless, plan_sparse
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
@@ -59,39 +58,31 @@ def sources_of(base: Array, name: str = "BF16") -> ChunkSources:
 @given(ascending)
 @example(np.array([0, 255, 511, 1022, 3000], np.int64))  # gaps of 254, 255, 510: none, one and two of 255
 @settings(max_examples=50, deadline=None)
-def test_gaps_are_those_of_a_sparse_stream_and_lead_back(positions: Array) -> None:
-    gaps = sparse().pack_gaps(positions)
-    np.testing.assert_array_equal(gaps, reference.pack_gaps(positions))
-    symbols = np.zeros(3001, np.uint8)
-    symbols[positions] = 9
-    np.testing.assert_array_equal(gaps, reference.sparse_split(symbols, 0)[0])
-    for kernels in (sparse(), reference):
-        found = np.empty_like(positions)
-        assert kernels.unpack_gaps(gaps, 3001, found)
-        np.testing.assert_array_equal(found, positions)
+def test_gaps_lead_back_to_positions(positions: Array) -> None:
+    gaps = pack_gaps(positions)
+    np.testing.assert_array_equal(unpack_gaps(gaps, len(positions), 3001), positions)
+    # One byte for each position, and one more for each 255 codes before it that are left out.
+    assert len(gaps) == len(positions) + ((np.diff(positions, prepend=-1) - 1) // 255).sum()
 
 
 @given(hnp.arrays(np.uint8, st.integers(0, 12)), st.integers(0, 12), st.integers(0, 800))
 @example(np.array([255], np.uint8), 0, 800)
 @example(np.array([3, 255, 0], np.uint8), 2, 259)
 @settings(max_examples=80, deadline=None)
-def test_gaps_that_do_not_fit_are_refused_by_both(gaps: Array, n_values: int, n: int) -> None:
-    answers = [k.unpack_gaps(gaps, n, np.empty(n_values, np.int64)) for k in (sparse(), reference)]
-    assert answers[0] == answers[1]
-    merged = reference.sparse_merge(gaps, np.ones(n_values, np.uint8), np.zeros(n, np.uint8))
-    assert answers[0] == merged
-
-
-@given(ascending, ascending, st.data())
-@settings(max_examples=50, deadline=None)
-def test_planes_are_brought_to_common_positions_alike(a: Array, b: Array, data: st.DataObject) -> None:
-    everywhere = sparse().union(a, b)
-    np.testing.assert_array_equal(everywhere, reference.union(a, b))
-    values = data.draw(hnp.arrays(np.uint8, len(a)))
-    placed = [np.full(len(everywhere), 7, np.uint8) for _ in range(2)]
-    sparse().place(a, values, everywhere, placed[0])
-    reference.place(a, values, everywhere, placed[1])
-    np.testing.assert_array_equal(*placed)
+def test_gaps_that_do_not_fit_are_refused(gaps: Array, n_values: int, n: int) -> None:
+    positions, at = list[int](), 0
+    for gap in gaps.tolist():
+        at += gap
+        if gap < 255:
+            positions.append(at)
+            at += 1
+    fits = len(positions) == n_values and all(p < n for p in positions) and [*gaps[-1:]] != [255]
+    try:
+        assert unpack_gaps(gaps, n_values, n).tolist() == positions
+    except CorruptionError:
+        assert not fits
+    else:
+        assert fits
 
 
 # --- round trips --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.studies.paper_b.experimental import Detector, Levels, StudyLink
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
-from ckptz.kernels import wire_cpu, wire_on_gpu, wire_torch
+from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform, cap
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
@@ -248,12 +248,11 @@ def unasked(*args: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", WAITING, ids=str)
-@pytest.mark.parametrize("is_triton", [False, pytest.param(True, marks=pytest.mark.apps)])
 def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
-    policy: LinkPolicy, is_triton: bool, monkeypatch: pytest.MonkeyPatch
+    policy: LinkPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = devices()[-1] if is_triton else "cpu"
-    first, second = waiting_ends(policy, wire_on_gpu() if is_triton else wire_torch, device)
+    device = devices()[-1]
+    first, second = waiting_ends(policy, wire_torch, device)
     other = Link(0, 1, policy, fixed=True)
     monkeypatch.setattr(wire_torch, "host_bytes", unasked)
     for step in range(3):

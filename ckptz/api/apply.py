@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from ckptz.api.read import DEVICE_BYTES, SCRATCH, check_limit
+from ckptz.api.read import check_limit
 from ckptz.api.safe_open import PathLike, checked_path
 from ckptz.codec.decode import Positions
-from ckptz.codec.on_device import decode_over
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, n_chunks_of
+from ckptz.codec.units import UNIT_TYPES
 from ckptz.container.byte_source import FileBytes, MemoryBytes
-from ckptz.container.reader import Container, FrameSource
+from ckptz.container.reader import Container
 from ckptz.dtypes import DType
-from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
+from ckptz.errors import ConfigError, FormatError
 from ckptz.frameworks.torch import stored_type
-from ckptz.kernels import planes_on_gpu
 from ckptz.kernels.floats import Units
-from ckptz.kernels.torch import UNSIGNED, bytes_of, has_kernels
+from ckptz.kernels.torch import bytes_of
 from ckptz.parallel import Workers
-from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, other_values, patch
+from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
 from ckptz.store.resolve import open_file
 
 State = Mapping[str, torch.Tensor]
 
 # PyTorch indexes only some of its unsigned types; a unit's bits are the same in the signed one.
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHECK_SCRATCH: Final = SCRATCH + 1  # bytes that checking a byte takes on a device: a copy, and its decoding
 
 
 def apply_(
@@ -154,62 +150,9 @@ class _FlatTensor(LiveTensor):
     def _moved(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self._flat.device)
 
-    def checked_there(self, source: FrameSource, check: Check) -> Mapping[int, int] | None:
-        root, frames = source.lineage
-        if not has_kernels(self._flat.device) or not frames or root not in (None, self):
-            return None
-        if frames[0][0].companion_names:  # which may stand against live tensors that are written to before
-            return None
-        whole: dict[int, int] = {}
-        step = max(DEVICE_BYTES // (CHECK_SCRATCH * self.dtype.unit_bytes * CHUNK_UNITS), 1)
-        for first in range(0, n_chunks_of(self.n_units), step):
-            end = min(first + step, n_chunks_of(self.n_units))
-            found = self._checked(source, check, first, end)
-            runs = [(i, i not in found) for i in range(first, end)]
-            for is_other, run in groupby(runs, lambda one: one[1]):
-                if not is_other:
-                    begin, *rest = (i for i, _ in run)
-                    whole |= {begin: begin + 1 + len(rest), **dict.fromkeys(rest, 0)}
-        return whole
-
-    def _checked(self, source: FrameSource, check: Check, first: int, end: int) -> set[int]:
-        """Check some chunks on the device; gives those that are to be decoded as a whole."""
-        is_alone, out = not source.needs_other_file, self._there(first, end)
-        wanted = {i for i in range(first, end) if is_alone or source.changes(i) is None}
-        if is_alone and check == "base":  # which is quicker to see than to decode
-            checksums = planes_on_gpu().xxh64_of_chunks(out, CHUNK_UNITS).cpu().numpy().tolist()
-            records = source.header.chunks[first:end]
-            wanted -= {first + i for i, record in enumerate(records) if record.decoded == checksums[i]}
-        if check == "stored":
-            for index in set(range(first, end)) - wanted:
-                source.check_chunk(index)
-        if wanted or (check == "base" and not is_alone):
-            try:
-                self._decode(source, first, end, out.clone())
-            except (MissingBaseError, CorruptionError):
-                if is_alone:
-                    raise
-                for index in range(first, end):
-                    source.check_chunk(index)
-                raise other_values(source) from None
-        return wanted
-
-    def decode_there(self, source: FrameSource, first: int, end: int) -> None:
-        self._decode(source, first, end, self._there(first, end))
-
-    def _decode(self, source: FrameSource, first: int, end: int, out: torch.Tensor) -> None:
-        decode_over([(source.lineage[1], first, out)])
-
-    def _there(self, first: int, end: int) -> torch.Tensor:
-        units: torch.Tensor = self._flat[first * CHUNK_UNITS : end * CHUNK_UNITS]
-        return units.view(UNSIGNED[self.dtype.unit_bytes])
-
 
 class _HostTensor(_FlatTensor):
     """A contiguous tensor in memory that numpy shares."""
-
-    def checked_there(self, source: FrameSource, check: Check) -> Mapping[int, int] | None:
-        return None
 
     def __init__(self, dtype: DType, shape: tuple[int, ...], flat: torch.Tensor) -> None:
         super().__init__(dtype, shape, _units_of(flat))

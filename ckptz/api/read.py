@@ -7,26 +7,22 @@ memory that is there.
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from ckptz.codec.units import CHUNK_UNITS, Part, chunk_bounds, n_chunks_of
+from ckptz.codec.units import CHUNK_UNITS, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError, real
-from ckptz.frameworks import Device, Framework, Selection, units_per_element
+from ckptz.frameworks import Framework, Selection
 from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
-from ckptz.parallel import MAX_DEFAULT_JOBS, SMALL_UNITS, Workers, jobs_of
+from ckptz.parallel import SMALL_UNITS, Workers, jobs_of
 
 Group = tuple[int, list[Piece]]  # a chunk, and what is wanted of it
 
-DEVICE_BYTES: Final = 768 << 20  # taken on a device beside the tensors
-# Bytes that decoding a byte takes there: planes or codes, at most as many words, classes; or instead of
-# these a tensor that classes look at.
-SCRATCH: Final = 4
 CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -88,51 +84,6 @@ def read_tensors(
     sources: Mapping[str, FrameSource], framework: Framework, jobs: int | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Read whole tensors by name, in order, on `jobs` threads: yields (name, tensor)."""
-    decoder = framework.decoder
-    if decoder is None:
-        yield from _read_here(sources, framework, jobs)
-        return
-    for there, names in groupby(sources, lambda name: bool(sources[name].lineage[1])):
-        part = {name: sources[name] for name in names}
-        yield from _read_there(part, framework, decoder, jobs) if there else _read_here(part, framework, jobs)
-
-
-def _read_there(
-    sources: Mapping[str, FrameSource], framework: Framework, device: Device, jobs: int | None
-) -> Iterator[tuple[str, Any]]:
-    """Decode on a device, what stands against others after those."""
-    made: dict[str, Any] = {}
-
-    def parts() -> Iterator[Part]:
-        for name, source in sources.items():
-            check_empty(source)
-            made[name], units = device.allocate(source.dtype, framework.shape_of(source.dtype, source.shape))
-            yield source, 0, units
-
-    _decode_there(device, parts(), jobs)
-    yield from made.items()
-
-
-def _decode_there(device: Device, parts: Iterable[Part], jobs: int | None) -> None:
-    """Decode on a device in batches that take bounded memory there beside the units."""
-    batch: list[Part] = []
-    n_bytes = 0
-    with _workers(jobs, MAX_DEFAULT_JOBS) as workers:
-        for source, first, units in parts:
-            step = max(DEVICE_BYTES // (SCRATCH * source.dtype.unit_bytes * CHUNK_UNITS), 1) * CHUNK_UNITS
-            for begin in range(0, len(units), step):
-                out = units[begin : begin + step]
-                if SCRATCH * (n_bytes + out.nbytes) > DEVICE_BYTES:
-                    device.decode(batch, workers.map)
-                    batch, n_bytes = [], 0
-                batch.append((source, first + begin // CHUNK_UNITS, out))
-                n_bytes += out.nbytes
-        device.decode(batch, workers.map)
-
-
-def _read_here(
-    sources: Mapping[str, FrameSource], framework: Framework, jobs: int | None
-) -> Iterator[tuple[str, Any]]:
     made: dict[str, Any] = {}
 
     def allocate(name: str) -> Units:
@@ -173,43 +124,15 @@ def _n_chunks(source: FrameSource) -> int:
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:
     """Read the tensor that `selection` picks from `source`; only the chunks it touches are decoded."""
     groups = [(chunk, list(pieces)) for chunk, pieces in groupby(_pieces(selection), lambda p: p.chunk)]
-    device = framework.decoder
-    # A single chunk may be one that the next selection touches too, and these are kept on the host.
-    if device is not None and len(groups) > 1 and source.lineage[1]:
-        tensor = _selected_there(source, selection, groups, device, jobs)
-    else:
-        tensor, units = framework.allocate(source.dtype, selection.shape)
+    tensor, units = framework.allocate(source.dtype, selection.shape)
 
-        def fill(group: Group) -> None:
-            _fill(source, *group, units)
+    def fill(group: Group) -> None:
+        _fill(source, *group, units)
 
-        with _workers(jobs, len(groups)) as workers:
-            for _ in workers.map(fill, groups):
-                pass
+    with _workers(jobs, len(groups)) as workers:
+        for _ in workers.map(fill, groups):
+            pass
     return framework.finish(tensor if selection.then is None else selection.then(tensor))
-
-
-def _selected_there(
-    source: FrameSource, selection: Selection, groups: Sequence[Group], device: Device, jobs: int | None
-) -> Any:
-    """Decode chunks on a device, neighbours at once, and take from them there what is selected."""
-    tensor, units = device.allocate(source.dtype, selection.shape)
-    most = max(DEVICE_BYTES // ((SCRATCH + 1) * source.dtype.unit_bytes * CHUNK_UNITS), 1)
-    waiting = list(groups)
-    while waiting:
-        first = waiting[0][0]
-        n = next(
-            (i for i, (chunk, _) in enumerate(waiting[:most]) if chunk != first + i), min(most, len(waiting))
-        )
-        end = min((first + n) * CHUNK_UNITS, source.n_units)
-        shape = ((end - first * CHUNK_UNITS) // units_per_element(source.dtype),)
-        decoded = device.allocate(source.dtype, shape)[1]
-        _decode_there(device, [(source, first, decoded)], jobs)
-        for chunk, pieces in waiting[:n]:
-            for piece in pieces:
-                device.copy(piece, decoded[(chunk - first) * CHUNK_UNITS :], units)
-        del waiting[:n]
-    return tensor
 
 
 def _pieces(selection: Selection) -> Iterator[Piece]:

@@ -8,10 +8,8 @@ written into memory that holds the base.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +17,12 @@ from numpy.typing import NDArray
 from ckptz.bits import ByteReader, xxh64
 from ckptz.class_rules import Labels, labels_of, moved
 from ckptz.codec.frame import ChunkRecord, FrameHeader
-from ckptz.codec.plan import BASE_MODES, Plan, Predictor, kernel_mode
-from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource
-from ckptz.codec.values import MAX_BY_CLASS, predicted
-from ckptz.entropy.streams import CoderId, decode_stream, read_sparse
+from ckptz.codec.plan import BASE_MODES, Predictor, kernel_mode
+from ckptz.codec.units import ChunkSources
+from ckptz.codec.values import predicted
+from ckptz.entropy.streams import CoderId, decode_stream, read_sparse, unpack_gaps
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
-from ckptz.kernels import cpu, sparse
+from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes, Units
 from ckptz.kernels.floats import Positions as Positions
 
@@ -71,9 +69,7 @@ def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: in
     changed = [positions for positions, _ in filter(None, found)]
     if not changed:
         return Changes(np.empty(0, np.int64), (np.empty(0, np.uint8),) * len(found), mode)
-    everywhere = changed[0]
-    for positions in changed[1:]:
-        everywhere = sparse().union(everywhere, positions)
+    everywhere = functools.reduce(np.union1d, changed)
     return Changes(everywhere, tuple(_placed(plane, everywhere) for plane in found), mode)
 
 
@@ -103,10 +99,7 @@ def read_plane(source: ByteReader, n: int) -> tuple[int, Positions, Bytes]:
         FormatError: the bytes are not one.
     """
     common, gaps, values = read_sparse(source, n)
-    positions = np.empty(len(values), np.int64)
-    if not sparse().unpack_gaps(gaps, n, positions):
-        raise CorruptionError("sparse stream: gaps and values do not agree")
-    return common, positions, values
+    return common, unpack_gaps(gaps, len(values), n), values
 
 
 def _placed(plane: tuple[Positions, Bytes] | None, everywhere: Positions) -> Bytes:
@@ -116,49 +109,9 @@ def _placed(plane: tuple[Positions, Bytes] | None, everywhere: Positions) -> Byt
     positions, values = plane
     if len(positions) == len(everywhere):
         return values
-    out = np.empty(len(everywhere), np.uint8)
-    sparse().place(positions, values, everywhere, out)
+    out = np.zeros(len(everywhere), np.uint8)
+    out[np.searchsorted(everywhere, positions)] = values
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Successive chunks of one frame, to be decoded on a device.
-
-    Attributes:
-        header: of the frame.
-        first: which chunk is the first.
-        payloads: their stored bytes.
-        out: their units on the device, torch's unsigned integers [n]; at first the base's, if it is needed.
-        on_host: decodes a chunk by its index into units on the host, with the errors of that.
-        base_codes: the codes of the base's frame on the device, uint8 [n], if it has any and they are read.
-        only_codes: whether the codes of a quantization map are all that is wanted.
-        companions: by name, the tensors of the same file that classes look at.
-    """
-
-    header: FrameHeader
-    first: int
-    payloads: Sequence[Bytes]
-    out: Any
-    on_host: Callable[[int, Units], object]
-    base_codes: Any = None
-    only_codes: bool = False
-    companions: Callable[[str], TensorSource] | None = None
-
-    def chunks(self) -> Iterator[tuple[int, Bytes, int, int]]:
-        """List (index, stored bytes, begin and end in `out`) of each."""
-        for i, payload in enumerate(self.payloads):
-            yield self.first + i, payload, i * CHUNK_UNITS, min((i + 1) * CHUNK_UNITS, len(self.out))
-
-
-def decodes_there(plan: Plan) -> bool:
-    """Tell whether a device can decode the chunks of a frame, as it can all that ckptz writes.
-
-    Others are those whose map a header of few bytes blows up, and those that are classed by other tensors
-    of the file and stored against a base too: each file of a chain would begin a chain of its own.
-    """
-    is_small = plan.quant_map is None or math.prod(plan.quant_map.table.shape) <= MAX_BY_CLASS
-    return is_small and not (plan.companion_names and plan.needs_base)
 
 
 def decode_chunk(

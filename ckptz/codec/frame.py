@@ -58,10 +58,9 @@ from ckptz.codec.plan import (
 from ckptz.codec.units import UNIT_TYPES, n_chunks_of, n_rows_of
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType, dtype_of_id
-from ckptz.entropy.frequency import parse_tables, write_tables
+from ckptz.entropy.frequency import parse_tables, slot_tables, write_tables
 from ckptz.entropy.streams import CoderId, read_embedded, take_embedded, write_embedded
 from ckptz.errors import ChecksumError, CorruptionError, UnsupportedError
-from ckptz.kernels import cpu
 
 FRAME_VERSION: Final = 1  # spec/versions.md
 MAX_DIMS: Final = 64
@@ -104,7 +103,7 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
         out.raw(stream.packed)
         if not stream.packed:
             write_tables(out, stream.frequencies)
-            write_runs(out, stream.table_of)
+        write_runs(out, stream.table_of)
     if plan.outer is not None:
         _write_outer(out, plan.outer)
     return out.getvalue()
@@ -435,7 +434,7 @@ class FrameHeader:
     @functools.cached_property
     def slot_tables(self) -> tuple[NDArray[np.uint32], ...]:
         """Decoding tables of each stream, made once."""
-        return tuple(cpu().slot_tables(stream.frequencies) for stream in self.plan.tables)
+        return tuple(slot_tables(stream.frequencies) for stream in self.plan.tables)
 
     @functools.cached_property
     def value_table(self) -> ValueTable:

@@ -184,7 +184,7 @@ class StreamTables:
 
     frequencies: NDArray[np.uint16]
     table_of: NDArray[np.int64]  # [n_classes]
-    packed: bytes = b""  # both as they stand in a frame's header, where their maker has written them
+    packed: bytes = b""  # their number and the tables as they stand in a frame, where their maker wrote them
 
     def segments(
         self,

@@ -75,46 +75,6 @@ class TensorSource:
         return chunk_bounds(self.n_units)
 
     @property
-    def lineage(self) -> tuple[TensorSource | None, tuple[Any, ...]]:
-        """Say what a device decodes the tensor from.
-
-        Returns:
-            A source whose units come from the host, or None, and the frames that are decoded over it, in
-            order, each with whether only its codes are needed; this source and no frames where the host has
-            to decode it.
-        """
-        return self, ()
-
-    def encoded_there(
-        self,
-        plan: Callable[[TensorSource | None, Companions], Any] | None,
-        base: TensorSource | None,
-        beside: Callable[[], Mapping[str, Any]],
-        trial: Callable[..., bool],
-        workers: Any,
-    ) -> tuple[Any, TensorSource] | None:
-        """Plan and encode the tensor where it lives; None where that is the host.
-
-        Args:
-            plan: makes a draft of the tensor against a base and by companions, which it may be given as other
-                sources; None if the host must.
-            base: what it may be stored against, or None.
-            beside: gives the companions by name, as `ckptz.encoding.companions.Restored`.
-            trial: tells whether a device is to be believed; see `ckptz.methods.trial.agrees`.
-            workers: threads.
-
-        Returns:
-            The draft, and the tensor as a source of encoded chunks.
-        """
-        del plan, base, beside, trial, workers
-        return None
-
-    @property
-    def there(self) -> Any:
-        """The tensor on its device while it is planned there, `ckptz.encoding.there.There`; else None."""
-        return None
-
-    @property
     def stored(self) -> Stored | None:
         """Plan and record of the frame that the tensor stands in; None if it has none."""
         return None
@@ -152,11 +112,6 @@ class SourceOf(TensorSource):
 @dataclass(frozen=True, slots=True)
 class ViewOf(SourceOf):
     """A tensor with the values and the frame of another one; subclasses say how units are read."""
-
-    @property
-    def lineage(self) -> tuple[TensorSource | None, tuple[Any, ...]]:
-        root, frames = self.source.lineage
-        return (root, frames) if frames else (self, ())
 
     @property
     def stored(self) -> Stored | None:
@@ -210,8 +165,6 @@ def chunk_bounds(n_units: int) -> Iterator[tuple[int, int]]:
 
 Companions = Callable[[str], TensorSource]  # tensors of the same file by name
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-# A tensor, its first chunk that is meant, and units on a device from there on.
-Part = tuple[TensorSource, int, Any]
 
 
 @dataclass(slots=True)

@@ -19,13 +19,12 @@ from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSourc
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
 from ckptz.dtypes import DType
-from ckptz.encoding.chunk import Deviation, EncodedChunk, EncodedSource, encode_chunk
+from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
 from ckptz.encoding.draft import Draft
 from ckptz.encoding.subject import NO_GUIDE, Guide, MapFunction, Subject
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe
-from ckptz.methods.trial import agrees
 from ckptz.parallel import SMALL_UNITS, Workers
 from ckptz.roles import Role
 
@@ -101,7 +100,6 @@ class _Planning:
         self._chunks = HeldChunks()
         sources = (contents.recipes[name].companion for name in tensors)
         self._shared = DraftBook(name for name in sources if name is not None)
-        self._ahead: dict[str, tuple[Draft, TensorSource] | None] = {}  # made there for others' sake
 
     def base(self, name: str) -> TensorSource | None:
         """Give what a tensor may be stored against; held where several passes will read it."""
@@ -115,7 +113,7 @@ class _Planning:
         """Say with which others a tensor can be encoded: by dtype and having a base; None for none."""
         name, source, draft, sources = chunk
         is_exact = self._contents.recipes[name] == EXACT
-        if draft is not None or not is_exact or isinstance(source, EncodedSource):
+        if draft is not None or not is_exact:
             return None
         return source.dtype, sources.base is not None
 
@@ -125,28 +123,6 @@ class _Planning:
         """Plan a tensor."""
         make = functools.partial(self._planned, name, base, companions, run)
         return self._shared.draft(name, make) if name in self._shared else make()
-
-    def made_there(self, name: str, workers: Workers) -> tuple[Draft, TensorSource] | None:
-        """Plan and encode a tensor where it lives; None where that is the host."""
-        if name in self._ahead:
-            return self._ahead.pop(name)
-        plan = functools.partial(self.draft, name, run=workers.map)
-        # Columns push errors by inputs, one after another.
-        has_inputs = self._contents.guides.get(name, NO_GUIDE).inputs is not None
-        is_for_it = self._contents.recipes[name].plans_there and not has_inputs
-        beside = functools.partial(self._beside, name, workers)
-        return self.tensors[name].encoded_there(
-            plan if is_for_it else None, self.base(name), beside, agrees, workers
-        )
-
-    def _beside(self, name: str, workers: Workers) -> dict[str, Restored]:
-        """Give what the classes of a tensor on a device depend on, which is made there before its turn."""
-        wanted = self._contents.recipes[name].companion
-        if wanted is None:
-            return {}
-        if not self._shared.has(wanted):
-            self._ahead[wanted] = self.made_there(wanted, workers)
-        return {wanted: self._restored(wanted, workers.map)}
 
     def _restored(self, name: str, run: MapFunction) -> Restored:
         base = self.base(name)
@@ -176,10 +152,7 @@ def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iter
         source = planning.tensors[name]
         n_units = source.n_units
         base, draft, companions = planning.base(name), None, companions_of({})
-        made = planning.made_there(name, workers)
-        if made is not None:
-            draft, source = made
-        elif n_units > CHUNK_UNITS:
+        if n_units > CHUNK_UNITS:
             companions = planning.companions(name, workers.map)
             draft = planning.draft(name, base, companions, workers.map)
         for begin, end in chunk_bounds(n_units):

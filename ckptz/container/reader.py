@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 from ckptz.codec.decode import (
     Changes,
-    Run,
     check_stored,
     decode_chunk,
     decode_codes,
-    decodes_there,
     read_changes,
 )
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
@@ -107,40 +105,6 @@ class FrameSource(TensorSource):
         if base is None:
             raise MissingBaseError(f"needs its base {ref.title}, which has no such tensor or is not open")
         raise MissingBaseError(f"has another dtype or shape in its base {ref.title}")
-
-    @property
-    def lineage(self) -> tuple[TensorSource | None, tuple[tuple[FrameSource, bool], ...]]:
-        """Say what a device decodes the tensor from; see `TensorSource.lineage`."""
-        frames: list[tuple[FrameSource, bool]] = []
-        found: TensorSource | None = self
-        only_codes = False
-        while isinstance(found, FrameSource) and found._decodes_there:
-            frames.append((found, only_codes))
-            plan = found.header.plan
-            only_codes = not plan.reads_units(only_codes=only_codes)
-            if only_codes and not plan.reads_base_codes:
-                found = None
-                break
-            with found._container.naming(found.entry.name):
-                found = found.base
-            if only_codes and found is not None and found.n_codes is None:
-                found = None
-        if (
-            found is not None
-            and found.n_codes is not None
-            and frames
-            and frames[-1][0].header.plan.reads_base_codes
-        ):
-            return self, ()
-        return found, tuple(reversed(frames))
-
-    @property
-    def _decodes_there(self) -> bool:
-        """Whether a device decodes the frame, and the tensors that its classes look at."""
-        with self._container.naming(self.entry.name):
-            return decodes_there(self.header.plan) and all(
-                self._companion(name).lineage[1] for name in self.companion_names
-            )
 
     @property
     def needs_other_file(self) -> bool:
@@ -250,12 +214,6 @@ class FrameSource(TensorSource):
             with self._container.naming(self.entry.name):
                 check_stored(record, index, payload)
             yield payload
-
-    def run(self, first: int, end: int, out: Any, base_codes: Any, only_codes: bool) -> Run:
-        """Read chunks first..end, to be decoded into units on a device; see `Run`."""
-        payloads = [self.payload(index) for index in range(first, end)]
-        on_host = self._codes_alone if only_codes else self.decode_chunk
-        return Run(self.header, first, payloads, out, on_host, base_codes, only_codes, self._companion)
 
     def _codes_alone(self, index: int, out: Units | None = None) -> NDArray[np.uint8] | None:
         """Decode only the codes of chunk `index`."""

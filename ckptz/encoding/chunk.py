@@ -9,37 +9,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import xxh64, xxh64_of_parts
 from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels, Magnitude, labels_of, moved
-from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, PlaneMode, Predictor, StreamTables, kernel_mode, planes_plan
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ChunkSources, TensorSource, chunk_bounds
+from ckptz.codec.units import ChunkSources, TensorSource
 from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
 from ckptz.encoding.draft import TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL, ClassCounts, Draft
-from ckptz.entropy.frequency import entropy_bits
+from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.entropy.streams import (
     LANE_CHOICES,
-    LANE_MIN_BYTES,
     CoderId,
+    Segments,
     Stream,
     cut,
-    encode_rans,
+    encode_rans_streams,
     encode_sparse,
     encode_stream,
     encode_streams,
     joined,
-    lanes_byte,
+    n_lanes_for,
+    pack_gaps,
 )
 from ckptz.errors import ConfigError
-from ckptz.kernels import cpu, planning, sparse
+from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Bytes, Counts, Units, widen_f64
 from ckptz.quant.quantizer import Quantizer
 
@@ -51,7 +51,6 @@ MAX_SPARSE_SHARE = 0.25
 _UNCHANGED = (CoderId.CONSTANT, b"\x00")
 # Codes of a lossy chunk, the units they decode to, where these escaped, and which are protected.
 Quantized = tuple[Bytes, Units, NDArray[np.intp] | None, NDArray[np.bool_] | None]
-_LANES: Final = np.array(LANE_CHOICES), np.array(LANE_MIN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,67 +86,84 @@ class EncodedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedSource(TensorSource):
-    """A tensor that was encoded elsewhere; without loss and a base, its units are decoded when asked for."""
+class Classed:
+    """A plane of tensors [m], one behind the other, as tables by class would code it.
 
-    dtype: DType
-    shape: tuple[int, ...]
-    plan: Plan
-    chunks: tuple[EncodedChunk, ...]
+    Attributes:
+        totals: occurrences of each code in each tensor [m, 256].
+        n_bytes: of the stream of each, at most [m].
+        segments: a segment for each class that occurs in each tensor.
+        stream_segments: how many segments there are up to the end of each tensor [m].
+    """
 
-    def is_by(self, draft: Draft) -> bool:
-        """Tell whether its chunks are those of a draft; one with a map is known by its very plan."""
-        return self.plan is draft.plan or draft == Draft(self.plan, counted=draft.counted)
+    totals: Counts
+    n_bytes: NDArray[np.float64]
+    segments: Segments
+    stream_segments: Counts
 
-    def units(self, begin: int, end: int) -> Units:
-        header = FrameHeader(self.dtype, self.shape, self.plan, tuple(chunk.record for chunk in self.chunks))
-        first, last = begin // CHUNK_UNITS, -(-end // CHUNK_UNITS)
-        at = first * CHUNK_UNITS
-        out = np.empty(min(last * CHUNK_UNITS, self.n_units) - at, UNIT_TYPES[self.dtype.unit_bytes])
-        for index, (low, high) in enumerate(chunk_bounds(len(out)), first):
-            copy = bytearray(self.chunks[index].payload)  # kernels take what may change
-            payload = np.frombuffer(copy, np.uint8)
-            decode_chunk(header, index, payload, ChunkSources(at + low, at + high), out[low:high])
-        return out[begin - at : end - at]
-
-
-def beats_shared(found: ClassCounts, tables: StreamTables) -> tuple[bool, float]:
-    """Tell whether a coder may need fewer bytes than the tensor's tables do, and how many these do."""
-    total, shared = found.total, found.bytes_by(tables) + MAX_LANE_BYTES
-    return bool(total.max() == total.sum() or entropy_bits(total[None]) / 8 < shared), shared
+    def encode(self, grouped: Bytes, begins: Counts, which: Sequence[int]) -> list[memoryview]:
+        """Code those tensors, by number, of a plane [n] in the order of tensors and classes."""
+        bounds = [0, *self.stream_segments.tolist()]
+        rows = np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in which])
+        own = Segments(self.segments.ends[rows], self.segments.table_of[rows], self.segments.tables)
+        stream_segments = np.cumsum([bounds[k + 1] - bounds[k] for k in which])
+        lanes = np.array([n_lanes_for(self.n_bytes[k]) for k in which])
+        return encode_rans_streams(grouped, begins[which], stream_segments, own, lanes, [b""] * len(which))
 
 
 def encode_by_classes(
-    planes: Sequence[Bytes],
-    labels: Labels,
-    n_classes: int,
-    tables: Sequence[StreamTables],
-    found: Sequence[ClassCounts],
-) -> list[Stream]:
-    """Code planes, each [n], by tables that classes share, or by another coder where that is smaller."""
-    weighed = list(map(beats_shared, found, tables))
-    streams: list[Stream] = [
-        encode_stream(plane, own.total, beat=shared) if beats else (CoderId.STORED, plane.data)
-        for plane, own, (beats, shared) in zip(planes, found, weighed, strict=True)
-    ]
-    left = [j for j, (beats, shared) in enumerate(weighed) if not beats or len(streams[j][1]) > shared]
-    if not left:
+    planes: Sequence[Bytes], ends: Counts, labels: Labels, n_classes: int, classed: Sequence[Classed]
+) -> list[list[Stream]]:
+    """Code planes of tensors by tables that classes share, or by another coder where that is smaller.
+
+    Args:
+        planes: codes [n] of tensors [m], one behind the other.
+        ends: of each tensor [m].
+        labels: of each unit [n]; those of one tensor are below those of the next.
+        n_classes: of the labels.
+        classed: what tables make of each plane.
+
+    Returns:
+        Of each plane, the stream of each tensor.
+    """
+    sizes = np.diff(ends, prepend=0)
+    streams, left = list[list[Stream]](), list[list[int]]()
+    for plane, own in zip(planes, classed, strict=True):
+        parts = cut(plane, ends)
+        beats = (own.totals.max(axis=1) == sizes) | (row_entropy_bits(own.totals) / 8 < own.n_bytes)
+        found: list[Stream] = [(CoderId.STORED, part.data) for part in parts]
+        if at := np.flatnonzero(beats).tolist():
+            others = encode_streams([parts[k] for k in at], own.totals[at], beats=own.n_bytes[at].tolist())
+            for k, stream in zip(at, others, strict=True):
+                found[k] = stream
+        streams.append(found)
+        left.append([k for k, most in enumerate(own.n_bytes) if not beats[k] or len(found[k][1]) > most])
+    which = [j for j, of_plane in enumerate(left) if of_plane]
+    if not which:
         return streams
-    grouped = moved([planes[j] for j in left], lambda units: cpu().group(units, labels, n_classes))
-    for j, codes in zip(left, grouped, strict=True):
-        segments = tables[j].segments(found[j].classes, found[j].per_class)
-        classed = encode_rans(codes, segments, weighed[j][1])
-        if len(classed) < len(streams[j][1]):
-            streams[j] = CoderId.RANS_SHARED, classed
+    grouped = moved([planes[j] for j in which], lambda units: cpu().group(units, labels, n_classes))
+    for j, codes in zip(which, grouped, strict=True):
+        for k, data in zip(left[j], classed[j].encode(codes, ends - sizes, left[j]), strict=True):
+            if len(data) < len(streams[j][k][1]):
+                streams[j][k] = CoderId.RANS_SHARED, data
     return streams
 
 
 def _encode_codes(planes: Any, draft: Draft, labels: Labels | None) -> list[Stream]:
     if labels is None:
         return encode_streams(planes)
-    n_classes = draft.plan.n_classes
+    n_classes, ends = draft.plan.n_classes, np.array([len(labels)])
     counted = draft.counted or [ClassCounts.of(labels, plane, n_classes) for plane in planes]
-    return encode_by_classes(planes, labels, n_classes, draft.plan.tables, counted)
+    classed = [
+        Classed(
+            found.total[None],
+            np.array([found.bytes_by(tables) + MAX_LANE_BYTES]),
+            tables.segments(found.classes, found.per_class),
+            np.array([len(found.classes)]),
+        )
+        for tables, found in zip(draft.plan.tables, counted, strict=True)
+    ]
+    return [stream for [stream] in encode_by_classes(planes, ends, labels, n_classes, classed)]
 
 
 def encode_values(units: Units) -> list[Stream]:
@@ -231,14 +247,12 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
         return _UNCHANGED
     if len(used) < len(plane):
         positions, plane = positions[used], plane[used]
-    return CoderId.SPARSE, encode_sparse(sparse().pack_gaps(positions), plane, 0)
+    return CoderId.SPARSE, encode_sparse(pack_gaps(positions), plane, 0)
 
 
 def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
     """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
     plan = draft.plan
-    if isinstance(source, EncodedSource) and source.is_by(draft):
-        return source.chunks[sources.begin // CHUNK_UNITS]
     header = FrameHeader(source.dtype, source.shape, plan, ())
     units = source.units(sources.begin, sources.end)
     labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
@@ -302,12 +316,12 @@ class Batch:
         """Units [n] of the bases; without bases those of the tensors."""
         return joined(self.bases)[0] if self.bases else self.flat[0]
 
-    def only(self, which: Sequence[int]) -> Batch:
-        """Give some of the tensors, in this order."""
-        if len(which) == len(self.units):
+    def only(self, which: Sequence[int], most: int | None = None) -> Batch:
+        """Give some of the tensors, in this order, and of each its first units, `most` or all."""
+        if most is None and len(which) == len(self.units):
             return self
-        bases = [self.bases[k] for k in which] if self.bases else ()
-        return Batch(self.dtype, [self.units[k] for k in which], bases)
+        units = [self.units[k][:most] for k in which]
+        return Batch(self.dtype, units, [self.bases[k][:most] for k in which] if self.bases else ())
 
     def planes(self, mode: PlaneMode) -> Bytes:
         """Split into planes [n_planes, n]."""
@@ -332,41 +346,73 @@ def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
 
 def encode_classed(batch: Batch, mode: PlaneMode) -> list[Encoded]:
     """Encode deltas of a mode with classes by the base's magnitude, each with tables of its own."""
-    planes, labels, n = batch.planes(mode), cpu().magnitude_classes(batch.flat_bases), batch.dtype.unit_bytes
-    frequencies, ends, table_of, packed, packed_ends, totals, most, lanes, words, word_ends = (
-        planning().encode_classed(
-            planes.reshape(-1),
-            labels,
-            batch.flat[1],
-            N_MAGNITUDE_CLASSES,
-            MAX_TABLES,
-            TABLE_COST_BITS,
-            TABLE_COST_BITS_PER_SYMBOL,
-            *_LANES,
-        )
+    planes, (_, ends), n = batch.planes(mode), batch.flat, batch.dtype.unit_bytes
+    rows = Rows.of(cpu().magnitude_classes(batch.flat_bases), ends)
+    made = [_tables_by_class(plane, rows) for plane in planes]
+    streams = encode_by_classes([*planes], ends, rows.labels, rows.n_labels, [classed for classed, _ in made])
+    encoded = list[Encoded]()
+    for k, own in enumerate(batch.units):
+        plan = planes_plan(mode, (Magnitude(),), tuple([tables[k] for _, tables in made]))
+        encoded.append((Draft(plan), encoded_chunk([streams[j][k] for j in range(n)], own)))
+    return encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The classes by magnitude that occur in tensors [m], one behind the other.
+
+    Attributes:
+        labels: of each unit [n], below `n_labels`; those of one tensor are below those of the next.
+        n_labels: of all tensors.
+        used: labels that occur, ascending [n_rows].
+        n_units: units of each of those.
+        ends: how many of them there are up to the end of each tensor [m].
+        tables_of: for each tensor and class, the last of those that is not above it [m, n_classes].
+    """
+
+    labels: Labels
+    n_labels: int
+    used: Counts
+    n_units: Counts
+    ends: Counts
+    tables_of: Counts
+
+    @classmethod
+    def of(cls, classes: Bytes, ends: Counts) -> Rows:
+        """Find the classes in the class of each unit [n] and the end of each tensor [m]."""
+        m, labels = len(ends), classes
+        borders = N_MAGNITUDE_CLASSES * np.arange(1, m + 1)
+        if m > 1:
+            shift = np.repeat((borders - N_MAGNITUDE_CLASSES).astype(np.uint16), np.diff(ends, prepend=0))
+            labels = classes + shift
+        counts = cpu().class_counts(labels, int(borders[-1]))
+        used = np.flatnonzero(counts)
+        row_ends = np.searchsorted(used, borders)
+        before = np.searchsorted(used, np.arange(borders[-1]), side="right").reshape(m, -1) - 1
+        tables_of = np.maximum(before, np.concatenate(([0], row_ends[:-1]))[:, None])
+        n_units = counts[used]
+        if m > 1:  # most of the counts of codes would be zeros
+            row_of = np.zeros(borders[-1], np.uint16)
+            row_of[used] = np.arange(len(used))
+            labels, used = row_of[labels], np.arange(len(used))
+        return cls(labels, len(used) if m > 1 else int(borders[-1]), used, n_units, row_ends, tables_of)
+
+
+def _tables_by_class(plane: Bytes, rows: Rows) -> tuple[Classed, list[StreamTables]]:
+    """Make the tables that neighbouring classes share, of each tensor by itself."""
+    counts = cpu().class_histogram(rows.labels, plane, rows.n_labels)[rows.used]
+    table_of, sums, ends = planning().merge_rows(
+        counts, rows.ends, MAX_TABLES, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
     )
-    rows = zip(cut(frequencies, ends), table_of, cut(packed, packed_ends), strict=True)
-    tables = [StreamTables(own, of_class, head.tobytes()) for own, of_class, head in rows]
-    parts, own_labels = batch.parts(planes), cut(labels, batch.flat[1])
-    others = np.flatnonzero(lanes == 0)
-    coded = [
-        lanes_byte(k) + data.tobytes() if k else b""
-        for k, data in zip(lanes.tolist(), cut(words, word_ends), strict=True)
+    begins, frequencies = np.concatenate(([0], ends[:-1])), normalise(sums)
+    row_begins = np.concatenate(([0], rows.ends[:-1]))
+    n_bytes = np.add.reduceat(row_cost_bits(sums, frequencies), begins) / 8 + MAX_LANE_BYTES
+    segments = Segments(np.cumsum(rows.n_units), table_of, frequencies)
+    classed = Classed(np.add.reduceat(counts, row_begins, axis=0), n_bytes, segments, rows.ends)
+    packed, packed_ends = pack_tables(frequencies)
+    heads = cut(packed, packed_ends[ends - 1])
+    tables = [
+        StreamTables(frequencies[i:j], table_of[own] - i, bytes((j - i,)) + head.tobytes())
+        for i, j, own, head in zip(begins.tolist(), ends.tolist(), rows.tables_of, heads, strict=True)
     ]
-    streams: list[Stream] = [
-        (CoderId.RANS_SHARED, data) if len(data) < len(plane) else (CoderId.STORED, plane.data)
-        for data, plane in zip(coded, parts, strict=True)
-    ]
-    if len(others):
-        found = encode_streams([parts[k] for k in others], totals[others], beats=most[others].tolist())
-        for k, stream in zip(others.tolist(), found, strict=True):
-            streams[k] = stream
-            if len(stream[1]) > most[k]:
-                counts = ClassCounts.of(own_labels[k // n], parts[k], N_MAGNITUDE_CLASSES)
-                [streams[k]] = encode_by_classes(
-                    [parts[k]], own_labels[k // n], N_MAGNITUDE_CLASSES, [tables[k]], [counts]
-                )
-    drafts = [
-        Draft(planes_plan(mode, (Magnitude(),), tuple(tables[k : k + n]))) for k in range(0, len(tables), n)
-    ]
-    return list(zip(drafts, batch.chunks(streams), strict=True))
+    return classed, tables

@@ -17,6 +17,7 @@ from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 from ckptz.codec.plan import Plan, PlaneMode, StreamTables, kernel_mode
 from ckptz.codec.units import MapFunction as MapFunction
 from ckptz.codec.units import TensorSource
+from ckptz.entropy.frequency import normalise, row_cost_bits
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Units
 from ckptz.quant.quantizer import Quantizer
@@ -36,11 +37,15 @@ class ClassCounts:
     @classmethod
     def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
         """Count codes [n] with labels [n]."""
-        if len(codes) < 256 * n_classes:
-            return cls(*planning().used_class_histogram(labels, codes, n_classes))
-        counts = cpu().class_histogram(labels, codes, n_classes)  # of all, which is quicker
-        used = np.flatnonzero(counts.any(axis=1))
-        return cls(used, counts[used])
+        used = np.arange(n_classes)
+        if len(codes) < 256 * n_classes:  # then most of the counts would be zeros
+            used = np.flatnonzero(np.bincount(labels, minlength=n_classes))
+            row_of = np.zeros(n_classes, np.min_scalar_type(len(used)))
+            row_of[used] = np.arange(len(used))
+            labels = row_of[labels]
+        counts = cpu().class_histogram(labels, codes, len(used))
+        is_used = counts.any(axis=1)
+        return cls(used[is_used], counts[is_used])
 
     def __add__(self, other: Self) -> Self:
         classes = np.union1d(self.classes, other.classes)
@@ -62,7 +67,9 @@ class ClassCounts:
     def bytes_by(self, tables: StreamTables) -> float:
         """Compute the bytes that the codes take with these tables, without the tables."""
         table_of = tables.table_of[self.classes]
-        return float(planning().shared_cost_bits(self.counts, table_of, tables.frequencies)) / 8
+        runs = np.flatnonzero(np.diff(table_of, prepend=-1))  # neighbours share tables
+        sums = np.add.reduceat(self.counts, runs, axis=0)
+        return float(row_cost_bits(sums, tables.frequencies[table_of[runs]]).sum()) / 8
 
 
 def plane_counts(
@@ -88,8 +95,9 @@ def share_tables(
     Returns:
         Counts of each table [n_tables, 256] and the table of each class [n_classes].
     """
-    group_of, sums = planning().merge_neighbours(
-        found.counts, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
+    ends = np.array([len(found.counts)])
+    group_of, sums, _ = planning().merge_rows(
+        found.counts, ends, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
     )
     # Classes that do not occur use the table of the one before them, which keeps the runs long.
     before = np.searchsorted(found.classes, np.arange(n_classes), side="right") - 1
@@ -99,7 +107,7 @@ def share_tables(
 def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
     """Make frequency tables that classes share, from how often each code occurs in each."""
     table_counts, table_of = share_tables(found, n_classes)
-    return StreamTables(planning().normalise_rows(table_counts), table_of)
+    return StreamTables(normalise(table_counts), table_of)
 
 
 class Rounding(Protocol):

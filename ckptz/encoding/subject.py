@@ -132,11 +132,8 @@ class Extent:
 
     @classmethod
     def whole(cls, source: TensorSource, base: TensorSource | None, guide: Guide, run: MapFunction) -> Extent:
-        """Measure a tensor that is not empty, where it lives; `run` maps over chunks."""
-        there: Extent | None = None
-        if source.there is not None and (guide.second_moment is not None or guide.gradient is None):
-            there = source.there.extent(guide.second_moment)
-        return there or summed(run, lambda b: cls.of(source, base, guide, b), source)
+        """Measure a tensor that is not empty; `run` maps over chunks."""
+        return summed(run, lambda b: cls.of(source, base, guide, b), source)
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None, guide: Guide, bounds: Bounds) -> Extent:

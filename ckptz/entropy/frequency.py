@@ -1,45 +1,158 @@
 """Frequency tables of the rANS coder. Implements spec/02-entropy.md#frequency-table.
 
-first symbol u8 | last symbol u8 | order u8 | Exp-Golomb codes of all frequencies but the last
+    first symbol u8 | last symbol u8 | order u8 | Exp-Golomb codes of all frequencies but the last
+
+All of it is numpy, over the rows of many tables at once. What the encoder chooses here is informative: any
+table that sums to 4096 and has at least 1 for every symbol that occurs decodes.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptz.bits import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError, FormatError, TruncatedError
-from ckptz.kernels import cpu, planning
-from ckptz.kernels.floats import MAX_TABLE_ORDER, Counts, Frequencies
+from ckptz.kernels import cpu, plain
+from ckptz.kernels.floats import MAX_TABLE_ORDER, SCALE, SCALE_BITS, Bytes, Counts, Frequencies
 
-SCALE: Final = 4096
 MAX_ORDER: Final = MAX_TABLE_ORDER
+Reals = NDArray[np.float64]
+
+FEW_ROWS: Final = 16  # are sorted sooner than a compiled kernel is loaded
+
+_ORDERS: Final = np.arange(MAX_ORDER + 1)
+# Binary logarithms by libm: numpy's own differ in the last bit from processor to processor.
+_LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
+# Bits of a code of an occurrence under a frequency; logarithms in single precision, as files were written.
+_CODE_BITS: Final = SCALE_BITS - _LOGS.astype(np.float32).astype(np.float64)
+# Of frequencies plus a power of two, the place of the highest bit.
+_HIGHEST: Final = np.frexp(np.arange(1, (1 << MAX_ORDER) + SCALE + 1))[1] - 1
+# Bits that all frequencies but the last take under each order, [4097, orders].
+_GOLOMB_BITS: Final = (2 * _HIGHEST[np.arange(SCALE + 1)[:, None] + (1 << _ORDERS) - 1] - _ORDERS + 1).astype(
+    np.int64
+)
 
 
-def normalise(counts: Counts) -> Frequencies:
-    """Make frequencies [256] that sum to 4096 of counts [256], at least 1 for every symbol that occurs.
+def _logs(counts: Counts) -> Reals:
+    """Binary logarithms of counts [...], 0 of 0."""
+    found = _LOGS[np.minimum(counts, SCALE)]
+    is_large = counts > SCALE
+    found[is_large] = [*map(math.log2, counts[is_large].tolist())]
+    return found
 
-    The encoder's choice: any table with these two properties decodes.
-    """
-    return planning().normalise(counts)
 
-
-def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
-    """Count the bits that `counts` [256] take under `frequencies` [256]; infinite if a symbol has none."""
-    return float(planning().cost_bits(counts, frequencies))
+def row_entropy_bits(counts: Counts) -> Reals:
+    """Count the bits of an ideal order-0 coder of each row of counts [n, 256]."""
+    total = counts.sum(axis=1)
+    terms = counts * _logs(counts)
+    return _sums(-terms) + total * _logs(total)
 
 
 def entropy_bits(counts: Counts) -> float:
     """Count the bits of an ideal order-0 coder of counts [..., 256] with a table for each row."""
-    return float(planning().entropy_bits(np.ascontiguousarray(counts).reshape(-1, counts.shape[-1])))
+    return float(sum(row_entropy_bits(counts.reshape(-1, counts.shape[-1])).tolist()))
+
+
+def _sums(terms: Reals) -> Reals:
+    """Add up rows [n, m] from left to right: `sum` adds in another order, which rounds otherwise."""
+    found: Reals = np.add.accumulate(terms, axis=1)[:, -1]
+    return found
+
+
+def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Reals:
+    """Count the bits of each row of counts [n, 256] under its frequencies; infinite if a symbol has none."""
+    bits = _sums(counts * _CODE_BITS[frequencies])
+    bits[((counts > 0) & (frequencies == 0)).any(axis=1)] = math.inf
+    return bits
+
+
+def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
+    """Count the bits of counts [256] under frequencies [256]; infinite if a symbol has none."""
+    return float(row_cost_bits(counts[None], frequencies[None])[0])
+
+
+def normalise(counts: Counts) -> Frequencies:
+    """Make frequencies [..., 256] that sum to 4096 of counts [..., 256], at least 1 for all that occur."""
+    rows = counts.reshape(-1, 256)
+    used = rows > 0
+    rare, n_rare, common = np.zeros_like(used), np.zeros(len(rows)), rows.sum(axis=1)
+    # Symbols too rare for a share of their own get 1; the others divide what is left.
+    while True:
+        shares = rows * ((SCALE - n_rare) / np.maximum(common, 1))[:, None]
+        more = used & ~rare & (shares < 1)
+        if not more.any():
+            break
+        rare |= more
+        n_rare, common = n_rare + more.sum(axis=1), common - (rows * more).sum(axis=1)
+    frequencies = np.where(rare, 1, shares).astype(np.uint16)
+    missing = SCALE - frequencies.sum(axis=1, dtype=np.int64)
+    if missing.any():
+        # What rounding down left over goes where one more saves most, one to each.
+        gain = np.divide(rows, frequencies, out=np.full(rows.shape, -1.0), where=used)
+        ranked = np.sort(gain, axis=1)
+        at = np.arange(len(rows))
+        least = ranked[at, np.minimum(256 - missing, 255)]
+        # Where equals stand on both sides, the order of all decides between them.
+        is_tied = (missing > 0) & (ranked[at, 255 - missing] == least)
+        frequencies += (gain >= least[:, None]) & ((missing > 0) & ~is_tied)[:, None]
+        if is_tied.any():
+            tied = gain[is_tied]
+            order = (cpu() if len(tied) > FEW_ROWS else plain).ascending(tied)
+            is_given = np.arange(256) >= (256 - missing[is_tied])[:, None]
+            row = np.flatnonzero(is_tied).repeat(missing[is_tied])
+            frequencies[row, order[is_given]] += np.uint16(1)
+    return frequencies.reshape(counts.shape)
+
+
+def _coded(frequencies: Frequencies) -> tuple[Counts, Counts, NDArray[np.bool_], Counts, Counts]:
+    """First and last symbol of tables [n, 256], which symbols have a code, the best order, and its bits."""
+    used = frequencies > 0
+    first, last = used.argmax(axis=1), 255 - used[:, ::-1].argmax(axis=1)
+    place = np.arange(256)
+    is_coded = (place >= first[:, None]) & (place < last[:, None])
+    bits = np.zeros((len(frequencies), MAX_ORDER + 1), np.int64)
+    if has_codes := np.flatnonzero(last > first).tolist():
+        begins = np.cumsum(last - first) - (last - first)
+        bits[has_codes] = np.add.reduceat(_GOLOMB_BITS[frequencies[is_coded]], begins[has_codes], axis=0)
+    orders = bits.argmin(axis=1)
+    return first, last, is_coded, orders, np.take_along_axis(bits, orders[:, None], axis=1)[:, 0]
+
+
+def packed_bytes(frequencies: Frequencies) -> Counts:
+    """Count the bytes of each of tables [n, 256] as `pack_tables` writes them."""
+    return 3 + (_coded(frequencies)[-1] + 7) // 8
+
+
+def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
+    """Write tables [n, 256] one after another: their bytes, and the end of each [n]."""
+    first, last, is_coded, orders, row_bits = _coded(frequencies)
+    # An Exp-Golomb code of u = value + 2^order of b bits is b - 1 - order zero bits, a one bit, then the
+    # b - 1 bits below the leading one of u, least significant first.
+    row = np.repeat(np.arange(len(frequencies)), last - first)
+    u = frequencies[is_coded] + (1 << orders[row])
+    n_low = _HIGHEST[u - 1]
+    n_bits = 2 * n_low - orders[row] + 1
+    ends = np.cumsum(3 + (row_bits + 7) // 8)
+    begins = np.concatenate(([0], ends[:-1]))
+    # Where each code begins, in bits: behind those of its row before it.
+    before = np.cumsum(n_bits) - n_bits
+    at = (8 * (begins + 3) - (np.cumsum(row_bits) - row_bits))[row] + before
+    codes = (1 | (u - (1 << n_low)) << 1) << (n_low - orders[row])
+    which = np.arange(int(n_bits.sum())) - np.repeat(before, n_bits)
+    bits = np.zeros(8 * int(ends[-1]), np.uint8)
+    bits[np.repeat(at, n_bits) + which] = np.repeat(codes, n_bits) >> which & 1
+    packed = np.packbits(bits, bitorder="little")
+    packed[begins], packed[begins + 1], packed[begins + 2] = first, last, orders
+    return packed, ends
 
 
 def pack_table(frequencies: Frequencies) -> bytes:
     """Write a table [256] as bytes."""
-    packed: bytes = cpu().pack_table(frequencies).tobytes()
-    return packed
+    return pack_tables(frequencies[None])[0].tobytes()
 
 
 def parse_table(source: ByteReader) -> Frequencies:
@@ -68,7 +181,7 @@ def _why_no_table(source: ByteReader) -> FormatError:
     if last < first or order > MAX_ORDER:
         return CorruptionError(f"frequency table: symbols {first}..{last} with order {order}")
     codes = np.empty(last - first, np.uint16)
-    if cpu().golomb_unpack(np.frombuffer(source.peek(), np.uint8), last - first, order, codes) < 0:
+    if plain.golomb_unpack(np.frombuffer(source.peek(), np.uint8), last - first, order, codes) < 0:
         return CorruptionError(f"frequency table at offset {at}: its codes end early or overflow")
     return CorruptionError(f"frequency table at offset {at}: frequencies do not sum to {SCALE}")
 
@@ -77,7 +190,7 @@ def write_tables(out: ByteWriter, tables: Frequencies) -> None:
     """Write the number of tables (u8) and the tables [n_tables, 256]."""
     out.u8(len(tables))
     if len(tables):
-        out.raw(cpu().pack_tables(tables).tobytes())
+        out.raw(pack_tables(tables)[0].tobytes())
 
 
 def parse_tables(source: ByteReader, most: int) -> Frequencies:
@@ -86,3 +199,42 @@ def parse_tables(source: ByteReader, most: int) -> Frequencies:
     if n_tables > most:
         raise CorruptionError(f"{n_tables} frequency tables, at most {most} are allowed")
     return _parse(source, n_tables)
+
+
+# --- what coding a symbol takes -----------------------------------------------------------------
+
+_FREQUENCY: Final = np.arange(1, SCALE + 1, dtype=np.uint64)
+_SHIFT: Final = np.frexp(np.arange(SCALE))[1].astype(np.uint64)  # the binary logarithm, rounded up
+# Of each frequency: reciprocal (32 bits) | start (12), added below | shift (4) | frequency - 1 (12).
+_ENTRIES: Final = np.concatenate(
+    (
+        np.zeros(1, np.uint64),
+        (
+            ((np.uint64(1) << (np.uint64(32) + _SHIFT)) + _FREQUENCY - np.uint64(1)) // _FREQUENCY
+            - np.uint64(1 << 32)
+        )
+        | _SHIFT << np.uint64(44)
+        | (_FREQUENCY - np.uint64(1)) << np.uint64(48),
+    )
+)
+
+
+def encoding_tables(frequencies: Frequencies) -> NDArray[np.uint64]:
+    """Make entries [n, 256]: reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
+
+    With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
+    every x below 2^32, since m f exceeds its real value by less than f <= 2^s.
+    """
+    starts = np.cumsum(frequencies, axis=1, dtype=np.uint64) - frequencies
+    starts[frequencies == 0] = 0
+    return _ENTRIES[frequencies] | starts << np.uint64(32)
+
+
+def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
+    """Make decoding tables [n, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
+    wide = frequencies.astype(np.uint32)
+    starts = np.cumsum(wide, axis=1, dtype=np.uint32) - wide
+    entries = np.arange(256, dtype=np.uint32) | (wide - np.uint32(1)) << np.uint32(8)
+    entries -= starts << np.uint32(20)  # modulo 2^32; the slot makes up for it
+    slots = np.repeat(entries.reshape(-1), frequencies.reshape(-1)).reshape(-1, SCALE)
+    return slots + (np.arange(SCALE, dtype=np.uint32) << np.uint32(20))

@@ -19,10 +19,19 @@ import zstandard
 from numpy.typing import NDArray
 
 from ckptz.bits import ByteReader, ByteWriter
-from ckptz.entropy.frequency import entropy_bits, parse_table
+from ckptz.entropy.frequency import (
+    encoding_tables,
+    entropy_bits,
+    normalise,
+    pack_tables,
+    packed_bytes,
+    parse_table,
+    row_cost_bits,
+    slot_tables,
+)
 from ckptz.errors import CorruptionError, UnsupportedError
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import Bytes, Counts, Frequencies
+from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions
 
 
 class CoderId(IntEnum):
@@ -72,7 +81,7 @@ class Segments:
 
     def slot_tables(self) -> NDArray[np.uint32]:
         """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or here."""
-        return cpu().slot_tables(self.tables) if self.slots is None else self.slots
+        return slot_tables(self.tables) if self.slots is None else self.slots
 
 
 class _Zstd(Protocol):
@@ -100,11 +109,50 @@ def n_lanes_for(n_bytes: float) -> int:
     return LANE_CHOICES[bisect.bisect_right(LANE_MIN_BYTES, n_bytes) - 1]
 
 
-def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> bytes:
+def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> memoryview:
     """Code symbols [n]: lane index u8, lane states u32 each, words u16 each."""
-    n_lanes = n_lanes_for(expected_bytes)
-    states, words = cpu().rans_encode(symbols, segments.ends, segments.table_of, segments.tables, n_lanes)
-    return b"".join((lanes_byte(n_lanes), states.tobytes(), words.tobytes()))
+    [stream] = encode_rans_streams(
+        symbols,
+        np.zeros(1, np.int64),
+        np.array([len(segments.ends)]),
+        segments,
+        np.array([n_lanes_for(expected_bytes)]),
+        [b""],
+    )
+    return stream
+
+
+def encode_rans_streams(
+    symbols: Bytes,
+    begins: Counts,
+    stream_segments: Counts,
+    segments: Segments,
+    n_lanes: Counts,
+    packed_tables: Sequence[bytes],
+) -> list[memoryview]:
+    """Code streams [m] of symbols, each from its place in `begins` on, with its own segments and lanes.
+
+    Args:
+        symbols: of all streams.
+        begins: where each begins.
+        stream_segments: how many segments there are up to the end of each.
+        segments: of all streams, their ends in `symbols`.
+        n_lanes: of each.
+        packed_tables: bytes that each begins with.
+    """
+    heads = [head + lanes_byte(n) for head, n in zip(packed_tables, n_lanes.tolist(), strict=True)]
+    coded, spans = cpu().rans_encode(
+        symbols,
+        begins,
+        stream_segments,
+        segments.ends,
+        segments.table_of,
+        encoding_tables(segments.tables),
+        n_lanes,
+        np.frombuffer(bytearray(b"".join(heads)), np.uint8),
+        np.cumsum([len(head) for head in heads]),
+    )
+    return [coded.data[i:j] for i, j in spans.tolist()]
 
 
 def lanes_byte(n_lanes: int) -> bytes:
@@ -146,6 +194,33 @@ def _decode_own(source: ByteReader, out: Bytes) -> None:
 # --- sparse -------------------------------------------------------------------------------------
 
 
+def pack_gaps(positions: Positions) -> Bytes:
+    """Write ascending positions [n] as gaps: the number of codes before each that are left out.
+
+    A gap has as many bytes 255 as it holds 255, then the rest.
+    """
+    gaps = np.diff(positions, prepend=-1) - 1
+    n_full = gaps // MAX_GAP_BYTE
+    ends = np.cumsum(n_full + 1)
+    packed = np.full(ends[-1] if len(ends) else 0, MAX_GAP_BYTE, np.uint8)
+    packed[ends - 1] = gaps - n_full * MAX_GAP_BYTE
+    return packed
+
+
+def unpack_gaps(gaps: Bytes, n_positions: int, n: int) -> Positions:
+    """Read what `pack_gaps` wrote: so many positions below `n`.
+
+    Raises:
+        CorruptionError: the bytes are not so many.
+    """
+    is_last = gaps != MAX_GAP_BYTE
+    positions = np.cumsum(gaps, dtype=np.int64)[is_last] + np.arange(np.count_nonzero(is_last))
+    is_whole = len(positions) == n_positions and (not len(gaps) or bool(is_last[-1]))
+    if not is_whole or (n_positions and positions[-1] >= n):
+        raise CorruptionError("sparse stream: gaps and values do not agree")
+    return positions
+
+
 def encode_sparse(gaps: Bytes, values: Bytes, common: int) -> bytes:
     """Write the common symbol u8, then gaps [m] and values [k]: each a count and an embedded stream."""
     return _packed_sparse(common, [(part, encode_stream(part, nested=True)) for part in (gaps, values)])
@@ -177,8 +252,7 @@ def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
 
 def _decode_sparse(source: ByteReader, out: Bytes) -> None:
     out[:], gaps, values = read_sparse(source, len(out))
-    if not cpu().sparse_merge(gaps, values, out):
-        raise CorruptionError("sparse stream: gaps and values do not agree")
+    out[unpack_gaps(gaps, len(values), len(out))] = values
 
 
 # --- any stream ---------------------------------------------------------------------------------
@@ -234,9 +308,9 @@ def _encode_counted(
     symbols, ends = joined(parts)
     if counts is None:
         counts = cpu().count_streams(symbols, ends)
-    tables, packed, packed_ends, bits = cpu().weigh_rows(counts)
-    rows = zip(parts, tables, cut(packed, packed_ends), bits.tolist(), strict=True)
-    owns = [OwnTable.made(len(part), table, head.tobytes(), own_bits) for part, table, head, own_bits in rows]
+    tables = normalise(counts)
+    rows = zip(parts, packed_bytes(tables).tolist(), row_cost_bits(counts, tables).tolist(), strict=True)
+    owns = [OwnTable.of(len(part), n_packed, own_bits) for part, n_packed, own_bits in rows]
     sparse = {} if nested else _encode_sparse(parts, counts)
     least = _least_zstd([middle_of(part) for part in parts], owns)
     found = [
@@ -246,19 +320,15 @@ def _encode_counted(
         for k, part in enumerate(parts)
     ]
     if at := [k for k, other in enumerate(found) if other is None]:
-        lanes = [n_lanes_for(owns[k].n_bytes) for k in at]
-        begins = ends - [len(part) for part in parts]
-        heads, head_ends = joined([_head(owns[k], n) for k, n in zip(at, lanes, strict=True)])
-        chosen = symbols, begins[at], ends[at], tables[at], np.array(lanes), heads, head_ends
-        coded, spans = cpu().rans_encode_streams(*chosen)
-        for k, (i, j) in zip(at, spans.tolist(), strict=True):
-            found[k] = CoderId.RANS_OWN, coded.data[i:j]
+        own = tables[at]
+        packed = [table.tobytes() for table in cut(*pack_tables(own))]
+        segments = Segments(ends[at], np.arange(len(at)), own)
+        begins = np.concatenate(([0], ends[:-1]))
+        lanes = np.array([n_lanes_for(owns[k].n_bytes) for k in at])
+        coded = encode_rans_streams(symbols, begins[at], np.arange(1, len(at) + 1), segments, lanes, packed)
+        for k, stream in zip(at, coded, strict=True):
+            found[k] = CoderId.RANS_OWN, stream
     return [stream for stream in found if stream is not None]
-
-
-def _head(own: OwnTable, n_lanes: int) -> Bytes:
-    """Give the bytes before the lane states of a stream."""
-    return np.frombuffer(bytearray(own.packed + lanes_byte(n_lanes)), np.uint8)
 
 
 def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
@@ -267,7 +337,10 @@ def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
     at = [k for k, part in enumerate(parts) if SPARSE_MIN_SHARE * len(part) <= peaks[k] < len(part)]
     if not at:
         return {}
-    splits = [part for k in at for part in cpu().sparse_split(parts[k], commons[k])]
+    splits = list[Bytes]()
+    for k in at:
+        positions = np.flatnonzero(parts[k] != commons[k])
+        splits += pack_gaps(positions), parts[k][positions]
     coded = iter(zip(splits, encode_streams(splits, nested=True), strict=True))
     return {k: _packed_sparse(commons[k], (next(coded), next(coded))) for k in at}
 
@@ -303,58 +376,19 @@ def _by_another(
 
 @dataclass(frozen=True, slots=True)
 class OwnTable:
-    """The table of a stream of n codes under coder rans-own, and what would come of it."""
+    """A stream of n codes under coder rans-own, weighed before it is coded."""
 
     n: int
-    frequencies: Frequencies  # [256]
-    packed: bytes
     n_bytes: float  # of the stream
     pays: bool  # whether it is enough smaller than the codes
     bits: float  # of the codes alone
 
     @classmethod
-    def of(cls, counts: Counts) -> OwnTable:
-        """Make the table for codes of which there are `counts` [256]."""
-        table, packed, bits = cpu().weigh(counts)
-        return cls.made(int(counts.sum()), table, packed.tobytes(), bits)
-
-    @classmethod
-    def made(cls, n: int, frequencies: Frequencies, packed: bytes, bits: float) -> OwnTable:
-        """Weigh `n` codes that take so many bits under a table [256] that is made and packed."""
+    def of(cls, n: int, n_packed: int, bits: float) -> OwnTable:
+        """Weigh `n` codes that take so many bits under a table of so many bytes."""
         n_bytes = bits / 8
-        n_bytes += len(packed) + 1 + 4 * n_lanes_for(n_bytes)
-        return cls(n, frequencies, packed, n_bytes, n_bytes < n * (1 - MIN_GAIN), bits)
-
-
-def most_words(n: int, n_bytes: float) -> int:
-    """Give a bound of the words of n codes that should take so many bytes under rANS.
-
-    A step loses less than log2(17 / 16) bits, as x / f is at least 16.
-    """
-    return min(n, int((8 * n_bytes + 0.0875 * n) / 16) + 1)
-
-
-def choose_elsewhere(n: int, counts: Counts, spread: Bytes, middle: Bytes) -> OwnTable | CoderId | None:
-    """Choose as `encode_stream` would, of codes that are not here: rans-own by its table, constant or stored.
-
-    Args:
-        n: codes, at least 1.
-        counts: their histogram [256].
-        spread: what `spread_of` gives of them.
-        middle: what `middle_of` gives.
-
-    Returns:
-        None if another coder must be tried, which takes all codes.
-    """
-    if looks_random(n, spread, middle):
-        return CoderId.STORED
-    if (most := counts.max()) == n:
-        return CoderId.CONSTANT
-    own = OwnTable.of(counts)
-    [least] = _least_zstd([middle], [own])
-    if most >= SPARSE_MIN_SHARE * n or _zstd_promises(middle, n, own.n_bytes if own.pays else n, least):
-        return None
-    return own if own.pays else CoderId.STORED
+        n_bytes += n_packed + 1 + 4 * n_lanes_for(n_bytes)
+        return cls(n, n_bytes, n_bytes < n * (1 - MIN_GAIN), bits)
 
 
 def middle_of(symbols: Any) -> Any:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from ckptz.codec.units import MapFunction, Part, Units
+from ckptz.codec.units import Units
 from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.frameworks.window import Piece, Window
+from ckptz.frameworks.window import Window
 
 Shape = tuple[int, ...]
 
@@ -67,23 +67,6 @@ class Framework(Protocol):
 
     def finish(self, tensor: Any) -> Any:
         """Bring the tensor where the caller wants it."""
-
-    @property
-    def decoder(self) -> Device | None:
-        """The device that decodes, where the tensors are to be; None if the host does."""
-
-
-class Device(Protocol):
-    """Decodes on a device; `ckptz.codec.on_device` is the definition."""
-
-    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Any]:
-        """Make a tensor there of this (framework's) shape, and its units to be written."""
-
-    def decode(self, parts: Sequence[Part], run: MapFunction) -> None:
-        """Decode chunks, and what they are stored against, into their units."""
-
-    def copy(self, piece: Piece, chunk: Any, out: Any) -> None:
-        """Take the units of a piece from their chunk to their place in `out`, both there."""
 
 
 def units_per_element(dtype: DType) -> int:

@@ -48,10 +48,6 @@ class NumpyArrays:
     def finish(self, tensor: Any) -> Any:
         return tensor
 
-    @property
-    def decoder(self) -> None:
-        return None
-
 
 def make(device: str | int, backend: str) -> NumpyArrays:
     """Give the framework of numpy arrays: they live on the CPU, and both backends slice alike."""

@@ -9,7 +9,7 @@ first dimension tells, and the whole tensor otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import EllipsisType, NoneType
 from typing import Any, Final
@@ -17,14 +17,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ckptz.codec import on_device
-from ckptz.codec.units import UNIT_TYPES, MapFunction, Part, Units
+from ckptz.codec.units import UNIT_TYPES, Units
 from ckptz.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError
 from ckptz.frameworks import Selection, Shape, units_per_element
-from ckptz.frameworks.window import Piece, Window, row_major_strides
+from ckptz.frameworks.window import Window, row_major_strides
 from ckptz.frameworks.window import select as strict_select
-from ckptz.kernels.torch import UNSIGNED, has_kernels
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
 HUGE_BYTES: Final = 1 << 22
@@ -96,7 +94,9 @@ class TorchTensors:
         if str(self.device).startswith("cuda") and not torch.cuda.is_available():
             raise RuntimeError(f"device {self.device}: PyTorch finds no CUDA device; load to 'cpu'")
         self._try_device()
-        tensor = _empty(native, shape)
+        # Pinned memory is what a device reads from at full speed.
+        is_pinned = str(self.device).startswith("cuda")
+        tensor = torch.empty(shape, dtype=native, pin_memory=True) if is_pinned else _empty(native, shape)
         return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
@@ -115,37 +115,9 @@ class TorchTensors:
     def finish(self, tensor: Any) -> Any:
         return tensor if self.device == "cpu" else tensor.to(self.device)
 
-    @property
-    def decoder(self) -> _OnDevice | None:
-        device = _device_of(self.device)
-        return _OnDevice(device) if has_kernels(device) else None
-
     def _try_device(self) -> None:
         if self.device != "cpu":
             torch.empty(0, device="cpu").to(self.device)  # refuses before anything is decoded
-
-
-def _device_of(device: str | int) -> torch.device:
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-@dataclass(frozen=True, slots=True)
-class _OnDevice:
-    """See `ckptz.frameworks.Device`."""
-
-    device: torch.device
-
-    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Any]:
-        tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=self.device)
-        return tensor, tensor.reshape(-1).view(torch.uint8).view(UNSIGNED[dtype.unit_bytes])
-
-    def decode(self, parts: Sequence[Part], run: MapFunction) -> None:
-        on_device.decode(parts, run)
-
-    def copy(self, piece: Piece, chunk: Any, out: Any) -> None:
-        sizes, strides = zip(*piece.dims, strict=True) if piece.dims else ((), ())
-        picked = chunk.as_strided(sizes, strides, chunk.storage_offset() + piece.offset)
-        out[piece.at : piece.at + piece.n_units].view(sizes).copy_(picked)
 
 
 def make(device: str | int, backend: str) -> TorchTensors:

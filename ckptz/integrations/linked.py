@@ -30,7 +30,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.caches import LastChunks
 from ckptz.container.envelope import LENGTH_BYTES
@@ -64,8 +63,7 @@ from ckptz.store.runs import EXACT, LIGHTNING_SUFFIX
 from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
-from ckptz.training.device import there
-from ckptz.training.files import address_of, memory_for_last, residual_bases
+from ckptz.training.files import memory_for_last, residual_bases
 from ckptz.training.snapshot import check_dense
 from ckptz.tree.flatten import flatten
 
@@ -121,12 +119,10 @@ T = TypeVar("T")
 
 
 def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:
-    """Describe the file of a nested state, whose memory is shared; tensors on a GPU are encoded there."""
-    elsewhere: dict[int, TensorSource] = {}
-    flat = flatten(on_host(state, elsewhere))
-    tensors = {name: elsewhere.get(address_of(source), source) for name, source in flat.tensors.items()}
+    """Describe the file of a nested state, whose memory on the CPU is shared."""
+    flat = flatten(on_host(state))
     tree = None if type(state) is dict and list(state) == list(flat.tensors) else flat.tree
-    return Job(tensors=tensors, tree=tree, step=step, role_rules=role_rules)
+    return Job(tensors=flat.tensors, tree=tree, step=step, role_rules=role_rules)
 
 
 class Chain:
@@ -374,13 +370,8 @@ def _is_no_checkpoint(path: Path) -> bool:
     return head.startswith(ZIP_MAGIC) or not (is_named or head[LENGTH_BYTES:] == b"{")
 
 
-def on_host(state: Any, elsewhere: dict[int, TensorSource] | None = None) -> Any:
-    """Bring a nested state to the CPU, its tensors as plain ones; what is there already is shared.
-
-    Args:
-        state: what to bring.
-        elsewhere: is given those tensors that stay where they are, by the address of what stands for them.
-    """
+def on_host(state: Any) -> Any:
+    """Bring a nested state to the CPU, its tensors as plain ones; what is there already is shared."""
     copies: dict[object, torch.Tensor] = {}  # those that are one stay one
 
     def tensor(value: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
@@ -389,11 +380,7 @@ def on_host(state: Any, elsewhere: dict[int, TensorSource] | None = None) -> Any
         if value.numel():
             key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
         if key not in copies:
-            plain = value.detach().as_subclass(torch.Tensor)
-            source = None if elsewhere is None else there(plain)
-            copies[key] = plain.cpu() if source is None else torch.empty(plain.shape, dtype=plain.dtype)
-            if elsewhere is not None and source is not None:
-                elsewhere[copies[key].data_ptr()] = source
+            copies[key] = value.detach().as_subclass(torch.Tensor).cpu()
         return copies[key]
 
     return to_plain(state, tensor)

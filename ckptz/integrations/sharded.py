@@ -19,28 +19,23 @@ import os
 import re
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Final, Self, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckptz.api.safe_open import PathLike
 from ckptz.container.publish import TEMPORARY_SUFFIX
-from ckptz.encoding.there import DEVICE_BYTES
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, whole
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
@@ -48,12 +43,10 @@ from ckptz.integrations.dcp_plan import TIMEOUT, own_group
 from ckptz.integrations.dcp_write import check_begins_alone
 from ckptz.integrations.linked import DEFAULTS, ChainOptions
 from ckptz.integrations.run_files import RunFiles
-from ckptz.kernels.torch import lives_elsewhere
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import SUFFIX
 from ckptz.store.runs import EXACT
 from ckptz.store.step_files import Kept, checked_step
-from ckptz.training.device import room_on
 from ckptz.training.state import random_state, set_random_state
 
 __all__ = ["ShardedCheckpointer"]
@@ -77,8 +70,6 @@ class ShardedCheckpointer:
             how many newest ones stay exact if they are lossy.
         keep_last: so many steps stay.
         background: write beside training.
-        snapshot: what training waits for, with `background`: "host" copies to host memory, "device" within
-            the rank's GPU where that has room for all of it; what loses nothing is encoded there.
         timeout: after which a rank gives up on the others.
 
     Raises:
@@ -95,20 +86,16 @@ class ShardedCheckpointer:
         options: ChainOptions = DEFAULTS,
         keep_last: int = 3,
         background: bool = True,
-        snapshot: Literal["device", "host"] = "host",
         timeout: timedelta = TIMEOUT,
     ) -> None:
         keep_last = whole("keep_last", keep_last)
         if keep_last < 1:
             raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
-        if snapshot not in ("device", "host"):
-            raise ConfigError(f"snapshot must be 'device' or 'host', got {snapshot!r}")
         check_begins_alone(options)
         self._model, self._extra = model, dict(extra or {})
         self._folder = Path(directory).absolute()  # training may go to another working folder
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._options, self._keep_last, self._is_background = options, keep_last, background
-        self._stager = _DeviceStager() if snapshot == "device" else None
         self._files = RunFiles(Kept(last=keep_last))
         self._group = own_group(timeout)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -147,7 +134,6 @@ class ShardedCheckpointer:
                 self._state(),
                 storage_writer=writer,
                 process_group=self._group,
-                async_stager=self._stager,
                 no_dist=self._n_ranks == 1,
             )
             self._saving = cast("Future[Any]", saving)
@@ -284,35 +270,6 @@ class ShardedCheckpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _DeviceStager(DefaultStager):
-    """Copies the tensors of a state within their devices where these have room for all, else to the host."""
-
-    def __init__(self) -> None:
-        super().__init__(StagingOptions(False, False, False, False))
-
-    def stage(self, state_dict: dict[str, Any], **more: Any) -> Any:
-        """Copy a state, so that training may go on."""
-        tensors = (leaf for leaf in tree_leaves(state_dict) if isinstance(leaf, torch.Tensor))
-        needed: Counter[torch.device] = Counter()
-        for tensor in map(_local, tensors):
-            needed[tensor.device] += tensor.nbytes if lives_elsewhere(tensor) else 0
-        if not any(needed.values()) or any(
-            n + DEVICE_BYTES > room_on(device) for device, n in needed.items() if n
-        ):
-            return super().stage(state_dict, **more)
-        copies = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state_dict)
-        for device in needed:
-            if device.type == "cuda":  # the writer's thread has streams of its own
-                torch.cuda.current_stream(device).synchronize()
-        return copies
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """Give the part of a tensor that this rank holds."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def _is_there(path: Path) -> bool:

@@ -27,13 +27,8 @@ def _door(module: str) -> Callable[[], Any]:
 
 _codec = _door("codec_cpu")
 wire = _door("wire_cpu")
-sparse = _door("sparse_cpu")  # for what changes in few places
 rounding = _door("rounding_cpu")  # to grids
 moments = _door("moments_cpu")  # of optimizers
-planes_on_gpu = _door("triton_planes")
-rans_on_gpu = _door("triton_rans")
-values_on_gpu = _door("triton_values")
-wire_on_gpu = _door("triton_wire")
 
 
 def compiled() -> Any:
@@ -52,5 +47,5 @@ planning = cpu  # arithmetic of the encoder's choices
 
 def kept_in() -> str | None:
     """Name the folder in which compiled kernels are kept for later processes; None if there is none."""
-    folder: str | None = compiled().histogram.stats.cache_path
+    folder: str | None = compiled().deviation.stats.cache_path
     return folder

@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-from ckptz.kernels.batches_cpu import (  # noqa: F401
-    count_streams,
-    delta_bits,
-    encode_classed,
-    rans_encode_streams,
-    repeats,
-    weigh_rows,
-)
 from ckptz.kernels.coding_cpu import (  # noqa: F401
-    encoding_tables,
-    golomb_pack,
-    golomb_unpack,
-    pack_table,
-    pack_tables,
+    ascending,
+    count_streams,
+    histogram,
     rans_decode,
     rans_encode,
-    slot_tables,
-    sparse_merge,
-    sparse_split,
+    repeats,
     table_unpack,
-    weigh,
 )
 from ckptz.kernels.planes_cpu import (  # noqa: F401
     class_counts,
     class_histogram,
     group,
-    histogram,
     magnitude_classes,
     merge_planes,
     split_planes,
     ungroup,
 )
 from ckptz.kernels.planning_cpu import (  # noqa: F401
-    best_golomb_order,
-    cost_bits,
     deviation,
-    entropy_bits,
-    merge_neighbours,
-    normalise,
-    normalise_rows,
+    entropies,
+    merge_rows,
     partition,
-    shared_cost_bits,
-    used_class_histogram,
 )
 from ckptz.kernels.values_cpu import (  # noqa: F401
     add_bits,

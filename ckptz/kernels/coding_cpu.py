@@ -1,4 +1,8 @@
-"""Entropy coding on the CPU: rANS, sparse streams, Exp-Golomb codes."""
+"""Entropy coding on the CPU: histograms, rANS, packed frequency tables.
+
+Loops over arrays of one type each, and nothing that numba compiles anew inside every kernel: assignments of
+slices, reductions, sorts.
+"""
 
 from __future__ import annotations
 
@@ -9,49 +13,144 @@ from numba import uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
 from ckptz.kernels.floats import (
-    MAX_GAP_BYTE,
+    LAST_MIX,
     MAX_GOLOMB_BITS,
     MAX_TABLE_ORDER,
+    N_LAST,
     SCALE,
+    SMALL_PART,
     STATE_LOW,
     Bytes,
     Counts,
+    Frequencies,
+    Reals,
 )
 from ckptz.kernels.lanes_cpu import decode_step, encode_step
-from ckptz.kernels.numba_base import ONE, inlined, kernel
-from ckptz.kernels.planning_cpu import best_golomb_order, cost_bits, normalise
+from ckptz.kernels.numba_base import inlined, kernel
 
 N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
-MAX_PACKED_TABLE = 3 + (255 * (2 * MAX_GOLOMB_BITS + 1) + 7) // 8
 LOW_12 = np.uint64(0xFFF)
 LOW_32 = np.uint64(0xFFFFFFFF)
 
 
-# --- rANS ---------------------------------------------------------------------------------------
+# --- histograms ---------------------------------------------------------------------------------
 
 
 @kernel
-def encoding_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint64]:
-    """Make entries [n_tables, 256]: reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
+def _count_streams(symbols: Any, ends: Any, counts: Any) -> None:
+    # Four histograms in turn: equal neighbours would wait for each other's store in one.
+    parts = np.empty((4, 256), np.uint32)
+    first, second, third, fourth = parts[0], parts[1], parts[2], parts[3]
+    begin = uint64(0)
+    for k in range(len(ends)):
+        end = uint64(ends[k])
+        for j in range(256):
+            first[j] = second[j] = third[j] = fourth[j] = uint32(0)
+        whole = begin + (end - begin) // uint64(4) * uint64(4)
+        for i in range(begin, whole, uint64(4)):
+            first[uint64(symbols[i])] += uint32(1)
+            second[uint64(symbols[i + uint64(1)])] += uint32(1)
+            third[uint64(symbols[i + uint64(2)])] += uint32(1)
+            fourth[uint64(symbols[i + uint64(3)])] += uint32(1)
+        for i in range(whole, end):
+            first[uint64(symbols[i])] += uint32(1)
+        for j in range(256):
+            counts[k, j] = np.int64(first[j]) + second[j] + third[j] + fourth[j]
+        begin = end
 
-    With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
-    every x below 2^32, since m f exceeds its real value by less than f <= 2^s.
-    """
-    entries = np.zeros(frequencies.shape, np.uint64)
-    for t in range(len(frequencies)):
-        start = uint64(0)
-        for symbol in range(256):
-            f = uint64(frequencies[t, symbol])
-            if f:
-                shift = uint64(0)
-                while (ONE << shift) < f:
-                    shift += ONE
-                reciprocal = ((ONE << (uint64(32) + shift)) + f - ONE) // f - (ONE << uint64(32))
-                entries[t, symbol] = (
-                    reciprocal | (start << uint64(32)) | (shift << uint64(44)) | ((f - ONE) << uint64(48))
-                )
-            start += f
-    return entries
+
+def count_streams(symbols: Bytes, ends: Counts) -> Counts:
+    counts = np.empty((len(ends), 256), np.int64)
+    _count_streams(symbols, ends, counts)
+    return counts
+
+
+def histogram(symbols: Bytes) -> Counts:
+    return count_streams(symbols, np.array([len(symbols)]))[0]
+
+
+@kernel
+def _repeats(symbols: Any, ends: Any, last: Any, found: Any) -> None:
+    begin = uint64(0)
+    for k in range(len(ends)):
+        for j in range(N_LAST):
+            last[j] = uint32(0)
+        end, word, n_hits, n_runs, was_hit = uint64(ends[k]), uint64(0), uint64(0), uint64(0), uint64(0)
+        for i in range(begin, end):
+            word = (word >> uint64(8)) | (uint64(symbols[i]) << uint64(56))
+            if i < begin + uint64(7):
+                continue
+            mixed = word * uint64(LAST_MIX)
+            at, tag = mixed >> uint64(50), uint32(mixed >> uint64(18))
+            is_hit = uint64(last[at] == tag)
+            last[at] = tag
+            n_hits += is_hit
+            n_runs += is_hit & ~was_hit  # without a branch, which would be a guess
+            was_hit = is_hit
+        found[k, 0], found[k, 1] = n_hits, n_runs
+        begin = end
+
+
+def repeats(symbols: Bytes, ends: Counts) -> Counts:
+    found = np.zeros((len(ends), 2), np.int64)
+    if len(symbols):
+        _repeats(symbols, ends, np.empty(N_LAST, np.uint32), found)
+    return found
+
+
+@kernel
+def _sort_row(values: Any, order: Any, stack: Any) -> None:
+    low, high, depth = 0, len(order) - 1, 0
+    while True:
+        while high - low >= SMALL_PART:
+            middle = (low + high) >> 1
+            for step in range(3):
+                a = middle if step == 1 else low
+                b = high if step == 1 else middle
+                if values[order[b]] < values[order[a]]:
+                    order[a], order[b] = order[b], order[a]
+            pivot = values[order[middle]]
+            order[high], order[middle] = order[middle], order[high]
+            i, j = low, high - 1
+            while True:
+                while i < high and values[order[i]] < pivot:
+                    i += 1
+                while j >= low and pivot < values[order[j]]:
+                    j -= 1
+                if i >= j:
+                    break
+                order[i], order[j] = order[j], order[i]
+                i += 1
+                j -= 1
+            order[i], order[high] = order[high], order[i]
+            if high - i > i - low:
+                stack[depth], stack[depth + 1] = i + 1, high
+                high = i - 1
+            else:
+                stack[depth], stack[depth + 1] = low, i - 1
+                low = i + 1
+            depth += 2
+        for i in range(low + 1, high + 1):
+            k, j = order[i], i
+            while j > low and values[k] < values[order[j - 1]]:
+                order[j] = order[j - 1]
+                j -= 1
+            order[j] = k
+        if not depth:
+            return
+        depth -= 2
+        low, high = stack[depth], stack[depth + 1]
+
+
+def ascending(values: Reals) -> NDArray[np.int64]:
+    order = np.tile(np.arange(values.shape[1]), (len(values), 1))
+    stack = np.empty(128, np.int64)
+    for row, places in zip(values, order, strict=True):
+        _sort_row(row, places, stack)
+    return order
+
+
+# --- rANS ---------------------------------------------------------------------------------------
 
 
 @inlined
@@ -63,69 +162,94 @@ def _encode_one(state: Any, entry: Any) -> Any:
 
 @kernel
 def _encode_scalar(
-    symbols: Any, begin: int, end: int, entries: Any, lanes: Any, n_lanes: int, words: Any, p: int
+    symbols: Any, begin: Any, end: Any, origin: Any, entries: Any, lanes: Any, last: Any, words: Any, q: Any
 ) -> Any:
-    last = np.uintp(n_lanes - 1)  # 1, 4 or 32 lanes
-    q = np.uintp(p)
-    for i in range(end - 1, begin - 1, -1):
-        lane = np.uintp(i) & last
-        entry, state = entries[symbols[np.uintp(i)]], uint64(lanes[lane])
+    i = end
+    while i > begin:
+        i -= uint64(1)
+        lane = (i - origin) & last
+        entry, state = entries[uint64(symbols[i])], uint64(lanes[lane])
         # Without a branch, which would be a guess: a word is written always, and counts if the state is full.
-        words[q - np.uintp(1)] = uint16(state)
+        words[q - uint64(1)] = uint16(state)
         full = uint64((state >> uint64(20)) > (entry >> uint64(48)))
-        q -= np.uintp(full)
+        q -= full
         lanes[lane] = uint32(_encode_one(state >> (full << uint64(4)), entry))
-    return np.intp(q)
+    return q
 
 
 @kernel
-def _encode_segments(
-    symbols: Any, ends: Any, table_of: Any, tables: Any, lanes: Any, n_lanes: int, words: Any
-) -> int:
-    states = np.full(N_LANES, STATE_LOW, np.uint32)
-    p: Any = len(words)
-    for s in range(len(ends) - 1, -1, -1):
-        begin = ends[s - 1] if s else 0
-        entries = tables[table_of[s]]
-        i = ends[s]
-        if i > begin and entries[symbols[begin]] >> uint64(48) == uint64(SCALE - 1):
-            continue  # the only code of its table changes no state
-        if n_lanes == N_LANES:
-            whole_end = i // N_LANES * N_LANES
-            whole_begin = (begin + N_LANES - 1) // N_LANES * N_LANES
-            if whole_end > whole_begin:
-                p = _encode_scalar(symbols, whole_end, i, entries, states, n_lanes, words, p)
-                i = whole_begin
-                q = uint64(p)
-                for step in range(whole_end - N_LANES, whole_begin - 1, -N_LANES):
-                    q = encode_step(states, entries, words, q, symbols, uint64(step))
-                p = np.int64(q)
-        p = _encode_scalar(symbols, begin, i, entries, states, n_lanes, words, p)
-    lanes[:n_lanes] = states[:n_lanes]
-    return p
+def _rans_encode(
+    symbols: Any,
+    begins: Any,
+    stream_segments: Any,
+    segment_ends: Any,
+    table_of: Any,
+    entries: Any,
+    n_lanes: Any,
+    heads: Any,
+    head_ends: Any,
+    words: Any,
+    out: Any,
+    spans: Any,
+) -> None:
+    """Code streams from their ends on, so that nothing is moved; `out` are the bytes of `words`."""
+    lanes = np.empty(N_LANES, np.uint32)
+    left, head, s0 = uint64(0), 0, 0
+    for k in range(len(begins)):
+        origin, s1, n_head = uint64(begins[k]), stream_segments[k], head_ends[k] - head
+        last = uint64(n_lanes[k] - 1)
+        for lane in range(N_LANES):
+            lanes[lane] = uint32(STATE_LOW)
+        n_codes = uint64(segment_ends[s1 - 1]) - origin
+        left += uint64((n_head + 1) // 2 + 2 * n_lanes[k] + 1) + n_codes
+        q = left
+        for s in range(s1 - 1, s0 - 1, -1):
+            begin = uint64(segment_ends[s - 1]) if s > s0 else origin
+            end, own = uint64(segment_ends[s]), entries[table_of[s]]
+            if end > begin and own[uint64(symbols[begin])] >> uint64(48) == uint64(SCALE - 1):
+                continue  # the only code of its table changes no state
+            if last == uint64(N_LANES - 1):
+                whole_end = end - ((end - origin) & last)
+                whole_begin = begin + ((origin - begin) & last)
+                if whole_end > whole_begin:
+                    q = _encode_scalar(symbols, whole_end, end, origin, own, lanes, last, words, q)
+                    end = whole_begin
+                    i = whole_end
+                    while i > whole_begin:
+                        i -= uint64(N_LANES)
+                        q = encode_step(lanes, own, words, q, symbols, i)
+            q = _encode_scalar(symbols, begin, end, origin, own, lanes, last, words, q)
+        q -= uint64(2 * n_lanes[k])
+        for lane in range(n_lanes[k]):
+            words[q + uint64(2 * lane)] = uint16(lanes[lane])
+            words[q + uint64(2 * lane + 1)] = uint16(lanes[lane] >> uint32(16))
+        at = 2 * np.int64(q) - n_head
+        spans[k, 0], spans[k, 1] = at, 2 * np.int64(left)
+        for j in range(n_head):
+            out[at + j] = heads[head + j]
+        head, s0 = head_ends[k], s1
 
 
 def rans_encode(
-    symbols: Bytes, ends: Counts, table_of: Counts, frequencies: NDArray[np.uint16], n_lanes: int
-) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    words = np.empty(len(symbols) + 1, np.uint16)
-    states = np.empty(n_lanes, np.uint32)
-    position = _encode_segments(symbols, ends, table_of, encoding_tables(frequencies), states, n_lanes, words)
-    return states, words[position:]
-
-
-@kernel
-def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    tables = np.empty((len(frequencies), SCALE), np.uint32)
-    for t in range(len(frequencies)):
-        start = 0
-        for symbol in range(256):
-            n = np.int64(frequencies[t, symbol])
-            low = uint32(symbol) | (uint32(n - 1) << uint32(8))
-            for i in range(n):
-                tables[t, start + i] = low | (uint32(i) << uint32(20))
-            start += int(n)
-    return tables
+    symbols: Bytes,
+    begins: Counts,
+    stream_segments: Counts,
+    segment_ends: Counts,
+    table_of: Counts,
+    entries: NDArray[np.uint64],
+    n_lanes: Counts,
+    heads: Bytes,
+    head_ends: Counts,
+) -> tuple[Bytes, Counts]:
+    n_codes = segment_ends[stream_segments - 1] - begins
+    n_heads = np.diff(head_ends, prepend=0)
+    words = np.empty(int(((n_heads + 1) // 2 + 2 * n_lanes + 1 + n_codes).sum()), np.uint16)
+    out, spans = words.view(np.uint8), np.empty((len(begins), 2), np.int64)
+    _rans_encode(
+        *(symbols, begins, stream_segments, segment_ends, table_of, entries),
+        *(n_lanes, heads, head_ends, words, out, spans),
+    )
+    return out, spans
 
 
 @inlined
@@ -136,27 +260,59 @@ def _decode_one(state: Any, entry: Any) -> Any:
 
 @kernel
 def _decode_scalar(
-    words: Any, p: int, lanes: Any, n_lanes: int, begin: int, end: int, slots: Any, out: Any
+    words: Any, q: Any, n_words: Any, lanes: Any, last: Any, begin: Any, end: Any, slots: Any, out: Any
 ) -> Any:
-    last, n_words, q = np.uintp(n_lanes - 1), np.uintp(len(words)), np.uintp(p)
     for i in range(begin, end):
-        lane = np.uintp(i) & last
+        lane = i & last
         state = lanes[lane]
         entry = slots[state & uint32(SCALE - 1)]
-        out[np.uintp(i)] = uint8(entry)
+        out[i] = uint8(entry)
         state = _decode_one(state, entry)
         low = uint32(state < uint32(STATE_LOW))
         if q < n_words:  # without a branch on `low`, which would be a guess
             word = uint32(words[q])
             state = (state << (low << uint32(4))) | (word & (uint32(0) - low))
-            q += np.uintp(low)
+            q += uint64(low)
         elif low:
-            return -1
+            return n_words + uint64(1)
         lanes[lane] = state
-    return np.intp(q)
+    return q
 
 
 @kernel
+def _rans_decode(words: Any, states: Any, ends: Any, table_of: Any, tables: Any, out: Any) -> bool:
+    n_words, n_lanes = uint64(len(words)), uint64(N_LANES)
+    lanes = np.empty(N_LANES, np.uint32)
+    for lane in range(len(states)):
+        lanes[lane] = states[lane]
+    begin, q, last = uint64(0), uint64(0), uint64(len(states) - 1)
+    for s in range(len(ends)):
+        end, slots = uint64(ends[s]), tables[table_of[s]]
+        if (slots[0] >> uint32(8)) & uint32(0xFFF) == uint32(SCALE - 1):  # the only code changes no state
+            symbol = uint8(slots[0])
+            for i in range(begin, end):
+                out[i] = symbol
+            begin = end
+            continue
+        if last == uint64(N_LANES - 1):
+            aligned = begin + ((uint64(0) - begin) & last)
+            if aligned > end:
+                aligned = end
+            q = _decode_scalar(words, q, n_words, lanes, last, begin, aligned, slots, out)
+            begin = aligned
+            while begin + n_lanes <= end and q + n_lanes <= n_words:
+                q = decode_step(lanes, slots, words, q, out, begin)
+                begin += n_lanes
+        q = _decode_scalar(words, q, n_words, lanes, last, begin, end, slots, out)
+        if q > n_words:
+            return False
+        begin = end
+    for lane in range(len(states)):
+        if lanes[lane] != uint32(STATE_LOW):
+            return False
+    return q == n_words
+
+
 def rans_decode(
     words: NDArray[np.uint16],
     states: NDArray[np.uint32],
@@ -165,205 +321,52 @@ def rans_decode(
     tables: NDArray[np.uint32],
     out: Bytes,
 ) -> bool:
-    n_lanes, n_words = len(states), len(words)
-    lanes = np.empty(N_LANES, np.uint32)
-    lanes[:n_lanes] = states
-    begin = 0
-    p: Any = 0
-    for s in range(len(ends)):
-        end = ends[s]
-        slots = tables[table_of[s]]
-        i = begin
-        if (slots[0] >> uint32(8)) & uint32(0xFFF) == uint32(SCALE - 1):  # the only code changes no state
-            out[begin:end] = uint8(slots[0])
-            begin = end
-            continue
-        if n_lanes == N_LANES:
-            aligned = min((begin + N_LANES - 1) // N_LANES * N_LANES, end)
-            p = _decode_scalar(words, p, lanes, n_lanes, begin, aligned, slots, out)
-            if p < 0:
-                return False
-            i = aligned
-            q = uint64(p)
-            while i + N_LANES <= end and np.intp(q) + N_LANES <= n_words:
-                q = decode_step(lanes, slots, words, q, out, uint64(i))
-                i += N_LANES
-            p = np.int64(q)
-        p = _decode_scalar(words, p, lanes, n_lanes, i, end, slots, out)
-        if p < 0:
-            return False
-        begin = end
-    for lane in range(n_lanes):
-        if lanes[lane] != uint32(STATE_LOW):
-            return False
-    return p == n_words
+    return bool(_rans_decode(words, states, ends, table_of, tables, out))
 
 
-# --- sparse -------------------------------------------------------------------------------------
+# --- frequency tables ---------------------------------------------------------------------------
 
 
 @kernel
-def _sparse_sizes(symbols: Any, common: int) -> Any:
-    n_gaps, n_values, gap = 0, 0, 0
-    for i in range(len(symbols)):
-        if symbols[i] == common:
-            gap += 1
-        else:
-            n_gaps += gap // MAX_GAP_BYTE + 1
-            n_values += 1
-            gap = 0
-    return n_gaps, n_values
-
-
-@kernel
-def _sparse_fill(symbols: Any, common: int, gaps: Any, values: Any) -> None:
-    g, v, gap = 0, 0, 0
-    for i in range(len(symbols)):
-        if symbols[i] == common:
-            gap += 1
-        else:
-            while gap >= MAX_GAP_BYTE:
-                gaps[g] = MAX_GAP_BYTE
-                g += 1
-                gap -= MAX_GAP_BYTE
-            gaps[g] = gap
-            g += 1
-            values[v] = symbols[i]
-            v += 1
-            gap = 0
-
-
-def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
-    n_gaps, n_values = _sparse_sizes(symbols, common)
-    gaps, values = np.empty(n_gaps, np.uint8), np.empty(n_values, np.uint8)
-    _sparse_fill(symbols, common, gaps, values)
-    return gaps, values
-
-
-@kernel
-def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
-    position, n_values = 0, 0
-    for i in range(len(gaps)):
-        position += gaps[i]
-        if gaps[i] == MAX_GAP_BYTE:
-            continue
-        if position >= len(out) or n_values == len(values):
-            return False
-        out[position] = values[n_values]
-        position += 1
-        n_values += 1
-    return n_values == len(values) and (len(gaps) == 0 or gaps[len(gaps) - 1] != MAX_GAP_BYTE)
-
-
-# --- Exp-Golomb codes ---------------------------------------------------------------------------
-
-
-@kernel
-def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
-    out = np.empty(len(values) * 5 + 1, np.uint8)
-    waiting: Any = 0  # bits that fill no byte yet
-    at, n_waiting = 0, 0
-    for i in range(len(values)):
-        u = np.int64(values[i]) + (1 << order)
-        n_low = order
-        while u >> (n_low + 1):
-            n_low += 1
-        n_high = n_low - order
-        waiting |= (1 | (u - (1 << n_low)) << 1) << (n_high + n_waiting)
-        n_waiting += n_high + 1 + n_low
-        while n_waiting >= 8:
-            out[at] = uint8(waiting & 0xFF)
-            at += 1
-            waiting >>= 8
-            n_waiting -= 8
-    if n_waiting:
-        out[at] = uint8(waiting)
-        at += 1
-    return out[:at]
-
-
-@kernel
-def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
-    n_bits = 8 * len(source)
-    position = 0
-    for i in range(n_values):
-        n_low = order
-        while position < n_bits and not (source[position >> 3] >> (position & 7)) & 1:
+def _table_unpack(source: Any, out: Any) -> int:
+    n_bits, at = 8 * len(source), 0  # `at` in bytes
+    for row in range(len(out)):
+        if at + 3 > len(source):
+            return -1
+        first, last, order = np.int64(source[at]), np.int64(source[at + 1]), np.int64(source[at + 2])
+        if last < first or order > MAX_TABLE_ORDER:
+            return -1
+        for symbol in range(256):
+            out[row, symbol] = 0
+        position, left = 8 * (at + 3), SCALE
+        for symbol in range(first, last):
+            n_low = order
+            while position < n_bits and not (source[position >> 3] >> (position & 7)) & 1:
+                position += 1
+                n_low += 1
+            if n_low > MAX_GOLOMB_BITS or position + 1 + n_low > n_bits:
+                return -1
             position += 1
-            n_low += 1
-        if n_low > MAX_GOLOMB_BITS or position + 1 + n_low > n_bits:
-            return -1
-        position += 1
-        value = 1 << n_low
-        for j in range(n_low):
-            value |= int((source[position >> 3] >> (position & 7)) & 1) << j
+            value: Any = (1 << n_low) - (1 << order)
+            for j in range(n_low):
+                value += np.int64((source[position >> 3] >> (position & 7)) & 1) << j
+                position += 1
+            if value > 0xFFFF:
+                return -1
+            out[row, symbol] = value
+            left -= value
+        while position & 7:
+            if (source[position >> 3] >> (position & 7)) & 1:
+                return -1
             position += 1
-        value -= 1 << order
-        if value > 0xFFFF:
+        if left < 1:
             return -1
-        out[i] = value
-    while position & 7:
-        if (source[position >> 3] >> (position & 7)) & 1:
+        out[row, last] = left
+        if not out[row, first]:
             return -1
-        position += 1
-    return position >> 3
-
-
-@kernel
-def _table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
-    if len(source) < 3 or source[1] < source[0] or source[2] > MAX_TABLE_ORDER:
-        return -1
-    first, last = int(source[0]), int(source[1])
-    out[:] = 0
-    used = golomb_unpack(source[3:], last - first, int(source[2]), out[first:last])
-    left = np.int64(SCALE)
-    for symbol in range(256):
-        left -= out[symbol]
-    if used < 0 or left < 1:
-        return -1
-    out[last] = left
-    return 3 + used if out[first] else -1
-
-
-@kernel
-def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
-    at = 0
-    for row in out:
-        used = _table_unpack(source[at:], row)
-        if used < 0:
-            return -1
-        at += used
+        at = position >> 3
     return at
 
 
-@kernel
-def pack_table(frequencies: NDArray[np.uint16]) -> Bytes:
-    first, last = 0, 255
-    while not frequencies[first]:
-        first += 1
-    while not frequencies[last]:
-        last -= 1
-    body = frequencies[first:last]
-    order = best_golomb_order(body, MAX_TABLE_ORDER)
-    codes = golomb_pack(body, order)
-    packed = np.empty(3 + len(codes), np.uint8)
-    packed[0], packed[1], packed[2] = first, last, order
-    packed[3:] = codes
-    return packed
-
-
-@kernel
-def pack_tables(frequencies: NDArray[np.uint16]) -> Bytes:
-    packed = np.empty(len(frequencies) * MAX_PACKED_TABLE, np.uint8)
-    p = 0
-    for row in frequencies:
-        one = pack_table(row)
-        packed[p : p + len(one)] = one
-        p += len(one)
-    return packed[:p]
-
-
-@kernel
-def weigh(counts: Counts) -> Any:
-    frequencies = normalise(counts)
-    return frequencies, pack_table(frequencies), cost_bits(counts, frequencies)
+def table_unpack(source: Bytes, out: Frequencies) -> int:
+    return int(_table_unpack(source, out))

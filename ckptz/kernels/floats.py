@@ -28,6 +28,7 @@ MAX_GAP_BYTE = 255
 N_LAST = 1 << 14  # groups of eight codes that `repeats` remembers
 LAST_MIX = 0x9E3779B97F4A7C15  # hashes them: the top 14 bits are the place, the next 32 stand there
 MAX_TABLE_ORDER = 11  # of the codes of a frequency table
+SMALL_PART = 15  # of what is sorted: by insertion
 MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
 
 NEAREST: Final = -1  # instead of a key of thresholds: every one of them is one half

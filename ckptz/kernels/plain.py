@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, ParamSpec, TypeVar
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from ckptz.kernels.floats import (
     DIFFERENCE,
     LAST_MIX,
-    MAX_GAP_BYTE,
     MAX_GOLOMB_BITS,
     MAX_TABLE_ORDER,
     N_LAST,
@@ -27,18 +25,17 @@ from ckptz.kernels.floats import (
     ROTATED,
     SCALE,
     SCALE_BITS,
+    SMALL_PART,
     STATE_LOW,
     XOR,
     Bytes,
     Counts,
-    Frequencies,
     Units,
     order,
 )
 
 PATIENCE: Final = 0.4  # seconds, about what loading numba takes
 MOST_SYMBOLS: Final = 1 << 19  # longer streams are left to the compiled kernels at once
-SMALL_PART: Final = 15  # that numba sorts by insertion
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -148,17 +145,6 @@ def histogram(symbols: Bytes) -> Counts:
 # --- rANS ---------------------------------------------------------------------------------------
 
 
-@_counted
-def slot_tables(frequencies: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    """Make decoding tables [n_tables, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
-    tables = np.zeros((len(frequencies), SCALE), np.uint32)
-    for table, row in zip(tables, frequencies.astype(np.int64), strict=True):
-        starts = np.cumsum(row) - row
-        symbols = np.repeat(np.arange(256), row)
-        table[:] = symbols | (row[symbols] - 1) << 8 | (np.arange(SCALE) - starts[symbols]) << 20
-    return tables
-
-
 def _by_symbol(ends: Counts, table_of: Counts, n_tables: int, n_lanes: int) -> NDArray[np.int64]:
     """The table of each symbol [steps, n_lanes]; `n_tables` for lanes that have none in the last step."""
     tables = np.full(-(-int(ends[-1]) // n_lanes) * n_lanes, n_tables, np.int64)
@@ -166,25 +152,14 @@ def _by_symbol(ends: Counts, table_of: Counts, n_tables: int, n_lanes: int) -> N
     return tables.reshape(-1, n_lanes)
 
 
-@_counted
-def rans_encode(
-    symbols: Bytes, ends: Counts, table_of: Counts, frequencies: Frequencies, n_lanes: int
-) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """Encode symbols: final lane states [n_lanes] and 16-bit words, in the order the decoder reads them.
-
-    Segment s is symbols[ends[s-1]:ends[s]] and uses frequencies[table_of[s]] [n_tables, 256].
-    """
-    if len(symbols) > MOST_SYMBOLS:
-        states, words = _compiled().rans_encode(symbols, ends, table_of, frequencies, n_lanes)
-        return states, words
-    tables = _by_symbol(ends, table_of, len(frequencies), n_lanes)
+def _encode_stream(symbols: Bytes, tables: NDArray[np.int64], entries: NDArray[np.uint64]) -> Any:
+    """Encode one stream by the table of each symbol [steps, n_lanes]: lane states, and words as read."""
+    n_lanes = tables.shape[1]
     padded = np.zeros(tables.shape, np.uint8)
     padded.reshape(-1)[: len(symbols)] = symbols
-    wide = np.zeros((len(frequencies) + 1, 256), np.uint32)
-    wide[:-1] = frequencies
-    wide[-1, 0] = SCALE  # a lane without a symbol keeps its state
-    frequency = wide[tables, padded]
-    start = (np.cumsum(wide, axis=1, dtype=np.uint32) - wide)[tables, padded]
+    found = entries[tables, padded]
+    frequency = (found >> np.uint64(48)).astype(np.uint32) + np.uint32(1)
+    start = (found >> np.uint64(32)).astype(np.uint32) & np.uint32(SCALE - 1)
     rest, limit = np.uint32(SCALE) - frequency, (frequency << np.uint32(32 - SCALE_BITS)) - np.uint32(1)
     is_full, low = np.empty(tables.shape, np.bool_), np.empty(tables.shape, np.uint16)
     state, quotient = np.full(n_lanes, STATE_LOW, np.uint32), np.empty(n_lanes, np.uint32)
@@ -198,6 +173,67 @@ def rans_encode(
         state += quotient
         state += start[i]
     return state, low[is_full]
+
+
+def rans_encode(
+    symbols: Bytes,
+    begins: Counts,
+    stream_segments: Counts,
+    segment_ends: Counts,
+    table_of: Counts,
+    entries: NDArray[np.uint64],
+    n_lanes: Counts,
+    heads: Bytes,
+    head_ends: Counts,
+) -> tuple[Bytes, Counts]:
+    """Code streams [m] of symbols, each from its place in `begins` on.
+
+    Args:
+        symbols: of all streams [n].
+        begins: of each stream [m].
+        stream_segments: how many segments there are up to the end of each stream [m].
+        segment_ends: end of each segment in `symbols`; the first of a stream begins with it.
+        table_of: the row of `entries` that each segment uses.
+        entries: of `ckptz.entropy.frequency.encoding_tables`, [n_tables, 256].
+        n_lanes: of each stream [m]: 1, 4 or 32.
+        heads: bytes that stand before the lane states, of all streams.
+        head_ends: end of each stream's bytes in `heads` [m].
+
+    Returns:
+        Bytes among which the streams stand: head, lane states u32 and words u16, in the order that a decoder
+        reads them; begin and end of each [m, 2].
+    """
+    arguments = symbols, begins, stream_segments, segment_ends, table_of, entries, n_lanes, heads, head_ends
+    if len(symbols) > MOST_SYMBOLS:
+        found: tuple[Bytes, Counts] = _compiled().rans_encode(*arguments)
+        return found
+    return _rans_encode(*arguments)
+
+
+@_counted
+def _rans_encode(
+    symbols: Bytes,
+    begins: Counts,
+    stream_segments: Counts,
+    segment_ends: Counts,
+    table_of: Counts,
+    entries: NDArray[np.uint64],
+    n_lanes: Counts,
+    heads: Bytes,
+    head_ends: Counts,
+) -> tuple[Bytes, Counts]:
+    idle = np.full((1, 256), np.uint64(SCALE - 1) << np.uint64(48))  # a lane without a symbol keeps its state
+    wide, parts, first, p = np.concatenate((entries, idle)), [], 0, 0
+    for begin, last, n, q in zip(
+        begins.tolist(), stream_segments.tolist(), n_lanes.tolist(), head_ends.tolist(), strict=True
+    ):
+        ends, own = segment_ends[first:last], table_of[first:last]
+        tables = _by_symbol(ends - begin, own, len(entries), n)
+        states, words = _encode_stream(symbols[begin : ends[-1]], tables, wide)
+        parts.append(np.concatenate((heads[p:q], states.view(np.uint8), words.view(np.uint8))))
+        first, p = last, q
+    lengths = np.array([*map(len, parts)])
+    return np.concatenate(parts), np.cumsum(lengths)[:, None] - np.stack((lengths, 0 * lengths), axis=1)
 
 
 @_counted
@@ -234,53 +270,7 @@ def rans_decode(
     return p == len(words) and bool((state == STATE_LOW).all())
 
 
-# --- sparse -------------------------------------------------------------------------------------
-
-
-@_counted
-def sparse_split(symbols: Bytes, common: int) -> tuple[Bytes, Bytes]:
-    """Split symbols: (gap bytes, values) of those other than `common`.
-
-    A gap is the number of common symbols before a value: as many bytes 255 as it holds 255, then the rest.
-    """
-    positions = np.flatnonzero(symbols != common)
-    gaps = np.diff(positions, prepend=-1) - 1
-    parts = [bytes([MAX_GAP_BYTE]) * (gap // MAX_GAP_BYTE) + bytes([gap % MAX_GAP_BYTE]) for gap in gaps]
-    return np.frombuffer(b"".join(parts), np.uint8).copy(), symbols[positions]
-
-
-@_counted
-def sparse_merge(gaps: Bytes, values: Bytes, out: Bytes) -> bool:
-    """Write `values` [k] into `out` [n], which holds the common symbol; False if gaps and values disagree."""
-    position, n_values = 0, 0
-    for gap in gaps.tolist():
-        position += gap
-        if gap == MAX_GAP_BYTE:
-            continue
-        if position >= len(out) or n_values == len(values):
-            return False
-        out[position] = values[n_values]
-        position += 1
-        n_values += 1
-    return n_values == len(values) and (len(gaps) == 0 or bool(gaps[-1] != MAX_GAP_BYTE))
-
-
 # --- Exp-Golomb codes ---------------------------------------------------------------------------
-
-
-@_counted
-def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
-    """Pack values as Exp-Golomb codes of `order`, least significant bit first, zero-padded to a byte.
-
-    With u = value + 2^order of b bits: b - 1 - order zero bits, a one bit, then the b - 1 bits below
-    the leading one of u.
-    """
-    bits: list[int] = []
-    for value in values.tolist():
-        u = value + (1 << order)
-        n_low = u.bit_length() - 1
-        bits += [0] * (n_low - order) + [1] + [u >> j & 1 for j in range(n_low)]
-    return np.packbits(np.array(bits, np.uint8), bitorder="little")
 
 
 @_counted
@@ -332,53 +322,15 @@ def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
 
 
 @_counted
-def entropy_bits(counts: Counts) -> float:
-    """Compute the bits of an ideal coder with one table a row, over rows [n, 256]."""
-    bits = 0.0
-    for row in counts.tolist():
-        total, of_row = 0, 0.0
-        for n in filter(None, row):
-            total += n
-            of_row -= n * math.log2(n)
-        bits += of_row + total * math.log2(total) if total else 0.0
-    return bits
+def ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Sort indices of each row of values [n, m], [n, m], by a quicksort whose order of equals is a rule.
 
-
-@_counted
-def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
-    """Compute the bits of one row [256] under `frequencies`; infinite if a symbol has none."""
-    if (frequencies[counts > 0] == 0).any():
-        return math.inf
-    bits = 0.0
-    for n, frequency in zip(counts.tolist(), frequencies.tolist(), strict=True):
-        if n:
-            # In single precision, as the compiled twin takes logarithms of integers of two bytes.
-            bits += n * (SCALE_BITS - float(np.float32(math.log2(frequency))))
-    return bits
-
-
-@_counted
-def normalise(counts: Counts) -> Frequencies:
-    """Scale counts [256] to frequencies [256] that sum to 4096, at least 1 for each symbol that occurs."""
-    used, rare = counts > 0, np.zeros(len(counts), np.bool_)
-    # Symbols too rare for a share of their own get 1; the others divide what is left.
-    while True:
-        scale = (SCALE - np.count_nonzero(rare)) / max(int(counts[~rare].sum()), 1)
-        more = used & ~rare & (counts * scale < 1)
-        if not more.any():
-            break
-        rare |= more
-    frequencies = np.where(rare, 1, counts * scale).astype(np.uint16)
-    missing = SCALE - int(frequencies.sum(dtype=np.int64))
-    if missing:
-        # What rounding down left over goes where one more saves most, one to each.
-        gain = np.divide(counts, frequencies, out=np.full(len(counts), -1.0), where=used)
-        frequencies[_ascending(gain.tolist())[::-1][:missing]] += np.uint16(1)
-    return frequencies
+    Bytes of files hang on that order: frequencies that were rounded down get one more in it.
+    """
+    return np.array([_ascending(row) for row in values.tolist()])
 
 
 def _ascending(values: list[float]) -> list[int]:
-    """Sort indices by their values like numba's quicksort: bytes of files hang on the order of equals."""
     found = list(range(len(values)))
     parts = [(0, len(values) - 1)]
     while parts:
@@ -413,49 +365,9 @@ def _parted(values: list[float], found: list[int], low: int, high: int) -> int:
     return i
 
 
-@_counted
-def best_golomb_order(values: NDArray[np.uint16], most: int) -> int:
-    """Choose the order of Exp-Golomb codes, at most `most`, that packs `values` [n] into the fewest bytes."""
-    orders = np.arange(most + 1)
-    n_low = np.frexp(values[:, None] + np.ldexp(1.0, orders))[1] - 1
-    return int((2 * n_low - orders + 1).sum(axis=0).argmin())
-
-
-@_counted
-def pack_table(frequencies: Frequencies) -> Bytes:
-    """Write a table [256] as bytes: spec/02-entropy.md#frequency-table."""
-    used = np.flatnonzero(frequencies)
-    body = frequencies[used[0] : used[-1]]
-    golomb = best_golomb_order(body, MAX_TABLE_ORDER)
-    return np.concatenate((np.array((used[0], used[-1], golomb), np.uint8), golomb_pack(body, golomb)))
-
-
-def pack_tables(frequencies: Frequencies) -> Bytes:
-    """Write tables [n, 256] one after another."""
-    return np.concatenate([pack_table(row) for row in frequencies])
-
-
-@_counted
-def weigh(counts: Counts) -> tuple[Frequencies, Bytes, float]:
-    """Weigh counts [256]: their own table [256], its bytes, and the bits that the codes take under it."""
-    frequencies = normalise(counts)
-    return frequencies, pack_table(frequencies), cost_bits(counts, frequencies)
-
-
 def count_streams(symbols: Bytes, ends: Counts) -> Counts:
     """Count each symbol in streams [m] that end there, one behind the other: [m, 256]."""
     return np.stack([histogram(part) for part in np.split(symbols, ends[:-1])])
-
-
-def weigh_rows(counts: Counts) -> tuple[Frequencies, Bytes, Counts, NDArray[np.float64]]:
-    """Weigh rows of counts [m, 256].
-
-    Returns:
-        Their tables [m, 256], the bytes of these one after another with the end of each [m], and the bits
-        that the codes of each row take under its table [m].
-    """
-    tables, packed, bits = zip(*(weigh(row) for row in counts), strict=True)
-    return np.stack(tables), np.concatenate(packed), np.cumsum([*map(len, packed)]), np.array(bits)
 
 
 def repeats(symbols: Bytes, ends: Counts) -> Counts:
@@ -476,30 +388,3 @@ def repeats(symbols: Bytes, ends: Counts) -> Counts:
             is_hit[order] = tags[order] == before
             found[k] = is_hit.sum(), is_hit[0] + (is_hit[1:] & ~is_hit[:-1]).sum()
     return found
-
-
-@_counted
-def rans_encode_streams(
-    symbols: Bytes,
-    begins: Counts,
-    ends: Counts,
-    frequencies: Frequencies,
-    n_lanes: Counts,
-    heads: Bytes,
-    head_ends: Counts,
-) -> tuple[Bytes, Counts]:
-    """Code streams [m] of codes from `begins` to `ends`, by a table of [m, 256] and with some lanes each.
-
-    Each gets the bytes of `heads` before it that end at its `head_ends`.
-
-    Returns:
-        Bytes among which the streams stand, head, lane states and words; begin and end of each [m, 2].
-    """
-    table_of, parts = np.zeros(1, np.int64), []
-    head_begins = np.concatenate(([0], head_ends[:-1]))
-    rows = zip(begins, ends, frequencies, n_lanes, head_begins, head_ends, strict=True)
-    for i, j, row, n, p, q in rows:
-        states, words = rans_encode(symbols[i:j], np.array([j - i]), table_of, row[None], int(n))
-        parts.append(np.concatenate((heads[p:q], states.view(np.uint8), words.view(np.uint8))))
-    lengths = np.array([*map(len, parts)])
-    return np.concatenate(parts), np.cumsum(lengths)[:, None] - np.stack((lengths, 0 * lengths), axis=1)

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numba import uint8, uint16, uint32, uint64
 
+from ckptz.kernels import plain
 from ckptz.kernels.floats import (
     DIFFERENCE,
     ORDERED_DIFFERENCE,
+    RAW,
     ROTATED,
     XOR,
     Bytes,
@@ -148,6 +150,8 @@ def _merge_rotated_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
 
 
 def split_planes(units: Units, base: Units, mode: int) -> Bytes:
+    if mode == RAW:
+        return plain.split_planes(units, base, mode)
     planes = np.empty((units.itemsize, len(units)), np.uint8)
     if mode == ROTATED and units.itemsize == 2:
         _split_rotated_2(units, planes[0], planes[1])
@@ -186,104 +190,90 @@ def magnitude_classes(units: Units) -> Bytes:
 
 
 @kernel
-def histogram(symbols: Bytes) -> Counts:
-    # Four histograms in turn: equal neighbours would wait for each other's store in one.
-    counts = np.zeros((4, 256), np.uint32)
-    first, second, third, fourth = counts[0], counts[1], counts[2], counts[3]
-    whole = len(symbols) // 4 * 4
-    for i in range(0, whole, 4):
-        first[uint64(symbols[i])] += uint32(1)
-        second[uint64(symbols[i + 1])] += uint32(1)
-        third[uint64(symbols[i + 2])] += uint32(1)
-        fourth[uint64(symbols[i + 3])] += uint32(1)
-    for i in range(whole, len(symbols)):
-        first[uint64(symbols[i])] += uint32(1)
-    total = np.zeros(256, np.int64)
-    for j in range(256):
-        total[j] = np.int64(counts[0, j]) + counts[1, j] + counts[2, j] + counts[3, j]
-    return total
-
-
-@kernel
-def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
-    counts = np.zeros((2, 256 * n_classes), np.uint32)
+def _class_histogram(classes: Any, symbols: Any, counts: Any) -> None:
+    # Two by turns, and flat: equal neighbours would wait for each other's store in one.
     first, second = counts[0], counts[1]
-    half = np.uintp(len(symbols) // 2)
+    half, n = uint64(len(symbols) // 2), uint64(len(symbols))
     for i in range(half):
         first[(uint64(classes[i]) << uint64(8)) | uint64(symbols[i])] += uint32(1)
         second[(uint64(classes[half + i]) << uint64(8)) | uint64(symbols[half + i])] += uint32(1)
-    for i in range(half + half, np.uintp(len(symbols))):
-        first[(uint64(classes[i]) << uint64(8)) | uint64(symbols[i])] += uint32(1)
-    total = np.empty((n_classes, 256), np.int64)
-    for k in range(n_classes):
-        for j in range(256):
-            total[k, j] = np.int64(first[256 * k + j]) + second[256 * k + j]
-    return total
+    if half + half < n:
+        first[(uint64(classes[n - ONE]) << uint64(8)) | uint64(symbols[n - ONE])] += uint32(1)
+
+
+def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
+    counts = np.zeros((2, 256 * n_classes), np.uint32)
+    _class_histogram(classes, symbols, counts)
+    return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_classes, 256)
 
 
 @kernel
-def _class_starts(classes: Units, n_classes: int) -> Counts:
-    """Where class k of quarter q begins in class order: [4, n_classes].
+def _class_counts(classes: Any, counts: Any) -> None:
+    """Count each class in each quarter: [4, n_classes].
 
     Quarters are walked side by side, because equal neighbours would wait for each other's counter.
     """
-    quarter = len(classes) // 4
-    counts = np.zeros((4, n_classes), np.int64)
+    quarter = uint64(len(classes) // 4)
     first, second, third, fourth = counts[0], counts[1], counts[2], counts[3]
     for i in range(quarter):
         first[uint64(classes[i])] += 1
         second[uint64(classes[quarter + i])] += 1
-        third[uint64(classes[2 * quarter + i])] += 1
-        fourth[uint64(classes[3 * quarter + i])] += 1
-    for i in range(4 * quarter, len(classes)):
+        third[uint64(classes[uint64(2) * quarter + i])] += 1
+        fourth[uint64(classes[uint64(3) * quarter + i])] += 1
+    for i in range(uint64(4) * quarter, uint64(len(classes))):
         fourth[uint64(classes[i])] += 1
-    position = 0
-    for k in range(n_classes):
-        for q in range(4):
-            n = counts[q, k]
-            counts[q, k] = position
-            position += n
-    return counts
 
 
-@kernel
 def class_counts(classes: Units, n_classes: int) -> Counts:
-    starts = _class_starts(classes, n_classes)[0]
-    ends = np.append(starts[1:], len(classes))
-    return ends - starts
+    counts = np.zeros((4, n_classes), np.int64)
+    _class_counts(classes, counts)
+    return counts.sum(axis=0)
+
+
+def _class_starts(classes: Units, n_classes: int) -> Counts:
+    """Where class k of quarter q begins in class order: [4, n_classes]."""
+    counts = np.zeros((4, n_classes), np.int64)
+    _class_counts(classes, counts)
+    return np.ascontiguousarray((np.cumsum(counts.T).reshape(-1, 4) - counts.T).T)
 
 
 @kernel
-def group(symbols: Any, classes: Units, n_classes: int) -> Any:
-    starts = _class_starts(classes, n_classes)
-    grouped = np.empty(len(symbols), symbols.dtype)
-    quarter = len(symbols) // 4
+def _group(symbols: Any, classes: Any, starts: Any, grouped: Any) -> None:
+    quarter, n = uint64(len(symbols) // 4), uint64(len(symbols))
     for i in range(quarter):
         for q in range(4):
-            j = q * quarter + i
-            own, k = starts[q], uint64(classes[j])
-            at = own[k]
+            j = uint64(q) * quarter + i
+            k = uint64(classes[j])
+            at = starts[q, k]
             grouped[uint64(at)] = symbols[j]
-            own[k] = at + 1
-    for i in range(4 * quarter, len(symbols)):
+            starts[q, k] = at + 1
+    for i in range(uint64(4) * quarter, n):
         k = uint64(classes[i])
         grouped[starts[3, k]] = symbols[i]
         starts[3, k] += 1
+
+
+def group(symbols: Units, classes: Units, n_classes: int) -> Any:
+    grouped = np.empty_like(symbols)
+    _group(symbols, classes, _class_starts(classes, n_classes), grouped)
     return grouped
 
 
 @kernel
-def ungroup(grouped: Any, classes: Units, n_classes: int, out: Any) -> None:
-    starts = _class_starts(classes, n_classes)
-    quarter = len(out) // 4
+def _ungroup(grouped: Any, classes: Any, starts: Any, out: Any) -> None:
+    quarter, n = uint64(len(out) // 4), uint64(len(out))
     for i in range(quarter):
         for q in range(4):
-            j = q * quarter + i
-            own, k = starts[q], uint64(classes[j])
-            at = own[k]
+            j = uint64(q) * quarter + i
+            k = uint64(classes[j])
+            at = starts[q, k]
             out[j] = grouped[uint64(at)]
-            own[k] = at + 1
-    for i in range(4 * quarter, len(out)):
+            starts[q, k] = at + 1
+    for i in range(uint64(4) * quarter, n):
         k = uint64(classes[i])
         out[i] = grouped[starts[3, k]]
         starts[3, k] += 1
+
+
+def ungroup(grouped: Units, classes: Units, n_classes: int, out: Units) -> None:
+    _ungroup(grouped, classes, _class_starts(classes, n_classes), out)

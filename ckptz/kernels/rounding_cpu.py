@@ -136,7 +136,7 @@ def _square(values: Any, base: Any, has_base: Any, i: Any) -> Any:
 
 
 @kernel
-def _leaf(values: Any, base: Any, has_base: Any, begin: int, n: int) -> float:
+def _leaf(values: Any, base: Any, has_base: Any, begin: Any, n: Any) -> float:
     r0 = r1 = r2 = r3 = r4 = r5 = r6 = r7 = 0.0
     whole = n // 8 * 8
     for i in range(begin, begin + whole, 8):
@@ -162,7 +162,7 @@ def power(values: Any, base: Any, has_base: Any) -> float:
     """
     waiting = np.empty((64, 2), np.int64)  # right halves: begin, and size, 0 once their left neighbour waits
     sums = np.empty(64)
-    begin, n, depth = 0, len(values), 0
+    begin, n, depth = np.int64(0), len(values), 0  # typed, or numba would compile once more for a literal
     while True:
         while n > 128:
             half = n // 2

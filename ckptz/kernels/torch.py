@@ -7,7 +7,6 @@ int64, masked to the width of the unit, because torch has no arithmetic on unsig
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from typing import Any, Final
 
 import torch
@@ -20,12 +19,6 @@ from ckptz.kernels.floats import (
 )
 
 UNIT_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-UNSIGNED: Final = {
-    1: torch.uint8,
-    2: torch.uint16,
-    4: torch.uint32,
-    8: torch.uint64,
-}  # hold bits, no arithmetic
 
 
 def lives_elsewhere(tensor: Tensor) -> bool:
@@ -37,12 +30,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     """Give the bytes of a contiguous tensor, sharing its memory: uint8 [n_bytes]."""
     # A tensor of one element is contiguous whatever its stride, and then torch refuses another size.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Tell whether the kernels for GPUs run on a device: one of NVIDIA's, where Triton is installed."""
-    is_known = device.type == "cuda" and torch.version.cuda is not None
-    return is_known and torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -69,10 +69,6 @@ class FirstMoment(Recipe):
     is_kept: bool = False
     name: ClassVar[str] = "first-moment"
 
-    @property
-    def plans_there(self) -> bool:
-        return True
-
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step, "dead_zone": self.dead_zone}
 
@@ -122,7 +118,6 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     by the root already.
     """
     kind, roots = KINDS[source.dtype.name], class_roots(KINDS[second.dtype.name])
-    there = source.there
 
     def sums(bounds: Bounds) -> Floats:
         values = values_of(source.units(*bounds), kind)
@@ -130,7 +125,7 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
         n_live = moments().root_ratios(*values, second.units(*bounds), roots, ratios)
         return np.array([ratios[:n_live].sum(), n_live])
 
-    total, n_live = summed(run, sums, source) if there is None else there.ratio_sums(second, roots)
+    total, n_live = summed(run, sums, source)
     return float(total / max(n_live, 1))
 
 
@@ -168,8 +163,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
         squares = np.bincount(np.arange(*bounds) // row_units, values * values, n_rows)
         return np.asarray(squares, np.float64)
 
-    there = source.there
-    powers = summed(run, power, source) if there is None else there.row_powers(n_rows, row_units)
+    powers = summed(run, power, source)
     indices, spreads = row_labels(np.sqrt(powers / row_units))
     if len(spreads) == 1:
         return StepClasses((), wanted.step * spreads, _one_label)

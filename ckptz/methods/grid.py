@@ -134,10 +134,6 @@ class UniformGrid(Recipe):
     anchor_step: float | None = None
     name: ClassVar[str] = "grid"
 
-    @property
-    def plans_there(self) -> bool:
-        return self.purpose == "resume"  # levels that are fitted need sums in the host's order
-
     def settings(self) -> dict[str, Setting]:
         chosen = {} if self.dead_zone is None else {"dead_zone": self.dead_zone}
         return {"step": self.step, **chosen}
@@ -440,11 +436,7 @@ class _Grid(OnGrid):
         return (*rows, BaseCode(n_base_codes)) if n_base_codes > 1 else rows
 
     def counted(self, run: MapFunction) -> _Counted:
-        """Count the codes of the tensor by row class and code of the base, where it lives."""
-        there = self.source.there
-        if there is not None and self.rounded is None and not self.fits_levels:
-            found = there.codes_by_class(self, self.rules(self.n_base_codes))
-            return _Counted(found, np.zeros((self.rows.n_classes, 256)))
+        """Count the codes of the tensor by row class and code of the base."""
         return summed(run, self.count, self.source)
 
     def count(self, bounds: Bounds) -> _Counted:

@@ -16,13 +16,13 @@ from typing import ClassVar, Final
 import numpy as np
 
 from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
-from ckptz.codec.plan import PlaneMode, exact_plan, kernel_mode, planes_plan
+from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.dtypes import DType
-from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, encode_classed, encode_planes
+from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, Rows, encode_classed, encode_planes
 from ckptz.encoding.draft import Draft, plane_counts, stream_tables
 from ckptz.encoding.subject import MapFunction, Subject, summed
-from ckptz.kernels import planning
+from ckptz.kernels import cpu, planning
 from ckptz.methods.method import Method, Recipe, Setting
 from ckptz.roles import Role
 
@@ -43,10 +43,6 @@ class Exact(Recipe):
     is_sparse: bool = False
     name: ClassVar[str] = "lossless"
     is_lossy: ClassVar[bool] = False
-
-    @property
-    def plans_there(self) -> bool:
-        return True
 
     def settings(self) -> dict[str, Setting]:
         """Give no settings: files have no records of exact tensors."""
@@ -115,11 +111,8 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     )
     if not is_classed:
         return Draft(planes_plan(mode))
-    if source.there is not None:
-        total = source.there.class_counts(kernel_mode(mode, source.dtype))
-    else:
-        per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
-        total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
+    per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
+    total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)
     plan = planes_plan(mode, (Magnitude(),), tables)
     # The counts of a tensor of one chunk are those that its encoding needs again.
@@ -145,11 +138,17 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
 def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
     """Choose the mode of tensors of so many units, and whether they have classes, by their first units."""
     modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
-    kernel_modes = np.array([kernel_mode(mode, batch.dtype) for mode in modes])
-    flat, ends = batch.flat
-    begins = ends - [len(own) for own in batch.units]
-    ends = np.minimum(ends, begins + SAMPLE_UNITS)
-    bits = planning().delta_bits(flat, batch.flat_bases, begins, ends, kernel_modes, N_MAGNITUDE_CLASSES)
+    sample = batch.only(range(len(n_units)), SAMPLE_UNITS)
+    _, ends = sample.flat
+    rows = Rows.of(cpu().magnitude_classes(sample.flat_bases), ends)
+    begins, bits = np.concatenate(([0], rows.ends[:-1])), np.zeros((len(n_units), len(modes)))
+    for j, mode in enumerate(modes):
+        for plane in sample.planes(mode):
+            if j < len(_DELTA_MODES):
+                counts = cpu().class_histogram(rows.labels, plane, rows.n_labels)[rows.used]
+                bits[:, j] += np.add.reduceat(planning().entropies(counts), begins)
+            else:
+                bits[:, j] += planning().entropies(cpu().count_streams(plane, ends))
     chosen = []
     for n, (*own, plain) in zip(n_units, bits.tolist(), strict=True):
         least = min(own)

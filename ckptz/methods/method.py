@@ -52,11 +52,6 @@ class Recipe:
         return None
 
     @property
-    def plans_there(self) -> bool:
-        """Whether a tensor on a device may be planned and encoded there."""
-        return False
-
-    @property
     def companion(self) -> str | None:
         """Name of the tensor of the same file whose restored values the recipe looks at, or None."""
         return None

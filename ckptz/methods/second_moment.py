@@ -59,10 +59,6 @@ class SecondMoment(Recipe):
     step: float
     name: ClassVar[str] = "second-moment"
 
-    @property
-    def plans_there(self) -> bool:
-        return True
-
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step}
 
@@ -91,12 +87,7 @@ def _predictions(subject: Subject) -> Iterator[Prediction]:
         yield Prediction(kind, Predictor.BASE, base=base)
     shape = _matrix(tuple(source.shape))
     if min(shape) > 1 and sum(shape) <= MAX_OUTER:
-        there = source.there
-        sums = (
-            summed(run, lambda b: _log_sums(source, b, shape), source)
-            if there is None
-            else there.log_sums(shape)
-        )
+        sums = summed(run, lambda b: _log_sums(source, b, shape), source)
         yield Prediction(kind, Predictor.OUTER, outer=Outer(*sums.factors()))
 
 

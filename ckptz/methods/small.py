@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ckptz.class_rules import BaseCode
 from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.draft import ClassCounts, Draft
@@ -29,15 +28,11 @@ from ckptz.quant.sketch import Sketch
 def sketch_of(source: TensorSource, run: MapFunction) -> Sketch:
     """Make the histogram of a whole tensor, of a dtype in `KINDS`."""
     kind = KINDS[source.dtype.name]
-    if source.there is not None:
-        return Sketch(kind, source.there.top_histogram())
     return summed(run, lambda b: Sketch.of(source.units(*b), kind), source)
 
 
 def sums_by(quantizer: LadderQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
-    """Sum what the levels of a quantizer stand for over a whole tensor, where it lives."""
-    if source.there is not None:
-        return source.there.sums_by(quantizer)
+    """Sum what the levels of a quantizer stand for over a whole tensor."""
     return summed(run, lambda b: quantizer.found(*b, source.units(*b)), source)
 
 
@@ -46,9 +41,6 @@ def counts_by_base(
 ) -> ClassCounts:
     """Count the codes of a tensor by those of its base, of whose alphabet the classes are."""
     n_classes = base.n_codes or 1
-    if source.there is not None:
-        there: ClassCounts = source.there.codes_by_class(quantizer, (BaseCode(n_classes),))
-        return there
 
     def found(bounds: tuple[int, int]) -> ClassCounts:
         codes, labels = quantizer.codes(*bounds, source.units(*bounds)), base.codes(*bounds)

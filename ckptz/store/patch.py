@@ -8,7 +8,6 @@ the way, what was written is taken back.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 
 from ckptz.bits import xxh64
 from ckptz.codec.decode import Changes, Positions
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource, Units, chunk_bounds
+from ckptz.codec.units import UNIT_TYPES, TensorSource, Units, chunk_bounds
 from ckptz.container.index import content_id_of
 from ckptz.container.reader import Container, FrameSource
 from ckptz.entropy.streams import CoderId
@@ -42,30 +41,6 @@ class LiveTensor(TensorSource):
 
     def write(self, begin: int, units: Units) -> None:
         """Write units one after another from `begin`."""
-        raise NotImplementedError
-
-    def checked_there(self, source: FrameSource, check: Check) -> Mapping[int, int] | None:
-        """Decode what a file holds of the tensor where the tensor lives, and hold it against checksums.
-
-        Nothing is written.
-
-        Args:
-            source: the file's tensor; what it needs of another file, it finds in this one.
-            check: as of `patch`.
-
-        Returns:
-            The chunks to be decoded as a whole where the tensor lives, neighbours at once: by the first
-            one the one behind the last, and 0 by the others. None where all is done on the host.
-
-        Raises:
-            MissingBaseError: the tensor is not the one that the file's was made from.
-            FormatError: the file is damaged.
-        """
-        del source, check
-        return None
-
-    def decode_there(self, source: FrameSource, first: int, end: int) -> None:
-        """Decode chunks that `checked_there` has found right over the units."""
         raise NotImplementedError
 
 
@@ -98,7 +73,7 @@ class _Edit:
     target: LiveTensor
     begin: int
     n_units: int
-    new: Units | Callable[[], None] | None  # or what writes them
+    new: Units | None
     positions: Positions | None = None
     old: Units | None = None
 
@@ -107,10 +82,7 @@ class _Edit:
         assert self.new is not None
         if self.old is None:
             self.old = self.target.units(self.begin, self.begin + self.n_units).copy()
-        if callable(self.new):
-            self.new()
-        else:
-            self._write(self.new)
+        self._write(self.new)
         self.new = None
 
     def undo(self) -> None:
@@ -135,7 +107,6 @@ class _ChunkToEdit:
     begin: int
     end: int
     checksum: int
-    there: Mapping[int, int] | None  # what `LiveTensor.checked_there` gave
 
 
 def patch(
@@ -204,13 +175,9 @@ def _prepare(
     workers: Workers,
     allow: Callable[[int], None],
 ) -> list[_Edit]:
-    here = _edit_of_checked if check == "base" else _edit_of_trusted
-
-    def prepare(task: _ChunkToEdit) -> _Edit | None:
-        return here(task) if task.there is None else _edit_of_checked_there(task)
-
+    prepare = _edit_of_checked if check == "base" else _edit_of_trusted
     stand_alone: list[str] = []
-    tasks = _tasks(container, live, stand_alone, allow, check)
+    tasks = _tasks(container, live, stand_alone, allow)
     edits = [edit for edit in workers.map(prepare, tasks) if edit is not None]
     base = container.index.base
     new_id = container.index.content_id
@@ -226,7 +193,6 @@ def _tasks(
     live: Mapping[str, LiveTensor],
     stand_alone: list[str],
     allow: Callable[[int], None],
-    check: Check,
 ) -> Iterator[_ChunkToEdit]:
     """Every chunk; the names of tensors that need no base are appended to `stand_alone`."""
     spare_bytes = 0
@@ -241,12 +207,11 @@ def _tasks(
             is_alone = source.base is None or not source.needs_other_file  # raises if there is no base
         if is_alone and header.n_units:
             stand_alone.append(name)
-        there = live[name].checked_there(source, check)
         for index, (begin, end) in enumerate(chunk_bounds(header.n_units)):
             if _is_dense(source, index):
                 spare_bytes += (end - begin) * header.dtype.unit_bytes
                 allow(spare_bytes)
-            yield _ChunkToEdit(source, live[name], index, begin, end, header.chunks[index].decoded, there)
+            yield _ChunkToEdit(source, live[name], index, begin, end, header.chunks[index].decoded)
 
 
 def _is_dense(source: FrameSource, index: int) -> bool:
@@ -288,22 +253,6 @@ def _edit_of_trusted(task: _ChunkToEdit) -> _Edit | None:
         return None
     old = task.target.take(changes.positions + task.begin)
     return _sparse_edit(task, changes, old, changes.units(old))
-
-
-def _edit_of_checked_there(task: _ChunkToEdit) -> _Edit | None:
-    assert task.there is not None
-    end = task.there.get(task.index)
-    if end is None:
-        changes = _changes(task)
-        if changes is None or not len(changes):
-            return None
-        old = task.target.take(changes.positions + task.begin)
-        return _sparse_edit(task, changes, old, changes.units(old))
-    if not end:
-        return None
-    n_units = min(end * CHUNK_UNITS, task.source.n_units) - task.begin
-    decode = functools.partial(task.target.decode_there, task.source, task.index, end)
-    return _Edit(task.source.entry.name, task.target, task.begin, n_units, decode)
 
 
 def _sparse_edit(task: _ChunkToEdit, changes: Changes, old: Units, new: Units) -> _Edit:

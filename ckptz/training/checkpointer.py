@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import is_url
 from ckptz.container.caches import LastChunks
 from ckptz.encoding.coded import CodedSource
@@ -31,7 +30,7 @@ from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
 from ckptz.store.step_files import MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.store.steps import StepStore, WrittenStep
-from ckptz.training.background import Background
+from ckptz.training.background import Background, Turns
 from ckptz.training.budget_search import (
     BudgetSearch,
     CalibrationLike,
@@ -39,7 +38,7 @@ from ckptz.training.budget_search import (
     check_calibration,
     check_fits,
 )
-from ckptz.training.device import SNAPSHOTS, SnapshotKind, There, code_where_they_live
+from ckptz.training.device import code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.origin import origin_of
@@ -93,26 +92,6 @@ class SaveReport(Shown):
     search: SearchReport | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A snapshot: tensors in host memory, by name the weights that came as codes, and what is elsewhere."""
-
-    state: dict[str, Any]
-    coded: dict[str, CodedSource]
-    frozen: str | None
-    elsewhere: dict[int, TensorSource]
-    there: There
-
-    def flat(self) -> StepState:
-        """Give the snapshot as the tensors of its files, without copies."""
-        return StepState(self.state, self.coded, self.frozen, self.elsewhere)
-
-    def notes(self) -> tuple[str, ...]:
-        """Let go of what is on devices, and say what was not encoded there."""
-        self.elsewhere.clear()
-        return self.there.notes()
-
-
 def _notes(search: SearchReport) -> tuple[str, ...]:
     return (*search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met)))
 
@@ -156,10 +135,6 @@ class Checkpointer:
             are made finer again each time that as many restarts are used up. By default 10 if no step is kept
             exact, else none. With a budget it says nothing: that is kept by every file.
         background: write beside training; otherwise `save` returns when the step is complete.
-        snapshot: what training waits for, of tensors on a GPU. "coded": what is stored whole and without
-            loss is encoded there at once, and only coded bytes come to the host. "device": all is copied
-            within the GPU where it has room, and encoded there beside training, deltas and residuals too.
-            What is left, and with "host" everything, is copied to pinned host memory.
         on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
             log it, for example. What it raises is a warning, for the step is there.
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
@@ -206,7 +181,6 @@ class Checkpointer:
         anchor_every: int = 16,
         restores: int | None = None,
         background: bool = True,
-        snapshot: SnapshotKind = "coded",
         on_save: Callable[[SaveReport], object] | None = None,
         jobs: int | None = None,
     ) -> None:
@@ -222,8 +196,6 @@ class Checkpointer:
             raise ConfigError(f"every must be at least 1, got {every}")
         if not 1 <= anchor_every <= MAX_DEPTH:
             raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
-        if snapshot not in SNAPSHOTS:
-            raise ConfigError(f"snapshot must be one of {SNAPSHOTS}, got {snapshot!r}")
         if restores is not None and restores < 0:
             raise ConfigError(f"restores must be at least 0, got {restores}")
         self.model, self.optimizer = model, optimizer
@@ -236,7 +208,7 @@ class Checkpointer:
         self._frozen = FrozenId() if trainable_only else None
         self._calibration = calibration
         check_calibration(calibration, config if self._search is None else self._search.template)
-        self._every, self._is_background, self._kind = every, background, snapshot
+        self._every, self._is_background = every, background
         self._on_save = on_save
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
         is_lossless = not config.is_lossy and budget is None
@@ -250,6 +222,7 @@ class Checkpointer:
         self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
         self._snapshot = Snapshot()
         self._writer: Background[SaveReport] = Background()
+        self._turns = Turns()
         self._at: int | None = None
         self._saving: int | None = None
         self._last: SaveReport | None = None
@@ -270,20 +243,27 @@ class Checkpointer:
             KeyboardInterrupt: during a search; if it had found something by then, that is saved.
             WriteError: the save before this one failed; this step is not saved, and may be tried again.
         """
-        start = time.perf_counter()
         step, metric = checked_step(step), None if metric is None else float(real("metric", metric))
+        with self._turns.take(f"save({step})", self._writer):
+            self._save(step, metric)
+
+    def _save(self, step: int, metric: float | None) -> None:
+        start = time.perf_counter()
         self._store.lock()
-        self.wait()
+        self._wait()
         waited = time.perf_counter() - start
         if step == self._at:
             return
         self._store.check_new(step)
         method = self._method()
-        taken = self._taken(method.config)
+        try:
+            taken = self._taken(method.config)
+        except CkptzError as error:
+            raise named(error, f"{self._store.name}: step {step} was not saved") from error
         search = None
         if self._search is not None:
             method, search = self._searched(self._search, taken, method, step)
-        self._at = self._saving = step
+        self._saving = step
         begun = SaveReport(
             step=step,
             stall_seconds=time.perf_counter() - start,
@@ -295,9 +275,9 @@ class Checkpointer:
             search=search,
         )
         self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
+        self._at = step  # not before: what is interrupted until then may be saved again
         if not self._is_background:
-            report = self.wait()
-            assert report is not None
+            report = self._wait() or begun
             self._last = replace(report, stall_seconds=time.perf_counter() - start)
             self._tell(self._last)
         if search is not None and search.is_interrupted:
@@ -326,10 +306,15 @@ class Checkpointer:
         Raises:
             WriteError: it could not be written; the steps before it are as they were.
         """
-        try:
-            report, _ = self._writer.wait()
-        except Exception as error:
+        with self._turns.take("wait()", self._writer):
+            return self._wait()
+
+    def _wait(self) -> SaveReport | None:
+        report, error = self._writer.wait()
+        if error is not None:
             step, self._saving, self._at = self._saving, None, None
+            if not isinstance(error, Exception):
+                raise error
             raise _about(error, f"{self._store.name}: step {step} was not saved") from error
         self._last = report or self._last
         return self._last
@@ -354,20 +339,19 @@ class Checkpointer:
         return self._config.expecting(expected)
 
     def _searched(
-        self, search: BudgetSearch, taken: _Taken, method: WhatMayBeLost, step: int
+        self, search: BudgetSearch, taken: StepState, method: WhatMayBeLost, step: int
     ) -> tuple[WhatMayBeLost, SearchReport]:
         """What a search finds; random numbers that evaluations draw are not the run's."""
         self._snapshot.synchronize()
         file, random = StepFile(step, "weights"), random_state()
         try:
-            state = taken.flat()
-            return search.method(state, method.calibration, self._store, file, self._rule, self._restore_jobs)
+            return search.method(taken, method.calibration, self._store, file, self._rule, self._restore_jobs)
         except CkptzError as error:
             raise named(error, f"{self._store.name}: step {step} was not saved") from error
         finally:
             set_random_state(random)
 
-    def _taken(self, config: Method) -> _Taken:
+    def _taken(self, config: Method) -> StepState:
         """A copy of the state; of weights that are to be coded and live elsewhere, their codes.
 
         Deltas are coded here: which level keeps what training has moved depends on the base. So is what is
@@ -378,20 +362,12 @@ class Checkpointer:
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in frozen}
         coded: dict[str, CodedSource] = {}
         is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
-        if is_alone and self._kind == "coded" and self._store.next_is_anchor("weights", self._rule):
+        if is_alone and self._store.next_is_anchor("weights", self._rule):
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         frozen_id = None if self._frozen is None else self._frozen.of(frozen)
-        is_exact = self._search is None and not self._config.is_lossy
-        with Workers(self._restore_jobs) as workers:
-            there = There(
-                self._kind, lambda k: is_exact and self._store.next_is_anchor(k, self._rule), workers
-            )
-            # A search reads what it measures again and again.
-            is_read_once = self._kind != "host" and self._search is None
-            snapshot = self._snapshot.take(state, there if is_read_once else None)
-        return _Taken(snapshot, coded, frozen_id, self._snapshot.elsewhere, there)
+        return StepState(self._snapshot.take(state), coded, frozen_id)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -409,15 +385,12 @@ class Checkpointer:
         return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
 
     def _write(
-        self, taken: _Taken, method: WhatMayBeLost, metric: float | None, begun: SaveReport
+        self, taken: StepState, method: WhatMayBeLost, metric: float | None, begun: SaveReport
     ) -> SaveReport:
         """Encode and write a snapshot; on the writer's thread."""
         start = time.perf_counter()
         self._snapshot.synchronize()
-        try:
-            written = self._written(taken.flat(), method, metric, begun.step)
-        finally:
-            notes = taken.notes()
+        written = self._written(taken, method, metric, begun.step)
         try:
             pruned = prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
@@ -428,7 +401,7 @@ class Checkpointer:
             stored_bytes=written.stored_bytes,
             exact_bytes=written.exact_bytes,
             tensor_bytes=written.tensor_bytes,
-            notes=(*notes, *begun.notes, *written.notes, *pruned),
+            notes=(*begun.notes, *written.notes, *pruned),
         )
         if self._is_background:  # else training has waited longer when this has returned
             self._tell(report)
@@ -470,9 +443,10 @@ class Checkpointer:
 
     def restore_latest(self) -> int | None:
         """Restore the newest step; None, and nothing changed, if there is none."""
-        self.wait()
-        steps = self.steps()
-        return self.restore(steps[-1]) if steps else None
+        with self._turns.take("restore_latest()", self._writer):
+            self._wait()
+            steps = self.steps()
+            return self._restore(steps[-1], weights_only=False) if steps else None
 
     def restore(self, step: int, *, weights_only: bool = False) -> int:
         """Bring the run back to a step, random numbers included.
@@ -493,7 +467,11 @@ class Checkpointer:
             FormatError: a file is damaged.
             MissingBaseError: a file that others are stored against is missing.
         """
-        self.wait()
+        with self._turns.take(f"restore({step})", self._writer):
+            self._wait()
+            return self._restore(step, weights_only=weights_only)
+
+    def _restore(self, step: int, *, weights_only: bool) -> int:
         check_there(self._store, step, weights_only)
         (model, rest), restored = read_step(self._store, step, weights_only, self._read)
         if rest is not None:
@@ -529,10 +507,11 @@ class Checkpointer:
         Raises:
             ConfigError: neither it nor an earlier one is there, or it cannot be read; nothing is removed.
         """
-        self.wait()
-        self._store.lock()
-        self._at = None
-        prune(self._store, KEEP_ALL, after=whole("step", step))
+        with self._turns.take(f"discard_after({step})", self._writer):
+            self._wait()
+            self._store.lock()
+            self._at = None
+            prune(self._store, KEEP_ALL, after=whole("step", step))
 
     def close(self) -> None:
         """Wait for the save that is under way, and let others write to the folder.
@@ -540,12 +519,12 @@ class Checkpointer:
         Raises:
             WriteError: it could not be written.
         """
-        try:
-            self.wait()
-        except Exception:  # but not Ctrl-C: then the writer goes on, and needs the store
-            self._store.close()
-            raise
-        self._store.close()
+        with self._turns.take("close()", self._writer):
+            try:
+                self._wait()
+            finally:
+                if self._writer.is_idle:  # else an interrupt: the writer goes on, and needs the store
+                    self._store.close()
 
     def __enter__(self) -> Self:
         return self

@@ -6,36 +6,27 @@ histogram on the host. Codes are bit for bit those that the CPU kernels give for
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
-from ckptz.codec.plan import Domain, Plan, QuantizationMap, exact_plan
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource
+from ckptz.codec.plan import Domain, Plan, QuantizationMap
+from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.encoding.coded import CodedSource, bits_for
-from ckptz.encoding.draft import Draft
-from ckptz.encoding.on_device import MIN_ENCODED, DeviceSource
-from ckptz.encoding.there import DEVICE_BYTES
 from ckptz.kernels import torch as kernels
 from ckptz.kernels.torch import lives_elsewhere
 from ckptz.methods.method import Method
-from ckptz.methods.trial import agrees
 from ckptz.parallel import Workers
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.quant.sketch import Sketch
 from ckptz.roles import role_of
-from ckptz.store.step_files import FileKind
-from ckptz.training.files import MODEL
 
 SLAB_UNITS: Final = 16 * CHUNK_UNITS  # coded at once: torch's operations take 8 bytes a value or more aside
-SnapshotKind = Literal["coded", "device", "host"]
-SNAPSHOTS: Final = get_args(SnapshotKind)
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -48,98 +39,6 @@ class _WeightToCode:
     shape: tuple[int, ...]
     flat: torch.Tensor
     wanted: Partitions
-
-
-@dataclass(frozen=True, slots=True)
-class There:
-    """Decides what becomes of tensors on a GPU in a snapshot; see `Snapshot.take`.
-
-    Attributes:
-        how: "coded" encodes there at once what is stored without loss and without a base, "device" copies
-            within the device, to be encoded beside training; what is left is copied to the host.
-        stands_alone: tells whether one of the two files of a step will be stored exactly, and without a base.
-        workers: threads that choose coders.
-    """
-
-    how: SnapshotKind
-    stands_alone: Callable[[FileKind], bool]
-    workers: Workers
-    known: dict[FileKind, bool] = field(default_factory=dict)
-    held: list[DeviceSource] = field(default_factory=list)  # copies on a device
-    left: list[int] = field(default_factory=list)  # bytes of each tensor on a GPU that is copied to the host
-    rooms: dict[torch.device, int] = field(default_factory=dict)
-
-    def __call__(self, tensor: torch.Tensor, path: tuple[str, ...]) -> TensorSource | None:
-        if not lives_elsewhere(tensor) or tensor.numel() < MIN_ENCODED:
-            return None
-        made, source = None, there(tensor)
-        if source is not None:
-            made = self._copied(source) if self.how == "device" else self._encoded(source, path)
-        if made is None:
-            self.left.append(tensor.nbytes)
-        return made
-
-    def _encoded(self, source: DeviceSource, path: tuple[str, ...]) -> TensorSource | None:
-        kind: FileKind = "weights" if path[0] == MODEL else "state"
-        if kind not in self.known:
-            self.known[kind] = self.stands_alone(kind)
-        if not self.known[kind]:
-            return None
-        plan = Draft(exact_plan(source.dtype))
-        made = source.encoded_there(lambda *_: plan, None, dict, agrees, self.workers)
-        return None if made is None else made[1]
-
-    def _copied(self, source: DeviceSource) -> DeviceSource | None:
-        """Copy a tensor within its device, where it leaves room for the kernels there."""
-        device = source.flat.device
-        if device not in self.rooms:
-            self.rooms[device] = room_on(device) - DEVICE_BYTES
-        if source.n_bytes > self.rooms[device]:
-            return None
-        self.rooms[device] -= source.n_bytes
-        source.flat = source.flat.clone()
-        if device.type == "cuda":
-            source.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            source.ready.record()
-        self.held.append(source)
-        return source
-
-    def notes(self) -> tuple[str, ...]:
-        """Say what was not encoded on the GPU, when all is written; the copies there are let go of."""
-        left = [*self.left, *(source.n_bytes for source in self.held if source.is_left)]
-        self.held.clear()
-        if not left:
-            return ()
-        n, mb = len(left), sum(left) / 1e6
-        what = f"{n} tensors of {mb:,.1f} MB were encoded on the host"
-        more = (
-            "and weights and moments on the grid"
-            if self.how == "device"
-            else "and with snapshot='device' deltas, grids and moments"
-        )
-        return (f"{what}: the GPU encodes what loses nothing, {more}, once its first bytes agree",)
-
-
-def there(tensor: torch.Tensor) -> DeviceSource | None:
-    """Give a tensor as one to be encoded where it lives; None if the host has it, or it is no plain one."""
-    code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
-    if (
-        code in (None, "F4")
-        or not lives_elsewhere(tensor)
-        or not tensor.is_contiguous()
-        or not tensor.numel()
-    ):
-        return None
-    assert code is not None
-    return DeviceSource.of(dtype_of(code), tuple(tensor.shape), tensor)
-
-
-def room_on(device: torch.device) -> int:
-    """Count the bytes that tensors may still take on a device."""
-    if device.type != "cuda":
-        return sys.maxsize
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def code_where_they_live(

@@ -97,7 +97,6 @@ class StepState:
         state: nested; the weights under `MODEL`, what goes into the other file under other names.
         coded: weights by name that are codes already, and so not in `state`.
         frozen: content id of weights that are left out, or None.
-        elsewhere: what was encoded or kept elsewhere, by the address of the tensor that stands for it.
         prefix: what begins the names of weights in the file, and not those in the model.
 
     Attributes:
@@ -113,17 +112,16 @@ class StepState:
         state: Mapping[str, Any],
         coded: Mapping[str, TensorSource] = MappingProxyType({}),
         frozen: str | None = None,
-        elsewhere: Mapping[int, TensorSource] = MappingProxyType({}),
         prefix: str = f"{MODEL}.",
     ) -> None:
-        self._given = state, coded, frozen, elsewhere
+        self._given = state, coded, frozen
         self.prefix = prefix
         self.metadata = {} if frozen is None else {FROZEN_KEY: frozen}
         self.metadata |= {} if prefix else {NAMES_KEY: "own"}
-        uncoded = _part({MODEL: state[MODEL]}, elsewhere, prefix)
+        uncoded = _part({MODEL: state[MODEL]}, prefix)
         more = {f"{prefix}{name}": source for name, source in coded.items()}
         self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
-        self.rest = _part({name: value for name, value in state.items() if name != MODEL}, elsewhere)
+        self.rest = _part({name: value for name, value in state.items() if name != MODEL})
         self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
         self.roles = dict(_weight_roles(self.weights.tensors, prefix)) | dict(
             moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
@@ -323,15 +321,9 @@ def memory_for_last() -> int:
     return MEMORY_IF_UNKNOWN if free is None else free // LAST_SHARE
 
 
-def _part(state: Mapping[str, Any], elsewhere: Mapping[int, TensorSource], prefix: str | None = None) -> Part:
+def _part(state: Mapping[str, Any], prefix: str | None = None) -> Part:
     flat = flatten(dict(state), n_outer=int(prefix == ""))
-    tensors = {name: elsewhere.get(address_of(source), source) for name, source in flat.tensors.items()}
-    return Part(tensors, None if _says_nothing(state, tensors, prefix) else flat.tree)
-
-
-def address_of(source: TensorSource) -> int:
-    """Give the address of a tensor in host memory; 0 if it has no elements."""
-    return int(source.units(0, source.n_units).ctypes.data) if source.n_units else 0
+    return Part(flat.tensors, None if _says_nothing(state, flat.tensors, prefix) else flat.tree)
 
 
 def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource], prefix: str | None) -> bool:

@@ -6,19 +6,16 @@ memory: the training stream waits for them on the device, the host does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
-from ckptz.codec.units import TensorSource
 from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import ConfigError
 from ckptz.frameworks.torch import TorchTensors
 
 Key = tuple[str, ...]
-Keep = Callable[[torch.Tensor, Key], TensorSource | None]
 _HOST: Final = TorchTensors("cpu", False)
 
 
@@ -57,7 +54,6 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self.elsewhere: dict[int, TensorSource] = {}  # by the address of what stands there
         self._buffers: dict[Key, torch.Tensor] = {}
         self._done: list[torch.cuda.Event] = []
 
@@ -66,22 +62,16 @@ class Snapshot:
         """Host memory that the buffers take."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def take(self, state: Any, keep: Keep | None = None) -> Any:
+    def take(self, state: Any) -> Any:
         """Copy the tensors of a nested state, which keeps its form; those that are one stay one.
-
-        Args:
-            state: what to copy.
-            keep: encodes or copies a tensor where it lives, or gives None for one that is to be copied here.
-                In place of a kept one stands a tensor whose memory nobody touches; see `elsewhere`.
 
         Raises:
             ConfigError: a tensor without memory of its own; the message names it.
         """
-        copying = _Copying(self._buffers, keep)
+        copying = _Copying(self._buffers)
         taken = copying.node(state, ())
         copying.transfer.finish()
         self._buffers, self._done = copying.used, copying.transfer.done
-        self.elsewhere = copying.elsewhere
         return taken
 
     def synchronize(self) -> None:
@@ -93,10 +83,8 @@ class Snapshot:
 class _Copying:
     """One walk through a state."""
 
-    def __init__(self, spare: dict[Key, torch.Tensor], keep: Keep | None) -> None:
+    def __init__(self, spare: dict[Key, torch.Tensor]) -> None:
         self.used: dict[Key, torch.Tensor] = {}
-        self.elsewhere: dict[int, TensorSource] = {}
-        self._keep = keep
         self.transfer = _Transfer()
         self._spare = spare
         self._copies: dict[object, torch.Tensor] = {}
@@ -117,10 +105,7 @@ class _Copying:
         identity: object = id(tensor)  # of an empty one, which has no address; the state keeps it alive
         if tensor.numel():
             identity = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if identity not in self._copies and self._keep and (made := self._keep(tensor, path)):
-            place = self._copies[identity] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            self.elsewhere[place.data_ptr()] = made
-        elif identity not in self._copies:
+        if identity not in self._copies:
             buffer = self._buffer(tensor, path)
             self.transfer.copy(tensor, buffer)
             self._copies[identity] = self.used[path] = buffer
@@ -151,7 +136,7 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
     if hasattr(tensor, "full_tensor"):
         raise ConfigError(
             f"tensor {name!r} is a {type(tensor).__name__}, of which each rank holds a part; save it with "
-            "ckptz.integrations.sharded.ShardedCheckpointer, or gather it first"
+            "torch.distributed.checkpoint and ckptz.integrations.dcp, or gather it first"
         )
     if hasattr(tensor, "__tensor_flatten__"):
         raise ConfigError(

@@ -1,7 +1,6 @@
 """Links that carry torch tensors: over `torch.distributed`, or within one process.
 
-Tensors on the CPU go through the compiled kernels without a copy, those on a GPU of NVIDIA's through
-Triton's kernels where it is installed, and others through torch's operations.
+Tensors on the CPU go through the compiled kernels without a copy, others through torch's operations.
 
 Within one process a loopback gives what a pipeline would compute, without a pipeline: results are equal to
 the bit to those of frames between processes, with the same policy, stages, steps and microbatches. The
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from ckptz.dtypes import DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError, WireError
-from ckptz.kernels import wire_on_gpu, wire_torch
-from ckptz.kernels.torch import UNIT_TYPES, current, has_kernels
+from ckptz.kernels import wire_torch
+from ckptz.kernels.torch import UNIT_TYPES, current
 from ckptz.wire.endpoint import Link, can_wait
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import METADATA_KEY, LinkPolicy, check_policy, policy_metadata, policy_of
@@ -73,8 +72,7 @@ class TensorLink:
     ) -> None:
         self.device = torch.device(device)
         self._use_torch = use_torch or self.device.type != "cpu"
-        there = wire_on_gpu() if has_kernels(self.device) else wire_torch
-        kernels = there if self._use_torch else None
+        kernels = wire_torch if self._use_torch else None
         like = torch.zeros(0, dtype=torch.uint8, device=self.device) if self._use_torch else None
         if verify is None:
             waits = self.device.type != "cpu" and can_wait(policy_of(policy), fixed)

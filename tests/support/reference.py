@@ -15,17 +15,11 @@ from ckptz.kernels.floats import (  # noqa: F401 - some are kernels as they are
     ESCAPE,
     F16,
     F32,
-    MAX_GAP_BYTE,
-    MAX_GOLOMB_BITS,
     MAX_MAGNITUDE,
-    MAX_TABLE_ORDER,
     N_BUCKETS,
     NEAREST,
     ORDERED_DIFFERENCE,
     ROTATED,
-    SCALE,
-    SCALE_BITS,
-    STATE_LOW,
     TINY_EXPONENT,
     XOR,
     Bytes,
@@ -41,28 +35,21 @@ from ckptz.kernels.floats import (  # noqa: F401 - some are kernels as they are
     widen_f64,
 )
 from ckptz.kernels.plain import (  # noqa: F401
+    ascending,
     count_streams,
-    golomb_pack,
     golomb_unpack,
     histogram,
     merge_planes,
-    pack_table,
-    pack_tables,
-    rans_encode_streams,
+    rans_decode,
+    rans_encode,
     repeats,
-    slot_tables,
-    sparse_merge,
-    sparse_split,
     split_planes,
     table_unpack,
     unorder,
-    weigh,
-    weigh_rows,
 )
 from ckptz.kernels.rounding_cpu import GOLDEN, MIX_1, MIX_2
 
 Floats = NDArray[np.float32]
-Positions = NDArray[np.int64]
 
 
 # --- classes ------------------------------------------------------------------------------------
@@ -173,57 +160,6 @@ def unpack_codes(packed: Bytes, n_bits: int, out: Bytes) -> None:
     """Undo `pack_codes`, into `out` [n]."""
     bits = np.unpackbits(packed, count=n_bits * len(out), bitorder="little").reshape(-1, n_bits)
     out[:] = np.packbits(bits, axis=1, bitorder="little")[:, 0]
-
-
-# --- rANS ---------------------------------------------------------------------------------------
-
-
-def rans_encode(
-    symbols: Bytes, ends: Counts, table_of: Counts, frequencies: NDArray[np.uint16], n_lanes: int
-) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """Encode symbols: final lane states [n_lanes] and 16-bit words, in the order the decoder reads them.
-
-    Segment s is symbols[ends[s-1]:ends[s]] and uses frequencies[table_of[s]] [n_tables, 256].
-    """
-    states = [STATE_LOW] * n_lanes
-    words: list[int] = []
-    rows = [[int(f) for f in row] for row in frequencies]
-    starts = [[int(f) for f in np.cumsum(row) - row] for row in frequencies.astype(np.int64)]
-    segment_of = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-    for i in range(len(symbols) - 1, -1, -1):
-        table, symbol, lane = int(table_of[segment_of[i]]), int(symbols[i]), i % n_lanes
-        frequency, state = rows[table][symbol], states[lane]
-        if state >= frequency << (32 - SCALE_BITS):
-            words.append(state & 0xFFFF)
-            state >>= 16
-        states[lane] = (state // frequency << SCALE_BITS) + state % frequency + starts[table][symbol]
-    return np.array(states, np.uint32), np.array(words[::-1], np.uint16)
-
-
-def rans_decode(
-    words: NDArray[np.uint16],
-    states: NDArray[np.uint32],
-    ends: Counts,
-    table_of: Counts,
-    tables: NDArray[np.uint32],
-    out: Bytes,
-) -> bool:
-    """Decode `out` [n]; False unless all words are used and every lane ends in 2^16."""
-    lanes, n_lanes, position, begin = [int(s) for s in states], len(states), 0, 0
-    for end, table in zip(ends.tolist(), table_of.tolist(), strict=True):
-        for i in range(begin, end):
-            state = lanes[i % n_lanes]
-            entry = int(tables[table, state & (SCALE - 1)])
-            out[i] = entry & 0xFF
-            state = ((entry >> 8 & 0xFFF) + 1) * (state >> SCALE_BITS) + (entry >> 20)
-            if state < STATE_LOW:
-                if position == len(words):
-                    return False
-                state = state << 16 | int(words[position])
-                position += 1
-            lanes[i % n_lanes] = state
-        begin = end
-    return position == len(words) and all(state == STATE_LOW for state in lanes)
 
 
 # --- rounding by thresholds ---------------------------------------------------------------------
@@ -393,37 +329,18 @@ def drawn_levels(
     return (below + (thresholds >= 1 - (scaled - below))).astype(np.int64)
 
 
-# --- gaps between positions ---------------------------------------------------------------------
+# --- Exp-Golomb codes ---------------------------------------------------------------------------
 
 
-def pack_gaps(positions: Positions) -> Bytes:
-    """Write the gap bytes of ascending positions."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    parts = [bytes([MAX_GAP_BYTE]) * (gap // MAX_GAP_BYTE) + bytes([gap % MAX_GAP_BYTE]) for gap in gaps]
-    return np.frombuffer(b"".join(parts), np.uint8).copy()
+def golomb_pack(values: NDArray[np.uint16], order: int) -> Bytes:
+    """Pack values as Exp-Golomb codes of `order`, least significant bit first, zero-padded to a byte.
 
-
-def unpack_gaps(gaps: Bytes, n: int, out: Positions) -> bool:
-    """Undo `pack_gaps`, into `out`; False unless the bytes hold len(out) positions below `n`."""
-    position, n_found = 0, 0
-    for gap in gaps.tolist():
-        position += gap
-        if gap == MAX_GAP_BYTE:
-            continue
-        if position >= n or n_found == len(out):
-            return False
-        out[n_found] = position
-        position += 1
-        n_found += 1
-    return n_found == len(out) and (len(gaps) == 0 or bool(gaps[-1] != MAX_GAP_BYTE))
-
-
-def union(a: Positions, b: Positions) -> Positions:
-    """Merge two ascending lists of positions [n] and [m] into one, each position once."""
-    return np.union1d(a, b)
-
-
-def place(positions: Positions, values: Bytes, among: Positions, out: Bytes) -> None:
-    """Put the value of each position at its place among `among`, into `out` [len(among)]; 0 elsewhere."""
-    out[:] = 0
-    out[np.searchsorted(among, positions)] = values
+    With u = value + 2^order of b bits: b - 1 - order zero bits, a one bit, then the b - 1 bits below
+    the leading one of u.
+    """
+    bits: list[int] = []
+    for value in values.tolist():
+        u = value + (1 << order)
+        n_low = u.bit_length() - 1
+        bits += [0] * (n_low - order) + [1] + [u >> j & 1 for j in range(n_low)]
+    return np.packbits(np.array(bits, np.uint8), bitorder="little")
