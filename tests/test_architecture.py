@@ -224,6 +224,7 @@ def test_one_function_publishes_files() -> None:
 
 # Whoever deletes, what, and what that rests on: see test_deletions.py.
 DELETES = {
+    "ckptz.commands.compress": "with --resume, unfinished files of processes that have ended",
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.container.publish": "temporary files that got no name",
     "ckptz.store.places": "`LocalFolder.remove`, which those below call",

@@ -174,7 +174,7 @@ class _HostTensor(_FlatTensor):
 class _StridedTensor(LiveTensor):
     """A tensor whose elements do not lie in order, such as one in channels_last format.
 
-    It is read once, in order, when it is first asked for; `apply_` reads all before it writes.
+    It is read once for each file, in order, when it is first asked for.
     """
 
     dtype: DType
@@ -204,6 +204,11 @@ class _StridedTensor(LiveTensor):
         indices = np.unravel_index(element, tuple(self._tensor.shape))
         offset = sum(i * stride for i, stride in zip(indices, self._tensor.stride(), strict=True))
         self._memory.put(offset * self._n_parts + part, units)
+        if self._read is not None:
+            self._read.put(positions, units)
+
+    def forget(self) -> None:
+        self._read = None
 
     def write(self, begin: int, units: Units) -> None:
         self.put(np.arange(begin, begin + len(units)), units)

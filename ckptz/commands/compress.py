@@ -13,7 +13,7 @@ from typing import Final
 from ckptz.codec.units import TensorSource, tensor_bytes
 from ckptz.container.byte_source import open_bytes, path_of
 from ckptz.container.index import BaseRef
-from ckptz.container.publish import make_folder, publish
+from ckptz.container.publish import abandoned, make_folder, publish
 from ckptz.container.writer import Written
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
@@ -319,6 +319,8 @@ def _compress(
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
         target = _target(opened, source, place)
+        for left in abandoned(target.parent) if run.resume else ():  # by one that was killed
+            left.unlink(missing_ok=True)
         if run.resume and target.exists():
             _check_made_from(opened, target, own)
             if base is not None and run.chain:

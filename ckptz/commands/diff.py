@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ckptz.bits import xxh64
 from ckptz.codec.plan import Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
-from ckptz.container.byte_source import path_of
+from ckptz.container.byte_source import naming_urls, path_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.errors import ConfigError, whole
 from ckptz.formats.inputs import open_any
@@ -111,6 +111,7 @@ class DiffReport(Shown):
     seconds: float
 
 
+@naming_urls
 def diff(
     first: PathLike,
     second: PathLike,

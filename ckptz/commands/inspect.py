@@ -11,7 +11,7 @@ from typing import Final
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain
-from ckptz.container.byte_source import open_bytes, path_of
+from ckptz.container.byte_source import naming_urls, open_bytes, path_of
 from ckptz.container.caches import MAX_FRAMES
 from ckptz.container.envelope import PlainFile
 from ckptz.container.index import LossyRecord, QualityRecord
@@ -92,6 +92,7 @@ class InspectReport(Shown):
     tensors: tuple[TensorReport, ...]  # one report each, in stored order
 
 
+@naming_urls
 def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectReport:
     """Describe a `.ckptz` file; no tensor is decoded, and bases may be missing.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptz.codec.units import tensor_bytes
-from ckptz.container.byte_source import open_bytes, path_of
+from ckptz.container.byte_source import is_folder, naming_urls, open_bytes, path_of
 from ckptz.container.envelope import PlainFile
 from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.reader import Container
@@ -71,6 +71,7 @@ class _LoggedFile:
     ref: BaseRef | None = None
 
 
+@naming_urls
 def log(
     folder: PathLike = ".", *, search_path: Sequence[PathLike] = (), tell: Tell | None = None
 ) -> LogReport:
@@ -86,7 +87,7 @@ def log(
         ConfigError: it is a file.
     """
     folder, tell = path_of(folder), tell or (lambda error: None)
-    if not folder.is_dir():
+    if not is_folder(folder):
         folder.stat()  # says so where nothing is there
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
     elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptz.codec.units import TensorSource, Units, tensor_bytes
-from ckptz.container.byte_source import path_of
+from ckptz.container.byte_source import is_folder, naming_urls, path_of
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
@@ -76,6 +76,7 @@ def decoded_chunks(
         progress.advance(units.nbytes)
 
 
+@naming_urls
 def restore(
     path: PathLike,
     output: PathLike | None = None,
@@ -109,7 +110,7 @@ def restore(
         UnsupportedError: a folder whose file names this system cannot hold.
     """
     start, path = time.perf_counter(), path_of(path)
-    if path.is_dir():  # files that a folder had beside its shards were copied along, plain ones too
+    if is_folder(path):  # files that a folder had beside its shards were copied along, plain ones too
         path = packed_in(path, with_plain=True) or path
     with contextlib.closing(open_input(path, paths(search_path))) as opened:
         checkpoint = opened.checkpoint

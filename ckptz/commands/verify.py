@@ -15,7 +15,7 @@ import numpy as np
 from ckptz.codec.units import TensorSource, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.commands.seal import FoundSeal, Reading, check_seal, find_seal
-from ckptz.container.byte_source import is_url, path_of
+from ckptz.container.byte_source import is_url, naming_urls, path_of
 from ckptz.container.index import Sharding, content_id
 from ckptz.container.reader import Container, FrameSource, check_empty
 from ckptz.dtypes import dtype_of
@@ -63,6 +63,7 @@ class VerifyReport(Shown):
     n_sealed_files: int = 0
 
 
+@naming_urls
 def verify(
     path: PathLike,
     *,

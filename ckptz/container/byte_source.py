@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib
 import os
-import shutil
 import stat
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import Any, BinaryIO, Final, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,12 @@ from ckptz.errors import ConfigError, TruncatedError
 from ckptz.kernels.floats import Bytes
 
 FILE_URL: Final = "file://"
+FILE_SUFFIXES: Final = (".ckptz", ".safetensors", ".pt", ".pth", ".bin")
+PATIENCE: Final = 20.0  # seconds
+MAX_UNKNOWN: Final = 4 << 30  # bytes of a file behind a URL that has no length
+MAX_PIECE: Final = 1 << 22
+P = ParamSpec("P")
+T = TypeVar("T")
 MAX_READ = 1 << 30  # one read call moves at most about 2 GiB on Linux
 
 
@@ -52,14 +59,50 @@ def path_of(given: str | os.PathLike[str]) -> Path:
     if isinstance(given, Path) or not is_url(text):
         return Path(text)
     try:  # optional, and slow to load: only a URL asks for it
-        made: Path = importlib.import_module("upath").UPath(given)
+        made: Path = importlib.import_module("upath").UPath(given, **url_options(text))
         # Loads what speaks the protocol; of http only the second one notices that there is no connection.
-        _ = made.exists() or made.is_dir()
+        _ = made.exists() or (not made.suffix and made.is_dir())
         return made
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{text}: cannot be read: {error}; pip install 'ckptz[remote]'") from None
-    except OSError as error:  # of a connection, which names no file
-        raise OSError(error.errno or errno.EIO, str(error), text) from error
+    except Exception as error:  # of a connection, which names no file; libraries have errors of their own
+        raise failed(text, error) from error
+
+
+def url_options(url: str) -> dict[str, Any]:
+    """Give what fsspec is to be told of a URL: a server that says nothing for `PATIENCE` seconds is given up.
+
+    Raises:
+        ImportError: the library that speaks the protocol is not installed.
+    """
+    if not url.startswith(("http://", "https://")):
+        return {}
+    patience = importlib.import_module("aiohttp").ClientTimeout(sock_connect=PATIENCE, sock_read=PATIENCE)
+    return {"client_kwargs": {"timeout": patience}}
+
+
+def failed(name: str, error: Exception) -> OSError:
+    """Turn an error of a library for URLs into one of reading, which names the file."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror or str(error), name)
+    what = str(error) or f"{type(error).__name__} of the connection"
+    return OSError(errno.EIO, f"cannot be read: {what}", name)
+
+
+def naming_urls(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function raise errors of reading, with the name of the URL that is its first argument."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            package = type(error).__module__.split(".")[0]
+            if package in ("builtins", "ckptz", "safetensors", "click") or not is_url(next(iter(args), None)):
+                raise
+            raise failed(str(args[0]), error) from error
+
+    return run
 
 
 def is_url(path: object) -> bool:
@@ -67,12 +110,25 @@ def is_url(path: object) -> bool:
     return hasattr(path, "fs") or (isinstance(path, str) and "://" in path)
 
 
+def is_folder(path: Path) -> bool:
+    """Tell whether this is a folder; what is behind a URL and named like a file is not asked for its list."""
+    return not (is_url(path) and path.suffix in FILE_SUFFIXES) and path.is_dir()
+
+
 def local_copy(path: Path) -> BinaryIO:
     """Bring a file here, as one that goes when it is closed; its `name` can be opened until then."""
     copy = tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=path.suffix)  # noqa: SIM115
     try:
+        n_bytes = 0
         with path.open("rb") as file:
-            shutil.copyfileobj(file, copy)
+            while data := file.read(MAX_PIECE):
+                n_bytes += copy.write(data)
+                if n_bytes > MAX_UNKNOWN:
+                    raise OSError(
+                        errno.EFBIG,
+                        "the server does not say how long it is, and it does not end; download it first",
+                        str(path),
+                    )
         copy.flush()
     except BaseException:
         copy.close()
@@ -92,21 +148,24 @@ class UrlBytes:
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
         except Exception as error:  # file systems behind URLs have errors of their own
-            raise OSError(errno.EIO, str(error) or type(error).__name__, self.name) from error
+            raise failed(self.name, error) from error
 
     @staticmethod
     def _opened(path: Path) -> BinaryIO:
         file: BinaryIO = path.open("rb")
-        if file.seekable():
+        if file.seekable() and getattr(file, "size", 0) is not None:  # of a stream without a length it is
             return file
         file.close()
         return local_copy(path)
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
         _check_end(self, offset + n_bytes)
-        with self._lock:
-            self._file.seek(offset)
-            data = self._file.read(n_bytes)
+        try:
+            with self._lock:
+                self._file.seek(offset)
+                data = self._file.read(n_bytes)
+        except Exception as error:
+            raise failed(self.name, error) from error
         if len(data) < n_bytes:
             what = f"{self.name}: only {len(data)} of {n_bytes} bytes came through; try again"
             raise OSError(errno.EIO, what)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
 import io
 import os
+import re
 import secrets
+import socket
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +23,7 @@ from ckptz.errors import ConfigError
 
 TEMPORARY_SUFFIX: Final = ".ckptz-tmp"
 EAGER_BYTES: Final = 1 << 26  # small beside what a system collects, and long enough for any disk
+_TEMPORARY: Final = re.compile(rf"([0-9a-f]{{8}})-(\d{{1,10}})-[0-9a-f]{{16}}{re.escape(TEMPORARY_SUFFIX)}$")
 READ_WRITE: Final = 0o666  # what the system makes of it by the user's umask is the widest mode
 
 _CANNOT_SYNC: Final = frozenset(
@@ -113,7 +118,8 @@ class Publication:
         target = Path(path)
         mode = mode_for(target, like)
         # The name says nothing of the target's, which may be as long as the file system allows.
-        temporary = target.with_name(f".{self._owner}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+        writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(8)}"
+        temporary = target.with_name(f".{self._owner}{writer}{TEMPORARY_SUFFIX}")
         try:
             with (
                 _naming(temporary, target),
@@ -139,6 +145,39 @@ class Publication:
         """Remove the files that have no name yet."""
         for temporary, _ in self._staged:
             temporary.unlink(missing_ok=True)
+
+
+@functools.cache
+def _machine() -> str:
+    """Digits for the processes that this one can see: those of its machine, or of its container."""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(
+            f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()
+        ).hexdigest()[:8]
+    return "0"  # no system to ask: nobody can tell
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """List the temporary files in a folder whose writers are certain to have ended."""
+    found = []
+    for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        match = _TEMPORARY.search(path.name)
+        if match is not None and match[1] == _machine() != "0" and not is_alive(int(match[2])):
+            found.append(path)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether there may be a process of this number; only where it is certain, that there is none."""
+    if os.name != "posix":  # elsewhere `os.kill` does kill
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import is_url, local_copy, path_of
+from ckptz.container.byte_source import is_folder, is_url, local_copy, path_of
 from ckptz.container.envelope import MAX_HEADER_BYTES
 from ckptz.container.index import Sharding
 from ckptz.errors import CkptzError, ConfigError, named
@@ -39,10 +39,10 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         UnsupportedError: a torch file that needs code, or something newer than this ckptz.
     """
     path = path_of(path)
-    if path.is_dir() and is_dcp(path):
+    if is_folder(path) and is_dcp(path):
         tensors, tree = open_dcp(path)
         return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
-    if path.is_dir():
+    if is_folder(path):
         packed = packed_in(path)
         return open_folder(path) if packed is None else open_input(packed, search_path)
     if not path.exists():
@@ -69,7 +69,7 @@ def open_any(path: Path, search_path: Sequence[Path] = ()) -> Input:
     try:
         return open_input(path, search_path)
     except ConfigError:
-        found = newest_checkpoint(path) if path.is_dir() else None
+        found = newest_checkpoint(path) if is_folder(path) else None
         if found is None:
             raise
     return open_input(found, search_path)

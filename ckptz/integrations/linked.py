@@ -64,7 +64,7 @@ from ckptz.store.step_files import EXACT_OF_KEY
 from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
 from ckptz.training.files import memory_for_last, residual_bases
-from ckptz.training.snapshot import check_dense
+from ckptz.training.snapshot import check_dense, identity_of
 from ckptz.tree.flatten import flatten
 
 N_REMEMBERED: Final = 8  # files of which one may become the next base
@@ -376,9 +376,7 @@ def on_host(state: Any) -> Any:
 
     def tensor(value: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
         check_dense(value, ".".join(path))
-        key: object = id(value)
-        if value.numel():
-            key = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        key = identity_of(value)
         if key not in copies:
             copies[key] = value.detach().as_subclass(torch.Tensor).cpu()
         return copies[key]

@@ -20,6 +20,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -29,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final, Self
 
+from ckptz.container.publish import is_alive
 from ckptz.errors import ConfigError, WriteError
 from ckptz.store.remote import Place
 
@@ -78,15 +80,7 @@ class Holder:
     @property
     def is_dead(self) -> bool:
         """Whether it is certain that the process has ended: it was one of this machine."""
-        if self.host != socket.gethostname() or os.name != "posix":  # elsewhere `os.kill` does kill
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:  # another user's
-            return False
-        return False
+        return self.host == socket.gethostname() and not is_alive(self.pid)
 
 
 def _refused(folder: str, text: bytes | None) -> ConfigError:
@@ -114,7 +108,7 @@ class FileLock:
         assert fcntl is not None
         self._descriptor: int | None = None
         self._folder = folder.absolute()
-        self._descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor = _open_lock(folder / LOCK_NAME)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException as error:
@@ -123,8 +117,9 @@ class FileLock:
             if isinstance(error, BlockingIOError):
                 raise _refused(str(folder), text) from None
             raise
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, Holder.this_process().pack(), 0)
+        if os.fstat(self._descriptor).st_nlink == 1:  # another name of it may be of something else
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, Holder.this_process().pack(), 0)
         _held.add(self)
 
     def __del__(self) -> None:
@@ -158,6 +153,27 @@ class FileLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _open_lock(path: Path) -> int:
+    """Open a lock file, or make it; where a link leads is not touched.
+
+    Raises:
+        ConfigError: something else is in the place.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise ConfigError(
+                f"{path}: is no lock file but something else, a link perhaps; remove it"
+            ) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{path}: is no lock file but something else; remove it")
+    return descriptor
 
 
 def _forget_in_child() -> None:
@@ -309,6 +325,9 @@ class Spool:
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
         # Another may be about to lock one that it just made: it has no lock file yet.
-        with contextlib.suppress(OSError):
-            if os.access(folder / LOCK_NAME, os.W_OK) and not is_held(folder):
+        # Others write into the folder of temporary files, too: what is not ours is not touched.
+        with contextlib.suppress(OSError, ConfigError):
+            found = folder.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if is_own and (folder / LOCK_NAME).exists() and not is_held(folder):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -43,6 +43,9 @@ class LiveTensor(TensorSource):
         """Write units one after another from `begin`."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Let go of what was read before: the memory may have been written to under another name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Patched:
@@ -132,6 +135,8 @@ def patch(
         MissingBaseError: `live` is not the checkpoint that the delta was made from.
         FormatError: the file is damaged.
     """
+    for tensor in live.values():
+        tensor.forget()
     _check_fit(container, live)
     if container.outer_base is not None:
         container.bases = live

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.container.byte_source import FILE_URL, ByteSource, FileBytes
+from ckptz.container.byte_source import FILE_URL, ByteSource, FileBytes, url_options
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.store.places import LocalFolder
@@ -61,7 +61,7 @@ class UploadFolder:
             core = importlib.import_module("fsspec.core")
         except ModuleNotFoundError:
             raise ConfigError("a URL needs fsspec; install it with: pip install 'ckptz[remote]'") from None
-        self._fs, root = core.url_to_fs(url)
+        self._fs, root = core.url_to_fs(url, **url_options(url))
         self._root = str(root).rstrip("/")
 
     def full_name(self, name: str) -> str:

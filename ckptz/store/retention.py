@@ -208,10 +208,14 @@ def prune(
         _check_goes_back(store.name, rest, unread)
     kept, hidden, notes = _decide(rest, facts, unread, policy)
     unneeded = {*later, *rest.sizes} - kept - hidden
-    # Of each step its weights first, so that half of it is no step; and before all steps, residuals.
-    removed = sorted(unneeded, key=lambda file: (not file.is_exact, -file.step, file.kind != "weights"))
+    # Later steps go whole, the newest first, so that the newest that is left is exact at any moment. Of each
+    # step its weights go first, so that half of it is no step; and before all that go by rules, residuals.
+    removed = sorted(later, key=lambda file: (-file.step, file.is_exact, file.kind != "weights"))
+    removed += sorted(
+        unneeded - later, key=lambda file: (not file.is_exact, -file.step, file.kind != "weights")
+    )
     if not dry_run:
-        _carry_out(store, removed, hidden - listing.hidden)
+        _carry_out(store, removed, hidden - listing.hidden, len(later))
     states = {file.step for file in kept if file.kind == "state" and not file.is_exact}
     weights = {file.step for file in kept if file.kind == "weights" and not file.is_exact}
     removed_bytes = sum(listing.sizes[file] for file in removed)
@@ -230,14 +234,16 @@ def prune(
     )
 
 
-def _carry_out(store: StepStore, removed: Sequence[StepFile], newly_hidden: Set[StepFile]) -> None:
+def _carry_out(
+    store: StepStore, removed: Sequence[StepFile], newly_hidden: Set[StepFile], n_later: int
+) -> None:
     store.check_lock()
-    n_exact = sum(file.is_exact for file in removed)
-    for file in removed[:n_exact]:
+    n_before = n_later + sum(file.is_exact for file in removed[n_later:])
+    for file in removed[:n_before]:
         store.remove(file)
     for file in sorted(newly_hidden, reverse=True):
         store.hide(file)
-    for file in removed[n_exact:]:
+    for file in removed[n_before:]:
         store.remove(file)
 
 

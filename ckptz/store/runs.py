@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import is_url, open_bytes
+from ckptz.container.byte_source import is_folder, is_url, open_bytes
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.store.resolve import SUFFIX, open_file
@@ -115,7 +115,7 @@ def checkpoint_in(path: Path) -> Path:
     Raises:
         ConfigError: the folder has none.
     """
-    if not path.is_dir():
+    if not is_folder(path):
         return path
     found = newest_checkpoint(path)
     if found is None:

@@ -26,7 +26,7 @@ from typing import BinaryIO, Final
 
 from ckptz.container.caches import LastChunks
 from ckptz.container.index import Index
-from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, make_folder, publish_together
+from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, abandoned, make_folder, publish_together
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written, amend_metadata
 from ckptz.dtypes import dtype_of
@@ -59,6 +59,10 @@ from ckptz.store.step_files import (
 from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
 
 ABANDONED_SECONDS: Final = 3600.0
+MOVED: Final = (
+    "the folder was renamed or removed since the step before, so this one begins another of the old name: "
+    "move the files together, or go on in the renamed one",
+)
 
 Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
 # Writes the residual of a file of a kind, against that lossy file, with some metadata.
@@ -114,6 +118,8 @@ class StepStore:
             kind: deque(maxlen=N_REMEMBERED) for kind in KINDS
         }
         self._lock: Lock | None = None
+        self._inode: tuple[int, int] | None = None  # of the folder, when it was locked
+        self._moved: tuple[str, ...] = ()
         self._spool: Spool | None = None
 
     # --- what is there --------------------------------------------------------------------------
@@ -238,6 +244,10 @@ class StepStore:
             self._lock = None
         if self._folder is not None:
             make_folder(self._folder)
+            found = self._folder.stat()
+            if self._inode not in (None, (found.st_dev, found.st_ino)):
+                self._moved = MOVED
+            self._inode = found.st_dev, found.st_ino
         self._lock = acquire(self._place, self._folder)
         for name in (*self.listing().leftovers, *self._abandoned()):
             self._place.remove(name)
@@ -245,6 +255,7 @@ class StepStore:
     def _abandoned(self) -> Iterator[str]:
         """Unfinished files of others, such as a rebase, to which nobody has written for long."""
         if self._folder is not None:
+            yield from (path.name for path in abandoned(self._folder))
             for path in self._folder.glob(f".*{TEMPORARY_SUFFIX}"):
                 with contextlib.suppress(FileNotFoundError):  # finished meanwhile
                     if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
@@ -294,7 +305,7 @@ class StepStore:
             FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
         """
         assert self._lock is not None, "write without a lock"
-        notes: list[str] = []
+        notes, self._moved = [*self._moved], ()
         weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
         for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
             self._place.remove(file.marker)
@@ -327,7 +338,11 @@ class StepStore:
                 reach = position and (0 if base is None else position - _position_of(base))
                 self._written[kind].append((reach, written.stored_bytes))
                 return written
-            except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
+            except (
+                FormatError,
+                MissingBaseError,
+                OSError,
+            ) as error:  # of the base: what is saved is in memory
                 if base is None:
                     raise
                 notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
@@ -373,7 +388,8 @@ class StepStore:
                 elif self._origin is not None and kind == "weights":
                     linked = self._linked(self._origin)
                     base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
-            except (CkptzError, FileNotFoundError) as error:
+            except Exception as error:  # whatever is in the folder, what is in memory is saved
+                base, position = None, 0
                 notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
             yield base, position
 

@@ -129,10 +129,14 @@ def weighed_in_folder(
         fact, n_bytes = facts.get(file), listing.sizes[file]
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base)
         base = None if named is None else places.get(named)
+        # A position is a claim: a base may be gone, and files may have been copied from elsewhere.
+        position = 0 if fact is None or fact.base is None else max(1, fact.position)
+        if base is not None:
+            position = max(position, held[base].position + 1)
         places[file] = len(held)
-        held.append(Held(n_bytes, 0 if fact is None else fact.position, base, stays.get(file.step, 0)))
-        if fact is not None and (base is not None or not fact.position):
-            found.append((0 if base is None else fact.position - held[base].position, n_bytes))
+        held.append(Held(n_bytes, position, base, stays.get(file.step, 0)))
+        if base is not None or not position:
+            found.append((0 if base is None else position - held[base].position, n_bytes))
     plain = facts[files[-1]].tensor_bytes
     rest = sum(n_bytes for file, n_bytes in listing.sizes.items() if file.kind == kind and file.is_exact)
     return weighed(rule, held, kept, steps, Estimate((*found, *written), plain), rest)
@@ -194,7 +198,8 @@ def _outlook(
         wanted = rule.base_of(position)
         n_left = 0
         if wanted is not None:
-            n_left = next(n for n in range(len(chain), 0, -1) if chain[n - 1][1] <= wanted)
+            # None, where the file that all others of the chain need is gone.
+            n_left = next((n for n in range(len(chain), 0, -1) if chain[n - 1][1] <= wanted), 0)
         for size, _, born, gone in chain[n_left:]:  # nothing new is stored against these
             _add(taken, born, gone, size)
         del chain[n_left:]

@@ -49,8 +49,10 @@ from ckptz.training.state import (
     check_extras_fit,
     check_model_fits,
     check_optimizers_fit,
+    check_states,
     extra_state,
-    load_extras,
+    extras_to_load,
+    load_in_order,
     load_model,
     load_optimizers,
     model_state,
@@ -249,8 +251,9 @@ class Checkpointer:
 
     def _save(self, step: int, metric: float | None) -> None:
         start = time.perf_counter()
-        self._store.lock()
+        self._lock()
         self._wait()
+        self._store.lock()
         waited = time.perf_counter() - start
         if step == self._at:
             return
@@ -291,11 +294,16 @@ class Checkpointer:
         """
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
-        self._store.lock()  # a second writer shall be noticed at the first step
+        self._lock()  # a second writer shall be noticed at the first step
         if checked_step(step) % self._every:
             return False
         self.save(step, metric=metric)
         return True
+
+    def _lock(self) -> None:
+        """Make this the folder's one writer, but for a save under way, whose unfinished files are there."""
+        if self._writer.is_idle:
+            self._store.lock()
 
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way.
@@ -474,10 +482,17 @@ class Checkpointer:
     def _restore(self, step: int, *, weights_only: bool) -> int:
         check_there(self._store, step, weights_only)
         (model, rest), restored = read_step(self._store, step, weights_only, self._read)
+        where = f"{self._store.name}: step {step}"
         if rest is not None:
-            load_optimizers(self.model, self._optimizers, rest)
-            load_extras(self.extra, rest["extra"])
-        load_model(self.model, model)
+            check_states(self.extra, rest, where)
+        parts = [("the model", lambda: load_model(self.model, model))]
+        if rest is not None:
+            # What is not ours may refuse its state in the midst; then the rest is as it was.
+            parts[:0] = [
+                *((f"extra {name!r}", one) for name, one in extras_to_load(self.extra, rest["extra"])),
+                ("the optimizer", lambda: load_optimizers(self.model, self._optimizers, rest)),
+            ]
+        load_in_order(parts, where)
         if rest is not None:
             set_random_state(rest["rng"])
             self._at, found = step, rest.get(RESTORES)

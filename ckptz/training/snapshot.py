@@ -15,7 +15,7 @@ from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import ConfigError
 from ckptz.frameworks.torch import TorchTensors
 
-Key = tuple[str, ...]
+Key = tuple[object, ...]  # a key of a dict with its type, as 1 equals True, or a place in a list
 _HOST: Final = TorchTensors("cpu", False)
 
 
@@ -89,22 +89,19 @@ class _Copying:
         self._spare = spare
         self._copies: dict[object, torch.Tensor] = {}
 
-    def node(self, value: Any, path: Key) -> Any:
+    def node(self, value: Any, path: tuple[tuple[type, Any], ...]) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, dict):
-            items = ((key, self.node(item, (*path, str(key)))) for key, item in value.items())
+            items = ((key, self.node(item, (*path, (type(key), key)))) for key, item in value.items())
             return type(value)(items)
         if type(value) in (list, tuple):
-            return type(value)(self.node(item, (*path, str(i))) for i, item in enumerate(value))
+            return type(value)(self.node(item, (*path, (int, i))) for i, item in enumerate(value))
         return value
 
-    def _tensor(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
-        check_dense(tensor, ".".join(path))
-        tensor = tensor.detach()
-        identity: object = id(tensor)  # of an empty one, which has no address; the state keeps it alive
-        if tensor.numel():
-            identity = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    def _tensor(self, tensor: torch.Tensor, path: tuple[tuple[type, Any], ...]) -> torch.Tensor:
+        check_dense(tensor, ".".join(str(key) for _, key in path))
+        identity, tensor = identity_of(tensor), tensor.detach()
         if identity not in self._copies:
             buffer = self._buffer(tensor, path)
             self.transfer.copy(tensor, buffer)
@@ -120,6 +117,17 @@ class _Copying:
         if is_pinned:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return _pageable(tensor)
+
+
+def identity_of(tensor: torch.Tensor) -> object:
+    """Tell which tensors of a state are one: the same values in the same memory, in the same order.
+
+    An empty one has no address and is only itself, as long as the state keeps it alive.
+    """
+    if not tensor.numel():
+        return id(tensor)
+    place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return *place, tensor.is_conj(), tensor.is_neg()
 
 
 def check_dense(tensor: torch.Tensor, name: str) -> None:

@@ -9,9 +9,10 @@ without running code from a file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -145,12 +146,17 @@ def check_optimizers_fit(
             f"{where}: was saved with {_named(saved['classes'])}, now there is {_named(live['classes'])}; "
             "resume with the same optimizer, or restore with weights_only=True"
         )
-    ours, theirs = _parameters_of(live), _parameters_of(saved)
-    if differing := sorted(ours ^ theirs):
+    ours, theirs = _groups_of(live), _groups_of(saved)
+    if differing := sorted(ours.keys() ^ theirs.keys()):
         which = "not in the checkpoint" if differing[0] in ours else "not in the optimizer"
         raise ConfigError(
             f"{where}: parameter {differing[0]!r}{_more(differing)} is {which}; give the optimizer the same "
             "parameters, or restore with weights_only=True"
+        )
+    if moved := [name for name, group in theirs.items() if ours[name] != group]:
+        raise ConfigError(
+            f"{where}: parameter {moved[0]!r}{_more(moved)} was saved in group {theirs[moved[0]]}, and is in "
+            f"group {ours[moved[0]]} now; give the same groups, or restore with weights_only=True"
         )
 
 
@@ -188,8 +194,9 @@ def _named(classes: Sequence[str]) -> str:
     return " and ".join(classes) or "no optimizer"
 
 
-def _parameters_of(state: Mapping[str, Any]) -> set[str]:
-    return {name for group in state["groups"] for name in group["params"]}
+def _groups_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """The group of each parameter, counted through all optimizers."""
+    return {name: i for i, group in enumerate(state["groups"]) for name in group["params"]}
 
 
 def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
@@ -238,17 +245,75 @@ def check_extras_fit(extras: Mapping[str, Extra], saved: Mapping[str, Any], wher
         )
 
 
-def load_extras(extras: Mapping[str, Extra], saved: Mapping[str, Any]) -> None:
-    """Give extras their saved states."""
+def check_states(extras: Mapping[str, Extra], rest: Mapping[str, Any], where: str) -> None:
+    """Require that extras and generators of random numbers can take the states of a step; change nothing.
+
+    Raises:
+        ConfigError: names the one that cannot.
+        CorruptionError: the random state is none.
+    """
     for name, extra in extras.items():
-        if isinstance(extra, torch.Generator):
-            extra.set_state(saved[name])
-        elif isinstance(extra, Stateful):
-            extra.load_state_dict(like(saved[name], extra.state_dict()))
-        else:
-            restored = like(saved[name], dict(extra))
-            extra.clear()
-            extra.update(restored)
+        if (fault := _extra_fault(extra, rest["extra"][name])) is not None:
+            raise ConfigError(
+                f"{where}: extra {name!r} {fault}; give what was saved, or restore with weights_only=True"
+            )
+    now = random_state()
+    try:
+        set_random_state(rest["rng"])
+    finally:
+        set_random_state(now)
+
+
+def _extra_fault(extra: Extra, saved: Any) -> str | None:
+    """Say why an extra cannot take a saved state, as far as that can be told before it is changed."""
+    if isinstance(extra, torch.Generator):
+        try:
+            torch.Generator(extra.device).set_state(saved)
+        except (TypeError, RuntimeError, ValueError):
+            return "is a torch.Generator, and was none that this machine can go on with"
+        return None
+    is_mapping = isinstance(extra, MutableMapping) or isinstance(_state_of("", extra), Mapping)
+    if is_mapping != isinstance(saved, Mapping):
+        return f"is a {type(extra).__name__}, and was saved as a {type(saved).__name__}"
+    return None
+
+
+def extras_to_load(
+    extras: Mapping[str, Extra], saved: Mapping[str, Any]
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Give for each extra, by name, what gives it its saved state."""
+    for name, extra in extras.items():
+        yield name, functools.partial(_load_extra, extra, saved[name])
+
+
+def _load_extra(extra: Extra, saved: Any) -> None:
+    if isinstance(extra, torch.Generator):
+        extra.set_state(saved)
+    elif isinstance(extra, Stateful):
+        extra.load_state_dict(like(saved, extra.state_dict()))
+    else:
+        restored = like(saved, dict(extra))
+        extra.clear()
+        extra.update(restored)
+
+
+def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -> None:
+    """Give parts of a run, by name, their states.
+
+    Raises:
+        ConfigError: one refused its state; the message says which had been changed by then.
+    """
+    changed = list[str]()
+    for name, load in parts:
+        try:
+            load()
+        except Exception as error:
+            before = f"{', '.join(changed)} had been restored" if changed else "nothing else had been changed"
+            raise ConfigError(
+                f"{where}: {name} did not take its state, and may have half of it ({type(error).__name__}: "
+                f"{error}); {before}: restore another step, or start the process anew"
+            ) from error
+        changed.append(name)
 
 
 def plain(value: Any) -> Any:
@@ -275,6 +340,8 @@ def like(saved: Any, live: Any) -> Any:
         if isinstance(live, defaultdict):
             return defaultdict(live.default_factory, items)
         return type(saved)(items)
+    if type(saved) in (list, tuple) and isinstance(live, Sequence) and len(saved) == len(live):
+        return type(saved)(map(like, saved, live))
     return saved
 
 

@@ -1,0 +1,293 @@
+"""Whatever a run's folder holds: the next save succeeds, other calls say why not, nothing outside changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptz
+from ckptz import Checkpointer, Grid, KeepPolicy
+from ckptz.container.publish import TEMPORARY_SUFFIX, abandoned, publish
+from ckptz.container.writer import amend_metadata
+from ckptz.errors import CkptzError, ConfigError
+from ckptz.store.lock import LOCK_NAME, PREFIX, FileLock, Spool
+from ckptz.store.step_files import POSITION_KEY
+from tests.support.cli_support import ckptz as cli
+from tests.support.cli_support import write_plain
+
+KEEP = KeepPolicy(last=4)
+CONFIGS: dict[str, Any] = {"lossless": ckptz.LOSSLESS, "grid": Grid(min_elements=1)}
+N_STEPS = 6
+UNLINK = Path.unlink
+
+
+def a_model(value: float) -> torch.nn.Module:
+    model = torch.nn.Linear(40, 40)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(40, 40, generator=torch.Generator().manual_seed(0)) + value)
+    return model
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each kind, of six steps, and beside them a file that is nobody's."""
+    made = {}
+    for name, config in CONFIGS.items():
+        folder = made[name] = tmp_path_factory.mktemp(name) / "run"
+        for step in range(1, N_STEPS + 1):
+            with Checkpointer(folder, a_model(step / 100), config=config, keep=KEEP, jobs=1) as checkpointer:
+                checkpointer.save(step)
+    return made
+
+
+def forge(path: Path, value: str) -> None:
+    with contextlib.suppress(CkptzError):  # damaged before
+        amend_metadata(path, {POSITION_KEY: value})
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_link(path: Path, to: Path) -> None:
+    path.unlink()
+    path.symlink_to(to)
+
+
+CHANGES: dict[str, Callable[[Path, Path], None]] = {
+    "removed": lambda path, outside: path.unlink(),
+    "empty": lambda path, outside: path.write_bytes(b""),
+    "cut": lambda path, outside: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "noise": lambda path, outside: path.write_bytes(bytes(range(256)) * 8),
+    "a folder": lambda path, outside: as_folder(path),
+    "a link out": lambda path, outside: as_link(path, outside),
+    "a link to nothing": lambda path, outside: as_link(path, Path("nowhere")),
+    "unreadable": lambda path, outside: path.chmod(0),
+    "position 0": lambda path, outside: forge(path, "0"),
+    "position 999999999": lambda path, outside: forge(path, "999999999"),
+    "position nothing": lambda path, outside: forge(path, "x"),
+    "older": lambda path, outside: os.utime(path, (1, 1)),
+}
+changes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(sorted(CHANGES))), min_size=1, max_size=6)
+foreign = st.sampled_from(["step-7.ckptz", "notes.txt", ".step-00000009.ckptz.hidden", "base-x-y.ckptz", ""])
+
+
+def check_folder(source: Path, config: Any, made: list[tuple[int, str]], other: str, folder: Path) -> None:
+    run, outside = folder / "run", folder / "outside.ckptz"
+    shutil.copytree(source, run, symlinks=True)
+    outside.write_bytes(b"precious")
+    files = sorted(path for path in run.iterdir() if path.name != LOCK_NAME)
+    for number, change in made:
+        path = files[number % len(files)]
+        if path.is_file() and not path.is_symlink():
+            CHANGES[change](path, outside)
+    if other:
+        (run / other).write_bytes(b"something")
+    for call in (lambda: ckptz.log(run), lambda: ckptz.prune(run, KEEP, dry_run=True)):
+        with contextlib.suppress(CkptzError, OSError):
+            call()
+    model = a_model(0.5)
+    with Checkpointer(run, model, config=config, keep=KEEP, jobs=1) as checkpointer:
+        newest = max(checkpointer.weights_steps(), default=0)
+        checkpointer.save(newest + 10)
+    wanted = model.weight.detach().clone()
+    restored = a_model(0.0)
+    with Checkpointer(run, restored, config=config, keep=KEEP, jobs=1) as checkpointer:
+        assert checkpointer.restore_latest() == newest + 10
+    assert torch.equal(restored.weight, wanted)  # the newest step is exact whatever became of its base
+    assert outside.read_bytes() == b"precious"
+
+
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+@pytest.mark.parametrize("name", CONFIGS)
+@given(made=changes, other=foreign)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_next_save_succeeds(
+    name: str, runs: dict[str, Path], tmp_path: Path, made: list[tuple[int, str]], other: str
+) -> None:
+    folder = tmp_path / str(time.monotonic_ns())
+    folder.mkdir()
+    check_folder(runs[name], CONFIGS[name], made, other, folder)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+@pytest.mark.parametrize("name", CONFIGS)
+@given(made=changes, other=foreign)
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_next_save_succeeds_in_a_thousand_folders(
+    name: str, runs: dict[str, Path], tmp_path: Path, made: list[tuple[int, str]], other: str
+) -> None:
+    folder = tmp_path / str(time.monotonic_ns())
+    folder.mkdir()
+    check_folder(runs[name], CONFIGS[name], made, other, folder)
+    shutil.rmtree(folder)
+
+
+# --- single finds --------------------------------------------------------------------------------------
+
+
+def test_a_chain_without_its_full_file_is_followed_by_a_full_file(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs["grid"], run)
+    for path in run.glob("step-00000001*"):
+        path.unlink()
+    reports: list[Any] = []
+    with Checkpointer(
+        run, a_model(0.5), config=CONFIGS["grid"], keep=KEEP, jobs=1, on_save=reports.append
+    ) as checkpointer:
+        checkpointer.save(10)
+    assert any("stored as an anchor, because the base cannot be read" in note for note in reports[0].notes)
+
+
+@pytest.mark.parametrize("to", ["../precious.txt", "../nothing"])
+def test_a_lock_that_is_a_link_is_refused(to: str, tmp_path: Path) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious.txt"
+    run.mkdir()
+    precious.write_text("precious")
+    (run / LOCK_NAME).symlink_to(to)
+    with pytest.raises(ConfigError, match="a link"):
+        Checkpointer(run, a_model(0)).save(1)
+    assert precious.read_text() == "precious"
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused_at_once(make: Any, tmp_path: Path) -> None:
+    make(tmp_path / LOCK_NAME)
+    with pytest.raises(ConfigError, match="remove it"):
+        Checkpointer(tmp_path, a_model(0)).save(1)
+
+
+def test_a_lock_with_another_name_is_not_written_to(tmp_path: Path) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("precious")
+    (tmp_path / "run").mkdir()
+    os.link(precious, tmp_path / "run" / LOCK_NAME)
+    FileLock(tmp_path / "run").release()
+    assert precious.read_text() == "precious"
+
+
+def test_a_spool_removes_nothing_that_another_has_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    victim, theirs = tmp_path / "victim", tmp_path / "tmp" / f"{PREFIX}theirs"
+    for folder in (victim, theirs.parent):
+        folder.mkdir()
+    (victim / LOCK_NAME).touch()
+    (victim / "precious").touch()
+    (theirs.parent / f"{PREFIX}link").symlink_to(victim)
+    theirs.mkdir()
+    (theirs / LOCK_NAME).touch()
+    os.chown(theirs, 12345, -1)
+    Spool().close()
+    assert (victim / "precious").exists()
+    assert theirs.exists()
+
+
+def test_a_renamed_folder_is_said_to_be(tmp_path: Path) -> None:
+    reports: list[Any] = []
+    with Checkpointer(tmp_path / "run", a_model(0), background=False, on_save=reports.append) as checkpointer:
+        checkpointer.save(1)
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        checkpointer.save(2)
+        checkpointer.save(3)
+    said = [any("was renamed or removed" in note for note in report.notes) for report in reports]
+    assert said == [False, True, False]
+    assert Checkpointer(tmp_path / "elsewhere", a_model(0)).steps() == (1,)
+
+
+def test_a_lock_that_is_removed_during_a_save_costs_nobody_his_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Checkpointer._write_step
+
+    def write(self: Checkpointer, encoder: Any, step: int) -> Any:
+        (tmp_path / LOCK_NAME).unlink()
+        time.sleep(0.3)
+        return real(self, encoder, step)
+
+    with Checkpointer(tmp_path, a_model(0)) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpointer, "_write_step", write)
+            checkpointer.save(1)
+            with pytest.raises(OSError, match="was removed"):
+                checkpointer.save(2)  # waits for the first
+        checkpointer.save(2)
+    assert checkpointer.steps() == (2,)
+
+
+def test_a_step_that_is_left_stays_exact_while_later_ones_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However early `discard_after` is cut off, the newest step that is there is exact."""
+    n_removed = 0
+    while True:
+        folder = tmp_path / str(n_removed)
+        for step in range(1, 5):
+            with Checkpointer(
+                folder, a_model(step), config=CONFIGS["grid"], keep=KeepPolicy(exact=3), jobs=1
+            ) as checkpointer:
+                checkpointer.save(step)
+        left = [n_removed]
+
+        def unlink(self: Path, missing_ok: bool = False, left: list[int] = left) -> None:
+            if self.suffix == ".ckptz" and not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= self.suffix == ".ckptz"
+            UNLINK(self, missing_ok=missing_ok)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", unlink)
+            checkpointer = Checkpointer(folder, a_model(0), config=CONFIGS["grid"], jobs=1)
+            is_whole = True
+            try:
+                checkpointer.discard_after(2)
+            except KeyboardInterrupt:
+                is_whole = False
+            checkpointer.close()
+        model = a_model(0)
+        with Checkpointer(folder, model, config=CONFIGS["grid"], jobs=1) as checkpointer:
+            newest = checkpointer.restore_latest()
+            assert checkpointer.restored is not None
+            assert checkpointer.restored.is_exact
+        assert torch.equal(model.weight, a_model(newest or 0).weight)
+        if is_whole:
+            break
+        n_removed += 1
+    assert n_removed >= 6
+
+
+def test_what_a_killed_process_left_is_known_by_its_name(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, signal; from ckptz.container.publish import publish\n"
+        "with publish(sys.argv[1]) as file:\n"
+        "    file.write(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.ckptz")], check=False)
+    [left] = abandoned(tmp_path)
+    assert left.name.endswith(TEMPORARY_SUFFIX)
+    with publish(tmp_path / "y.ckptz"):
+        assert abandoned(tmp_path) == [left]  # but nothing of a process that lives
+    write_plain(tmp_path / "a.safetensors", {"x": ("F32", (3,), bytes(12))})
+    write_plain(tmp_path / "b.safetensors", {"x": ("F32", (3,), bytes(12))})
+    both = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    cli("compress", *both, "--chain", "--resume", "--jobs", 1)
+    assert not abandoned(tmp_path)
