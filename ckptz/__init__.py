@@ -19,16 +19,12 @@ if TYPE_CHECKING:
     from ckptz.api.safe_open import safe_open
     from ckptz.commands.compress import compress
     from ckptz.commands.diff import diff
-    from ckptz.commands.fold import apply, export, fold
     from ckptz.commands.inspect import inspect
     from ckptz.commands.log import log
-    from ckptz.commands.plan_run import plan_run
     from ckptz.commands.prune import prune
     from ckptz.commands.rebase import rebase
     from ckptz.commands.report import report
     from ckptz.commands.restore import restore
-    from ckptz.commands.resume_check import resume_check
-    from ckptz.commands.seal import seal
     from ckptz.commands.verify import verify
     from ckptz.commands.warm_up import warm_up
     from ckptz.errors import CkptzError
@@ -58,22 +54,16 @@ __all__ = [
     "ResumeProbe",
     "SearchOptions",
     "__version__",
-    "apply",
     "compress",
     "diff",
-    "export",
-    "fold",
     "inspect",
     "log",
-    "plan_run",
     "prune",
     "rebase",
     "register",
     "report",
     "restore",
-    "resume_check",
     "safe_open",
-    "seal",
     "verify",
     "warm_up",
 ]
@@ -95,8 +85,6 @@ _HOMES: Final = {
     "KeepPolicy": "store.retention",
     "KeepRules": "store.retention",
     "safe_open": "api.safe_open",
-    "apply": "commands.fold",
-    "export": "commands.fold",
 }
 
 

@@ -4,16 +4,15 @@
      + FormatError(ValueError)       the bytes are wrong                                      exit 3
      |  - TruncatedError             they end early
      |  - ChecksumError              they were changed
-     |     - SealError               since they were sealed; knows every difference
      |  - CorruptionError            they contradict themselves or the specification
-     + LimitError                    decoding would exceed the memory or disk that was allowed   exit 3
+     + LimitError                    decoding would exceed the memory that is free or allowed   exit 3
      + UnsupportedError              valid, but outside what this reader knows: upgrade       exit 4
      |  - DTypeError                 a dtype that the framework cannot hold
      + MissingBaseError              the chain needs a file that is not here                  exit 5
      + ConfigError(ValueError)       the caller asked for something impossible                exit 2
      + CalibrationError              the calibration does not belong to this model            exit 2
      + BudgetError                   no setting met the quality budget                        exit 6
-     + WriteError(OSError)           the disk refused a file that was being saved             exit 7
+     + WriteError(OSError)           the disk refused a file, or has too little room for it   exit 7
      + WireError                     a message that must not be trained on                    exit 3
 
 A missing input is the built-in FileNotFoundError (exit 5) and a disk that fails while reading the
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, ClassVar, Final
 
@@ -51,24 +50,12 @@ class ChecksumError(FormatError):
     """The bytes were changed after they were written."""
 
 
-class SealError(ChecksumError):
-    """Files are not as they were sealed.
-
-    Attributes:
-        differences: each a sentence; the message has only the first of many.
-    """
-
-    def __init__(self, message: str, differences: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.differences = tuple(differences)
-
-
 class CorruptionError(FormatError):
     """The bytes contradict themselves or the specification."""
 
 
 class LimitError(CkptzError):
-    """Decoding would take more memory or disk than the caller allowed."""
+    """Decoding would take more memory than is free, or more than the caller allowed."""
 
     exit_code = 3
 
@@ -111,7 +98,7 @@ class BudgetError(CkptzError):
 
 
 class WriteError(CkptzError, OSError):
-    """The disk refused a file that was being saved; safetensors has its own error class there."""
+    """The disk refused a file that was being saved, or has too little room for it."""
 
     exit_code = 7
 

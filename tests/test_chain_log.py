@@ -254,11 +254,9 @@ def verbs_on(chain: Chain, out: Path) -> list[tuple[Any, ...]]:
         ("restore", delta, "-o", out / "a.safetensors"),
         ("verify", delta),
         ("rebase", delta),
-        ("export", delta, "-o", out / "b.ckptz"),
         ("diff", delta, chain.first),
         ("compress", delta, "-o", out / "c.ckptz"),
         ("compress", chain.second, "-o", out / "d.ckptz", "--base", delta),
-        ("fold", f"{delta}..{chain.second}", "-o", out / "e.ckptz"),
     ]
 
 

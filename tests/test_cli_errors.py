@@ -93,7 +93,7 @@ def test_no_arguments_show_the_help() -> None:
     run = ckptz(fails=True)
     assert (run.exit_code, run.stdout, run.stderr) == (2, ckptz("--help").stdout, "")
     assert ckptz("-h").stdout == run.stdout
-    assert ckptz("fold", "-h").stdout == ckptz("fold", "--help").stdout
+    assert ckptz("diff", "-h").stdout == ckptz("diff", "--help").stdout
 
 
 def test_the_package_is_the_program(
@@ -311,7 +311,7 @@ def test_a_really_full_disk_leaves_nothing(large: Path, small_disk: Path) -> Non
     assert run.exit_code == 7
     assert "No space left" in run.error
     run = ckptz("restore", large.with_suffix(".ckptz"), "-o", small_disk / "x.safetensors", fails=True)
-    assert run.exit_code == 3
+    assert run.exit_code == 7
     assert "free some space" in run.error
     assert list(small_disk.iterdir()) == []
 

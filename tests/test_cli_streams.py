@@ -114,7 +114,7 @@ def complete(*words: str) -> list[str]:
 
 
 def test_shells_complete_verbs_options_and_values() -> None:
-    assert complete("ckptz", "re") == ["restore", "report", "resume-check", "rebase"]
+    assert complete("ckptz", "re") == ["restore", "report", "rebase"]
     assert complete("ckptz", "restore", "--t") == ["--to"]
     assert complete("ckptz", "restore", "--to", "d") == ["dcp"]
     assert complete("ckptz", "restore", "mod") == ["mod"]  # of the type "file", which the shell lists itself
@@ -159,7 +159,6 @@ def test_a_folder_of_steps_is_a_usage_error(tmp_path: Path) -> None:
         ["restore", "FILE", "-o", ""],
         ["verify", "FILE", "--against", ""],
         ["verify", "FILE", "--search-path", ""],
-        ["export", "", "-o", "x.ckptz"],
     ],
 )
 def test_an_empty_path_is_not_the_working_folder(

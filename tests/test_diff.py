@@ -1,8 +1,10 @@
-"""`ckptz diff`: every figure against plain numpy, over all kinds of inputs, with few decodings."""
+"""`ckptz diff`: every figure against plain numpy, all kinds of inputs, whole steps, and few decodings."""
 
 from __future__ import annotations
 
 import math
+import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
-from ckptz import compress, diff
+from ckptz import Checkpointer, KMeans, compress, diff
 from ckptz.codec.units import CHUNK_UNITS
-from ckptz.commands.diff import DiffReport, TensorDiff
+from ckptz.commands.diff import MAX_SHOWN, DiffReport, TensorDiff, ValueDiff
 from ckptz.container import reader
+from ckptz.integrations.linked import DEFAULTS, ChainOptions, job_of
+from ckptz.integrations.linked import Chain as Linked
 from ckptz_cli.diff import DIFFERENT
 from ckptz_cli.errors import DAMAGED, INTERNAL, INTERRUPTED, IO, MISSING, USAGE
 from tests.support.cli_support import Chain, Row, a_state, bf16, ckptz, hf_folder, write_plain
@@ -244,7 +250,6 @@ def test_every_pair_of_kinds_gives_the_same_figures(chain: Chain) -> None:
 
 
 def test_folders_and_torch_files_are_read(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
     folder = hf_folder(tmp_path / "hf")
     plain = write_plain(tmp_path / "one.safetensors", a_state(n=200))
     assert diff(folder, plain).is_equal
@@ -257,6 +262,140 @@ def test_bases_are_found_by_the_search_path(chain: Chain, tmp_path: Path) -> Non
     alone = chain.delta.rename(tmp_path / "alone.ckptz")
     assert ckptz("diff", alone, chain.second, fails=True).exit_code == MISSING
     ckptz("diff", alone, chain.second, "--search-path", chain.folder, "--exit-code")
+
+
+# --- plain values and random states ---------------------------------------------------------------
+
+
+def nested(path: Path, **more: Any) -> Path:
+    torch.save({"model": {"w": torch.ones(3)}, "epoch": 1, "groups": [{"lr": 0.1}]} | more, path)
+    return path
+
+
+def test_plain_values_that_differ_are_named_with_both(tmp_path: Path) -> None:
+    a = nested(tmp_path / "a.pt", name="x" * 300 + "a", only=True)
+    b = nested(tmp_path / "b.pt", name="x" * 300 + "b", epoch=1.0, groups=[{"lr": 0.2, "betas": (0.9, 0.99)}])
+    report = diff(a, b)
+    assert (report.is_equal, report.n_equal, report.n_values, report.n_values_changed) == (False, 1, 6, 6)
+    found = {value.name: value for value in report.values}
+    assert found["epoch"] == ValueDiff(name="epoch", value_a="1", value_b="1.0")
+    assert found["groups.0.lr"] == ValueDiff(name="groups.0.lr", value_a="0.1", value_b="0.2")
+    assert found["groups.0.betas.1"] == ValueDiff(name="groups.0.betas.1", value_a=None, value_b="0.99")
+    assert found["only"].value_b is None
+    long = found["name"]
+    assert long.value_a is not None
+    assert (long.value_a[:4], long.value_a[-2:], len(long.value_a)) == ("...x", "a'", MAX_SHOWN + 3)
+    shown = ckptz("diff", a, b).stdout
+    assert [line.split() for line in shown.splitlines() if line.startswith(("epoch", "only"))] == [
+        ["epoch", "1", "1.0"],
+        ["only", "True", "-"],
+    ]
+    assert "1 tensors, 1 equal, 6 values differ" in shown
+    run = ckptz("diff", a, b, "--top", 1, "--json", "--exit-code", fails=True)
+    assert (run.exit_code, run.json["n_values_changed"], len(run.json["values"])) == (DIFFERENT, 6, 1)
+
+
+def test_equal_values_are_counted_and_a_file_without_any_is_compared_by_tensors(tmp_path: Path) -> None:
+    a = nested(tmp_path / "a.pt")
+    compress(a)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(torch.load(a), checkpoint_id=tmp_path / "a-dcp", no_dist=True)
+    for other in ("a.ckptz", "a-dcp"):
+        said = ckptz("diff", a, tmp_path / other, "--exit-code").stdout
+        assert "all 1 tensors and 2 values are equal bit for bit" in said
+    flat = {"model.w": ("F32", (3,), np.ones(3, "<f4").tobytes())}
+    report = diff(a, write_plain(tmp_path / "flat.safetensors", flat))
+    assert (report.is_equal, report.n_values) == (True, 0)
+
+
+# --- whole steps ----------------------------------------------------------------------------------
+
+
+def trained(folder: Path, n_steps: int, nudge: float = 0.0, seed: int = 0) -> Path:
+    torch.manual_seed(0)
+    random.seed(seed)
+    model = torch.nn.Linear(20, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Checkpointer(folder, model, optimizer, every=1) as checkpointer:
+        for step in range(1, n_steps + 1):
+            model(torch.full((2, 20), 0.5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if nudge:
+                optimizer.state[model.weight]["exp_avg"][3, 4] += nudge
+            checkpointer.maybe_save(step)
+    return folder
+
+
+def test_a_step_stands_for_both_its_files(tmp_path: Path) -> None:
+    a, b = trained(tmp_path / "a", 2), trained(tmp_path / "b", 1)
+    assert diff(f"{a}@1", f"{b}@1").is_equal
+    assert diff(f"{a}@1", b).is_equal  # its newest step
+    c = trained(tmp_path / "c", 1, nudge=1.0)
+    changed = [tensor.name for tensor in diff(f"{a}@1", c).tensors if tensor.kind != "equal"]
+    assert changed == ["optimizer.weight.exp_avg"]
+    assert "model.weight" in {tensor.name for tensor in diff(f"{a}@1", f"{a}@2").tensors}
+    (a / "step-00000001.state.ckptz").unlink()
+    assert diff(f"{a}@1", f"{b}@1").n_only_b
+    run = ckptz("diff", f"{a}@3", a, fails=True)
+    assert (run.exit_code, f"{a}: has no .ckptz file of step 3" in run.error) == (MISSING, True)
+
+
+def test_random_states_are_named_by_their_generator(tmp_path: Path) -> None:
+    report = diff(trained(tmp_path / "a", 1), trained(tmp_path / "b", 1, seed=1))
+    assert (report.is_equal, report.n_equal, report.random_states) == (False, 8, ("rng.python",))
+    torch.save({"rng": {"torch": torch.zeros(9), "numpy": {"position": 1}}}, tmp_path / "a.pt")
+    torch.save({"rng": {"torch": torch.ones(9), "numpy": {"position": 2}}}, tmp_path / "b.pt")
+    report = diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (report.random_states, report.tensors, report.values) == (("rng.numpy", "rng.torch"), (), ())
+    run = ckptz("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--exit-code", fails=True)
+    assert (run.exit_code, "random states differ: rng.numpy, rng.torch" in run.stdout) == (DIFFERENT, True)
+
+
+def saved(folder: Path, moment: float, lr: float, seed: float, options: ChainOptions = DEFAULTS) -> Path:
+    """What the Trainer's mixin writes on two ranks, and a file of the Trainer's own."""
+    states = {
+        "model": {"w": torch.linspace(0, 1, 4096).reshape(64, 64)},
+        "state": {"optimizer": {"w": {"exp_avg": torch.full((3,), moment)}}, "groups": [{"lr": lr}]},
+        "rng-00000": {"rng": {"host": torch.zeros(2)}},
+        "rng-00001": {"rng": {"host": torch.full((2,), seed)}},
+    }
+    folder.mkdir(parents=True)
+    for name, state in states.items():
+        Linked(options).write(folder / f"{name}.ckptz", job_of(state, 2))
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_of_the_trainer_is_compared_whole(tmp_path: Path) -> None:
+    a = saved(tmp_path / "run" / "checkpoint-2", 0.0, 0.1, 1.0)
+    assert "equal bit for bit; not compared: trainer_state.json" in ckptz("diff", a, a).stdout
+    for i, values in enumerate(((1.0, 0.1, 1.0), (0.0, 0.2, 1.0), (0.0, 0.1, 2.0))):
+        report = diff(f"{tmp_path / 'run'}@2", saved(tmp_path / f"other-{i}", *values))
+        assert not report.is_equal
+        changed = [tensor.name for tensor in report.tensors if tensor.kind != "equal"]
+        assert changed == ["optimizer.w.exp_avg"] * (i == 0)
+        assert [value.name for value in report.values] == ["groups.0.lr"] * (i == 1)
+        assert report.random_states == ("rng-00001.rng.host",) * (i == 2)
+
+
+def test_files_of_other_programs_beside_a_model_are_named(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", 0.0, 0.1, 1.0)
+    for path in a.glob("*.ckptz"):
+        if path.name != "model.ckptz":
+            path.unlink()
+    (a / "optimizer.bin").write_bytes(b"a pickle of accelerate")
+    assert diff(a, a).not_compared == ("optimizer.bin", "trainer_state.json")
+
+
+def test_a_lossy_folder_is_compared_as_exactly_as_it_is_there(tmp_path: Path) -> None:
+    lossy = ChainOptions(config=KMeans(levels=4, min_elements=1))
+    a = saved(tmp_path / "a", 0.0, 0.1, 1.0)
+    b = saved(tmp_path / "b", 0.0, 0.1, 1.0, lossy)
+    assert list(b.glob("model.exact-*"))
+    assert diff(a, b).is_equal
+    assert not diff(a / "model.ckptz", b / "model.ckptz").is_equal
 
 
 # --- codes and chunks -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from ckptz import Checkpointer, KeepPolicy
 from ckptz_cli.main import main
-from tests.support.cli_support import ckptz, hf_folder
+from tests.support.cli_support import ckptz
 from tests.support.spec_support import ROOT
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -116,7 +116,6 @@ def of_runs() -> None:
         with Checkpointer(folder, model, keep=KeepPolicy(last=None)) as checkpointer:
             for step in (1000, 2000, 5000, 6000):
                 checkpointer.save(step)
-        Path(f"{folder}.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
 
 
 def of_weights() -> None:
@@ -126,14 +125,6 @@ def of_weights() -> None:
     publisher = Publisher("run/weights", anchor_every=10)
     for step in range(10, 21):
         publisher.publish({name: torch.from_numpy(value) for name, value in weights(step).items()}, step=step)
-    ckptz("export", 11, "--folder", "run/weights", "-o", "model.safetensors")
-    for path in Path("run/weights").glob("step-000012*"):
-        Path(path.name).write_bytes(path.read_bytes())
-
-
-def of_seals() -> None:
-    a_project()
-    hf_folder(Path("downloaded-model"))
 
 
 def of_frameworks() -> None:
@@ -158,7 +149,6 @@ PREPARED: dict[str, Callable[[], None]] = {
     "frameworks.md": of_frameworks,
     "training.md": of_runs,
     "weight-sync.md": of_weights,
-    "seals.md": of_seals,
     "transformers.md": of_transformers,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptz import Budget, Checkpointer, KeepPolicy, KMeans, log, rebase, resume_check, verify
+from ckptz import Budget, Checkpointer, KeepPolicy, KMeans, diff, log, rebase, verify
 from ckptz.errors import ConfigError
 from ckptz.store.retention import prune_folder
 from ckptz.store.step_files import Listing, StepFile
@@ -372,15 +372,16 @@ def test_what_names_a_step_gives_exact_values_and_a_path_those_of_its_file(
     folder: Path, tmp_path: Path
 ) -> None:
     exact, lossy = (load_file(folder / f"step-00000004{kind}.ckptz") for kind in (".exact", ""))
-    for text, wanted in (("4", exact), (folder / "step-00000004.ckptz", lossy)):
-        ckptz("export", text, "--folder", folder, "-o", tmp_path / "out.safetensors", "--force")
+    for text, wanted in ((f"{folder}@4", exact), (folder / "step-00000004.ckptz", lossy)):
+        ckptz("restore", text, "-o", tmp_path / "out.safetensors", "--force")
         assert same(load_file(tmp_path / "out.safetensors"), wanted)
+        ckptz("verify", text, "--against", tmp_path / "out.safetensors")
     saved_run(tmp_path / "lossless", N_SAVED)
     there, here = f"{tmp_path / 'lossless'}@4", f"{folder}@4"
-    assert resume_check(there, here).is_equal
+    assert diff(there, here).is_equal
     for name in HEAD:
         (folder / name).unlink()
-    assert not resume_check(there, here).is_equal
+    assert not diff(there, here).is_equal
 
 
 def test_a_log_tells_residuals_from_deltas(folder: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_valid_bomb_is_refused_before_the_disk_fills(
     path = bomb(tmp_path / "bomb.ckptz", 4000)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1 << 30))
     run = ckptz("restore", path, fails=True)
-    assert run.exit_code == 3
+    assert run.exit_code == 7
     assert "free some space" in run.error
     assert [p.name for p in tmp_path.iterdir()] == ["bomb.ckptz"]
     assert ckptz("inspect", path, "--json").json["tensor_bytes"] == 4000 << 20

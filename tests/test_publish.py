@@ -70,7 +70,7 @@ def test_whatever_is_written_has_the_mode_that_opening_a_new_file_gives(mask: in
     ckptz("compress", source)
     ckptz("compress", source, "-o", tmp_path / "delta.ckptz", "--base", packed)
     ckptz("restore", packed, "-o", tmp_path / "back.safetensors")
-    ckptz("export", packed, "-o", tmp_path / "alone.ckptz")
+    ckptz("rebase", packed, "-o", tmp_path / "alone.ckptz")
     save_file(load_file(packed), tmp_path / "saved.ckptz", base=packed)
     (tmp_path / "new").open("w").close()
     found = {path.name: mode_of(path) for path in tmp_path.iterdir()}
@@ -85,7 +85,7 @@ def test_conversions_pass_on_the_mode_of_their_input(tmp_path: Path) -> None:
     ckptz("compress", source)
     ckptz("restore", packed, "-o", back)
     assert mode_of(packed) == mode_of(back) == 0o600
-    ckptz("export", packed, "-o", tmp_path / "alone.ckptz")
+    ckptz("rebase", packed, "-o", tmp_path / "alone.ckptz")
     assert mode_of(tmp_path / "alone.ckptz") == 0o600
 
 

@@ -341,7 +341,7 @@ def test_every_report_is_shown_in_notebooks(run: Path, made: PageReport) -> None
     frame = Page.of(made._repr_html_())
     assert frame.tags[0][1]["srcdoc"] == made.html
     kinds = {kind.__name__ for kind in Shown.__subclasses__()}
-    assert {"RestoreReport", "SealReport", "DeltaReport", "RebaseReport", "PruneReport"} <= kinds
+    assert {"RestoreReport", "RebaseReport", "PruneReport"} <= kinds
     assert issubclass(CompressReport, Shown)
 
 

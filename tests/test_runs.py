@@ -111,8 +111,8 @@ def test_files_that_record_no_step_have_that_of_their_name(tmp_path: Path) -> No
         ckptz("compress", file, "-o", tmp_path / f"step-{step}.ckptz")
     assert inspect(tmp_path / "step-9.ckptz").step is None
     assert [entry.step for entry in log(tmp_path).entries] == list(STEPS)
-    ckptz("fold", "8..10", "--folder", tmp_path, "-o", tmp_path / "folded.ckptz")
-    assert content_of(tmp_path / "folded.ckptz") == content_of(tmp_path / "step-10.ckptz")
+    ckptz("restore", f"{tmp_path}@10", "-o", tmp_path / "back.safetensors")
+    assert content_of(tmp_path / "back.safetensors") == content_of(tmp_path / "step-10.ckptz")
 
 
 # --- chains of compress ---------------------------------------------------------------------------
@@ -253,16 +253,19 @@ KINDS: dict[str, Callable[[int], Path]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_runs_of_frameworks_are_listed_folded_and_pruned(kind: str, tmp_path: Path) -> None:
+def test_runs_of_frameworks_are_listed_restored_and_pruned(kind: str, tmp_path: Path) -> None:
     paths = linked(tmp_path, KINDS[kind])
     contents = [content_of(path) for path in paths]
     seen = [(e.file, e.step) for e in log(tmp_path).entries]
     assert seen == [(path.relative_to(tmp_path).as_posix(), s) for path, s in zip(paths, STEPS, strict=True)]
     assert log(tmp_path).stored_bytes == sum(path.stat().st_size for path in paths)
-    ckptz("fold", "8..10", "--folder", tmp_path, "-o", paths[0].parent / "folded.ckptz")
-    assert content_of(paths[0].parent / "folded.ckptz")[0] == contents[2][0]
-    (paths[0].parent / "folded.ckptz").unlink()
+    ckptz("restore", f"{tmp_path}@10", "-o", tmp_path / "back.pt")
+    assert content_of(tmp_path / "back.pt")[0] == contents[2][0]
+    (tmp_path / "back.pt").unlink()
     assert inspect(tmp_path).file == str(paths[-1])
+    assert inspect(f"{tmp_path}@9").file == str(paths[1])
+    checked = {line.partition(": ok")[0] for line in ckptz("verify", tmp_path).stdout.splitlines()}
+    assert checked == {str(tmp_path / entry.file) for entry in log(tmp_path).entries}
     assert ckptz("diff", paths[-1], tmp_path, "--exit-code").exit_code == 0
     report = prune(tmp_path, KeepPolicy(last=2))
     assert report.steps == (10, 11)
@@ -278,6 +281,61 @@ def test_torch_files_beside_are_no_checkpoints_of_ours(tmp_path: Path) -> None:
     (tmp_path / "epoch=0-step=7.ckpt").write_bytes(b"PK\x03\x04" + bytes(50))
     assert len(log(tmp_path).entries) == len(STEPS)
     assert "epoch=0-step=7.ckpt" not in prune(tmp_path, KeepPolicy(last=1)).removed
+
+
+# --- one step ---------------------------------------------------------------------------------------
+
+
+def test_a_step_of_packed_folders_comes_back_as_a_folder(tmp_path: Path) -> None:
+    folders = []
+    for step in (60, 120):
+        folders.append(tmp_path / f"checkpoint-{step}")
+        folders[-1].mkdir()
+        write_plain(folders[-1] / "model.safetensors", a_state(drift=0.001 * step))
+        (folders[-1] / "config.json").write_text("{}")
+    ckptz("compress", *folders, "--chain", "-o", tmp_path / "packed")
+    ckptz("restore", f"{tmp_path / 'packed'}@120", "-o", tmp_path / "back")
+    assert names(tmp_path / "back") == ["config.json", "model.safetensors"]
+    for name in names(tmp_path / "back"):
+        assert (tmp_path / "back" / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+def test_of_several_files_of_a_step_the_one_that_stands_alone_is_taken(run: Path, tmp_path: Path) -> None:
+    ckptz("rebase", run / "step-10.ckptz", "-o", run / "alone.ckptz")
+    done = ckptz("restore", f"{run}@10", "-o", tmp_path / "out.safetensors", "--json").json
+    assert Path(done["input"]).name == "alone.ckptz"
+    assert content_of(tmp_path / "out.safetensors") == content_of(run / "step-10.ckptz")
+
+
+def test_the_weights_of_a_lossy_step_come_back_exact_under_its_name(tmp_path: Path) -> None:
+    from ckptz.integrations.linked import Chain, ChainOptions, job_of
+
+    folder = tmp_path / "checkpoint-7"
+    folder.mkdir()
+    weights = {"w": np.linspace(0, 1, 4096, dtype=np.float32).reshape(64, 64)}
+    for name in ("model", "state"):
+        job = job_of(weights, 7)
+        Chain(ChainOptions(config=library.KMeans(levels=4, min_elements=1))).write(
+            folder / f"{name}.ckptz", job
+        )
+    done = ckptz("restore", f"{tmp_path}@7", "--to", "safetensors")
+    assert f"these are the weights; files of their own beside {folder}" in done.stderr
+    assert done.stderr.endswith(" are state.ckptz\n")
+    [(_, (_, _, found))] = content_of(folder / "model.safetensors")[0]
+    assert found == weights["w"].tobytes()
+
+
+def test_a_step_that_is_not_there_is_named(run: Path) -> None:
+    for verb in ("restore", "inspect", "verify"):
+        failed = ckptz(verb, f"{run}@12", fails=True)
+        assert failed.exit_code == 5
+        assert f"{run}: has no .ckptz file of step 12; ckptz log lists the steps" in failed.error
+    assert ckptz("restore", f"{run / 'nowhere'}@8", fails=True).exit_code == 5
+
+
+def test_a_file_whose_name_looks_like_a_step_is_a_file(run: Path, tmp_path: Path) -> None:
+    (run / "step-8.ckptz").rename(tmp_path / "model@8")
+    assert inspect(tmp_path / "model@8").step == 8
 
 
 # --- folders in the place of files ------------------------------------------------------------------

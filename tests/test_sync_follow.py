@@ -1,4 +1,4 @@
-"""Follower: every step or some, late, restarted, across folds; and what it refuses, tensors untouched."""
+"""Follower: every step or some, late, restarted, by longer deltas; what it refuses, tensors untouched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptz.torch
-from ckptz import fold
+from ckptz import compress
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.store import places
 from ckptz.sync import Follower, Publisher
@@ -69,13 +69,13 @@ def test_one_step_may_be_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", ["base", "stored"])
-def test_folded_files_in_the_folder_are_used(tmp_path: Path, check: Any) -> None:
+def test_deltas_of_several_steps_in_the_folder_are_used(tmp_path: Path, check: Any) -> None:
 
     states = published(tmp_path, 8, anchor_every=50)
     live, follower = cloned(a_state(9)), Follower(tmp_path, check=check)
     follower.apply_to(live, step=2)
-    fold(f"{tmp_path}/step-000002.from-000001.ckptz..step-000007.from-000006.ckptz", tmp_path / "fold.ckptz")
-    shutil.move(tmp_path / "fold.ckptz", tmp_path / "step-000007.from-000002.ckptz")
+    first, last = (tmp_path / f"step-00000{step}.from-00000{step - 1}.ckptz" for step in (2, 7))
+    compress(last, tmp_path / "step-000007.from-000002.ckptz", base=first)
     assert follower.apply_to(live).files == ("step-000007.from-000002.ckptz",)
     assert same(live, states[7])
 

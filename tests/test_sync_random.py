@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptz import fold
+from ckptz import compress
 from ckptz.errors import MissingBaseError
 from ckptz.store.versions import Version, versions_in
 from ckptz.sync import Follower, Publisher
@@ -95,8 +95,8 @@ class World:
         if first.step == last.step or target.exists():
             return
         try:
-            between = f"{self.run / first.name}..{self.run / last.name}"
-            fold(between, self.folder / "folded.ckptz", jobs=1)
+            base = self.run / first.name
+            compress(self.run / last.name, self.folder / "folded.ckptz", base=base, jobs=1)
         except MissingBaseError:
             return  # the chain of one of them was dropped
         (self.folder / "folded.ckptz").rename(target)

@@ -39,7 +39,7 @@ RUN = [
     *(Version(step, step - 1, 10) for step in range(1, 11)),
     Version(5, None, 1000),
     Version(10, None, 1000),
-    Version(9, 6, 12),  # a fold
+    Version(9, 6, 12),  # of several steps
 ]
 
 

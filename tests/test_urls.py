@@ -65,36 +65,19 @@ def test_every_verb_that_reads_takes_urls(url: str, folder: Path, tmp_path: Path
         *(("log", url), ("inspect", url), ("inspect", f"{url}/step-9.ckptz"), ("verify", url)),
         ("verify", f"{url}/step-9.ckptz", "--against", f"{url}/step-9.safetensors"),
         ("diff", f"{url}/step-8.safetensors", f"{url}/step-10.ckptz"),
-        ("resume-check", f"{url}/step-9.ckptz", f"{url}/step-9.safetensors"),
+        ("diff", f"{url}@9", f"{url}/step-9.safetensors", "--exit-code"),
         ("report", url, "-o", tmp_path / "page.html"),
         ("restore", f"{url}/step-10.ckptz", "-o", tmp_path / "restored.safetensors"),
-        ("export", "10", "--folder", url, "-o", tmp_path / "exported.ckptz"),
+        ("restore", f"{url}@10", "-o", tmp_path / "step.safetensors"),
         ("rebase", f"{url}/step-10.ckptz", "-o", tmp_path / "rebased.ckptz"),
         ("compress", f"{url}/step-10.safetensors", "-o", tmp_path / "compressed.ckptz"),
-        ("fold", "8..10", "--folder", url, "-o", folder / "folded.ckptz"),
-        (
-            "apply",
-            folder / "folded.ckptz",
-            "--to",
-            f"{url}/step-8.safetensors",
-            "-o",
-            tmp_path / "on.safetensors",
-        ),
     ]
     for line in lines:
         ckptz(*line)
     wanted = content_of(folder / "step-10.safetensors")
-    for name in (
-        "restored.safetensors",
-        "exported.ckptz",
-        "rebased.ckptz",
-        "compressed.ckptz",
-        "on.safetensors",
-    ):
+    for name in ("restored.safetensors", "step.safetensors", "rebased.ckptz", "compressed.ckptz"):
         assert content_of(tmp_path / name) == wanted, name
-    assert content_of(folder / "folded.ckptz") == wanted
-    (folder / "folded.ckptz").unlink()
-    assert {line[0] for line in lines} | {"plan-run", "prune", "seal", "warm-up"} == set(main.commands)
+    assert {line[0] for line in lines} | {"prune", "warm-up"} == set(main.commands)
 
 
 def test_reports_name_the_url(url: str) -> None:
@@ -113,11 +96,8 @@ def test_results_go_to_the_working_folder_and_never_to_a_url(
     ckptz("compress", f"{url}/step-9.safetensors")
     assert sorted(os.listdir()) == ["step-10.safetensors", "step-9.ckptz"]
     for line in (
-        *(
-            ("rebase", f"{url}/step-10.ckptz"),
-            ("restore", f"{url}/step-10.ckptz", "-o", f"{url}/new.safetensors"),
-        ),
-        *(("seal", f"{url}/step-9.safetensors"), ("apply", "step-9.ckptz", "--to", f"{url}/x", "--in-place")),
+        ("rebase", f"{url}/step-10.ckptz"),
+        ("restore", f"{url}/step-10.ckptz", "-o", f"{url}/new.safetensors"),
     ):
         run = ckptz(*line, fails=True)
         assert run.exit_code in (2, 5), run.error
@@ -164,9 +144,9 @@ def test_a_file_goes_through(folder: Path, tmp_path: Path) -> None:
     assert code == 0
     assert shown.split()[:3] == [b"file", b"standard", b"input"]
     assert b"standard input: ok" in piped(packed, "verify", "-")[1]
-    code, exported, _ = piped(b"", "export", folder / "step-10.ckptz", "-o", "-")
-    (tmp_path / "exported.ckptz").write_bytes(exported)
-    assert content_of(tmp_path / "exported.ckptz") == content_of(folder / "step-10.safetensors")
+    code, alone, _ = piped(b"", "rebase", folder / "step-10.ckptz", "-o", "-")
+    (tmp_path / "alone.ckptz").write_bytes(alone)
+    assert content_of(tmp_path / "alone.ckptz") == content_of(folder / "step-10.safetensors")
 
 
 def test_streams_that_cannot_be(folder: Path) -> None:

@@ -1,12 +1,14 @@
-"""`ckptz diff`: what changed from one checkpoint to another, tensor by tensor, chunk by chunk."""
+"""`ckptz diff`: what changed from one checkpoint to another, tensor by tensor, and value by value."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -18,22 +20,31 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
 from ckptz.container.byte_source import naming_urls, path_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.errors import ConfigError, whole
-from ckptz.formats.inputs import open_any
+from ckptz.formats.inputs import MODEL, Input, open_whole
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.floats import Units
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
+from ckptz.store.runs import EXACT
+from ckptz.tree.leaves import TensorRef, View
+from ckptz.tree.skeleton import label, parse_tree
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Sort = Literal["change", "max", "share", "name"]
 Codes = NDArray[np.uint8]
 Tensors = Mapping[str, TensorSource]
+MAX_SHOWN: Final = 80  # characters of a value
+_OURS: Final = (SUFFIX, PLAIN_SUFFIX)
+MARGIN: Final = 20  # of these, before the first that differs
+# The state of one generator of random numbers, as a Checkpointer and the Trainer's adapter name it.
+_RANDOM: Final = re.compile(r"((?:rng-\d+\.)?rng\.[^.]+).*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """One tensor of A and B.
+class TensorDiff:
+    """One tensor of A and B. Changes are from A to B; where they are not known or do not apply they are None.
 
     Attributes:
         name: its name.
@@ -41,21 +52,6 @@ class Compared:
             the same shape.
         dtype_a: safetensors' code in A, `dtype_b` in B; None for what is no tensor there.
         shape_a: dimensions in A, `shape_b` in B.
-    """
-
-    name: str
-    kind: Difference
-    dtype_a: str | None = None
-    dtype_b: str | None = None
-    shape_a: tuple[int, ...] | None = None
-    shape_b: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDiff(Compared):
-    """One tensor. Changes are from A to B; where they are not known or do not apply they are None.
-
-    Attributes:
         changed_share: share of the units, most of them elements, with other bits; of a retyped tensor with
             another value.
         max_change: largest absolute difference.
@@ -67,6 +63,12 @@ class TensorDiff(Compared):
             stored by maps without a predictor.
     """
 
+    name: str
+    kind: Difference
+    dtype_a: str | None = None
+    dtype_b: str | None = None
+    shape_a: tuple[int, ...] | None = None
+    shape_b: tuple[int, ...] | None = None
     changed_share: float | None = None
     max_change: float | None = None
     rms_change: float | None = None
@@ -76,13 +78,31 @@ class TensorDiff(Compared):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDiff:
+    """One plain value of a nested state, such as a learning rate, that is another or of another type.
+
+    Attributes:
+        name: its path, with dots.
+        value_a: the value in A, as Python writes it, or the part of it that differs first; `value_b` in B.
+            None where it is not there.
+    """
+
+    name: str
+    value_a: str | None
+    value_b: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Shown):
     """All differences between two checkpoints.
+
+    Plain values are compared where both have some. Tensors and values of the states of random number
+    generators are told by the generator only.
 
     Attributes:
         first: A.
         second: B.
-        is_equal: whether names, dtypes, shapes and all bits of the tensors are the same.
+        is_equal: whether names, dtypes, shapes and all bits of the tensors are the same, and the values.
         has_same_metadata: whether the user's own metadata are.
         n_tensors: tensors of both together.
         n_equal: those that are bit for bit the same.
@@ -92,6 +112,11 @@ class DiffReport(Shown):
         max_change: largest absolute difference.
         relative_change: rms change relative to rms, over the tensors that changed and have numbers.
         tensors: one entry each, sorted as asked.
+        n_values: plain values of both together.
+        n_values_changed: those that differ.
+        values: one entry for each of these.
+        random_states: generators of random numbers whose states differ, such as "rng.torch".
+        not_compared: files beside those that were read that are of other kinds, as frameworks write.
         seconds: time taken.
     """
 
@@ -108,6 +133,11 @@ class DiffReport(Shown):
     max_change: float | None
     relative_change: float | None
     tensors: tuple[TensorDiff, ...]
+    n_values: int
+    n_values_changed: int
+    values: tuple[ValueDiff, ...]
+    random_states: tuple[str, ...]
+    not_compared: tuple[str, ...]
     seconds: float
 
 
@@ -125,17 +155,18 @@ def diff(
     """Compare two checkpoints; a few chunks of each are in memory at a time.
 
     Args:
-        first: A, whatever can be compressed, or a folder of which it is the newest `.ckptz` file.
+        first: A, whatever can be compressed, "DIR@STEP" for a step of a run, or a folder of `.ckptz` files
+            for its newest step. Of a step all files are compared, as exact as they are there.
         second: B.
         sort: "change" by rms change relative to rms, "max" by the largest change, "share" by the share of
             units changed, all descending behind what cannot be compared; or "name".
-        top: report this many tensors, the first in that order; by default all.
+        top: report this many tensors, the first in that order, and as many values; by default all.
         jobs: threads, all cores by default.
         search_path: folders to look for bases in, after each file's own.
         progress: is told of the bytes of A that are done.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file or step.
         ConfigError: `top` or `sort` is none that there is.
         FormatError: a file is damaged.
         MissingBaseError: a chain is incomplete.
@@ -146,20 +177,71 @@ def diff(
     if top is not None and (top := whole("top", top)) < 0:
         raise ConfigError(f"top must be at least 0, or None for all, got {top}")
     with contextlib.ExitStack() as held:
-        a = held.enter_context(contextlib.closing(open_any(path_of(first), paths(search_path))))
-        b = held.enter_context(contextlib.closing(open_any(path_of(second), paths(search_path))))
+        a, b = (_side(path_of(one), paths(search_path), held) for one in (first, second))
         workers = held.enter_context(Workers(jobs))
         pairs = [Pair(name, one, b.tensors[name]) for name, one in a.tensors.items() if name in b.tensors]
         progress.start(f"{a.name} and {b.name}", sum(pair.a.n_bytes for pair in pairs if pair.is_read))
-        sums = sums_of(pairs, workers, progress)
+        sums = _sums_of(pairs, workers, progress)
         diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
         diffs += [_only(name, "only in A", a.tensors[name]) for name in a.tensors if name not in b.tensors]
         diffs += [_only(name, "only in B", b.tensors[name]) for name in b.tensors if name not in a.tensors]
-        same_metadata = dict(a.metadata or {}) == dict(b.metadata or {})
-        return _report((a.name, b.name), same_metadata, sorted(diffs, key=_ORDERS[sort]), sums, top, start)
+        return _report(a, b, sorted(diffs, key=_ORDERS[sort]), sums, top, start)
 
 
 # --- what is compared ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A or B: its tensors by name, and its plain values by path, None if it has no place for any."""
+
+    name: str
+    metadata: dict[str, str]
+    tensors: Tensors
+    values: Mapping[str, str] | None
+    not_read: frozenset[str]
+
+
+def _side(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> _Side:
+    """Open all files of a checkpoint; a name that an earlier one of them has, too, goes behind the file's."""
+    inputs = open_whole(path, search_path, held)
+    tensors: dict[str, TensorSource] = {}
+    values: dict[str, str] = {}
+    for one in inputs:
+        found = {} if one.tree is None else dict(_values(parse_tree(one.tree).root))
+        is_taken = not (tensors.keys().isdisjoint(one.tensors) and values.keys().isdisjoint(found))
+        prefix = f"{_stem(one)}." if is_taken else ""  # each rank has its random numbers
+        tensors |= {f"{prefix}{name}": source for name, source in one.tensors.items()}
+        values |= {f"{prefix}{name}": value for name, value in found.items()}
+    return _Side(
+        name=inputs[0].name,
+        metadata=dict(inputs[0].metadata or {}),
+        tensors=tensors,
+        values=values if any(one.tree is not None for one in inputs) else None,
+        not_read=frozenset(_not_read(path, inputs)),
+    )
+
+
+def _stem(opened: Input) -> str:
+    return opened.stem.partition(EXACT)[0]
+
+
+def _not_read(path: Path, inputs: Sequence[Input]) -> Iterator[str]:
+    """Name the files that belong to a folder and were not read."""
+    for one in inputs:
+        yield from (*dict(one.carried), *one.left_out)
+    if inputs[0].name != str(path) and _stem(inputs[0]) == MODEL:  # in a folder of its own
+        names = (file.name for file in path_of(inputs[0].name).parent.iterdir() if file.is_file())
+        yield from (name for name in names if not name.startswith(".") and not name.endswith(_OURS))
+
+
+def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Paths of plain values, and what they are; tensors are left out."""
+    if isinstance(node, dict | list | tuple) and node:
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _values(value, (*path, label(key)))
+    elif not isinstance(node, TensorRef | View):
+        yield ".".join(path), label(node) if type(node) is int else repr(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +305,7 @@ class Sums:
 _Chunk = tuple[Pair, int, int]  # units begin..end of both sides
 
 
-def sums_of(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> dict[str, Sums]:
+def _sums_of(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> dict[str, Sums]:
     """Compare pairs of tensors, chunk by chunk; what is found by name."""
     sums = {pair.name: Sums() for pair in pairs}
     for pair in pairs:
@@ -358,7 +440,7 @@ def _only(name: str, kind: Difference, source: TensorSource) -> TensorDiff:
     return TensorDiff(name=name, kind=kind, dtype_b=dtype, shape_b=shape)
 
 
-def difference_of(pair: Pair, sums: Sums) -> Difference:
+def _difference_of(pair: Pair, sums: Sums) -> Difference:
     """Say what differs between two tensors that were compared."""
     if tuple(pair.a.shape) != tuple(pair.b.shape):
         return "reshaped"
@@ -368,7 +450,7 @@ def difference_of(pair: Pair, sums: Sums) -> Difference:
 
 
 def _tensor_diff(pair: Pair, sums: Sums) -> TensorDiff:
-    kind = difference_of(pair, sums)
+    kind = _difference_of(pair, sums)
     has_numbers = bool(sums.n_numbers) and kind != "equal"
     return TensorDiff(
         name=pair.name,
@@ -395,24 +477,44 @@ def _relative(sums: Sums) -> float | None:
     return _finite(math.sqrt(sums.error / sums.power)) if sums.power else None
 
 
+def _value_diffs(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[ValueDiff]:
+    for name in {**a, **b}:
+        in_a, in_b = a.get(name), b.get(name)
+        if in_a != in_b:
+            both = enumerate(zip(in_a or "", in_b or "", strict=False))
+            at = next((i for i, (one, other) in both if one != other), 0)
+            yield ValueDiff(name=name, value_a=_shown(in_a, at), value_b=_shown(in_b, at))
+
+
+def _shown(value: str | None, at: int) -> str | None:
+    """Cut what is long down to a part around character `at`."""
+    if value is None or len(value) <= MAX_SHOWN:
+        return value
+    begin = max(0, min(at - MARGIN, len(value) - MAX_SHOWN))
+    end = begin + MAX_SHOWN
+    return f"{'...' * (begin > 0)}{value[begin:end]}{'...' * (end < len(value))}"
+
+
 def _report(
-    names: tuple[str, str],
-    same_metadata: bool,
-    diffs: Sequence[TensorDiff],
-    sums: Mapping[str, Sums],
-    top: int | None,
-    start: float,
+    a: _Side, b: _Side, found: Sequence[TensorDiff], sums: Mapping[str, Sums], top: int | None, start: float
 ) -> DiffReport:
+    values_a, values_b = ({}, {}) if a.values is None or b.values is None else (a.values, b.values)
+    differing = list(_value_diffs(values_a, values_b))
+    values = [value for value in differing if _RANDOM.fullmatch(value.name) is None]
+    n_values = sum(_RANDOM.fullmatch(name) is None for name in {**values_a, **values_b})
+    names = [value.name for value in differing] + [diff.name for diff in found if diff.kind != "equal"]
+    random = {match[1] for name in names if (match := _RANDOM.fullmatch(name))}
+    diffs = [diff for diff in found if _RANDOM.fullmatch(diff.name) is None]
     counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
     total, changed = Sums(), Sums()
     for diff in diffs:
         total.add(sums.get(diff.name, Sums()))
         changed.add(sums[diff.name] if diff.relative_change is not None else Sums())
     return DiffReport(
-        first=names[0],
-        second=names[1],
-        is_equal=counts["equal"] == len(diffs),
-        has_same_metadata=same_metadata,
+        first=a.name,
+        second=b.name,
+        is_equal=counts["equal"] == len(diffs) and not values and not random,
+        has_same_metadata=a.metadata == b.metadata,
         n_tensors=len(diffs),
         n_equal=counts["equal"],
         n_changed=len(diffs) - sum(counts.values()),
@@ -422,6 +524,11 @@ def _report(
         max_change=max((d.max_change for d in diffs if d.max_change is not None), default=None),
         relative_change=_relative(changed),
         tensors=tuple(diffs[:top]),
+        n_values=n_values,
+        n_values_changed=len(values),
+        values=tuple(values[:top]),
+        random_states=tuple(sorted(random)),
+        not_compared=tuple(sorted(a.not_read | b.not_read)),
         seconds=time.perf_counter() - start,
     )
 

@@ -17,7 +17,7 @@ from ckptz.container.envelope import PlainFile
 from ckptz.container.index import LossyRecord, QualityRecord
 from ckptz.container.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
-from ckptz.errors import CkptzError, FormatError
+from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.shown import Shown
 from ckptz.roles import role_of
@@ -97,13 +97,13 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
     """Describe a `.ckptz` file; no tensor is decoded, and bases may be missing.
 
     Args:
-        path: the file, or a folder, of which it is the newest checkpoint.
+        path: the file, a folder for its newest checkpoint, or "DIR@STEP" for that of a step.
         search_path: folders to look for bases in, after the file's own.
 
     Raises:
-        FileNotFoundError: no such file.
-        FormatError: not a `.ckptz` file, or damaged.
-        ConfigError: a folder without one.
+        FileNotFoundError: no such file or step.
+        FormatError: damaged.
+        ConfigError: a plain file, or a folder without a `.ckptz` file.
     """
     path = checkpoint_in(path_of(path))
     try:
@@ -118,7 +118,7 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
 def _require_container(file: Container | PlainFile, path: Path) -> Container:
     if isinstance(file, Container):
         return file
-    raise FormatError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
+    raise ConfigError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
 
 
 def described(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:

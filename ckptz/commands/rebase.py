@@ -15,7 +15,7 @@ from ckptz.container.byte_source import FileBytes, path_of
 from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inline
 from ckptz.container.publish import publish
 from ckptz.container.reader import CachedFrame, Container, FrameSource
-from ckptz.errors import CorruptionError, FormatError
+from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
@@ -136,7 +136,7 @@ def rebase(
 ) -> RebaseReport:
     """Make a delta stand alone.
 
-    Lossless tensors are encoded anew, as `export` does. Frames of quantization maps, by whose codes later
+    Lossless tensors are encoded anew. Frames of quantization maps, by whose codes later
     deltas may be grouped, are copied with those of their bases. The new file is read back whole, and every
     value held against its checksum, before it gets its name.
     Deltas that were made from `path` go on working with it.
@@ -151,9 +151,9 @@ def rebase(
 
     Raises:
         FileNotFoundError: no such file.
-        FormatError: a plain file, or a file of the chain is damaged.
+        FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
-        ConfigError: the output cannot be written.
+        ConfigError: a plain file, or the output cannot be written.
     """
     start, path = time.perf_counter(), path_of(path)
     output = None if output is None else file_path(output)
@@ -162,7 +162,7 @@ def rebase(
         container = checkpoint.container
         if container is None:
             what = "a plain safetensors file has no base; rebase takes a .ckptz file"
-            raise FormatError(f"{checkpoint.name}: {what}")
+            raise ConfigError(f"{checkpoint.name}: {what}")
         target = path if output is None else output
         if output is not None:
             check_target(output, checkpoint.paths, force=force)

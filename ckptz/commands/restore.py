@@ -16,11 +16,11 @@ from ckptz.container.byte_source import is_folder, naming_urls, path_of
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
 from ckptz.container.reader import check_empty
-from ckptz.errors import ConfigError, FormatError, LimitError, real
+from ckptz.errors import ConfigError, LimitError, WriteError, real
 from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
 from ckptz.formats.folders import packed_in
-from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.inputs import Input, beside_weights, exact_of, open_input
 from ckptz.formats.sharding import write_folder, written_files
 from ckptz.formats.targets import (
     PathLike,
@@ -37,6 +37,7 @@ from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX
+from ckptz.store.runs import weights_at
 from ckptz.tree.unflatten import Chunks
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
@@ -91,7 +92,8 @@ def restore(
     """Write what a `.ckptz` file holds, as it was before compression.
 
     Args:
-        path: a `.ckptz` file, or the folder that was packed to one; bases are looked for beside it.
+        path: a `.ckptz` file, the folder that was packed to one, or "DIR@STEP" for the weights of a step of a
+            run, exact if they are there; bases are looked for beside it.
         output: a file, or a folder if folders of shards were compressed, or to keep the name; by default
             beside `path`. A name that ends with a separator is a folder, and is made.
         to: what to write; by default what was compressed.
@@ -102,24 +104,33 @@ def restore(
         progress: is told of the bytes written.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file or step.
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
-        LimitError: the output would not fit.
-        ConfigError: the output exists or would replace a file that is read.
+        LimitError: it decodes to more than `max_decoded_bytes`.
+        WriteError: the disk has too little room.
+        ConfigError: a plain file, or the output exists or would replace a file that is read.
         UnsupportedError: a folder whose file names this system cannot hold.
     """
     start, path = time.perf_counter(), path_of(path)
-    if is_folder(path):  # files that a folder had beside its shards were copied along, plain ones too
+    weights = weights_at(path)
+    if weights is None and is_folder(
+        path
+    ):  # files that it had beside its shards were copied along, plain ones too
         path = packed_in(path, with_plain=True) or path
-    with contextlib.closing(open_input(path, paths(search_path))) as opened:
+    named = path if weights is None else weights
+    with contextlib.closing(open_input(exact_of(named) if weights else path, paths(search_path))) as opened:
         checkpoint = opened.checkpoint
         if opened.kind != "ckptz" or checkpoint is None:
             if path.is_dir():
-                raise FormatError(f"{path}: holds no .ckptz file, or several; name the one to restore")
-            raise FormatError(f"{path}: not a .ckptz file, so there is nothing to restore")
+                raise ConfigError(
+                    f"{path}: holds no .ckptz file, or several; name the one to restore, or DIR@STEP"
+                )
+            raise ConfigError(
+                f"{path}: is a plain file already, not a .ckptz file; there is nothing to restore"
+            )
         kind = _kind_of(opened, to)
-        target = _target_of(opened, path, output, kind, force=force)
+        target = _target_of(opened, named, output, kind, force=force)
         n_bytes = tensor_bytes(opened.tensors)
         _check_size(opened.name, n_bytes, target, kind, max_decoded_bytes)
         progress.start(opened.name, n_bytes)
@@ -136,7 +147,7 @@ def restore(
             content_id=checkpoint.content_id(),
             depth=checkpoint.depth,
             seconds=time.perf_counter() - start,
-            notes=_notes(opened, kind),
+            notes=_notes(opened, kind, beside_weights(weights) if weights else ()),
         )
 
 
@@ -185,13 +196,16 @@ def _check_size(name: str, n_bytes: int, target: Path, kind: Written, max_decode
     folder = target if kind == "folder" else target.absolute().parent
     needed, free = n_bytes * (2 if kind in ("pt", "dcp") else 1), shutil.disk_usage(folder).free
     if needed > free:  # torch files are decoded to an unnamed file first
-        raise LimitError(
+        raise WriteError(
             f"{name}: restoring takes {needed} bytes, and {folder} has {free} free; "
             "free some space, or restore elsewhere"
         )
 
 
-def _notes(opened: Input, kind: Written) -> tuple[str, ...]:
+def _notes(opened: Input, kind: Written, others: Sequence[Path]) -> tuple[str, ...]:
+    if others:
+        names = ", ".join(file.name for file in others)
+        return (f"these are the weights; files of their own beside {opened.name} are {names}",)
     if kind == "folder" and opened.left_out:
         return (f"files that belong to the folder were not found: {', '.join(opened.left_out)}",)
     if kind != "folder" and opened.sharding is not None:

@@ -8,19 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from ckptz.codec.units import TensorSource, n_chunks_of
+from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.commands.seal import FoundSeal, Reading, check_seal, find_seal
-from ckptz.container.byte_source import is_url, naming_urls, path_of
-from ckptz.container.index import Sharding, content_id
+from ckptz.container.byte_source import naming_urls, path_of
+from ckptz.container.index import Sharding
 from ckptz.container.reader import Container, FrameSource, check_empty
-from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.inputs import Input, exact_of, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Units
@@ -28,6 +25,7 @@ from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import Checkpoint, open_checkpoint
+from ckptz.store.runs import weights_at
 
 Tensors = Mapping[str, TensorSource]
 
@@ -45,8 +43,6 @@ class VerifyReport(Shown):
         content_id: identity of the values.
         against: the checkpoint compared with.
         n_lossy: tensors that were compared by their recorded errors instead of bit for bit.
-        seal: of files that are not ours, the seal that they were held against.
-        n_sealed_files: files that it speaks of.
         seconds: time taken.
     """
 
@@ -59,8 +55,6 @@ class VerifyReport(Shown):
     against: str | None
     n_lossy: int
     seconds: float
-    seal: str | None = None
-    n_sealed_files: int = 0
 
 
 @naming_urls
@@ -74,10 +68,9 @@ def verify(
 ) -> VerifyReport:
     """Check the stored bytes of every chunk of a file and its chain, and decode every tensor of the file.
 
-    Files and folders that are sealed are held against their seal, if there is no `against`.
-
     Args:
-        path: a `.ckptz` file, or what was sealed; with `against` also a `.safetensors` file.
+        path: a `.ckptz` file, or "DIR@STEP" for the weights of a step, exact if they are there; with
+            `against` also a `.safetensors` file.
         against: a checkpoint that must hold the same names, types, shapes, metadata and bits.
         jobs: threads, all cores by default.
         search_path: folders to look for bases in, after the file's own; also for those of the original.
@@ -85,20 +78,15 @@ def verify(
 
     Raises:
         ChecksumError: stored bytes were changed.
-        SealError: files are not as they were sealed.
         CorruptionError: values decode to others than were written, or differ from the original.
         MissingBaseError: the chain is incomplete.
     """
-    start = time.perf_counter()
-    if against is None and not is_url(path) and (sealed := find_seal(Path(path))) is not None:
-        return _verify_sealed(Path(path), sealed, jobs, progress, start)
+    start, weights = time.perf_counter(), weights_at(path_of(path))
+    file = path_of(path) if weights is None else exact_of(weights)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
-        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
+        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, paths(search_path))))
         if checkpoint.container is None and against is None:
-            raise ConfigError(
-                f"{path}: a plain file holds no checksums; write some with ckptz seal while it is whole, or "
-                "compare it with --against"
-            )
+            raise ConfigError(f"{path}: a plain file holds no checksums; compare it with --against ORIGINAL")
         originals: Tensors = {}
         if against is not None:
             original = open_input(path_of(against), paths(search_path))
@@ -121,29 +109,6 @@ def verify(
             n_lossy=sum(_recorded_error(source) is not None for source in checkpoint.tensors.values()),
             seconds=time.perf_counter() - start,
         )
-
-
-def _verify_sealed(
-    path: Path, sealed: FoundSeal, jobs: int | None, progress: Progress, start: float
-) -> VerifyReport:
-    with Workers(jobs) as workers:
-        check_seal(path, sealed, Reading(workers, progress))
-    tensors = [tensor for file in sealed.files for tensor in file.tensors]
-    dtypes = [dtype_of(tensor.dtype) for tensor in tensors]
-    n_units = [dtype.n_units(tensor.shape) for dtype, tensor in zip(dtypes, tensors, strict=True)]
-    return VerifyReport(
-        file=str(path),
-        chain=(),
-        n_tensors=len(tensors),
-        n_chunks=sum(map(n_chunks_of, n_units)),
-        tensor_bytes=sum(n * dtype.unit_bytes for n, dtype in zip(n_units, dtypes, strict=True)),
-        content_id=content_id((t.name, t.dtype, t.shape, int(t.checksum, 16)) for t in tensors),
-        against=None,
-        n_lossy=0,
-        seconds=time.perf_counter() - start,
-        seal=str(sealed.path),
-        n_sealed_files=len(sealed.files),
-    )
 
 
 def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:

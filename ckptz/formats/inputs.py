@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Sequence
 from errno import ENOENT
 from pathlib import Path
@@ -19,13 +21,17 @@ from ckptz.formats.sharding import Carried, check_sharding
 from ckptz.formats.targets import stem_of
 from ckptz.formats.torch_files import TORCH_SUFFIXES, read
 from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC
+from ckptz.store.links import residual_of
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint
-from ckptz.store.runs import newest_checkpoint
+from ckptz.store.runs import newest_checkpoint, weights_at
+from ckptz.store.step_files import StepFile
 
 ACCEPTED: Final = (
     "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "
     "of torch.distributed.checkpoint"
 )
+MODEL: Final = "model"  # stem of the weights in a folder of their own
+_BESIDE: Final = re.compile(r"(state|rng-\d+|model_\d+)\.ckptz")  # as the Trainer and accelerate name them
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
 
@@ -60,19 +66,45 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
 
 
-def open_any(path: Path, search_path: Sequence[Path] = ()) -> Input:
-    """Open what `open_input` does, or the newest checkpoint of a folder that holds `.ckptz` files only.
+def open_whole(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> list[Input]:
+    """Open what `open_input` does, or all files of a checkpoint in a folder that holds `.ckptz` files only.
+
+    That is the newest checkpoint, or the step of DIR@STEP: the weights first, then what belongs to them, as
+    exact as they are there. `held` closes the files.
 
     Raises:
         CkptzError, OSError: see there.
     """
-    try:
-        return open_input(path, search_path)
-    except ConfigError:
-        found = newest_checkpoint(path) if is_folder(path) else None
-        if found is None:
-            raise
-    return open_input(found, search_path)
+
+    def opened(file: Path) -> Input:
+        return held.enter_context(contextlib.closing(open_input(file, search_path)))
+
+    weights = weights_at(path)
+    if weights is None:
+        try:
+            return [opened(path)]
+        except ConfigError:
+            weights = newest_checkpoint(path) if is_folder(path) else None
+            if weights is None:
+                raise
+    return [opened(exact_of(file)) for file in (weights, *beside_weights(weights))]
+
+
+def exact_of(file: Path) -> Path:
+    """Give the residual file that makes a lossy file exact, if there is one; else the file itself."""
+    step_file = StepFile.parse(file.name)
+    exact = residual_of(file) if step_file is None else file.with_name(step_file.exact.name)
+    return exact if exact.exists() else file
+
+
+def beside_weights(weights: Path) -> list[Path]:
+    """List the files that a Checkpointer or an adapter wrote beside the weights of a step."""
+    if (file := StepFile.parse(weights.name)) is not None:
+        state = weights.with_name(StepFile(file.step, "state").name)
+        return [state] if state.exists() else []  # a keep rule may have taken it
+    if weights.name != f"{MODEL}{SUFFIX}":
+        return []
+    return sorted(path for path in weights.parent.iterdir() if _BESIDE.fullmatch(path.name))
 
 
 def _is_torch_file(path: Path) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import is_folder, is_url, open_bytes
+from ckptz.container.byte_source import is_folder, is_url, open_bytes, path_of
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.store.resolve import SUFFIX, open_file
@@ -30,6 +30,7 @@ _STEP: Final = r"(?:global_?)?(?:step|checkpoint|iter|iteration)[-_=]?(\d{1,18})
 _IN_NAME: Final = re.compile(rf"(?<![a-z]){_STEP}(?!\d)", re.IGNORECASE)
 _FOLDER: Final = re.compile(_STEP, re.IGNORECASE)
 _BASE: Final = re.compile(r"base-([0-9a-f]{16}\.ckptz|[0-9a-f]{8}-.+)", re.DOTALL)
+_AT_STEP: Final = re.compile(r"(.+)@(\d{1,18})", re.DOTALL)
 _WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*")
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
@@ -109,12 +110,32 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
     return min(found)[-1] if found else None
 
 
+def weights_at(path: Path) -> Path | None:
+    """Find the file with the weights of the step that DIR@STEP names; None for any other path.
+
+    Raises:
+        FileNotFoundError: the folder has no such step.
+    """
+    match = _AT_STEP.fullmatch(str(path))
+    if match is None or path.exists() or not is_folder(folder := path_of(match[1])):
+        return None
+    found = newest_checkpoint(folder, int(match[2]))
+    if found is None:
+        raise FileNotFoundError(
+            f"{folder}: has no {SUFFIX} file of step {match[2]}; ckptz log lists the steps"
+        )
+    return found
+
+
 def checkpoint_in(path: Path) -> Path:
-    """Give the newest checkpoint of a folder, or any other path as it is.
+    """Give the newest checkpoint of a folder, that of DIR@STEP, or any other path as it is.
 
     Raises:
         ConfigError: the folder has none.
+        FileNotFoundError: it has no such step.
     """
+    if (weights := weights_at(path)) is not None:
+        return weights
     if not is_folder(path):
         return path
     found = newest_checkpoint(path)

@@ -42,7 +42,7 @@ from ckptz.store.links import link_origin
 from ckptz.store.lock import Lock, Spool, acquire
 from ckptz.store.places import LocalFolder
 from ckptz.store.remote import UploadFolder, place_of
-from ckptz.store.resolve import MAX_DEPTH, SUFFIX, Checkpoint, Path_, open_checkpoint, open_file
+from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
 from ckptz.store.step_files import (
     EXACT_OF_KEY,
     KINDS,
@@ -496,24 +496,6 @@ def number_of(text: str | None) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """List every `.ckptz` file of a folder by name, bases that are kept for others included.
-
-    What a killed writer left is not among them.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    left = leftovers(folder)
-    names = sorted(e.name for e in folder.iterdir() if e.name.endswith(SUFFIX) and e.name not in left)
-    if not names:
-        raise ConfigError(
-            f"{folder}: holds no {SUFFIX} files; name a folder of checkpoints, or write checksums of other "
-            "files with ckptz seal while they are whole"
-        )
-    return [folder / name for name in names]
 
 
 def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:

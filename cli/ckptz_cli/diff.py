@@ -16,6 +16,7 @@ EPILOG = """\b
 Examples:
   ckptz diff step-100.ckptz step-200.ckptz
   ckptz diff model.safetensors model.ckptz --top 20
+  ckptz diff run@200 resumed@200 --exit-code
   ckptz diff a.ckptz b.safetensors --exit-code > /dev/null || echo "differ, or failed"
 """
 
@@ -23,7 +24,9 @@ Examples:
 @click.command(epilog=EPILOG, short_help="Show what changed between two checkpoints.")
 @click.argument("first", metavar="A", type=PATH)
 @click.argument("second", metavar="B", type=PATH)
-@click.option("--top", type=click.IntRange(min=0), metavar="N", help="Show only the first N tensors.")
+@click.option(
+    "--top", type=click.IntRange(min=0), metavar="N", help="Show only the first N tensors and values."
+)
 @click.option(
     "--sort",
     type=click.Choice(["change", "max", "share", "name"]),
@@ -32,7 +35,9 @@ Examples:
     help="change: by rms change relative to rms; max: by largest change; share: by share of changed "
     "elements; name: by name.",
 )
-@click.option("--exit-code", is_flag=True, help=f"End with exit code {DIFFERENT} if the tensors differ.")
+@click.option(
+    "--exit-code", is_flag=True, help=f"End with exit code {DIFFERENT} if they differ, metadata apart."
+)
 @jobs_option
 @search_path_option
 @session_options
@@ -40,8 +45,11 @@ Examples:
 def diff(session: Session, /, first: Path, second: Path, exit_code: bool, **how: Any) -> None:
     """Show what changed from checkpoint A to checkpoint B, tensor by tensor.
 
-    Each may be a .ckptz, .safetensors or torch file, a folder of shards, or one of .ckptz files, of which
-    the newest is taken. The exit code is 0 even if they differ, unless --exit-code is given.
+    Each may be a .ckptz, .safetensors or torch file, a folder of shards, or a step of a run: DIR@STEP, or DIR
+    for its newest one. Of a step all files are compared, exact ones where there are some. Plain values that
+    differ, such as learning rates, and states of random numbers are named, too.
+
+    The exit code is 0 even if they differ, unless --exit-code is given.
     """
     import ckptz
     from ckptz_cli.render_chains import diffed_text

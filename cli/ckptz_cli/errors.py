@@ -1,7 +1,7 @@
 """Errors as one line and an exit code by cause; no library module loads before something failed.
 
 0 ok    1 internal    2 usage    3 damaged    4 unsupported    5 missing file or base
-6 budget not met    7 I/O    10 checkpoints differ, if asked for or by resume-check    130 interrupted
+6 budget not met    7 I/O    10 checkpoints differ, if asked for    130 interrupted
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ class Failure:
     exit_code: int
     kind: str
     message: str
-    differences: tuple[str, ...] = ()
 
 
 def failure_of(error: BaseException) -> Failure:
     """Give the exit code and one line of text for any error."""
     code, message = _explain(error)
-    return Failure(code, type(error).__name__, printable(message), getattr(error, "differences", ()))
+    return Failure(code, type(error).__name__, printable(message))
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckptz.commands.seal import SEAL_NAME
 from ckptz.container.byte_source import is_folder
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.store.steps import checkpoint_files, leftovers, mismatched_pairs
+from ckptz.store.runs import run_files
+from ckptz.store.steps import leftovers, mismatched_pairs
 from ckptz_cli.session import Session
 
 
 def expanded(paths: Iterable[Path], session: Session) -> Iterator[Path]:
-    """Give files and sealed folders as they are, of folders all checkpoints; one without any is a failure."""
+    """Give files as they are, and of folders the files that `log` lists; one without any is a failure."""
     for path in paths:
-        has_seal = (path / SEAL_NAME).is_file()
-        if has_seal or not is_folder(path):
-            yield path
         try:
-            yield from checkpoint_files(path) if is_folder(path) else ()
+            yield from _checkpoint_files(path) if is_folder(path) else (path,)
         except (CkptzError, OSError) as error:
-            if not (has_seal and isinstance(error, ConfigError)):
-                session.add_failure(str(path), error)
+            session.add_failure(str(path), error)
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    """List the files of a run, bases included that are kept for others, but not what a killed writer left."""
+    left = {folder / name for name in leftovers(folder)}
+    files = [path for path in run_files(folder) if path not in left]
+    if not files:
+        raise ConfigError(
+            f"{folder}: holds no .ckptz files; name a folder of checkpoints, or a file with --against"
+        )
+    return files
 
 
 def report_folders(paths: Iterable[Path], session: Session) -> None:

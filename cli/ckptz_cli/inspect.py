@@ -18,13 +18,13 @@ Examples:
 
 
 @click.command(epilog=EPILOG, short_help="Show what a .ckptz file holds, without decoding it.")
-@click.argument("file", type=PATH, metavar="FILE|DIR")
+@click.argument("file", type=PATH, metavar="FILE|DIR|DIR@STEP")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @search_path_option
 @session_options
 @click.pass_obj
 def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path, ...]) -> None:
-    """Show what a .ckptz file holds, or the newest one of a folder, without decoding it.
+    """Show what a .ckptz file holds, or the newest one or a step of a folder, without decoding it.
 
     That is its format, content id, chain, metadata, sizes, what was promised and measured, and how tensors
     are stored. It works even if the base is missing.

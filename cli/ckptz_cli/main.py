@@ -18,18 +18,15 @@ import click
 
 from ckptz._version import __version__
 from ckptz_cli.compress import compress
-from ckptz_cli.deltas import apply, export, fold, rebase
 from ckptz_cli.diff import diff
 from ckptz_cli.errors import USAGE
 from ckptz_cli.inspect import inspect
 from ckptz_cli.log import log
 from ckptz_cli.options import session_options
-from ckptz_cli.plan_run import plan_run
 from ckptz_cli.prune import prune
+from ckptz_cli.rebase import rebase
 from ckptz_cli.report import report
 from ckptz_cli.restore import restore
-from ckptz_cli.resume_check import resume_check
-from ckptz_cli.seal import seal
 from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
 from ckptz_cli.warm_up import warm_up
@@ -54,7 +51,7 @@ Exit codes:
     5  file or base missing
     6  budget not kept (written without loss)
     7  disk
-   10  differ (diff --exit-code, resume-check)
+   10  differ (diff --exit-code)
   130  interrupted
 """
 
@@ -128,22 +125,5 @@ def main() -> None:
     gc.set_threshold(100_000)
 
 
-for _verb in (
-    compress,
-    restore,
-    inspect,
-    verify,
-    seal,
-    log,
-    report,
-    diff,
-    resume_check,
-    rebase,
-    prune,
-    fold,
-    apply,
-    export,
-    plan_run,
-    warm_up,
-):
+for _verb in (compress, restore, inspect, verify, log, report, diff, rebase, prune, warm_up):
     main.add_command(_verb)

@@ -11,7 +11,6 @@ from ckptz.pages.words import printable, ratio, size
 if TYPE_CHECKING:
     from ckptz.commands.compress import CompressReport
     from ckptz.commands.restore import RestoreReport
-    from ckptz.commands.seal import SealReport
     from ckptz.commands.verify import VerifyReport
 
 
@@ -72,11 +71,6 @@ def restored_line(report: RestoreReport) -> str:
 
 def verified_line(report: VerifyReport) -> str:
     """Say what was found to be right."""
-    if report.seal is not None:
-        return (
-            f"{printable(report.file)}: ok, as sealed; {report.n_sealed_files} files and all "
-            f"{report.n_tensors} tensors match {printable(report.seal)}, {report.seconds:.2f} s"
-        )
     chain = f" of {len(report.chain) + 1} files" if report.chain else ""
     same = f", bit for bit {printable(report.against)}" if report.against else ""
     within = f" but for {report.n_lossy} lossy tensors within their recorded errors"
@@ -84,12 +78,4 @@ def verified_line(report: VerifyReport) -> str:
         f"{printable(report.file)}: ok{same}{within if same and report.n_lossy else ''}; {report.n_chunks} "
         f"stored chunks{chain} and all {report.n_tensors} tensors match their checksums, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
-    )
-
-
-def sealed_line(report: SealReport) -> str:
-    """Say what was sealed."""
-    return (
-        f"{printable(report.seal)}: {report.n_files} files with {report.n_tensors} tensors, "
-        f"{_pace(report.file_bytes, report.seconds)}"
     )

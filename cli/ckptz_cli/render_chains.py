@@ -1,4 +1,4 @@
-"""Reports as text: of `log`, `prune`, `diff`, `resume-check` and the verbs of deltas."""
+"""Reports as text: of `log`, `prune`, `report`, `rebase` and `diff`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from ckptz.commands.diff import DiffReport, TensorDiff
-from ckptz.commands.fold import DeltaReport
 from ckptz.commands.log import LogEntry, LogReport
 from ckptz.commands.rebase import RebaseReport
 from ckptz.commands.report import PageReport
-from ckptz.commands.resume_check import FirstDifference, ResumeReport
 from ckptz.container.index import STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size
 from ckptz.store.retention import PruneReport
@@ -116,7 +114,7 @@ def reported_line(report: PageReport) -> str:
     return f"{printable(report.output or '')}: a page of {', '.join(shown)}{problems}; open it in a browser"
 
 
-# --- deltas -------------------------------------------------------------------------------------
+# --- rebase -------------------------------------------------------------------------------------
 
 
 def rebased_line(report: RebaseReport) -> str:
@@ -130,42 +128,24 @@ def rebased_line(report: RebaseReport) -> str:
     return f"{output}: {within}, {sizes}, read back and right, {report.seconds:.2f} s"
 
 
-def folded_line(report: DeltaReport) -> str:
-    """Say what a fold wrote."""
-    against = f"from {printable(report.base)}" if report.base else "which stands alone"
-    n_deltas = f"{report.n_deltas} of {report.n_tensors} tensors {against}"
-    return f"{_written(report)}, {n_deltas}, {report.seconds:.2f} s"
-
-
-def exported_line(report: DeltaReport) -> str:
-    """Say what an export wrote."""
-    return f"{_written(report)}, {report.n_tensors} tensors, needs no other file, {report.seconds:.2f} s"
-
-
-def applied_line(report: DeltaReport) -> str:
-    """Say what became of a file that a delta was applied to."""
-    what = f"{report.n_tensors} tensors, {size(report.tensor_bytes)}"
-    return (
-        f"{printable(report.output)}: {printable(report.input)} on {printable(report.base or '')}, {what}, "
-        f"all checksums match, {report.seconds:.2f} s"
-    )
-
-
-def _written(report: DeltaReport) -> str:
-    step = "" if report.step is None else f"step {report.step}, "
-    n_bytes = f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"
-    return f"{printable(report.output)}: {step}{n_bytes}"
-
-
 # --- diff ---------------------------------------------------------------------------------------
 
 
 def diffed_text(report: DiffReport) -> str:
-    """Draw the tensors that differ as a table, with a total."""
+    """Draw the tensors and values that differ as tables, with a total."""
     shown = [diff for diff in report.tensors if diff.kind != "equal"]
-    total = _diff_total(report)
-    if not shown:
-        return total
+    parts = [_tensors_table(shown)] if shown else []
+    if report.values:
+        table = table_of("value", "in A", "in B")
+        for value in report.values:
+            add_row(
+                table, value.name, *("-" if text is None else text for text in (value.value_a, value.value_b))
+            )
+        parts.append(drawn(table))
+    return "\n\n".join([*parts, _diff_total(report)])
+
+
+def _tensors_table(shown: Sequence[TensorDiff]) -> str:
     has_codes = any(diff.codes_moved is not None for diff in shown)
     headings = ("tensor", "what", "dtype", "shape", "changed", "rms change / rms", "rms change", "largest")
     table = table_of(*headings, *(("codes moved",) if has_codes else ()))
@@ -175,7 +155,7 @@ def diffed_text(report: DiffReport) -> str:
         add_row(
             table, *_names(diff), _share(diff.changed_share), _share(diff.relative_change), *numbers, *codes
         )
-    return f"{drawn(table)}\n\n{total}"
+    return drawn(table)
 
 
 def _names(diff: TensorDiff) -> tuple[str, ...]:
@@ -197,9 +177,12 @@ def _number(value: float | None) -> str:
 
 def _diff_total(report: DiffReport) -> str:
     where = f"{printable(report.first)} -> {printable(report.second)}"
-    metadata = "" if report.has_same_metadata else ", metadata differ"
+    rest = "" if report.has_same_metadata else ", metadata differ"
+    if report.not_compared:
+        rest += f"; not compared: {', '.join(map(printable, report.not_compared))}"
     if report.is_equal:
-        return f"{where}: all {report.n_tensors} tensors are equal bit for bit{metadata}"
+        values = f" and {report.n_values} values" if report.n_values else ""
+        return f"{where}: all {report.n_tensors} tensors{values} are equal bit for bit{rest}"
     counts = (
         *((report.n_equal, "equal"), (report.n_changed, "changed")),
         *((report.n_only_a, "only in A"), (report.n_only_b, "only in B")),
@@ -211,40 +194,8 @@ def _diff_total(report: DiffReport) -> str:
         parts.append(f"rms change {_share(report.relative_change)} of rms in those that changed")
     if report.max_change is not None:
         parts.append(f"largest {_number(report.max_change)}")
-    return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{metadata}"
-
-
-# --- resume-check -------------------------------------------------------------------------------
-
-
-def resumed_line(report: ResumeReport) -> str:
-    """Say what differs first, or that nothing does."""
-    names = f"{printable(report.first)} and {printable(report.second)}"
-    first = report.difference
-    left = f"; not compared: {', '.join(map(printable, report.not_compared))}" if report.not_compared else ""
-    if first is None:
-        return f"{names}: no difference, all {report.n_equal} are equal{left}, {report.seconds:.2f} s"
-    after = f"; {report.n_equal} before it are equal{left}"
-    if first.part == "losses":
-        at = f"step {first.name}: {first.value_a} in A, {first.value_b} in B"
-        return f"{names}: losses differ first at {at}{after}"
-    what = "value" if first.dtype_a is None and first.dtype_b is None else "tensor"
-    return f"{names}: differ first in {first.part}, {what} {printable(first.name)!r}: {_first(first)}{after}"
-
-
-def _first(first: FirstDifference) -> str:
-    """Say how a tensor or a value differs."""
-    kinds = [
-        f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
-        for dtype, shape in ((first.dtype_a, first.shape_a), (first.dtype_b, first.shape_b))
-        if dtype is not None and shape is not None
-    ]
-    kind = " -> ".join(dict.fromkeys(kinds))
-    if first.value_a is None or first.value_b is None:
-        return f"{kind} {first.kind}".strip()
-    values = f"{printable(first.value_a)} in A, {printable(first.value_b)} in B"
-    if first.position is None:
-        return values
-    largest = "" if first.max_change is None else f", largest difference {first.max_change:.6g}"
-    many = f"{first.n_differing} of {first.n_units} differ"
-    return f"{kind} at {list(first.position)}: {values}; {many}{largest}"
+    if n := report.n_values_changed:
+        parts.append(f"{n} value{'s' * (n != 1)} differ{'s' * (n == 1)}")
+    if report.random_states:
+        parts.append(f"random states differ: {', '.join(map(printable, report.random_states))}")
+    return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{rest}"

@@ -19,6 +19,7 @@ Examples:
   ckptz restore model.ckptz                      writes model.safetensors beside it
   ckptz restore model.ckptz -o restored.safetensors
   ckptz restore packed/checkpoint-64 -o back     a folder, as the Trainer resumes from it
+  ckptz restore run@200 -o step-200.safetensors  the weights of a step, exact if they are there
   ckptz restore step-200.ckptz --search-path ../bases
   ckptz restore training.ckptz --to safetensors  a flat file of a torch checkpoint's tensors
   ckptz restore training.ckptz --to dcp          a folder of torch.distributed.checkpoint
@@ -26,7 +27,7 @@ Examples:
 
 
 @click.command(epilog=EPILOG, short_help="Write back what was compressed.")
-@click.argument("file", type=PATH)
+@click.argument("file", type=PATH, metavar="FILE|DIR|DIR@STEP")
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Output file or folder.")
 @click.option(
     "--to",
@@ -42,7 +43,8 @@ def restore(
     """Write back what was compressed. From a lossless file every bit comes back.
 
     A folder of shards comes back as a folder, a torch file as a torch file. All values are checked against
-    the checksums that the writer stored.
+    the checksums that the writer stored. DIR@STEP gives the weights of a step of a run
+    that ckptz log lists.
     """
     import ckptz
     from ckptz_cli.render import restored_line

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 ROOM_FOR_ALL: Final = 80  # columns, for a bar of them all beside a name
 QUIET: Final = "ckptz.quiet"  # set in the context's `meta` by -q
 STDIN, STDOUT = "standard input", "standard output"
-_SUFFIXES: Final = {"restore": ".safetensors", "apply": ".safetensors"}  # of outputs, else .ckptz
 
 
 def is_quiet() -> bool:
@@ -104,7 +103,8 @@ def streamed(is_output: bool, context: click.Context) -> Path:
         raise click.BadParameter(f"{stream} can stand for one file only")
     made = tempfile.TemporaryDirectory(prefix="ckptz-", ignore_cleanup_errors=True)
     folder = Path(context.with_resource(made))
-    file = folder / (f"out{_SUFFIXES.get(context.command.name or '', '.ckptz')}" if is_output else "in")
+    suffix = ".safetensors" if context.command.name == "restore" else ".ckptz"
+    file = folder / (f"out{suffix}" if is_output else "in")
     session.streams[str(file)] = stream
     if is_output:
         if session.as_json:
@@ -231,8 +231,7 @@ def _silence_stdout() -> None:
 
 
 def _fields(failure: Failure) -> dict[str, Any]:
-    differences = {"differences": list(failure.differences)} if failure.differences else {}
-    return {"kind": failure.kind, "message": failure.message, "exit_code": failure.exit_code, **differences}
+    return {"kind": failure.kind, "message": failure.message, "exit_code": failure.exit_code}
 
 
 def _builtins(report: Any) -> Any:

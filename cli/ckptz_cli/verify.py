@@ -15,12 +15,11 @@ Examples:
   ckptz verify model.ckptz
   ckptz verify run
   ckptz verify model.ckptz --against model.safetensors
-  ckptz verify downloaded-model
 """
 
 
 @click.command(epilog=EPILOG, short_help="Check every stored byte and every value.")
-@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE|DIR...")
+@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE|DIR|DIR@STEP...")
 @click.option("--against", type=PATH, metavar="ORIGINAL", help="Also compare with this checkpoint.")
 @jobs_option
 @search_path_option
@@ -32,11 +31,8 @@ def verify(session: Session, /, files: tuple[Path, ...], **how: Any) -> None:
     With --against, also check that names, types, shapes, metadata and all bits are those of ORIGINAL.
     Lossy tensors must be within the errors that the file records.
 
-    In a folder, every .ckptz file and its chain is checked, and in a training run that the files of
-    each step belong together. All files are checked; the first failure decides the exit code.
-
-    Other files and folders are held against the seal that ckptz seal wrote, which is found beside them.
-    Every tensor and file that differs, is missing or is new is named; --json names all of them.
+    In a folder, every file that ckptz log lists is checked with its chain, and in a training run that the
+    files of each step belong together. All files are checked; the first failure decides the exit code.
     """
     import ckptz
     from ckptz_cli.folders import expanded, report_folders

@@ -268,16 +268,9 @@ def verbs(here: Path, given: Path) -> None:
         shutil.copyfile(here / method / "2.ckptz", here / method / "2-again.ckptz")
         run(f"rebase {folder}/3.ckptz -o {folder}/3-alone.ckptz", here, given)
         run(f"rebase {folder}/2-again.ckptz", here, given)
-        run(f"fold {folder}/0.ckptz..{folder}/2.ckptz -o {folder}/fold.ckptz", here, given)
-        run(f"export {folder}/3.ckptz -o {folder}/exported.ckptz", here, given)
-        run(f"export {folder}/3.ckptz -o {folder}/exported.safetensors", here, given)
+        run(f"restore {folder}@3 -o {folder}/3.safetensors", here, given)
         run(f"restore {folder}/2.ckptz -o {folder}/2.safetensors", here, given)
         run(f"restore {folder}/0.ckptz -o {folder}/0.safetensors", here, given)
-    to = "--to {here}/lossless/0.safetensors"  # what a lossy delta was made from has its codes
-    run(f"apply {{here}}/lossless/1.ckptz {to} --in-place", here, given)
-    run(f"apply {{here}}/lossless/2.ckptz {to} -o {{here}}/applied.safetensors", here, given)
-    run("fold 1..3 --folder {here}/lossless -o {here}/lossless/by-number.ckptz", here, given)
-    run("fold {given}/adam-0.safetensors..{given}/adam-1.safetensors -o {here}/plain.ckptz", here, given)
 
 
 # --- Python ---------------------------------------------------------------------------------------------
