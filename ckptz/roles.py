@@ -19,7 +19,7 @@ LAYER_TYPES: Final = ("embedding", "attention", "linear", "conv", "norm", "head"
 # What optimizers call their state: Adam, AdamW and Lion, RMSprop, SGD and Muon, Adafactor (whose factors are
 # sums over rows and columns of a second moment), bitsandbytes (whose codes have 8 bits already). Everything
 # else is lossless.
-STATE_ROLES: Final = {
+_STATE_ROLES: Final = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
     "square_avg": "exp_avg_sq",
@@ -82,7 +82,7 @@ def load_rules(text: str) -> tuple[Rule, ...]:
         raise ConfigError(f"roles file: {error}") from None
 
 
-_WORDS: Final = "|".join(STATE_ROLES)
+_WORDS: Final = "|".join(_STATE_ROLES)
 _STATE: Final = re.compile(
     rf"(?:optimizer\.)?(?:state\.)?(?:(?P<parameter>.+)\.(?P<word>{_WORDS})|(?P<first>{_WORDS})\.(?P<rest>.+))"
 )
@@ -93,7 +93,7 @@ def _split_state(name: str) -> tuple[str, str]:
     """(role, parameter) of a tensor's name."""
     if match := _STATE.fullmatch(name):
         parameter = match["parameter"] or match["rest"]
-        return STATE_ROLES[match["word"] or match["first"]], parameter.removeprefix("model.")
+        return _STATE_ROLES[match["word"] or match["first"]], parameter.removeprefix("model.")
     if name.startswith("optimizer."):
         return "other", name
     return "weight", name.removeprefix("model.")

@@ -179,7 +179,7 @@ def diff(
     with contextlib.ExitStack() as held:
         a, b = (_side(path_of(one), paths(search_path), held) for one in (first, second))
         workers = held.enter_context(Workers(jobs))
-        pairs = [Pair(name, one, b.tensors[name]) for name, one in a.tensors.items() if name in b.tensors]
+        pairs = [_Pair(name, one, b.tensors[name]) for name, one in a.tensors.items() if name in b.tensors]
         progress.start(f"{a.name} and {b.name}", sum(pair.a.n_bytes for pair in pairs if pair.is_read))
         sums = _sums_of(pairs, workers, progress)
         diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
@@ -245,7 +245,7 @@ def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class _Pair:
     """A tensor that both sides have."""
 
     name: str
@@ -276,8 +276,8 @@ class Pair:
 
 
 @dataclass(slots=True)
-class Sums:
-    """Sums over the chunks of two tensors: counts of units, and squares of finite numbers."""
+class _Sums:
+    """_Sums over the chunks of two tensors: counts of units, and squares of finite numbers."""
 
     n_units: int = 0
     n_changed: int = 0
@@ -289,7 +289,7 @@ class Sums:
     n_codes: int = 0
     n_codes_moved: int = 0
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: _Sums) -> None:
         """Add the sums of other chunks."""
         self.n_units += other.n_units
         self.n_changed += other.n_changed
@@ -302,12 +302,12 @@ class Sums:
         self.n_codes_moved += other.n_codes_moved
 
 
-_Chunk = tuple[Pair, int, int]  # units begin..end of both sides
+_Chunk = tuple[_Pair, int, int]  # units begin..end of both sides
 
 
-def _sums_of(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> dict[str, Sums]:
+def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> dict[str, _Sums]:
     """Compare pairs of tensors, chunk by chunk; what is found by name."""
-    sums = {pair.name: Sums() for pair in pairs}
+    sums = {pair.name: _Sums() for pair in pairs}
     for pair in pairs:
         if not pair.is_read:
             sums[pair.name].n_units = pair.a.n_units if pair.is_same_type else 0
@@ -317,7 +317,7 @@ def _sums_of(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> dic
     return sums
 
 
-def _chunks(pairs: Iterable[Pair]) -> Iterator[_Chunk]:
+def _chunks(pairs: Iterable[_Pair]) -> Iterator[_Chunk]:
     for pair in pairs:
         for source in (pair.a, pair.b):
             check_empty(source)
@@ -329,9 +329,9 @@ def _chunks(pairs: Iterable[Pair]) -> Iterator[_Chunk]:
 # --- one chunk ----------------------------------------------------------------------------------
 
 
-def _compare(chunk: _Chunk) -> tuple[Pair, Sums]:
+def _compare(chunk: _Chunk) -> tuple[_Pair, _Sums]:
     pair, begin, end = chunk
-    sums, codes = Sums(n_units=end - begin), _both_codes(*chunk)
+    sums, codes = _Sums(n_units=end - begin), _both_codes(*chunk)
     if codes is not None:
         sums.n_codes, sums.n_codes_moved = len(codes[0]), int(np.count_nonzero(codes[0] != codes[1]))
     a, b = _both_units(*chunk)
@@ -343,7 +343,7 @@ def _compare(chunk: _Chunk) -> tuple[Pair, Sums]:
     return pair, sums
 
 
-def _both_units(pair: Pair, begin: int, end: int) -> tuple[Units, Units]:
+def _both_units(pair: _Pair, begin: int, end: int) -> tuple[Units, Units]:
     """The units of both sides; the same array twice if the checksums say that they are equal."""
     a, b = pair.a, pair.b
     if not pair.is_same_type:
@@ -365,7 +365,7 @@ def _recorded(source: TensorSource, begin: int) -> int | None:
     return source.header.chunks[begin // CHUNK_UNITS].decoded if isinstance(source, FrameSource) else None
 
 
-def _both_codes(pair: Pair, begin: int, end: int) -> tuple[Codes, Codes] | None:
+def _both_codes(pair: _Pair, begin: int, end: int) -> tuple[Codes, Codes] | None:
     """The codes of both sides, if both stand for values of a map, and not for steps from a predictor."""
     found = []
     for source in (pair.a, pair.b):
@@ -381,7 +381,7 @@ def _both_codes(pair: Pair, begin: int, end: int) -> tuple[Codes, Codes] | None:
     return a, b
 
 
-def _add_numbers(sums: Sums, pair: Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
+def _add_numbers(sums: _Sums, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
     with np.errstate(all="ignore"):  # infinities and NaN are counted, not complained of
         finite = np.isfinite(a) & np.isfinite(b)
         sums.n_numbers = int(np.count_nonzero(finite))
@@ -440,7 +440,7 @@ def _only(name: str, kind: Difference, source: TensorSource) -> TensorDiff:
     return TensorDiff(name=name, kind=kind, dtype_b=dtype, shape_b=shape)
 
 
-def _difference_of(pair: Pair, sums: Sums) -> Difference:
+def _difference_of(pair: _Pair, sums: _Sums) -> Difference:
     """Say what differs between two tensors that were compared."""
     if tuple(pair.a.shape) != tuple(pair.b.shape):
         return "reshaped"
@@ -449,7 +449,7 @@ def _difference_of(pair: Pair, sums: Sums) -> Difference:
     return "changed" if sums.n_changed else "equal"
 
 
-def _tensor_diff(pair: Pair, sums: Sums) -> TensorDiff:
+def _tensor_diff(pair: _Pair, sums: _Sums) -> TensorDiff:
     kind = _difference_of(pair, sums)
     has_numbers = bool(sums.n_numbers) and kind != "equal"
     return TensorDiff(
@@ -473,7 +473,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _relative(sums: Sums) -> float | None:
+def _relative(sums: _Sums) -> float | None:
     return _finite(math.sqrt(sums.error / sums.power)) if sums.power else None
 
 
@@ -496,7 +496,7 @@ def _shown(value: str | None, at: int) -> str | None:
 
 
 def _report(
-    a: _Side, b: _Side, found: Sequence[TensorDiff], sums: Mapping[str, Sums], top: int | None, start: float
+    a: _Side, b: _Side, found: Sequence[TensorDiff], sums: Mapping[str, _Sums], top: int | None, start: float
 ) -> DiffReport:
     values_a, values_b = ({}, {}) if a.values is None or b.values is None else (a.values, b.values)
     differing = list(_value_diffs(values_a, values_b))
@@ -506,10 +506,10 @@ def _report(
     random = {match[1] for name in names if (match := _RANDOM.fullmatch(name))}
     diffs = [diff for diff in found if _RANDOM.fullmatch(diff.name) is None]
     counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
-    total, changed = Sums(), Sums()
+    total, changed = _Sums(), _Sums()
     for diff in diffs:
-        total.add(sums.get(diff.name, Sums()))
-        changed.add(sums[diff.name] if diff.relative_change is not None else Sums())
+        total.add(sums.get(diff.name, _Sums()))
+        changed.add(sums[diff.name] if diff.relative_change is not None else _Sums())
     return DiffReport(
         first=a.name,
         second=b.name,

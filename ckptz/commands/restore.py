@@ -114,12 +114,11 @@ def restore(
     """
     start, path = time.perf_counter(), path_of(path)
     weights = weights_at(path)
-    if weights is None and is_folder(
-        path
-    ):  # files that it had beside its shards were copied along, plain ones too
+    if weights is None and is_folder(path):
+        # Files that the folder had beside its shards were copied along, plain ones too.
         path = packed_in(path, with_plain=True) or path
-    named = path if weights is None else weights
-    with contextlib.closing(open_input(exact_of(named) if weights else path, paths(search_path))) as opened:
+    read, named = (path, path) if weights is None else (exact_of(weights), weights)
+    with contextlib.closing(open_input(read, paths(search_path))) as opened:
         checkpoint = opened.checkpoint
         if opened.kind != "ckptz" or checkpoint is None:
             if path.is_dir():

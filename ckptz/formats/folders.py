@@ -103,7 +103,7 @@ def open_folder(folder: Path) -> Input:
         states, notes = _states_beside(folder, layout)
         found = shards(folder, layout, opened, states)
         _check_places(folder, layout, found.homes)
-        carried, left_out = find_carried(folder, {*layout.files, layout.index_file, *states})
+        carried, left_out = _find_carried(folder, {*layout.files, layout.index_file, *states})
         sharding = Sharding(
             found.shards, layout.index_file, layout.index_text, tuple(name for name, _ in carried)
         )
@@ -147,7 +147,7 @@ def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[
     for file in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
         path = folder / file
         is_state = file.endswith(STATE_SUFFIXES) and not is_model_file(file) and file not in layout.files
-        # What find_carried leaves out stays out; a second form of the weights is carried as it is.
+        # What `_find_carried` leaves out stays out; a second form of the weights is carried as it is.
         if not is_state or not (is_shard_name(file) and is_portable(file) and is_within(path, root)):
             continue
         if not is_torch_file(path):
@@ -300,7 +300,7 @@ def _claim(
         raise CorruptionError(f"{folder / file}: tensor {name!r} is in {homes[name]} too")
 
 
-def find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], list[str]]:
+def _find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], list[str]]:
     """Find the regular files of a folder and its subfolders, and what of it cannot be carried over.
 
     Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
