@@ -75,18 +75,23 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str]) -> None:
     assert "--help" in run.error
 
 
+def test_a_word_for_restoring_names_the_verb() -> None:
+    run = ckptz("decompress", "model.ckptz", fails=True)
+    assert (run.exit_code, "Did you mean 'restore'?" in run.error) == (2, True)
+
+
 def test_a_folder_of_bases_that_is_not_there_is_named(chain: Chain) -> None:
     run = ckptz("inspect", chain.delta, "--search-path", chain.folder / "nowhere", fails=True)
     assert (run.exit_code, "nowhere: no such folder" in run.error) == (2, True)
 
 
-@pytest.mark.parametrize("verb", ["inspect", "compress"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "rebase", "compress"])
 def test_a_torch_file_where_one_of_ours_is_needed_is_said_to_be_none(verb: str, chain: Chain) -> None:
     torch_file = chain.folder / "model.pt"
     torch_file.write_bytes(b"PK\x03\x04\x00\x00\x08\x08" + bytes(60))
     words = ["--base", torch_file, "-o", chain.folder / "new.ckptz"] if verb == "compress" else []
     run = ckptz(verb, chain.second if words else torch_file, *words, fails=True)
-    assert (run.exit_code, "model.pt: not a safetensors file" in run.error) == (3, True)
+    assert (run.exit_code, "model.pt: is a torch file, not a .ckptz file" in run.error) == (2, True)
 
 
 def test_no_arguments_show_the_help() -> None:
@@ -164,7 +169,7 @@ def test_an_existing_output_is_kept_unless_forced(chain: Chain) -> None:
         old = target.read_bytes()
         run = ckptz(verb, source, fails=True)
         assert run.exit_code == 2
-        assert "by force" in run.error
+        assert "or give --force" in run.error
         assert target.read_bytes() == old
         ckptz(verb, source, "--force")
 

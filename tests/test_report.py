@@ -172,7 +172,7 @@ def test_one_damaged_file_is_refused_and_nothing_is_written(run: Path, tmp_path:
 def test_a_page_replaces_a_page_and_nothing_else(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "thesis.html"
     other.write_text("<!doctype html> mine")
-    with pytest.raises(ConfigError, match="by force"):
+    with pytest.raises(ConfigError, match="or give --force"):
         ckptz.report(run, other)
     assert other.read_text() == "<!doctype html> mine"
     ckptz.report(run, other, force=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,24 @@ import pytest
 
 import ckptz as library
 from ckptz import KeepPolicy, compress, inspect, log, prune
+from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
 from ckptz.numpy import save_file
 from ckptz.store.runs import step_of
-from tests.support.cli_support import a_state, ckptz, content_of, hf_folder, write_plain
+from tests.support.cli_support import a_state, ckptz, content_of, hf_folder, temporaries, write_plain
 
 STEPS = (8, 9, 10, 11)
+DIES = """
+import os, sys
+from pathlib import Path
+from ckptz.container.publish import publish
+held = [publish(Path(name)) for name in sys.argv[1:]]
+for one in held:
+    sink = one.__enter__()
+    sink.write(b"half of it")
+    sink.flush()
+os._exit(0)
+"""
 
 
 def plain(folder: Path, steps: tuple[int, ...] = STEPS, name: str = "step-{}.safetensors") -> list[Path]:
@@ -276,6 +290,22 @@ def test_runs_of_frameworks_are_listed_restored_and_pruned(kind: str, tmp_path: 
     assert report.kept_bytes == sum(inodes.values())
 
 
+def test_what_killed_writers_left_in_a_run_goes_with_prune(tmp_path: Path) -> None:
+    paths = linked(tmp_path, KINDS["trainer"])
+    targets = (paths[-1], tmp_path / "x.ckptz")
+    subprocess.run([sys.executable, "-c", DIES, *targets], check=True)
+    left = temporaries(tmp_path)
+    assert len(left) == 2
+    report = prune(tmp_path, dry_run=True)
+    assert sorted(report.removed) == sorted(path.relative_to(tmp_path).as_posix() for path in left)
+    assert report.removed_bytes == sum(path.stat().st_size for path in left) > 0
+    assert temporaries(tmp_path) == left
+    with publish(tmp_path / "y.ckptz"):  # somebody's who still writes
+        prune(tmp_path)
+        assert len(temporaries(tmp_path)) == 1
+    assert all(path.exists() for path in paths)
+
+
 def test_torch_files_beside_are_no_checkpoints_of_ours(tmp_path: Path) -> None:
     linked(tmp_path, KINDS["lightning"])
     (tmp_path / "epoch=0-step=7.ckpt").write_bytes(b"PK\x03\x04" + bytes(50))
@@ -318,16 +348,23 @@ def test_the_weights_of_a_lossy_step_come_back_exact_under_its_name(tmp_path: Pa
         Chain(ChainOptions(config=library.KMeans(levels=4, min_elements=1))).write(
             folder / f"{name}.ckptz", job
         )
-    done = ckptz("restore", f"{tmp_path}@7", "--to", "safetensors")
-    assert f"these are the weights; files of their own beside {folder}" in done.stderr
-    assert done.stderr.endswith(" are state.ckptz\n")
-    [(_, (_, _, found))] = content_of(folder / "model.safetensors")[0]
+    done = ckptz("restore", f"{tmp_path}@7", "--to", "safetensors", "-o", f"{tmp_path}/back/")
+    assert "these are the weights; what else belongs to the step is in state.ckptz" in done.stderr
+    [(_, (_, _, found))] = content_of(tmp_path / "back" / "model.safetensors")[0]
     assert found == weights["w"].tobytes()
+
+
+def test_a_step_has_no_place_in_the_folder_of_its_run(run: Path) -> None:
+    before = names(run)
+    failed = ckptz("restore", f"{run}@10", fails=True)
+    assert (failed.exit_code, "name an output" in failed.error) == (2, True)
+    assert names(run) == before
 
 
 def test_a_step_that_is_not_there_is_named(run: Path) -> None:
     for verb in ("restore", "inspect", "verify"):
-        failed = ckptz(verb, f"{run}@12", fails=True)
+        output = ("-o", run / "back.safetensors") if verb == "restore" else ()
+        failed = ckptz(verb, f"{run}@12", *output, fails=True)
         assert failed.exit_code == 5
         assert f"{run}: has no .ckptz file of step 12; ckptz log lists the steps" in failed.error
     assert ckptz("restore", f"{run / 'nowhere'}@8", fails=True).exit_code == 5

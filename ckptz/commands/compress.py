@@ -17,7 +17,7 @@ from ckptz.container.publish import abandoned, make_folder, publish
 from ckptz.container.writer import Written
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
-from ckptz.formats.inputs import Input, open_input
+from ckptz.formats.inputs import Input, checked_kind, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
 from ckptz.formats.targets import (
     PathLike,
@@ -249,6 +249,8 @@ def _check(run: _Run, base: Path | None) -> None:
     """Refuse what cannot be done together, before anything is read."""
     if base is not None and base.is_dir():
         raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
+    if base is not None:
+        checked_kind(base)
     if run.chain and run.is_dry:
         raise ConfigError(
             "a chain needs the file before, and a dry run writes none; leave one of the two out"

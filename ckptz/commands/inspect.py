@@ -18,6 +18,7 @@ from ckptz.container.index import LossyRecord, QualityRecord
 from ckptz.container.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, ConfigError
+from ckptz.formats.inputs import checked_kind
 from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.shown import Shown
 from ckptz.roles import role_of
@@ -103,9 +104,9 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
     Raises:
         FileNotFoundError: no such file or step.
         FormatError: damaged.
-        ConfigError: a plain file, or a folder without a `.ckptz` file.
+        ConfigError: a file of another kind, or a folder without a `.ckptz` file.
     """
-    path = checkpoint_in(path_of(path))
+    path = checked_kind(checkpoint_in(path_of(path)))
     try:
         checkpoint = open_checkpoint(path, paths(search_path))
     except CkptzError as error:

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptz.container.byte_source import open_bytes
+from ckptz.container.publish import abandoned
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, MissingBaseError, whole
 from ckptz.store.needs import needs_of
@@ -27,7 +28,7 @@ from ckptz.store.steps import number_of
 def prune(
     folder: Path_, keep: KeepPolicy = KEEP_ALL, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """Remove the steps of a run that no rule keeps; bases of those that stay are left.
+    """Remove the steps of a run that no rule keeps, and unfinished files; bases of those that stay are left.
 
     Args:
         folder: a run of a `Checkpointer`, also behind an fsspec URL, of the Trainer or Lightning, or what
@@ -157,8 +158,10 @@ def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool)
     removed = sorted(
         {*units} - kept - hidden, key=lambda u: (not u.is_residual, -(u.step or 0), is_base_name(u.path))
     )
+    folders = {folder, *(u.path for u in units if u.path.is_dir() and u not in removed)}
+    left = [path for where in sorted(folders) for path in abandoned(where)]
     staying = {inode_of(file): file for u in units if u not in removed for file in u.files}
-    going = {inode_of(file): file for u in removed for file in u.files}
+    going = {inode_of(file): file for file in (*left, *(file for u in removed for file in u.files))}
     sizes = [
         sum(file.stat().st_size for file in files)
         for files in (staying.values(), (file for inode, file in going.items() if inode not in staying))
@@ -166,13 +169,15 @@ def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool)
     if not dry_run:
         for unit in removed:
             unit.remove()
+        for path in left:
+            path.unlink(missing_ok=True)
     return PruneReport(
         folder=str(folder),
         steps=tuple(sorted({u.step for u in kept if u.step is not None and u.is_checkpoint})),
         weights_only=(),
         exact=tuple(sorted({u.step for u in kept if u.step is not None and u.is_residual})),
         hidden=tuple(sorted(u.name for u in hidden)),
-        removed=tuple(u.name for u in removed),
+        removed=(*(u.name for u in removed), *(path.relative_to(folder).as_posix() for path in left)),
         kept_bytes=sizes[0],
         removed_bytes=sizes[1],
         dry_run=dry_run,

@@ -16,6 +16,7 @@ from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inli
 from ckptz.container.publish import publish
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.errors import ConfigError, CorruptionError
+from ckptz.formats.inputs import checked_kind
 from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
@@ -153,9 +154,9 @@ def rebase(
         FileNotFoundError: no such file.
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
-        ConfigError: a plain file, or the output cannot be written.
+        ConfigError: a file of another kind, or the output cannot be written.
     """
-    start, path = time.perf_counter(), path_of(path)
+    start, path = time.perf_counter(), checked_kind(path_of(path))
     output = None if output is None else file_path(output)
     with contextlib.ExitStack() as held:
         checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))

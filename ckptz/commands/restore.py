@@ -94,8 +94,9 @@ def restore(
     Args:
         path: a `.ckptz` file, the folder that was packed to one, or "DIR@STEP" for the weights of a step of a
             run, exact if they are there; bases are looked for beside it.
-        output: a file, or a folder if folders of shards were compressed, or to keep the name; by default
-            beside `path`. A name that ends with a separator is a folder, and is made.
+        output: a file, or a folder if folders of shards were compressed, or to keep the name. By default
+            beside `path`; a step of a run needs one. A name that ends with a separator is a folder, and is
+            made.
         to: what to write; by default what was compressed.
         jobs: threads, all cores by default.
         force: replace an existing output.
@@ -114,6 +115,8 @@ def restore(
     """
     start, path = time.perf_counter(), path_of(path)
     weights = weights_at(path)
+    if weights is not None and output is None:
+        raise ConfigError(f"{path}: name an output (-o) for a step of a run, whose folder stays as it is")
     if weights is None and is_folder(path):
         # Files that the folder had beside its shards were copied along, plain ones too.
         path = packed_in(path, with_plain=True) or path
@@ -204,7 +207,7 @@ def _check_size(name: str, n_bytes: int, target: Path, kind: Written, max_decode
 def _notes(opened: Input, kind: Written, others: Sequence[Path]) -> tuple[str, ...]:
     if others:
         names = ", ".join(file.name for file in others)
-        return (f"these are the weights; files of their own beside {opened.name} are {names}",)
+        return (f"these are the weights; what else belongs to the step is in {names}",)
     if kind == "folder" and opened.left_out:
         return (f"files that belong to the folder were not found: {', '.join(opened.left_out)}",)
     if kind != "folder" and opened.sharding is not None:

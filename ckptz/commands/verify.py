@@ -17,7 +17,7 @@ from ckptz.container.byte_source import naming_urls, path_of
 from ckptz.container.index import Sharding
 from ckptz.container.reader import Container, FrameSource, check_empty
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.formats.inputs import Input, exact_of, open_input
+from ckptz.formats.inputs import Input, checked_kind, exact_of, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Units
@@ -77,12 +77,13 @@ def verify(
         progress: is told of the bytes decoded.
 
     Raises:
+        ConfigError: a file of another kind, or a plain one without `against`.
         ChecksumError: stored bytes were changed.
         CorruptionError: values decode to others than were written, or differ from the original.
         MissingBaseError: the chain is incomplete.
     """
     start, weights = time.perf_counter(), weights_at(path_of(path))
-    file = path_of(path) if weights is None else exact_of(weights)
+    file = checked_kind(path_of(path)) if weights is None else exact_of(weights)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
         checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, paths(search_path))))
         if checkpoint.container is None and against is None:

@@ -124,6 +124,17 @@ def beside_weights(weights: Path) -> list[Path]:
     return sorted(path for path in weights.parent.iterdir() if _BESIDE.fullmatch(path.name))
 
 
+def checked_kind(path: Path) -> Path:
+    """Give the path of what may be a `.ckptz` or safetensors file, as far as its first bytes say.
+
+    Raises:
+        ConfigError: a torch file, or no checkpoint at all.
+    """
+    if not is_url(path) and path.is_file() and _is_torch_file(path):
+        raise ConfigError(f"{path}: is a torch file, not a .ckptz file; ckptz compress makes one of it")
+    return path
+
+
 def _is_torch_file(path: Path) -> bool:
     if path.suffix in (PLAIN_SUFFIX, SUFFIX):
         return False

@@ -120,7 +120,7 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another output")
         if not force:
-            raise ConfigError(f"{target}: exists already; name another output, or replace it by force")
+            raise ConfigError(f"{target}: exists already; name another output, or give --force (force=True)")
     if not target.parent.is_dir():
         raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
 
@@ -138,7 +138,7 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
         if not force:
-            raise ConfigError(f"{target}: exists already; name another folder, or replace it by force")
+            raise ConfigError(f"{target}: exists already; name another folder, or give --force (force=True)")
 
 
 def is_same(a: Path, b: Path) -> bool:

@@ -71,8 +71,13 @@ def ratio(stored_bytes: int, tensor_bytes: int) -> str:
     if f"{stored_bytes / tensor_bytes:.3g}" == "1":
         return f"1.0x, nothing gained, {share}"
     if stored_bytes > tensor_bytes:
-        return f"{stored_bytes / tensor_bytes:.3g}x larger, {share}"
-    return f"{tensor_bytes / stored_bytes:.3g}x smaller, {share}" if stored_bytes else share
+        return f"{times(stored_bytes / tensor_bytes)} larger, {share}"
+    return f"{times(tensor_bytes / stored_bytes)} smaller, {share}" if stored_bytes else share
+
+
+def times(factor: float) -> str:
+    """Write a ratio with three digits, or as a whole number where that has more."""
+    return f"{factor:,.0f}x" if factor >= 1000 else f"{factor:.3g}x"
 
 
 def cut(text: str, n: int = 100) -> str:

@@ -70,6 +70,12 @@ class Program(click.Group):
                 session.fail(error)
             sys.exit(session.finish() or (0 if words else USAGE))
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Find the verb that is meant; a word for restoring is no other form of `compress`."""
+        if args[0] == "decompress":
+            ctx.fail("No such command 'decompress'. Did you mean 'restore'?")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the verbs in the order of their use, not of the alphabet."""
         del ctx

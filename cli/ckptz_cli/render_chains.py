@@ -12,7 +12,7 @@ from ckptz.commands.log import LogEntry, LogReport
 from ckptz.commands.rebase import RebaseReport
 from ckptz.commands.report import PageReport
 from ckptz.container.index import STEPS_LOST, QualityRecord
-from ckptz.pages.words import printable, ratio, size
+from ckptz.pages.words import printable, ratio, size, times
 from ckptz.store.retention import PruneReport
 from ckptz.store.runs import step_of_folder
 from ckptz_cli.session import is_terminal
@@ -55,7 +55,7 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
         "" if entry.step is None else str(entry.step),
         f"{entry.kind}, hidden" if entry.is_hidden else entry.kind,
         "?" if entry.ratio is None else size(entry.stored_bytes),
-        "?" if entry.ratio is None else f"{entry.ratio:.3g}x",
+        "?" if entry.ratio is None else times(entry.ratio),
         str(entry.depth),
         f"{entry.n_lossy} of {entry.n_tensors}" if entry.n_lossy else "-",
         "; ".join(map(_quality_text, entry.quality)) or "-",

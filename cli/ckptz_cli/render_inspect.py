@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
-from ckptz.pages.words import ratio, size
+from ckptz.pages.words import ratio, size, times
 from ckptz_cli.render import quality_text
 from ckptz_cli.tables import add_row, drawn, facts_table, table_of
 
@@ -130,7 +130,7 @@ def _slice_cost(tensor: TensorReport) -> str:
 
 
 def _times(n_bytes: int, stored: int) -> str:
-    return f"{n_bytes / stored:.3g}x" if stored and n_bytes else "-"
+    return times(n_bytes / stored) if stored and n_bytes else "-"
 
 
 def _share_text(shares: dict[str, float]) -> str:
