@@ -66,6 +66,7 @@ def test_sizes_have_three_digits(n_bytes: int, text: str) -> None:
 
 def test_a_ratio_names_what_it_is_of() -> None:
     assert ratio(50, 100) == "2x smaller, 0.5000 of raw"
+    assert ratio(38, 100_000) == "2,632x smaller, 0.0004 of raw"
     assert ratio(150, 100) == "1.5x larger, 1.5000 of raw"
     assert ratio(10005, 10000) == "1.0x, nothing gained, 1.0005 of raw"
     assert ratio(50, 0) == "no tensor bytes"

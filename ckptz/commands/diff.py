@@ -170,6 +170,14 @@ def diff(
         ConfigError: `top` or `sort` is none that there is.
         FormatError: a file is damaged.
         MissingBaseError: a chain is incomplete.
+
+    Example:
+        >>> import ckptz, torch
+        >>> from ckptz.torch import save_state
+        >>> for step, lr in ((1, 0.1), (2, 0.05)):
+        ...     save_state({"weight": torch.ones(2), "lr": lr}, f"step-{step}.ckptz")
+        >>> ckptz.diff("step-1.ckptz", "step-2.ckptz").values
+        (ValueDiff(name='lr', value_a='0.1', value_b='0.05'),)
     """
     start = time.perf_counter()
     if sort not in _ORDERS:

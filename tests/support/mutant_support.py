@@ -33,7 +33,6 @@ from tests.support.spec_files import File, Frame, Json, plain_file
 
 MAX_BYTES = 1 << 20  # decoded of one tensor: what a reader of mutants allows
 ROUNDS = 3  # of fitting: a tensor, one that its classes name, and one that those name
-RECORD_BYTES = 5  # of a stream
 Rng = np.random.Generator
 
 
