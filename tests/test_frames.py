@@ -56,6 +56,8 @@ from tests.support.frame_support import (
     random_units,
     round_trip,
 )
+from tests.support.spec_cases import quantized
+from tests.support.spec_files import Frame
 
 DTYPE_ROWS = sorted(DTYPES.values(), key=lambda row: row.id)
 # Cases are made with compiled kernels, and the first one may wait for their compilation.
@@ -296,7 +298,7 @@ def test_few_units_are_decoded_without_the_rest_of_the_map(
         assert np.array_equal(np.tile(few, 2), many)
 
 
-def test_values_that_are_not_finite_must_be_protected() -> None:
+def test_values_that_are_not_finite_must_be_escaped() -> None:
     table = ExplicitTable(np.array([[0x3F800000, 0x7F800000]], np.uint32))
     quant_map = QuantizationMap(table, np.zeros(1, np.int64))
     case = build_case(
@@ -352,6 +354,21 @@ def test_headers_that_contradict_the_specification_are_refused(change: Any, erro
     refusing(lambda body: None)
     with pytest.raises(error):
         refusing(change)
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (quantized(flags=4), "mask of protected values, which this version of ckptz lacks"),
+        (
+            quantized(bytes(24), kind=1, n_codes=1, domain=2),
+            "expanded table of integers, which this version of ckptz lacks",
+        ),
+    ],
+)
+def test_what_no_writer_made_is_refused_by_name(frame: Frame, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        frame.parse()
 
 
 def test_every_strict_prefix_of_a_header_is_refused() -> None:

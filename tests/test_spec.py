@@ -56,11 +56,7 @@ def test_the_registry_lists_the_dtypes_of_the_code() -> None:
 
 def test_the_registry_lists_flags_features_and_lanes_of_the_code() -> None:
     flags = {row["name"]: int(row["value"]) for row in table("registry.md", "frame-flags", "value")}
-    assert flags == {
-        "zero": frame.FLAG_ZERO,
-        "escape": frame.FLAG_ESCAPE,
-        "protected": frame.FLAG_PROTECTED,
-    }
+    assert flags == {"zero": frame.FLAG_ZERO, "escape": frame.FLAG_ESCAPE}
     assert {row["name"] for row in table("registry.md", "features", "name")} == index.KNOWN_FEATURES
     lanes = [(int(row["index"]), int(row["lanes"])) for row in table("registry.md", "lanes", "lanes")]
     assert lanes == list(enumerate(LANE_CHOICES))

@@ -235,15 +235,11 @@ class _Streams:
         table.decode(codes, self._labels, predicted(plan, sources), out)
         exact = np.zeros(self._n, np.bool_)
         if quant_map.escape_code is not None:
-            exact |= self._put(codes == quant_map.escape_code, out)
-        if quant_map.has_protected:
-            mask = self._plain(*self._take(), self._n)
-            if len(mask) and int(mask.max()) > 1:
-                raise CorruptionError("the mask of protected positions holds other codes than 0 and 1")
-            exact |= self._put(mask.astype(np.bool_), out)
+            exact = codes == quant_map.escape_code
+            self._put(np.flatnonzero(exact), out)
         # What stands exactly may be anything; what was computed is finite, or rounding is not defined.
         if not cpu().all_finite(out, table.kind) and not cpu().all_finite(out[~exact], table.kind):
-            raise CorruptionError("a value is not finite, and neither escaped nor protected")
+            raise CorruptionError("a value is not finite, and not escaped")
         return codes
 
     def map_codes(self) -> Bytes:
@@ -254,15 +250,13 @@ class _Streams:
             raise CorruptionError(f"code {int(codes.max())} is beyond the {quant_map.n_codes} of the map")
         return codes
 
-    def _put(self, mask: NDArray[np.bool_], out: Units) -> NDArray[np.bool_]:
-        at = np.flatnonzero(mask)
+    def _put(self, at: NDArray[np.intp], out: Units) -> None:
         n = len(at)
         planes = [self._plain(*self._take(), n) for _ in range(out.itemsize)]
         values = np.empty(n, out.dtype)
         if n:
             cpu().merge_planes(planes, values, 0, values)
         out[at] = values
-        return mask
 
     def _plain(self, coder: int, data: Bytes, n: int) -> Bytes:
         """A stream that needs no tables of the tensor."""

@@ -45,7 +45,6 @@ from ckptz.codec.plan import (
     AnyTable,
     Domain,
     ExplicitTable,
-    IntegerTable,
     LinearTable,
     Outer,
     Plan,
@@ -68,8 +67,9 @@ MAX_ELEMENTS: Final = 1 << 48
 MAX_OUTER: Final = 1 << 24  # elements of both outer vectors together
 VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # the linear and bits domains exist for these
 
-FLAG_ZERO, FLAG_ESCAPE, FLAG_PROTECTED = 1, 2, 4
-KNOWN_FLAGS: Final = FLAG_ZERO | FLAG_ESCAPE | FLAG_PROTECTED
+FLAG_ZERO, FLAG_ESCAPE = 1, 2
+KNOWN_FLAGS: Final = FLAG_ZERO | FLAG_ESCAPE
+FLAG_MASK: Final = 4  # of protected values, in drafts of the format
 
 E = TypeVar("E", bound=IntEnum)
 PREFIX_BYTES: Final = 4  # the header's own length, u32
@@ -147,6 +147,8 @@ def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
     domain = _known(Domain, source.u8("frame domain"), "frame domain")
     predictor = _known(Predictor, source.u8("frame predictor"), "frame predictor")
     flags = source.u32("frame flags")
+    if flags & FLAG_MASK:
+        raise UnsupportedError("the frame has a mask of protected values, which this version of ckptz lacks")
     if flags & ~KNOWN_FLAGS:
         raise UnsupportedError(f"frame sets reserved flags {flags:#04x}; written by a newer ckptz")
     shape = _parse_shape(source)
@@ -167,8 +169,7 @@ def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
 def _flags(quant_map: QuantizationMap | None) -> int:
     if quant_map is None:
         return 0
-    flags = FLAG_ZERO * (quant_map.zero_code is not None) | FLAG_ESCAPE * (quant_map.escape_code is not None)
-    return flags | FLAG_PROTECTED * quant_map.has_protected
+    return FLAG_ZERO * (quant_map.zero_code is not None) | FLAG_ESCAPE * (quant_map.escape_code is not None)
 
 
 def _check(plan: Plan, dtype: DType, flags: int) -> None:
@@ -275,9 +276,8 @@ def _write_entries(out: ByteWriter, table: AnyTable, dtype: DType) -> None:
     if isinstance(table, ExplicitTable):
         out.raw(table.entries.astype(UNIT_TYPES[table.entries.itemsize]).tobytes())
     else:
-        kind = "<f8" if isinstance(table, LinearTable) else "<i8"
         for vector in (table.scale, table.level, table.offset):
-            out.raw(vector.astype(kind).tobytes())
+            out.raw(vector.astype("<f8").tobytes())
 
 
 def _parse_map(
@@ -294,7 +294,6 @@ def _parse_map(
         row_of_class,
         zero_code=source.u8("zero code") if flags & FLAG_ZERO else None,
         escape_code=n_codes - 1 if flags & FLAG_ESCAPE else None,
-        has_protected=bool(flags & FLAG_PROTECTED),
     )
 
 
@@ -310,12 +309,11 @@ def _parse_entries(
     if kind is TableKind.EXPLICIT:
         of = "<u4" if domain is Domain.LINEAR else UNIT_TYPES[dtype.unit_bytes].str
         return ExplicitTable(vector(n_rows * n_codes, of).reshape(shape))
-    if domain is Domain.LINEAR:
-        scale, level, offset = (vector(n, "<f8") for n in (n_rows, n_codes, n_rows))
-        _check_normal(scale, level, offset)
-        return LinearTable(scale, level, offset)
-    width = 8 * dtype.unit_bytes
-    return IntegerTable(vector(n_rows, "<i8"), vector(n_codes, "<i8"), vector(n_rows, "<i8"), width)
+    if domain is Domain.BITS:
+        raise UnsupportedError("the map is an expanded table of integers, which this version of ckptz lacks")
+    scale, level, offset = (vector(n, "<f8") for n in (n_rows, n_codes, n_rows))
+    _check_normal(scale, level, offset)
+    return LinearTable(scale, level, offset)
 
 
 def _check_normal(*vectors: NDArray[np.float64]) -> None:

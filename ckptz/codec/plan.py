@@ -86,26 +86,7 @@ class LinearTable(_Table):
             return floats.round_f64(entries.reshape(-1)).reshape(entries.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class IntegerTable(_Table):
-    """Entry [k, c] is scale[k] * level[c] + offset[k], modulo 2^width."""
-
-    scale: NDArray[np.int64]
-    level: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    width: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.scale), len(self.level)
-
-    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
-        with np.errstate(over="ignore"):
-            entries = self.scale[rows] * self.level[codes] + self.offset[rows]
-        return entries.astype(np.uint32 if self.width == 32 else np.uint16)
-
-
-AnyTable = ExplicitTable | LinearTable | IntegerTable
+AnyTable = ExplicitTable | LinearTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +98,12 @@ class QuantizationMap:
         row_of_class: the table row of each class [n_classes].
         zero_code: a code that stands for exact zero whatever the predictor, or None.
         escape_code: the last code, if values it marks stand exactly in a side stream, or None.
-        has_protected: positions in a mask stream override the result with stored values.
     """
 
     table: AnyTable
     row_of_class: NDArray[np.int64]
     zero_code: int | None = None
     escape_code: int | None = None
-    has_protected: bool = False
 
     def __post_init__(self) -> None:
         n_rows, n_codes = self.table.shape
@@ -315,11 +294,10 @@ class Plan:
         return dtype.unit_bytes if self.quant_map is None else 1
 
     def n_streams(self, dtype: DType) -> int:
-        """Count the streams in each chunk: codes, escaped values, protected mask and values."""
+        """Count the streams in each chunk: codes and escaped values."""
         n = self.n_code_streams(dtype)
         if self.quant_map is not None:
             n += dtype.unit_bytes * (self.quant_map.escape_code is not None)
-            n += (1 + dtype.unit_bytes) * self.quant_map.has_protected
         return n
 
 

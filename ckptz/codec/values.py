@@ -64,7 +64,7 @@ class ValueTable:
         return cpu().from_f32(flat, self.kind).reshape(entries.shape)
 
     def decode(self, codes: Bytes, labels: NDArray[Any] | None, prediction: Units | None, out: Units) -> None:
-        """Restore codes [n] into `out`, units [n]; escaped and protected ones are still to be put in place.
+        """Restore codes [n] into `out`, units [n]; escaped ones are still to be put in place.
 
         Args:
             codes: [n].

@@ -55,7 +55,7 @@ Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-fra
 
 
 Setting = Count | float | bool | str
-Promise = Literal["none", "max-abs", "max-rel", "rmse", "quality-drop", "resume-gap"]
+Promise = Literal["none", "rmse", "quality-drop", "resume-gap"]
 # Metric of a record that stands beside one of a resumed loss: the same difference, over what a step of
 # training gains.
 STEPS_LOST: Final = "steps_lost"

@@ -32,7 +32,6 @@ from ckptz.entropy.streams import (
     cut,
     encode_rans_streams,
     encode_sparse,
-    encode_stream,
     encode_streams,
     joined,
     n_lanes_for,
@@ -49,8 +48,8 @@ MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 # than the dense one, which is smaller.
 MAX_SPARSE_SHARE = 0.25
 _UNCHANGED = (CoderId.CONSTANT, b"\x00")
-# Codes of a lossy chunk, the units they decode to, where these escaped, and which are protected.
-Quantized = tuple[Bytes, Units, NDArray[np.intp] | None, NDArray[np.bool_] | None]
+# Codes of a lossy chunk, the units they decode to, and where these escaped.
+Quantized = tuple[Bytes, Units, NDArray[np.intp] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,25 +185,18 @@ def _quantize(
     begin, end = sources.begin, sources.end
     codes, decoded = quantizer.codes(begin, end, units), np.empty_like(units)
     header.value_table.decode(codes, labels, predicted(plan, sources), decoded)
-    escaped, protected, kept = None, None, quantizer.kept(begin, units)
-    if plan.quant_map.escape_code is not None:
-        escaped = np.flatnonzero(codes == plan.quant_map.escape_code)
-        decoded[escaped] = kept[escaped]
-    if plan.quant_map.has_protected:
-        mask = quantizer.protected(begin, end, units)
-        protected = np.zeros(len(units), np.bool_) if mask is None else mask
-        decoded[protected] = kept[protected]
-    return codes, decoded, escaped, protected
+    if plan.quant_map.escape_code is None:
+        return codes, decoded, None
+    escaped = np.flatnonzero(codes == plan.quant_map.escape_code)
+    decoded[escaped] = quantizer.kept(begin, units)[escaped]
+    return codes, decoded, escaped
 
 
 def _encode_quantized(draft: Draft, quantized: Quantized, labels: Labels | None) -> list[Stream]:
-    codes, decoded, escaped, protected = quantized
+    codes, decoded, escaped = quantized
     streams = _encode_codes(codes[None], draft, labels)
     if escaped is not None:
         streams += encode_values(decoded[escaped])
-    if protected is not None:
-        streams.append(encode_stream(protected.view(np.uint8)))
-        streams += encode_values(decoded[protected])
     return streams
 
 
@@ -270,7 +262,7 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         streams = changed
     else:
         quantized = _quantize(header, draft.quantizer, units, sources, labels)
-        streams, (codes, decoded, *_) = _encode_quantized(draft, quantized, labels), quantized
+        streams, (codes, decoded, _) = _encode_quantized(draft, quantized, labels), quantized
         if isinstance(draft.quantizer, CodedQuantizer):  # its errors were measured where its values are
             deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(codes))
         else:

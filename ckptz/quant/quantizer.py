@@ -35,14 +35,9 @@ class Quantizer:
         raise NotImplementedError
 
     def kept(self, begin: int, units: Units) -> Units:
-        """Give what escaped and protected positions from `begin` on restore to: `units`, or a rounding."""
+        """Give what escaped positions from `begin` on restore to: `units`, or a rounding."""
         del begin
         return units
-
-    def protected(self, begin: int, end: int, units: Units) -> NDArray[np.bool_] | None:
-        """Mark positions [end - begin] that are stored exactly beside their code; None if there are none."""
-        del begin, end, units
-        return None
 
 
 def sampled(begin: int, end: int) -> NDArray[np.int64]:

@@ -1,9 +1,9 @@
 """A payload: one tensor by one plan, in both directions. Implements spec/08-wire.md#codecs.
 
 The frames of files, without their headers: codes stand for a `quant_map.LinearTable` of uniform
-levels, are packed or entropy-coded by the same functions, and TopK is a protected set on zeros.
-Arrays belong to one of the wire's kernel modules, which the caller hands in as `k`; what is found wrong
-is told to a `Check`, which need not look at it at once.
+levels, are packed or entropy-coded by the same functions; TopK gives some values of a tensor of zeros,
+and where they are. Arrays belong to one of the wire's kernel modules, which the caller hands in as `k`;
+what is found wrong is told to a `Check`, which need not look at it at once.
 """
 
 from __future__ import annotations

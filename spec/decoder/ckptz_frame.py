@@ -72,7 +72,7 @@ CONSTANT, STORED, ZSTD, RANS_SHARED, RANS_OWN, SPARSE = range(6)  # registry#cod
 LANES = (1, 4, 32)  # registry#lanes
 PLANES, LINEAR, BITS = range(3)  # registry#domains
 ZERO, BASE, OUTER = range(3)  # registry#predictors
-FLAG_ZERO, FLAG_ESCAPE, FLAG_PROTECTED = 1, 2, 4  # registry#frame-flags
+FLAG_ZERO, FLAG_ESCAPE = 1, 2  # registry#frame-flags
 RAW, ROTATED, XOR, DIFFERENCE = range(4)  # registry#plane-modes
 MAGNITUDE, ROW, BLOCK, BASE_CODE = range(1, 5)  # registry#class-rules
 EXPLICIT, EXPANDED = range(2)  # registry#table-kinds
@@ -111,7 +111,7 @@ class Cursor:
         return self.data[self.at - n : self.at]
 
     def many(self, n: int, letter: str) -> tuple[Any, ...]:
-        """00-conventions#notation: "n of them in succession"; B, I, Q, q, d: u8, u32, u64, i64, f64."""
+        """00-conventions#notation: "n of them in succession"; B, I, Q, d: u8, u32, u64, f64."""
         return struct.unpack(f"<{n}{letter}", self.take(n * struct.calcsize("<" + letter)))
 
     def one(self, letter: str = "B") -> Any:
@@ -407,10 +407,10 @@ class Map:
     def __init__(self, cursor: Cursor, plan: Plan) -> None:
         need(plan.dtype.name in EXPONENT, "Q1", f"a map for dtype {plan.dtype.name}")
         kind, rows, self.codes = cursor.one(), cursor.varint(), cursor.varint()
-        need(kind <= EXPANDED, "Q2", f"table kind {kind}")
+        need(kind == EXPLICIT or (kind == EXPANDED and plan.domain == LINEAR), "Q2", f"table kind {kind}")
         need(1 <= rows <= 4096 and 1 <= self.codes <= 256, "Q3")
         if kind == EXPANDED:
-            self.table = self.expand(cursor, plan, rows)
+            self.table = self.expand(cursor, rows)
         else:  # in the domain `bits` "u32 for F32, u16 for BF16 and F16"
             letter = "I" if plan.domain == LINEAR else LETTER[plan.dtype.size]
             self.table = [list(cursor.many(self.codes, letter)) for _ in range(rows)]
@@ -421,13 +421,9 @@ class Map:
         # "the last code, C - 1, is the *escape code*"
         self.escape_code = self.codes - 1 if plan.flags & FLAG_ESCAPE else None
 
-    def expand(self, cursor: Cursor, plan: Plan, rows: int) -> list[list[int]]:
+    def expand(self, cursor: Cursor, rows: int) -> list[list[int]]:
         """04-quantization#entries: the tables of kind `expanded`."""
-        letter = "d" if plan.domain == LINEAR else "q"
-        scale, level, offset = (cursor.many(n, letter) for n in (rows, self.codes, rows))
-        if plan.domain == BITS:  # "(scale[r] * level[c] + offset[r]) mod 2^w"
-            top = 2 ** (8 * plan.dtype.size)
-            return [[(scale[r] * x + offset[r]) % top for x in level] for r in range(rows)]
+        scale, level, offset = (cursor.many(n, "d") for n in (rows, self.codes, rows))
         for x in (*scale, *level, *offset):  # "must be finite, and each must be zero or normal in binary64"
             need(x == 0 or (math.isfinite(x) and abs(x) >= sys.float_info.min), "Q5")
         # "three roundings, each to nearest, ties to even", two of them by Python
@@ -485,7 +481,7 @@ class Plan:
         self.flags, dimensions = cursor.one("I"), cursor.one()
         need(version == 1, "F3", f"frame version {version}")
         need(dtype in DTYPE_OF_ID and self.domain <= BITS and self.predictor <= OUTER, "F4")
-        need(self.flags < 8, "F5", f"frame flags {self.flags:#x}")
+        need(self.flags < 4, "F5", f"frame flags {self.flags:#x}")
         need(self.flags == 0 or self.domain != PLANES, "F6")
         need(dimensions <= 64, "F7")
         self.shape = [cursor.varint() for _ in range(dimensions)]
@@ -514,10 +510,10 @@ class Plan:
         self.tables = [self.read_tables(cursor) for _ in range(self.code_streams) if self.rules]
         # #outer-vectors: "a missing dimension counts as 1", "Together they have at most 2^24 elements."
         sizes = (math.prod(self.shape[:1]), math.prod(self.shape[1:])) if self.predictor == OUTER else ()
-        need(sum(sizes) <= 2**24, "Q10")
+        need(sum(sizes) <= 2**24, "Q9")
         # "the lowest byte of all elements, then the next, and the highest last"
         self.vectors = [join([embedded(cursor, n) for _ in range(4)]) for n in sizes]
-        need(all(finite(x, "F32") for vector in self.vectors for x in vector), "Q9")
+        need(all(finite(x, "F32") for vector in self.vectors for x in vector), "Q8")
         self.reads_base_codes = any(rule.kind == BASE_CODE for rule in self.rules)
         unnamed = any(rule.kind == MAGNITUDE and not rule.source for rule in self.rules)
         self.needs_base = self.predictor == BASE or self.reads_base_codes or unnamed
@@ -531,8 +527,7 @@ class Plan:
 
     def read_records(self, cursor: Cursor) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
         """05-frame#chunk-records: checksums: stored, decoded, of base codes; coder and length of streams."""
-        escape, protected = bool(self.flags & FLAG_ESCAPE), bool(self.flags & FLAG_PROTECTED)
-        n_streams = self.code_streams + escape * self.dtype.size + protected * (1 + self.dtype.size)
+        n_streams = self.code_streams + bool(self.flags & FLAG_ESCAPE) * self.dtype.size
         chunks, sums = -(-self.units // CHUNK), 2 + self.reads_base_codes
         # "The bytes that remain for them must be exactly what the number of chunks calls for."
         need(cursor.left == chunks * (8 * sums + 5 * n_streams), "F10")
@@ -636,15 +631,9 @@ class Decoding(Cursor):
     def values(self, map_: Map, codes: bytes) -> Iterator[int]:
         """04-quantization#decoding: look up, add, cast and replace."""
         need(max(codes) < map_.codes, "Q6")
-        mask, escaped, protected = bytes(self.n), iter(()), iter(())
+        escaped: Iterator[int] = iter(())
         if map_.escape_code is not None:
             escaped = self.exact_values(codes.count(map_.escape_code))
-        if self.plan.flags & FLAG_PROTECTED:
-            mask = self.next_stream(self.n)
-            need(max(mask) <= 1, "Q8")
-            protected = self.exact_values(mask.count(1))
-        for c, k, p, kept in zip(codes, self.classes, self.predictions(), mask, strict=True):
-            # "A unit that is escaped and protected takes one value of each, and the protected one counts."
+        for c, k, p in zip(codes, self.classes, self.predictions(), strict=True):
             exact = next(escaped) if c == map_.escape_code else 0 if c == map_.zero_code else None
-            exact = next(protected) if kept else exact
             yield self.unit(p, map_.table[map_.row_of_class[k]][c]) if exact is None else exact

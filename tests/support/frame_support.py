@@ -15,7 +15,6 @@ from ckptz.codec.plan import (
     AnyTable,
     Domain,
     ExplicitTable,
-    IntegerTable,
     LinearTable,
     Outer,
     Plan,
@@ -23,7 +22,7 @@ from ckptz.codec.plan import (
     QuantizationMap,
     StreamTables,
 )
-from ckptz.codec.units import ArraySource, ChunkSources, TensorSource, chunk_bounds
+from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
@@ -57,19 +56,15 @@ class CodedSource(TensorSource):
 
 @dataclass(frozen=True)
 class FixedQuantizer(Quantizer):
-    """Codes and protected positions that are given, not fitted."""
+    """Codes that are given, not fitted."""
 
     all_codes: Array
-    mask: Array | None = None
 
     def codes(self, begin: int, end: int, units: Array) -> Array:
         return self.all_codes[begin:end]
 
     def kept(self, begin: int, units: Array) -> Array:
         return units
-
-    def protected(self, begin: int, end: int, units: Array) -> Array | None:
-        return None if self.mask is None else self.mask[begin:end]
 
 
 @dataclass(frozen=True)
@@ -144,12 +139,9 @@ def expected_units(case: Case) -> Array:
             out[i] = reference.unorder(np.array([total_int], out.dtype))[0]
     if quant_map.zero_code is not None:
         out[quantizer.all_codes == quant_map.zero_code] = 0
-    kept = np.zeros(n, bool)
     if quant_map.escape_code is not None:
-        kept |= quantizer.all_codes == quant_map.escape_code
-    if quantizer.mask is not None and quant_map.has_protected:
-        kept |= quantizer.mask
-    out[kept] = case.source.flat[kept]
+        kept = quantizer.all_codes == quant_map.escape_code
+        out[kept] = case.source.flat[kept]
     return out
 
 
@@ -208,12 +200,7 @@ def random_table(rng: np.random.Generator, domain: Domain, shape: tuple[int, int
     if domain is Domain.LINEAR:
         scale, offset = rng.standard_normal(n_rows) * 1e-3, rng.standard_normal(n_rows) * 1e-4
         return LinearTable(scale, np.arange(n_codes) - n_codes / 2.0, offset)
-    width = 8 * dtype.unit_bytes
-    if rng.random() < 0.5:
-        steps = rng.integers(0, 100, shape).astype(np.uint32 if width == 32 else np.uint16)
-        return ExplicitTable(steps)
-    scale = rng.integers(1, 9, n_rows)
-    return IntegerTable(scale, np.arange(n_codes) - n_codes // 2, rng.integers(-3, 3, n_rows), width)
+    return ExplicitTable(rng.integers(-9, 100, shape).astype(UNIT_TYPES[dtype.unit_bytes]))
 
 
 def _rules(
@@ -249,7 +236,7 @@ RULE_SETS = (
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any combination of domain, predictor, classes, tables, escape, zero code and protected positions."""
+    """Any combination of domain, predictor, classes, tables, escape and zero code."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     dtype = dtype_of(draw(st.sampled_from(["F32", "BF16", "F16"])))
     shape = draw(st.sampled_from([(1,), (7,), (5, 9), (3, 4, 11), (40, 30)]))
@@ -278,7 +265,6 @@ def build_case(
         rng.integers(0, n_rows, n_classes),
         zero_code=int(rng.integers(0, n_codes)) if rng.random() < 0.3 else None,
         escape_code=n_codes - 1 if rng.random() < 0.5 else None,
-        has_protected=True,
     )
     codes = rng.integers(0, n_codes, n).astype(np.uint8)
     outer = None
@@ -290,20 +276,17 @@ def build_case(
     if has_codes:
         base = CodedSource(dtype, shape, base_units, rng.integers(0, 5, n).astype(np.uint8))
     companion = ArraySource(dtype, shape, random_units(rng, kind, n))
-    plan = Plan(
-        quant_map=quant_map,
-        domain=domain,
-        predictor=predictor,
-        outer=outer,
-        rules=rules,
-        tables=_tables(rng, rules, codes, n_classes),
-    )
+    plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor, outer=outer, rules=rules)
     case = Case(ArraySource(dtype, shape, flat), Draft(plan, FixedQuantizer(codes)), base, companion)
-    # What would not be finite must be protected, and some more is.
+    # What would not be finite must be escaped.
     decoded = expected_units(case)
     exponent = decoded.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
-    mask = ((decoded & exponent) == exponent) | (rng.random(n) < 0.05)
-    return replace(case, draft=Draft(plan, FixedQuantizer(codes, mask)))
+    infinite = (decoded & exponent) == exponent
+    if quant_map.escape_code is None and infinite.any():
+        quant_map = replace(quant_map, escape_code=n_codes - 1)
+    codes[infinite] = n_codes - 1
+    plan = replace(plan, quant_map=quant_map, tables=_tables(rng, rules, codes, n_classes))
+    return replace(case, draft=Draft(plan, FixedQuantizer(codes)))
 
 
 def _tables(

@@ -8,6 +8,7 @@ spec/vectors/invalid, written by spec/make_vectors.py.
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,14 +148,15 @@ def quantized(
     outer: bytes = b"",
     dtype: str = "F32",
     predictor: int = 0,
+    domain: int = 1,
     streams: tuple[tuple[int, bytes], ...] = (),
     decoded: bytes = ONE * 4,
 ) -> Frame:
-    """Four elements in the domain `linear`."""
+    """Four elements, of the domain `linear` unless another is given."""
     n_codes = len(entries) // 4 if n_codes is None else n_codes
     runs = varint(1) + b"\0" if rows > 1 else b""
     rest = bytes((kind,)) + varint(rows) + varint(n_codes) + entries + runs + zero + outer
-    made = plan(dtype=dtype, domain=1, predictor=predictor, flags=flags, rest=rest)
+    made = plan(dtype=dtype, domain=domain, predictor=predictor, flags=flags, rest=rest)
     return Frame(made, [(STORED, codes), *streams], decoded, dtype)
 
 
@@ -256,7 +258,7 @@ ENTROPY: dict[str, list[Input]] = {
     ],
     "E2": [
         coded(SHARED, LANE),
-        quantized(flags=4, streams=((SHARED, LANE), *EMPTY * 4)),
+        quantized(flags=2, streams=((SHARED, LANE), *EMPTY * 3)),
         classed(row_rule(2, LANE, SHARED), n_classes=2),
         quantized(predictor=2, outer=embedded(LANE, SHARED) + constant_vector(ONE)[3:] + vectors(ONE)),
     ],
@@ -362,7 +364,7 @@ TRANSFORMS: dict[str, list[Input]] = {
 
 QUANTIZATION: dict[str, list[Input]] = {
     "Q1": [quantized(dtype="U8"), quantized(dtype="F64")],
-    "Q2": [quantized(kind=2)],
+    "Q2": [quantized(kind=2), quantized(struct.pack("<3q", 1, 1, 1), n_codes=1, kind=1, domain=2)],
     "Q3": [
         quantized(b"", rows=0, n_codes=1),
         quantized(ONE * 4097, rows=4097, n_codes=1),
@@ -388,17 +390,9 @@ QUANTIZATION: dict[str, list[Input]] = {
             streams=EMPTY * 4,
             decoded=ONE + INFINITY + ONE * 2,
         ),
-        quantized(
-            ONE + INFINITY,
-            b"\0\1\0\0",
-            flags=4,
-            streams=((STORED, bytes(4)), *EMPTY * 4),
-            decoded=ONE + INFINITY + ONE * 2,
-        ),
     ],
-    "Q8": [quantized(flags=4, streams=((STORED, b"\0\2\0\0"), *((STORED, b"\0"),) * 4))],
-    "Q9": [quantized(predictor=2, outer=vectors(ONE * 3 + INFINITY, ONE))],
-    "Q10": [
+    "Q8": [quantized(predictor=2, outer=vectors(ONE * 3 + INFINITY, ONE))],
+    "Q9": [
         outer_frame((0, (1 << 24) + 1), vectors(b"") + constant_vector(ONE)),
         outer_frame((1 << 24, 1), constant_vector(ONE) * 2),
     ],
@@ -418,7 +412,11 @@ FRAME: dict[str, list[Input]] = {
         Frame(plan(domain=3)),
         Frame(plan(predictor=3)),
     ],
-    "F5": [quantized(flags=8), Frame(plan(flags=128))],
+    "F5": [
+        quantized(flags=8),
+        Frame(plan(flags=128)),
+        quantized(flags=4, streams=((STORED, b"\0\1\0\0"), *escaped(ONE))),
+    ],
     "F6": [Frame(plan(flags=1))],
     "F7": [
         Frame(plan(shape=[1] * 65)),
