@@ -1,30 +1,22 @@
-"""Links in one process and over sockets; policies in checkpoints."""
+"""Links in one process; policies in checkpoints."""
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ckptz.dtypes import dtype_of
-from ckptz.errors import ConfigError, WireError
+from ckptz.errors import ConfigError
 from ckptz.torch import load_file, save_file
 from ckptz.wire import (
     PRESETS,
-    RAW,
     CompressLink,
     LinkPolicy,
     PolicyWarning,
-    SocketLink,
     TensorLink,
     TopK,
     Uniform,
@@ -35,7 +27,6 @@ from ckptz.wire import (
 )
 from ckptz.wire.header import Direction
 from ckptz.wire.state import Place
-from tests.support.wire_support import BACKWARD, SHAPE, N, f32_units, floats, rng
 
 
 def test_every_policy_survives_its_metadata() -> None:
@@ -154,77 +145,3 @@ def test_metadata_tells_what_a_model_was_trained_with() -> None:
     assert check_policy({}) is None
     with pytest.raises(ConfigError, match="not one of"):
         policy_of("fastest")
-
-
-# --- sockets ------------------------------------------------------------------------------------
-
-
-Ends = tuple[SocketLink, SocketLink, socket.socket]
-
-
-@pytest.fixture
-def connect() -> Iterator[Callable[..., Ends]]:
-    """Makes both ends of a link, and closes their sockets after the test."""
-    opened: list[socket.socket] = []
-
-    def make(policy: LinkPolicy, timeout: float = 5.0) -> Ends:
-        left, right = socket.socketpair()
-        opened.extend((left, right))
-        pair = (SocketLink(end, 0, 1, policy, timeout=timeout) for end in (left, right))
-        return (*pair, left)
-
-    yield make
-    for end in opened:
-        end.close()
-
-
-def test_tensors_go_both_ways_over_a_socket(connect: Callable[..., Ends]) -> None:
-    policy = LinkPolicy(forward=TopK(0.01), backward=TopK(0.01), reuse=True, feedback=("ef21", None))
-    first, second, _ = connect(policy)
-    for step in range(3):
-        x = rng(step).standard_normal(SHAPE).astype(np.float32)
-        thread = threading.Thread(target=first.send, args=(x,))
-        thread.start()
-        y = second.recv(SHAPE).view(np.float32)
-        thread.join()
-        assert (y != 0).sum() >= 5 * 11
-        second.send(x, BACKWARD)
-        gradient = first.recv(SHAPE, direction=BACKWARD).view(np.float32)
-        assert (gradient != 0).sum() == 5 * 11
-
-
-def test_bf16_patterns_go_over_a_socket(connect: Callable[..., Ends]) -> None:
-    first, second, _ = connect(LinkPolicy(forward=Uniform(8)))
-    x = f32_units(rng().standard_normal(N), "BF16").reshape(SHAPE)
-    with pytest.raises(ConfigError, match="name the dtype"):
-        first.send(x)
-    first.send(x, dtype="BF16")
-    received = floats(second.recv(SHAPE, "BF16").reshape(-1), "BF16")
-    assert np.abs(received - floats(x.reshape(-1), "BF16")).max() < 0.03
-
-
-def test_a_peer_that_hangs_up_or_falls_silent_is_named(connect: Callable[..., Ends]) -> None:
-    first, second, left = connect(LinkPolicy(forward=RAW), timeout=0.3)
-    x = np.zeros(100, np.float32)
-    first.send(x)
-    second.recv((100,))
-    begin = time.monotonic()
-    with pytest.raises(WireError, match=r"forward, step 1, .*: header: 0 of 64 bytes came within 0.3 s"):
-        second.recv((100,))
-    assert time.monotonic() - begin < 3
-    left.send(b"half a header")
-    left.close()
-    with pytest.raises(WireError, match="closed the connection after 13 of 64 bytes"):
-        second.recv((100,))
-
-
-def test_a_header_that_claims_too_much_is_refused_before_its_payload_is_read(
-    connect: Callable[..., Ends],
-) -> None:
-    first, second, left = connect(LinkPolicy())
-    message = first.link.send(
-        Direction.FORWARD, np.zeros(1000, np.uint32), dtype_of("F32"), (1000,), Place(0)
-    ).message
-    left.sendall(message.tobytes())
-    with pytest.raises(WireError, match="tensor 0: plan: "):
-        second.recv((10,))

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         policy_metadata,
         policy_of,
     )
-    from ckptz.wire.sockets import SocketLink
     from ckptz.wire.stage import CompressedPipelineStage
     from ckptz.wire.state import describe_memory
 
@@ -40,7 +39,6 @@ __all__ = [
     "LoCo",
     "PolicyWarning",
     "Raw",
-    "SocketLink",
     "TensorLink",
     "Tiled",
     "TopK",
@@ -55,7 +53,7 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES: Final = ("policy", "codecs", "endpoint", "state", "sockets")
+_HOMES: Final = ("policy", "codecs", "endpoint", "state")
 _TORCH_HOMES: Final = ("link", "stage", "ddp")
 
 

@@ -187,19 +187,6 @@ class Link:
         tensor = _Tensor(direction, dtype, tuple(shape), place)
         return self._guarded(tensor, lambda: self._decode(tensor, message))
 
-    def expect(
-        self, direction: Direction, head: bytes, dtype: DType, shape: tuple[int, ...], place: Place
-    ) -> int:
-        """Count the bytes that follow a header, once it is found to announce the message that is due.
-
-        Raises:
-            WireError: it announces another one.
-        """
-        tensor = _Tensor(direction, dtype, tuple(shape), place)
-        checked = self._guarded(tensor, lambda: self._checked(tensor, head))
-        n_bytes: int = checked[0].payload_bytes
-        return n_bytes
-
     def _decode(self, tensor: _Tensor, message: Array) -> Array:
         k, state, place = self.state.kernels, self.state, tensor.place
         n_before = len(self._found)
