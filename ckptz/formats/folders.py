@@ -29,7 +29,7 @@ from ckptz.errors import (
     naming,
 )
 from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
-from ckptz.formats.targets import Spellings, clashes, is_portable
+from ckptz.formats.targets import Spellings, clashes
 from ckptz.formats.torch_files import can_share, is_torch_file, load_state
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 from ckptz.store.runs import is_base_name
@@ -148,7 +148,7 @@ def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[
         path = folder / file
         is_state = file.endswith(STATE_SUFFIXES) and not is_model_file(file) and file not in layout.files
         # What `_find_carried` leaves out stays out; a second form of the weights is carried as it is.
-        if not is_state or not (is_shard_name(file) and is_portable(file) and is_within(path, root)):
+        if not is_state or not (is_shard_name(file) and is_within(path, root)):
             continue
         if not is_torch_file(path):
             continue
@@ -196,7 +196,7 @@ def _check_names(folder: Path, layout: _Layout) -> None:
     files = [*layout.files, *([] if layout.index_file is None else [layout.index_file])]
     for file in files:
         is_named = is_relative_path(file) if file == layout.index_file else is_shard_name(file)
-        if not is_named or not is_portable(file):
+        if not is_named:
             raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
     for one, other in clashes(files):
         raise ConfigError(f"{folder}: {one!r} and {other!r} are one name on some systems; rename one of them")
@@ -324,7 +324,7 @@ def _find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], 
             if name in taken or file.endswith(TEMPORARY_SUFFIX):
                 continue
             is_output = here == Path() and file.endswith(SUFFIX)
-            is_safe = is_relative_path(name) and is_portable(name) and is_within(Path(where) / file, root)
+            is_safe = is_relative_path(name) and is_within(Path(where) / file, root)
             if is_safe and not is_output and spellings.clash(name) is None:
                 carried.append((name, Path(where) / file))
             else:

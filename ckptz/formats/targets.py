@@ -1,15 +1,14 @@
-"""Where a conversion writes: names of outputs, those that some systems cannot hold, and what is not
+"""Where a conversion writes: names of outputs, those that some systems take for one, and what is not
 overwritten.
 
-A folder that is packed here may be restored anywhere: Windows keeps names such as `con` and `nul.pt` for
-devices, and its file systems and those of macOS tell neither `A` from `a` nor the forms of Unicode apart.
+A folder that is packed here may be restored anywhere: file systems of macOS and Windows tell neither `A`
+from `a` nor the forms of Unicode apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 import unicodedata
 from collections import Counter
@@ -23,9 +22,6 @@ from ckptz.errors import ConfigError, UnsupportedError
 
 PathLike: TypeAlias = str | os.PathLike[str]
 INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin", ".ckpt")
-SYSTEM: Final = os.name
-_DEVICE: Final = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *(\..*)?", re.IGNORECASE)
-_NOT_IN_NAMES: Final = frozenset('<>"|?*')  # of Windows, beside those that no file name of ours has
 
 
 def paths(many: Iterable[PathLike]) -> list[Path]:
@@ -160,14 +156,6 @@ def naming_output(target: Path) -> Iterator[None]:
         raise
 
 
-def is_portable(path: str) -> bool:
-    """Tell whether every system can hold a file with this relative path."""
-    return not any(
-        _DEVICE.fullmatch(part) or part.endswith((".", " ")) or not _NOT_IN_NAMES.isdisjoint(part)
-        for part in path.split("/")
-    )
-
-
 class Spellings:
     """Relative paths so far, to find those that some system takes for one of them, or for its folder."""
 
@@ -200,16 +188,14 @@ def check_holds(folder: Path, paths: Iterable[str]) -> None:
     """Require that a folder can hold files with these relative paths, each as a file of its own.
 
     Raises:
-        UnsupportedError: names the file, or the two that would become one.
+        UnsupportedError: names two that would become one.
     """
-    found = list(paths)
-    remedy = "restore it on another system, or into one file with --to"
-    for path in found:
-        if SYSTEM == "nt" and not is_portable(path):
-            raise UnsupportedError(f"{folder}: this system cannot hold a file called {path!r}; {remedy}")
-    for one, other in clashes(found):
+    for one, other in clashes(paths):
         if _takes_as_one(folder, one, other):
-            raise UnsupportedError(f"{folder}: {one!r} and {other!r} are one name on this disk; {remedy}")
+            raise UnsupportedError(
+                f"{folder}: {one!r} and {other!r} are one name on this disk; "
+                "restore it on another system, or into one file with --to"
+            )
 
 
 def _takes_as_one(folder: Path, one: str, other: str) -> bool:

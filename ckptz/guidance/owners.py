@@ -23,7 +23,7 @@ from ckptz.container.index import Shard, Sharding
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.inputs import Input
 from ckptz.formats.sharding import SHARD_SUFFIXES, is_shard_name
-from ckptz.formats.targets import clashes, is_portable
+from ckptz.formats.targets import clashes
 from ckptz.methods.method import MOMENT_ROLES
 from ckptz.roles import BASES, Role, Rule, role_of
 from ckptz.store.resolve import PLAIN_SUFFIX
@@ -169,7 +169,7 @@ def _part(opened: Input) -> _Shards:
     if opened.sharding is not None:
         return _Shards(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
     file = Path(opened.name).name
-    if not is_shard_name(file) or not is_portable(file):
+    if not is_shard_name(file):
         raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
     if opened.tree is None and not file.endswith(PLAIN_SUFFIX):
         raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")
