@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numba.core import caching, config
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from ckptz.commands.warm_up import warm_up
 from ckptz.entropy.frequency import encoding_tables
@@ -53,6 +53,36 @@ def test_what_is_long_or_has_no_twin_is_compiled(call: str) -> None:
     else:
         plain.magnitude_classes(np.zeros(3, np.uint16))
     assert not plain.suffices()
+
+
+WITHOUT_UNIX = """
+import os, random, shutil, signal, subprocess, sys, tempfile, threading  # which know Windows themselves
+for name in ("resource", "fcntl", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for module, names in (
+    (os, "preadv pread pwrite getuid geteuid posix_fadvise register_at_fork sched_getaffinity"),
+    (os, "O_NOFOLLOW O_NONBLOCK O_CLOEXEC"),
+    (signal, "SIGHUP SIGUSR1 SIGUSR2 SIGKILL"),
+):
+    for name in names.split():
+        vars(module).pop(name, None)
+import ckptz, ckptz.numpy, ckptz_cli.main
+loaded = ckptz.numpy.load_file(sys.argv[1])
+assert loaded["w"].tolist() == list(range(9)), loaded
+with ckptz.safe_open(sys.argv[1], "numpy") as file:
+    assert file.get_slice("w")[3:5].tolist() == [3, 4]
+ckptz_cli.main.main(["restore", sys.argv[1], "-o", sys.argv[2]])
+"""
+
+
+def test_files_load_where_the_system_has_nothing_of_unix(tmp_path: Path) -> None:
+    """As on Windows."""
+    save_file({"w": np.arange(9)}, tmp_path / "w.safetensors")
+    ckptz("compress", tmp_path / "w.safetensors")
+    out = tmp_path / "out.safetensors"
+    command = [sys.executable, "-c", WITHOUT_UNIX, str(tmp_path / "w.ckptz"), str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    assert load_file(out)["w"].tolist() == list(range(9))
 
 
 def one_stream(n: int, n_lanes: int) -> tuple[np.ndarray[tuple[int, ...], Any], ...]:

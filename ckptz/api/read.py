@@ -6,10 +6,10 @@ memory that is there.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from ckptz.codec.units import CHUNK_UNITS, chunk_bounds, n_chunks_of
@@ -20,6 +20,13 @@ from ckptz.frameworks import Framework, Selection
 from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
 from ckptz.parallel import SMALL_UNITS, Workers, jobs_of
+
+try:
+    import resource as _resource
+except ImportError:  # Windows
+    resource: ModuleType | None = None
+else:
+    resource = _resource
 
 Group = tuple[int, list[Piece]]  # a chunk, and what is wanted of it
 
@@ -45,6 +52,8 @@ def _meminfo_available() -> int | None:
 
 def _limit_available() -> int | None:
     """Give the bytes that `ulimit -v` leaves; None without a limit."""
+    if resource is None:
+        return None
     try:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

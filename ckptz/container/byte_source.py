@@ -197,6 +197,7 @@ class FileBytes:
         self.name = str(self.path)
         self._file = self.path.open("rb")
         self.size = os.fstat(self._file.fileno()).st_size
+        self._lock = threading.Lock()
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
         _check_end(self, offset + n_bytes)
@@ -204,13 +205,20 @@ class FileBytes:
         view, done = out.data, 0
         while done < n_bytes:
             try:
-                n = os.preadv(self._file.fileno(), [view[done : done + MAX_READ]], offset + done)
+                n = self._read_into(view[done : done + MAX_READ], offset + done)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, self.name) from None  # it names no file itself
             if not n:
                 raise TruncatedError(f"{self.name}: was cut at byte {offset + done} while it was read")
             done += n
         return out
+
+    def _read_into(self, view: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [view], offset)
+        with self._lock:  # Windows
+            self._file.seek(offset)
+            return self._file.readinto(view)
 
     def close(self) -> None:
         """Release the file."""

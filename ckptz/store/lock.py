@@ -327,7 +327,9 @@ def _remove_abandoned(parent: Path) -> None:
         # Another may be about to lock one that it just made: it has no lock file yet.
         # Others write into the folder of temporary files, too: what is not ours is not touched.
         with contextlib.suppress(OSError, ConfigError):
+            if not (folder / LOCK_NAME).exists():
+                continue
             found = folder.lstat()
             is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            if is_own and (folder / LOCK_NAME).exists() and not is_held(folder):
+            if is_own and not is_held(folder):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -31,7 +31,8 @@ from ckptz_cli.session import Session
 from ckptz_cli.verify import verify
 from ckptz_cli.warm_up import warm_up
 
-STOPS: Final = (signal.SIGTERM, signal.SIGHUP)  # from a scheduler, and from a terminal that is closed
+# From a scheduler, and from a terminal that is closed; Windows has no such signal.
+STOPS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 SIGNALLED: Final = 128  # the exit code is this and the signal's number, as shells report it
 
 EPILOG: Final = """\b
