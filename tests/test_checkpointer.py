@@ -265,7 +265,6 @@ def test_a_snapshot_of_device_memory_is_consistent() -> None:
 
 def test_the_example_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     path = ROOT / "examples" / "plain_loop.py"
-    assert len(path.read_text().splitlines()) < 80
     said = []
     for n_steps in (20, 40):
         monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path), str(n_steps)])

