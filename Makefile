@@ -62,21 +62,14 @@ man: $(DEV) ## man pages of the program and every verb, in build/man
 	mkdir -p build/man
 	$(BIN)/click-man ckptz --target build/man
 
-bench: $(BENCH) ## sizes, speeds, memory, against other compressors: about 40 minutes; see bench/README.md
+bench: $(BENCH) ## sizes and speeds, against other compressors; see bench/README.md
 	$(BIN)/python -m bench.product.lossless
-	$(BIN)/python -m bench.product.entropy_coder
-	$(BIN)/python -m bench.product.memory
-	$(BIN)/python -m bench.product.startup
-	$(BIN)/python -m bench.product.maps
 	$(BIN)/python -m bench.product.load
 	$(BIN)/python -m bench.product.weight_sync
 	$(BIN)/python -m bench.product.link_speed
-	$(BIN)/python -m bench.product.rounding
 	$(BIN)/python -m bench.product.whole_state
 	$(BIN)/python -m bench.product.checkpointer
 	$(BIN)/python -m bench.product.exact_head
-	$(BIN)/python -m bench.product.hooks_overhead
-	$(BIN)/python -m bench.product.report
 
 $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEEDS_3_11)'

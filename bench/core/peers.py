@@ -1,6 +1,11 @@
-"""Other compressors, in an environment of their own; see `bench.core.elsewhere`.
+"""Other compressors, in an environment of their own: a worker process that is driven over a pipe.
 
-python -m bench.core.peers             make the environment and print what is in it
+    python -m bench.core.peers             make the environment and print what is in it
+
+A `Worker` makes bench/.cache/NAME-venv with pinned versions on first use and runs a module of ours in it with
+`--serve`. The worker keeps its inputs and times itself, so that the caller can run its own code and theirs in
+turn. numpy, torch and what else they need come from the caller's environment, by a path file: a second copy
+of torch is two gigabytes.
 """
 
 from __future__ import annotations
@@ -8,20 +13,91 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
+import venv
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.core.elsewhere import Worker, serve
+from bench.core.measure import BENCH, CACHE
 
-PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "constriction==0.5.0", "openzl==0.3.0")
+PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0")
 
 Array = NDArray[Any]
+
+
+# --- the worker process -------------------------------------------------------------------------
+
+
+def environment(name: str, pins: tuple[str, ...]) -> Path:
+    """The Python of an environment, which is made if it is missing or has other pins."""
+    folder = CACHE / f"{name}-venv"
+    python, stamp = folder / "bin" / "python", folder / "pins.txt"
+    wanted = "\n".join((*pins, sys.version))
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"making {folder} with {', '.join(pins)}", file=sys.stderr)
+    venv.EnvBuilder(clear=True, with_pip=True).create(folder)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *pins], check=True)
+    packages = next((folder / "lib").glob("python*/site-packages"))
+    (packages / "caller.pth").write_text(f"{Path(np.__file__).parents[1]}\n")
+    stamp.write_text(wanted)
+    return python
+
+
+class Worker:
+    """A process of a module in its environment; use it in a `with` block."""
+
+    def __init__(self, name: str, pins: tuple[str, ...], module: str, **variables: str) -> None:
+        self._process = subprocess.Popen(
+            [environment(name, pins), "-m", module, "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=BENCH.parent,
+            env=os.environ | variables,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def ask(self, method: str, **arguments: object) -> Any:
+        """What a method of the worker returns.
+
+        Raises:
+            RuntimeError: the worker ended; its error is on stderr.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([method, arguments]), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the worker ended during {method!r}; its error is printed above")
+        return json.loads(answer)
+
+
+def serve(methods: dict[str, Callable[..., object]]) -> None:
+    """Answer requests on standard input until it is closed: the worker's side."""
+    # Other packages print now and then; answers go to the real standard output, all else to stderr.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        method, arguments = json.loads(line)
+        print(json.dumps(methods[method](**arguments)), file=answers, flush=True)
 
 
 # --- the caller's side --------------------------------------------------------------------------
@@ -146,37 +222,9 @@ class _OpenZL:
         return time.process_time() - begin, out
 
 
-class _Constriction:
-    """Range ANS over chunks of 2^20 codes with the chunk's own distribution, which is not stored."""
-
-    def compress(self, data: Array) -> tuple[float, Any, int]:
-        import constriction  # only installed in the peers' environment
-
-        models = constriction.stream.model
-        chunks = [chunk.astype(np.int32) for chunk in np.split(data, range(1 << 20, len(data), 1 << 20))]
-        blobs, n_bytes = [], 0
-        begin = time.perf_counter()
-        for chunk in chunks:
-            counts = np.bincount(chunk, minlength=256)
-            model = models.Categorical((counts / len(chunk)).astype(np.float32), perfect=False)
-            coder = constriction.stream.stack.AnsCoder()
-            coder.encode_reverse(chunk, model)
-            blobs.append((coder.get_compressed(), model, len(chunk)))
-            n_bytes += blobs[-1][0].nbytes
-        return time.perf_counter() - begin, blobs, n_bytes
-
-    def decompress(self, state: Any, data: Array) -> tuple[float, Any]:
-        import constriction  # only installed in the peers' environment
-
-        begin = time.perf_counter()
-        parts = [constriction.stream.stack.AnsCoder(words).decode(model, n) for words, model, n in state]
-        return time.perf_counter() - begin, np.concatenate(parts).astype(np.uint8)
-
-
 _TOOLS: Final[dict[str, Any]] = {
     "zipnn": _ZipNN(),
     "z4ai": _Z4ai(),
-    "constriction": _Constriction(),
     "openzl": _OpenZL(),
 }
 _inputs: dict[str, Array] = {}

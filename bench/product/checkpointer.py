@@ -1,17 +1,11 @@
-"""Checkpoints beside training: how long a save stops the loop, what its writer costs, what memory it takes.
+"""Checkpoints beside training: how long a save stops the loop, and what its writer costs.
 
-    python -m bench.product.checkpointer [--only stall|memory|chain] [--rounds N] [--small]
+    python -m bench.product.checkpointer [--rounds N] [--small]
 
-*stall*: a transformer trained on the CPU with AdamW, 0.2 GB of weights and moments, a save every few
+A transformer trained on the CPU with AdamW, 0.2 GB of weights and moments, a save every few
 steps; the same loop with torch.save, with `torch.distributed.checkpoint.async_save` and with
 `ckptz.Checkpointer`, each in a process of its own, round after round. A method's total is that of all steps
 and the wait for its last save. ckptz syncs its files to the disk and keeps two steps; the others do neither.
-
-*memory*: an anchor and a delta of a 2 GiB state, saved in the background; peak resident memory over what
-the live state takes, and that less the snapshot.
-
-*chain*: CPU seconds of saves along a chain of whole lossy states, of weights and moments by grids, with what
-the last save restores to held in memory, as it is by default, and decoded anew for each save.
 """
 
 from __future__ import annotations
@@ -34,18 +28,14 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from bench.core.measure import Row, cpu_seconds, machine, misses, parser_of, save_rows, verdict
+from bench.core.measure import Row, machine, misses, parser_of, save_rows, verdict
 from bench.core.report import finish
-from ckptz import Checkpointer, Grid, KeepPolicy
+from ckptz import Checkpointer, KeepPolicy
 
 METHODS: Final = ("none", "torch.save", "dcp.async_save", "ckptz")
 TOTAL_TARGET: Final = 1.1  # of the better of the two others
-MEMORY_TARGET: Final = 0.5  # GiB beside the snapshot
-CHAIN_TARGET: Final = 1.2  # of the save of depth 1, at most
-DEPTHS: Final = (1, 2, 4, 8, 15)
 WIDTH, LAYERS, VOCABULARY, LENGTH, BATCH = 512, 5, 4096, 64, 4
 N_STEPS, SAVE_EVERY = 90, 30
-GIB: Final = 1 << 30
 
 
 # --- the loop -----------------------------------------------------------------------------------
@@ -210,148 +200,25 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-# --- memory -------------------------------------------------------------------------------------
-
-
-def peak_gib() -> float:
-    """Peak resident memory since `reset_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / GIB
-    raise OSError("this system does not tell peak memory")
-
-
-def reset_peak() -> float:
-    """Forget the peak; memory that is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_gib()
-
-
-def measure_memory(folder: Path, n_gib: float) -> list[dict[str, object]]:
-    """Save an anchor and a delta of a state of `n_gib` GiB in the background."""
-    n = int(n_gib * GIB / 4 / 16)
-    model = nn.ParameterList(nn.Parameter(torch.randn(n // 1024, 1024) * 0.02) for _ in range(16))
-    rows = []
-    with Checkpointer(folder, model) as checkpointer:
-        for step, kind in enumerate(("anchor", "delta")):
-            live = reset_peak() - checkpointer._snapshot.n_bytes / GIB
-            checkpointer.save(step)
-            report = checkpointer.wait()
-            assert report is not None
-            snapshot = checkpointer._snapshot.n_bytes / GIB
-            beside = peak_gib() - live - snapshot
-            rows.append(
-                {"file": kind, "snapshot": snapshot, "beside": beside, "seconds": report.write_seconds}
-            )
-            with torch.no_grad():
-                for parameter in model:
-                    parameter += torch.randn_like(parameter) * 1e-5
-    return rows
-
-
-def memory_rows(small: bool) -> list[Row]:
-    """As the table has them."""
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    try:
-        found = in_process("--memory", 0.125 if small else 2, "--folder", folder)
-    finally:
-        shutil.rmtree(folder)
-    return [
-        {
-            "file": row["file"],
-            "snapshot, GiB": f"{row['snapshot']:.2f}",
-            "beside it, GiB": f"{row['beside']:.2f}",
-            "seconds": f"{row['seconds']:.1f}",
-            "target": f"at most {MEMORY_TARGET} GiB",
-            "verdict": verdict(row["beside"] <= MEMORY_TARGET),
-        }
-        for row in found
-    ]
-
-
-# --- chains -------------------------------------------------------------------------------------
-
-
-def measure_chain(folder: Path, n_weights: int, n_saves: int, is_held: bool) -> dict[str, object]:
-    """CPU seconds of the saves of a chain, and bytes held after the last."""
-    torch.manual_seed(0)
-    model = nn.ParameterList(nn.Parameter(torch.randn(n_weights // 8 // 1024, 1024) * 0.02) for _ in range(8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    seconds = []
-    with Checkpointer(folder, model, optimizer, config=Grid(), background=False, jobs=1) as checkpointer:
-        held = checkpointer._store._last
-        assert held is not None
-        checkpointer._store._last = held if is_held else None
-        for step in range(n_saves):
-            for parameter in model:
-                parameter.grad = torch.randn_like(parameter) * 1e-3
-            optimizer.step()
-            seconds.append(cpu_seconds(lambda step=step: checkpointer.save(step))[1])
-    return {"seconds": seconds, "held": held.n_bytes, "state": 12 * n_weights}
-
-
-def chain_rows(small: bool) -> list[Row]:
-    """A row for each of `DEPTHS`."""
-    found = {}
-    for way in ("held", "anew"):
-        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            found[way] = in_process("--chain", way, "--folder", folder, *["--small"] * small)
-    held, anew = found["held"]["seconds"], found["anew"]["seconds"]
-    return [
-        {
-            "deltas from the anchor": depth,
-            "state, MB": f"{found['held']['state'] / 1e6:.0f}",
-            "held, MB": f"{found['held']['held'] / 1e6:.0f}",
-            "CPU s, held": f"{held[depth]:.2f}",
-            "of depth 1": f"{held[depth] / held[1]:.2f}",
-            "CPU s, anew": f"{anew[depth]:.2f}",
-            "anew, of depth 1": f"{anew[depth] / anew[1]:.2f}",
-            "target": f"held at most {CHAIN_TARGET}",
-            "verdict": verdict(held[depth] <= CHAIN_TARGET * held[1]),
-        }
-        for depth in DEPTHS
-    ]
-
-
 def main() -> int:
     """Command line; exits with 1 if a target was missed."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", choices=("stall", "memory", "chain"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="sizes that say nothing; writes no results")
-    for name in ("--loop", "--memory", "--chain", "--folder"):
+    for name in ("--loop", "--folder"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--sizes", type=int, nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.loop:
         print(json.dumps(asdict(train(options.loop, Path(options.folder), *options.sizes))))
         return 0
-    if options.memory:
-        print(json.dumps(measure_memory(Path(options.folder), float(options.memory))))
+    rows = stall_rows(options.rounds, options.small)
+    if options.small:
+        print(*rows, sep="\n")
         return 0
-    if options.chain:
-        n_weights, is_held = 1 << 18 if options.small else 5 << 20, options.chain == "held"
-        measure_chain(Path(options.folder, "warm"), 1 << 18, 3, is_held=True)  # loads the kernels
-        measure_chain(Path(options.folder, "decoding"), 1 << 18, 3, is_held=False)  # and those of readers
-        chain = measure_chain(Path(options.folder, "run"), n_weights, max(DEPTHS) + 1, is_held)
-        print(json.dumps(chain))
-        return 0
-    tables = {
-        "stall": lambda: stall_rows(options.rounds, options.small),
-        "memory": lambda: memory_rows(options.small),
-        "chain": lambda: chain_rows(options.small),
-    }
-    rows: list[Row] = []
-    for name in (options.only,) if options.only else tables:
-        found = tables[name]()
-        rows += found
-        if options.small:
-            print(*found, sep="\n")
-        else:
-            save_rows(f"checkpointer_{name}", found)
-    if not options.small:
-        finish(f"checkpointer_{options.only}" if options.only else "checkpointer", machine(), rows)
-    return 1 if misses(rows) and not options.small else 0
+    save_rows("checkpointer_stall", rows)
+    finish("checkpointer", machine(), rows)
+    return 1 if misses(rows) else 0
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ Speeds are raw bytes of fp32 a second, for whole messages: header and checksum i
 sends raw bytes at L bytes a second gains by a codec, with nothing overlapped, if
 L < (1 - r) E D / (E + D); r is sent / raw bytes, E and D are the speeds of encoding and decoding. With
 encoding and decoding beside the link, it gains while L < min(E, D). Writes results/link_speed.csv,
-link_sizes.csv, link_errors.csv, link_positions.csv and link_speed.json; about a minute.
+link_sizes.csv and link_speed.json; about a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from math import lgamma, log
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,7 @@ from bench.core.report import finish
 from ckptz.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import LinkPolicy, TensorLink, Tiled, TopK, Uniform
-from ckptz.wire.codecs import plan_of
 from ckptz.wire.endpoint import Link
-from ckptz.wire.frames import encode_frame
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import PRESETS
 from ckptz.wire.state import Place
@@ -206,39 +203,6 @@ def size_rows() -> list[dict[str, object]]:
     return [{n: row[n] for n in ("codec", "bytes", "bytes / element", "target", "verdict")} for row in rows]
 
 
-def error_rows() -> list[dict[str, object]]:
-    """Relative error of one normal tensor scaled from 1e-12 to 1e6."""
-    values, rows = np.random.default_rng(0).standard_normal(1 << 18), []
-    for bits in (4, 8):
-        plan, errors = plan_of(Uniform(bits), F32, (1 << 18,)), []
-        for exponent in range(-12, 7):
-            exact = (values * 10.0**exponent).astype(np.float32)
-            decoded = encode_frame(wire_cpu, plan, exact.view(np.uint32)).decoded().view(np.float32)
-            difference = (decoded.astype(np.float64) - exact).astype(np.float64)
-            errors.append(np.linalg.norm(difference) / np.linalg.norm(exact.astype(np.float64)))
-        row = {"codec": f"q{bits}", "least relative error": f"{min(errors):.5f}"}
-        row |= {"greatest": f"{max(errors):.5f}", "target": "within 2 %"}
-        rows.append(row | {"verdict": verdict(max(errors) <= 1.02 * min(errors))})
-    return rows
-
-
-def index_rows() -> list[dict[str, object]]:
-    """Bits that positions take, for 2^20 elements, against log2 of n over k."""
-    n, rows = 1 << 20, []
-    values = np.random.default_rng(0).standard_normal(n).astype(np.float32).view(np.uint32)
-    for share in (0.1, 0.03, 0.02, 0.01, 0.003, 0.001):
-        index: Any = "bitmap" if share > 0.03 else "rice"
-        plan = plan_of(TopK(share, 8, index), F32, (1, n))
-        frame = encode_frame(wire_cpu, plan, values)
-        bits = 8 * sum(len(part) for part in frame.parts[:-2])
-        bound = (lgamma(n + 1) - lgamma(plan.k + 1) - lgamma(n - plan.k + 1)) / log(2)
-        row = {"share": share, "positions": index, "bits / element": f"{bits / n:.4f}"}
-        row |= {"bound": f"{bound / n:.4f}", "over bound": f"{bits / bound - 1:.2%}"}
-        is_met = bits <= n if index == "bitmap" else bits <= 1.03 * bound
-        rows.append(row | {"target": "1 bit" if share > 0.03 else "<= 3 %", "verdict": verdict(is_met)})
-    return rows
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -261,8 +225,6 @@ def main() -> None:
     }
     np.copyto(copy, values)
     save_rows("link_sizes", size_rows())
-    save_rows("link_errors", error_rows())
-    save_rows("link_positions", index_rows())
     rows = _speed_rows(make_cases(values, shape), values.nbytes, args.rounds, extra)
     names = list(rows[0])
     save_rows("link_speed", [{name: row.get(name, "") for name in names} for row in rows])

@@ -5,7 +5,7 @@
 Everything runs in memory on one thread (z4ai: its default, all cores), in one run and in turn: one
 warm-up round, then N rounds of every case. ckptz decodes into preallocated, touched buffers; ZipNN, OpenZL
 and z4ai allocate their results, which is all that they offer. Both checksums of ckptz are included, and both
-of OpenZL, which takes floats apart and codes exponents by FSE. A last table has ckptz by threads.
+of OpenZL, which takes floats apart and codes exponents by FSE.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-import matplotlib.pyplot as plt
 import numpy as np
 import zstandard
 
 from bench.core import codecs_ckptz as codecs
 from bench.core.measure import (
-    RESULTS,
     Row,
     Timing,
     cpu_seconds,
@@ -37,7 +35,6 @@ from bench.core.measure import (
 from bench.core.peers import Peers
 from bench.core.report import finish
 from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
-from ckptz.parallel import default_jobs
 
 SIZE_TARGETS: Final = {"fp32": 0.823, "bf16": 0.668}  # of raw
 SPEED_TARGETS: Final = {  # of ZipNN's speed
@@ -177,38 +174,11 @@ def _speed_row(kind: str, case: str, size: int, timings: Mapping[str, Timing]) -
     }
 
 
-def thread_rows(kind: str, tensors: Tensors, rounds: int) -> list[Row]:
-    """Speeds of whole files by threads, from one to all cores, in raw MB/s."""
-    file, outputs = codecs.write_file(tensors), codecs.outputs_for(tensors)
-    cases: Cases = {}
-    for jobs in range(1, default_jobs() + 1):
-        cases[f"{jobs}, compress"] = lambda jobs=jobs: timed(lambda: codecs.write_file(tensors, jobs=jobs))
-        cases[f"{jobs}, decompress"] = lambda jobs=jobs: timed(
-            lambda: codecs.read_file(file, outputs, jobs=jobs)
-        )
-    rows = []
-    timings = interleave(cases, rounds)
-    for case, timing in timings.items():
-        jobs, way = case.split(", ")
-        rows.append(
-            {
-                "weights": kind,
-                "way": way,
-                "threads": jobs,
-                "best MB/s": _mb_per_s(n_bytes(tensors), timing.best),
-                "median MB/s": _mb_per_s(n_bytes(tensors), timing.median),
-                "of one thread": f"{timings[f'1, {way}'].best / timing.best:.2f}",
-            }
-        )
-    return rows
-
-
 def weights(path: Path, rounds: int, peers: Peers) -> list[Row]:
     """The tables of the weights."""
     fp32 = read_tensors(path, "F32")
     sizes: list[Row] = []
     speeds: list[Row] = []
-    threads: list[Row] = []
     for kind, tensors in (("fp32", fp32), ("bf16", as_bf16(fp32))):
         cases = speed_cases(kind, tensors, peers)
         dtype = DTYPE_NAMES[kind]
@@ -216,8 +186,6 @@ def weights(path: Path, rounds: int, peers: Peers) -> list[Row]:
         sizes += size_rows(kind, tensors, blobs)
         timings = interleave(cases, rounds)
         speeds += speed_rows(kind, n_bytes(tensors), timings)
-        threads += thread_rows(kind, tensors, rounds)
-    save_rows("lossless_threads", threads)
     save_rows("lossless_sizes", sizes)
     save_rows("lossless_speeds", speeds)
     return sizes + speeds
@@ -319,26 +287,7 @@ def deltas(rounds: int, peers: Peers) -> list[Row]:
     return sizes + speeds
 
 
-# --- picture and command line -------------------------------------------------------------------
-
-
-def draw(rows: list[Row]) -> None:
-    """results/lossless.png: what is left of raw, weights and deltas side by side."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(2, 3), layout="constrained")
-    shares = [row for row in rows if "tool" in row and row["tool"] != "raw"]
-    labels = [f"{row['weights']}, {str(row['tool']).split(',')[0]}" for row in shares]
-    left.barh(labels[::-1], [float(str(row["of raw"])) for row in shares][::-1])
-    left.set(title="weights, share of raw bytes", xlim=(0, 1))
-    pairs = [row for row in rows if "ckptz file" in row]
-    places = np.arange(len(pairs))
-    for i, tool in enumerate(("ckptz file", "z4ai", "xor+planes+zstd -3")):
-        share = [float(str(row[tool])) / float(str(row["raw bytes"])) for row in pairs]
-        right.barh(places + 0.27 * (i - 1), share, 0.25, label=tool)
-    right.set_yticks(places, [str(row["pair"]) for row in pairs])
-    right.invert_yaxis()
-    right.set(title="bf16 deltas, share of raw bytes", xlim=(0, 1))
-    right.legend()
-    figure.savefig(RESULTS / "lossless.png", dpi=120)
+# --- command line ------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -348,7 +297,7 @@ def main() -> None:
         "--model", type=Path, help="safetensors file with fp32 weights instead of the package's"
     )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    parser.add_argument("--only", choices=("weights", "deltas"), help="one half; draws no picture")
+    parser.add_argument("--only", choices=("weights", "deltas"), help="one half")
     options = parser.parse_args()
     rows: list[Row] = []
     with Peers() as peers:
@@ -357,8 +306,6 @@ def main() -> None:
             rows += weights(options.model or model_path(), options.rounds, peers)
         if options.only != "weights":
             rows += deltas(options.rounds, peers)
-    if options.only is None:
-        draw(rows)
     finish("lossless", facts, rows)
 
 

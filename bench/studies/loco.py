@@ -5,7 +5,7 @@
 A byte-level GPT of 0.2 M parameters learns the standard library's code under DistributedDataParallel over
 gloo, with real messages. Bytes are those that each rank sends in a step: of LoCo counted, of torch's
 hooks by the sizes of their collectives, all-reduce and all-gather taken as rings. Runs are kept in
-bench/.cache/loco. Writes results/loco.csv, loco.json and loco.png; about half an hour on one core. The
+bench/.cache/loco. Writes results/loco.csv and loco.json; about half an hour on one core. The
 hooks of torch that quantize (`quantization_hooks`) are missing: those of torch 2.13 fail over gloo.
 """
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.core.measure import CACHE, RESULTS, machine, read_rows, save_rows, verdict
+from bench.core.measure import CACHE, machine, save_rows, verdict
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
 from ckptz.wire import LoCo, Tiled, loco_hook
@@ -149,19 +148,6 @@ def rows_of(n_steps: int, n_ranks: int, n_seeds: int) -> list[dict[str, object]]
     return rows
 
 
-def write_picture() -> None:
-    """results/loco.png: loss over fp32 against bytes."""
-    rows = read_rows("loco")
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for n_ranks, mark in zip(sorted({row["ranks"] for row in rows}), "os^", strict=False):
-        for row in (row for row in rows if row["ranks"] == n_ranks):
-            axis.plot(float(row["fewer"]), float(row["loss"]), f"C{list(HOOKS).index(row['hook'])}{mark}")
-            axis.annotate(f"{row['hook']}, {n_ranks}", (float(row["fewer"]), float(row["loss"])), fontsize=6)
-    axis.set(xscale="log", xlabel="times fewer bytes than fp32 all-reduce", ylabel="validation loss, nats")
-    figure.tight_layout()
-    figure.savefig(RESULTS / "loco.png", dpi=110)
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -178,7 +164,6 @@ def main() -> None:
                 mp.spawn(work, (n_ranks, args.steps, args.seeds, f"{folder}/store"), n_ranks)
         rows += rows_of(args.steps, n_ranks, args.seeds)
     save_rows("loco", rows)
-    write_picture()
     finish("loco", machine(), steps=args.steps)
 
 

@@ -8,7 +8,7 @@ trained on the standard library's code and is fine-tuned on English documentatio
 `ckptz.wire.simulate`, which the tests hold equal to real messages between processes, sizes included.
 
 Every run is kept in bench/.cache/paper_b, so that an interrupted bench goes on where it stopped. Writes
-results/paper_b.csv, paper_b.json, paper_b.png and the page paper_b.md. About 15 minutes on one core.
+results/paper_b.csv and paper_b.json. About 15 minutes on one core.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.core.measure import CACHE, machine, read_rows, save_rows
+from bench.core.measure import CACHE, machine, save_rows
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches
 from bench.studies.paper_b.experimental import Levels, StudyLink
-from bench.studies.paper_b.page import write_page, write_picture
 from ckptz.wire import RAW, LinkPolicy, TopK, Uniform, simulate
 
 VERSION = 1  # of the experiments: a change makes cached runs stale
@@ -358,8 +357,6 @@ def main() -> None:
     rows = [summary(config, runs) for config, runs in results.items() if runs]
     save_rows("paper_b", rows)
     seconds = sum(run["seconds"] for runs in results.values() for run in runs)
-    write_page(read_rows("paper_b"), round(seconds))
-    write_picture(read_rows("paper_b"))
     finish("paper_b", machine(), seconds=round(seconds))
 
 
