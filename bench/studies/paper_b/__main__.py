@@ -30,11 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import bench.studies.paper_b.experimental  # noqa: F401 - EF mixed
 from bench.core.measure import CACHE, machine, save_rows
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches
-from bench.studies.paper_b.experimental import Levels, StudyLink
 from ckptz.wire import RAW, LinkPolicy, TopK, Uniform, simulate
+from ckptz.wire.endpoint import Link
 
 VERSION = 1  # of the experiments: a change makes cached runs stale
 N_CUTS = 3
@@ -49,7 +50,7 @@ class Config:
 
     task: str
     name: str
-    policy: LinkPolicy | Levels
+    policy: LinkPolicy
     augment: bool = False
 
     def key(self, seed: int) -> str:
@@ -72,7 +73,7 @@ def _top(share: float, *, forward: bool = True, backward: bool = True, **more: A
 
 def digits_configs() -> list[Config]:
     """Rows of the image task."""
-    rows: dict[str, LinkPolicy | Levels] = {"none": LinkPolicy()}
+    rows: dict[str, LinkPolicy] = {"none": LinkPolicy()}
     for fw, bw in ((8, 8), (4, 8), (8, 4), (4, 4), (2, 8), (8, 2), (2, 2)):
         rows[f"fw{fw}-bw{bw}, whole tensor"] = _bits(fw, bw, "tensor")
     for fw, bw in ((4, 4), (2, 8), (8, 2), (2, 2)):
@@ -86,11 +87,6 @@ def digits_configs() -> list[Config]:
     rows["Top10, EF21"] = _top(0.1, feedback="ef21")
     rows["Top10, EF"] = _top(0.1, feedback="ef")
     rows["Top10, EF mixed"] = _top(0.1, feedback="ef-mixed")
-    rows["fw8, bw 8 or 2 adaptive, whole tensor"] = Levels(
-        _bits(8, 8, "tensor"), _bits(8, 2, "tensor"), 0.2, 25
-    )
-    rows["Top30 or Top5, adaptive"] = Levels(_top(0.3), _top(0.05), 0.2, 25)
-    rows["Top30 or Top5, adaptive at 0.5"] = Levels(_top(0.3), _top(0.05), 0.5, 25)
     plain = [Config("digits", name, policy) for name, policy in rows.items()]
     shifted = {"none": LinkPolicy(), "Top10": _top(0.1), "Top10, EF21": _top(0.1, feedback="ef21")}
     for percent in (50, 30, 20, 10):
@@ -100,7 +96,7 @@ def digits_configs() -> list[Config]:
 
 def gpt_configs() -> list[Config]:
     """Rows of the language task."""
-    rows: dict[str, LinkPolicy | Levels] = {"none": LinkPolicy(), "Top10": _top(0.1)}
+    rows: dict[str, LinkPolicy] = {"none": LinkPolicy(), "Top10": _top(0.1)}
     for percent in (50, 30, 20, 10):
         rows[f"Top{percent}, index reuse"] = _top(percent / 100, reuse=True)
     rows["Top10, EF21"] = _top(0.1, feedback="ef21")
@@ -109,8 +105,6 @@ def gpt_configs() -> list[Config]:
     rows["fw32-bw2, block, stochastic"] = _bits(0, 2, "block", rounding="stochastic")
     rows["fw4-bw32, whole tensor"] = _bits(4, 0, "tensor")
     rows["fw32-bw4, whole tensor"] = _bits(0, 4, "tensor")
-    both = _top(0.5, reuse=True), _top(0.1, reuse=True)
-    rows["Top50 or Top10, index reuse, adaptive at 0.5"] = Levels(*both, 0.5, 15)
     return [Config("gpt", name, policy) for name, policy in rows.items()]
 
 
@@ -120,12 +114,11 @@ def gpt_configs() -> list[Config]:
 class Cuts:
     """The three links of a model; `on` False leaves them out."""
 
-    def __init__(self, policy: LinkPolicy | Levels, seed: int) -> None:
+    def __init__(self, policy: LinkPolicy, seed: int) -> None:
         del seed
-        mild = policy.mild if isinstance(policy, Levels) else policy
-        self.links = [simulate(mild, src=i, dst=i + 1) for i in range(N_CUTS)]
+        self.links = [simulate(policy, src=i, dst=i + 1) for i in range(N_CUTS)]
         for i, link in enumerate(self.links):
-            link.link.link = StudyLink(i, i + 1, policy)
+            link.link.link = Link(i, i + 1, policy, same_shape=False)
         self.on, self.is_eval, self.ids = True, False, None
 
     def __call__(self, i: int, x: Tensor) -> Tensor:
