@@ -37,6 +37,18 @@ def deltas_at_any_cost() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", params=["subnormals kept", "subnormals flushed"])
+def flush_mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a module's tests twice: torch's switch changes the processor mode for numpy and numba too."""
+    import torch  # which other tests do without
+
+    flushing = request.param == "subnormals flushed"
+    if flushing and not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
     made = Chain(tmp_path / "run")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -30,15 +28,7 @@ from tests.support.wire_support import devices, from_torch, to_torch
 UNIT_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 KINDS = ((reference.F32, np.uint32), (reference.BF16, np.uint16), (reference.F16, np.uint16))
 
-
-@pytest.fixture(scope="module", autouse=True, params=["subnormals kept", "subnormals flushed"])
-def flush_mode(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run everything twice: torch's switch changes the processor mode for numpy and numba too."""
-    flushing = request.param == "subnormals flushed"
-    if flushing and not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush subnormals")
-    yield
-    torch.set_flush_denormal(False)
+pytestmark = pytest.mark.usefixtures("flush_mode")
 
 
 def patterns(dtype: Any, min_size: int = 1, max_size: int = 300) -> st.SearchStrategy[Any]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from types import ModuleType
+import runpy
 
 import numpy as np
-import pytest
 import safetensors.numpy
 
 from ckptz.container.byte_source import MemoryBytes
@@ -18,15 +15,7 @@ from tests.support.spec_support import SPEC, page, table
 FIELD_PAGES = ("02-entropy.md", "04-quantization.md", "05-frame.md", "06-container.md")
 
 
-@pytest.fixture(scope="module")
-def examples() -> ModuleType:
-    """The script that makes the page."""
-    spec = importlib.util.spec_from_file_location("make_examples", SPEC / "make_examples.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+EXAMPLES = runpy.run_path(str(SPEC / "make_examples.py"))
 
 
 def annotated_bytes() -> bytes:
@@ -45,13 +34,13 @@ def annotated_bytes() -> bytes:
     return data
 
 
-def test_the_page_is_up_to_date(examples: ModuleType) -> None:
+def test_the_page_is_up_to_date() -> None:
     written = (SPEC / "examples.md").read_text(encoding="utf-8")
-    assert written == examples.render(), "run: python spec/make_examples.py"
+    assert written == EXAMPLES["render"](), "run: python spec/make_examples.py"
 
 
-def test_the_page_shows_every_byte_of_the_file(examples: ModuleType) -> None:
-    assert annotated_bytes() == examples.build()[0]
+def test_the_page_shows_every_byte_of_the_file() -> None:
+    assert annotated_bytes() == EXAMPLES["build"]()[0]
 
 
 def test_the_file_of_the_page_loads() -> None:

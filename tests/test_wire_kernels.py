@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ckptz.codec.plan import LinearTable
 from ckptz.kernels import wire_cpu, wire_torch
@@ -18,14 +16,7 @@ from tests.support.wire_support import devices, from_torch, rng, to_torch
 
 BITS = (2, 3, 4, 6, 8)
 
-
-@pytest.fixture(scope="module", autouse=True, params=["subnormals kept", "subnormals flushed"])
-def flush_mode(request: pytest.FixtureRequest) -> Iterator[None]:
-    flushing = request.param == "subnormals flushed"
-    if flushing and not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush subnormals")
-    yield
-    torch.set_flush_denormal(False)
+pytestmark = pytest.mark.usefixtures("flush_mode")
 
 
 def tensors() -> dict[str, Any]:
