@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,28 +44,22 @@ def sorted_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return same(dict(sorted(left.items())), dict(sorted(right.items())))
 
 
-def saves(tensors: Any, metadata: Any = None, to: str = "file") -> Callable[[Library, Path], Any]:
-    """An action that saves tensors, and gives back what is then in the file."""
+def saves(
+    tensors: Any, metadata: Any = None, to: str = "file", of: str = "torch"
+) -> Callable[[Library, Path], Any]:
+    """An action that saves tensors, or arrays of numpy, and gives back what is then in the file."""
 
     def run(library: Library, folder: Path) -> Any:
-        library.torch.save_file(tensors, folder / to, metadata)
-        loaded = library.torch.load_file(folder / to)
-        assert sorted_same(library.torch.load(library.torch.save(tensors, metadata)), loaded)
+        module = getattr(library, of)
+        module.save_file(tensors, folder / to, metadata)
+        loaded = module.load_file(folder / to)
+        assert sorted_same(module.load(module.save(tensors, metadata)), loaded)
         return dict(sorted(loaded.items()))
 
     return run
 
 
-def saves_arrays(arrays: Any, metadata: Any = None, to: str = "file") -> Callable[[Library, Path], Any]:
-    """The same with arrays."""
-
-    def run(library: Library, folder: Path) -> Any:
-        library.numpy.save_file(arrays, folder / to, metadata)
-        loaded = library.numpy.load_file(folder / to)
-        assert sorted_same(library.numpy.load(library.numpy.save(arrays, metadata)), loaded)
-        return dict(sorted(loaded.items()))
-
-    return run
+saves_arrays = functools.partial(saves, of="numpy")
 
 
 def texts(metadata: Any) -> Callable[[Library, Path], Any]:

@@ -151,23 +151,22 @@ def test_where_the_newest_file_is_damaged_an_anchor_follows(tmp_path: Path) -> N
     damaged = bytearray(newest.read_bytes())
     damaged[at] ^= 1  # which is found out when it is decoded
     newest.write_bytes(damaged)
-    done = Publisher(tmp_path, anchor_every=50).publish(states[1])
-    assert done.files == ("step-000002.ckptz",)
-    assert "step 1 cannot be led on from" in done.note
-    live = cloned(a_state(9))
-    Follower(tmp_path).apply_to(live)
-    assert same(live, states[1])
+    assert_an_anchor_follows(tmp_path, 2, states[1])
 
 
 def test_where_the_chain_is_broken_an_anchor_follows(tmp_path: Path) -> None:
     states = published(tmp_path, 4, anchor_every=50)
     (tmp_path / "step-000002.from-000001.ckptz").unlink()
-    done = Publisher(tmp_path, anchor_every=50).publish(states[3])
-    assert done.files == ("step-000004.ckptz",)
-    assert "step 3 cannot be led on from" in done.note
+    assert_an_anchor_follows(tmp_path, 4, states[3])
+
+
+def assert_an_anchor_follows(folder: Path, step: int, state: Any) -> None:
+    done = Publisher(folder, anchor_every=50).publish(state)
+    assert done.files == (f"step-{step:06d}.ckptz",)
+    assert f"step {step - 1} cannot be led on from" in done.note
     live = cloned(a_state(9))
-    Follower(tmp_path).apply_to(live)
-    assert same(live, states[3])
+    Follower(folder).apply_to(live)
+    assert same(live, state)
 
 
 @pytest.mark.parametrize("step", [-1, 1 << 63])
