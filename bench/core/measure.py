@@ -161,6 +161,17 @@ def save_rows(name: str, rows: Sequence[Row]) -> None:
         writer.writerows(rows)
 
 
+def append_row(name: str, row: Row) -> None:
+    """Add a row to results/NAME.csv, which begins with the names of the columns."""
+    path = RESULTS / f"{name}.csv"
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 def read_rows(name: str) -> list[dict[str, str]]:
     """The table in results/NAME.csv."""
     with (RESULTS / f"{name}.csv").open(newline="") as file:

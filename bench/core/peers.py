@@ -1,19 +1,15 @@
 """Other compressors, in an environment of their own: a worker process that is driven over a pipe.
 
-    python -m bench.core.peers             make the environment and print what is in it
-
-A `Worker` makes bench/.cache/NAME-venv with pinned versions on first use and runs a module of ours in it with
-`--serve`. The worker keeps its inputs and times itself, so that the caller can run its own code and theirs in
-turn. numpy, torch and what else they need come from the caller's environment, by a path file: a second copy
-of torch is two gigabytes.
+`Peers` makes bench/.cache/peers-venv with pinned versions on first use and runs this module in it. The
+worker keeps its inputs and times itself, so that the caller can run its own code and theirs in turn. numpy,
+torch and what else they need come from the caller's environment, by a path file: a second copy of torch is
+two gigabytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,37 +30,32 @@ PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0")
 Array = NDArray[Any]
 
 
-# --- the worker process -------------------------------------------------------------------------
+# --- the caller's side --------------------------------------------------------------------------
 
 
-def environment(name: str, pins: tuple[str, ...]) -> Path:
-    """The Python of an environment, which is made if it is missing or has other pins."""
-    folder = CACHE / f"{name}-venv"
+def environment() -> Path:
+    """The Python of the environment, which is made if it is missing or has other pins."""
+    folder = CACHE / "peers-venv"
     python, stamp = folder / "bin" / "python", folder / "pins.txt"
-    wanted = "\n".join((*pins, sys.version))
+    wanted = "\n".join((*PINS, sys.version))
     if stamp.exists() and stamp.read_text() == wanted:
         return python
-    print(f"making {folder} with {', '.join(pins)}", file=sys.stderr)
+    print(f"making {folder} with {', '.join(PINS)}", file=sys.stderr)
     venv.EnvBuilder(clear=True, with_pip=True).create(folder)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *pins], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *PINS], check=True)
     packages = next((folder / "lib").glob("python*/site-packages"))
     (packages / "caller.pth").write_text(f"{Path(np.__file__).parents[1]}\n")
     stamp.write_text(wanted)
     return python
 
 
-class Worker:
-    """A process of a module in its environment; use it in a `with` block."""
+class Peers:
+    """A worker process; use it in a `with` block."""
 
-    def __init__(self, name: str, pins: tuple[str, ...], module: str, **variables: str) -> None:
-        self._process = subprocess.Popen(
-            [environment(name, pins), "-m", module, "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=BENCH.parent,
-            env=os.environ | variables,
-        )
+    def __init__(self) -> None:
+        command = [environment(), "-m", "bench.core.peers"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=BENCH.parent, **pipes)
 
     def __enter__(self) -> Self:
         return self
@@ -89,25 +80,6 @@ class Worker:
         if not answer:
             raise RuntimeError(f"the worker ended during {method!r}; its error is printed above")
         return json.loads(answer)
-
-
-def serve(methods: dict[str, Callable[..., object]]) -> None:
-    """Answer requests on standard input until it is closed: the worker's side."""
-    # Other packages print now and then; answers go to the real standard output, all else to stderr.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        method, arguments = json.loads(line)
-        print(json.dumps(methods[method](**arguments)), file=answers, flush=True)
-
-
-# --- the caller's side --------------------------------------------------------------------------
-
-
-class Peers(Worker):
-    """A worker process; use it in a `with` block."""
-
-    def __init__(self) -> None:
-        super().__init__("peers", PINS, "bench.core.peers")
 
     def versions(self) -> dict[str, str]:
         """Versions of the peers, and whether z4ai runs its compiled coder."""
@@ -315,16 +287,14 @@ _METHODS: Final[dict[str, Callable[..., object]]] = {
 }
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Make the peers' environment and print its versions.")
-    parser.add_argument("--serve", action="store_true", help="answer requests on standard input")
-    if parser.parse_args().serve:
-        serve(_METHODS)
-        return
-    with Peers() as peers:
-        print(peers.versions())
+def serve() -> None:
+    """Answer requests on standard input until it is closed."""
+    # Other packages print now and then; answers go to the real standard output, all else to stderr.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        method, arguments = json.loads(line)
+        print(json.dumps(_METHODS[method](**arguments)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    serve()

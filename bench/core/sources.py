@@ -1,11 +1,10 @@
 """Inputs of the benches: real weights, their bf16 cast, and the checkpoints of a small training run.
 
-python -m bench.core.sources           train the run whose checkpoints the benches use (about 4 minutes)
+The run is trained once, when its checkpoints are first asked for.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.resources
 import itertools
 import sys
@@ -143,15 +142,3 @@ def _save(model: Any, path: Path) -> None:
     from safetensors.torch import save_file  # loads torch
 
     save_file({name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}, path)
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Train the run whose checkpoints the benches use.")
-    parser.parse_args()
-    for name, base, current in run_pairs():
-        print(f"{name}: {base.name} -> {current.name}")
-
-
-if __name__ == "__main__":
-    main()

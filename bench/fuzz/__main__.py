@@ -13,20 +13,15 @@ Needs atheris: .venv/bin/python -m pip install --target bench/.cache/atheris ath
 
 from __future__ import annotations
 
-import argparse
-import csv
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any, Final
 
-from bench.core.measure import CACHE, RESULTS
+from bench.core.measure import CACHE, append_row, parser_of, read_rows
 from bench.fuzz.seeds import seeds
 
-TABLE: Final = RESULTS / "fuzz.csv"
-COLUMNS: Final = ("target", "seed", "executions", "seconds", "coverage", "corpus", "finds", "peak_mb")
 MAX_INPUT_BYTES: Final = 4096
 MAX_SECONDS: Final = 5
 MAX_RSS_MB: Final = 2048
@@ -96,22 +91,6 @@ def _run(target: str, seed: int, executions: int) -> dict[str, Any]:
     }
 
 
-def _rows() -> list[dict[str, str]]:
-    if not TABLE.exists():
-        return []
-    with TABLE.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _append(row: Mapping[str, Any]) -> None:
-    is_new = not TABLE.exists()
-    with TABLE.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 TARGETS: Final = ("envelope", "container", "index", "frame", "tree", "wire")
 
 
@@ -119,7 +98,7 @@ def main() -> int:
     """The campaign: 0 if nothing was found."""
     if sys.argv[1:2] == ["--run"]:
         _fuzz(sys.argv[2], sys.argv[3:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--executions", type=int, default=1_000_000, help="of each target, all runs together")
     parser.add_argument("--step", type=int, default=100_000, help="executions of one run")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
@@ -127,12 +106,12 @@ def main() -> int:
     n_finds = 0
     for target in given.targets:
         while True:
-            rows = [row for row in _rows() if row["target"] == target]
+            rows = [row for row in read_rows("fuzz") if row["target"] == target]
             left = given.executions - sum(int(row["executions"]) for row in rows)
             if left <= 0:
                 break
             row = _run(target, len(rows) + 1, min(given.step, left))
-            _append(row)
+            append_row("fuzz", row)
             n_finds += row["finds"]
             rate = row["executions"] / row["seconds"]
             print(f"{target}: {row['executions']} executions, {rate:.0f}/s, {row['finds']} finds", flush=True)

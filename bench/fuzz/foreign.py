@@ -11,8 +11,6 @@ one seed: a run can be repeated. Where a checksum guards what a parser reads, it
 
 from __future__ import annotations
 
-import argparse
-import csv
 import gc
 import hashlib
 import os
@@ -30,27 +28,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from bench.core.measure import CACHE, append_row, parser_of
 from bench.fuzz.foreign_targets import TARGETS, Target
 from ckptz.errors import CkptzError
 
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
-RESULTS: Final = ROOT / "bench" / "results" / "fuzz_foreign.csv"
-FINDS: Final = ROOT / "bench" / ".cache" / "fuzz_foreign"
+FINDS: Final = CACHE / "fuzz_foreign"
 MEMORY: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None  # for the files that are read
 MAX_SECONDS: Final = 5
 EDGES: Final = (0, 1, 2, 0x7F, 0x80, 0xFE, 0xFF)
 WORDS: Final = (
-    b"-1",
-    b"1e999",
-    b"NaN",
-    b"null",
-    b"[]",
-    b"{}",
-    b'""',
-    b"9" * 30,
-    b"\\ud800",
-    b"../x",
-    b"[" * 99,
+    *(b"-1", b"1e999", b"NaN", b"null", b"[]", b"{}", b'""'),
+    *(b"9" * 30, b"\\ud800", b"../x", b"[" * 99),
 )
 
 
@@ -159,18 +147,9 @@ def _until(executions: int, end: float) -> Iterator[None]:
         yield
 
 
-def _append(run: Run) -> None:
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(run.row()), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(run.row())
-
-
 def main() -> int:
     """Run the targets: 0 if nothing was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--executions", type=int, default=100_000, help="of each target")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for each target")
     parser.add_argument("--seed", type=int, default=1)
@@ -182,7 +161,7 @@ def main() -> int:
         run = fuzz(name, given.seed, given.executions, given.seconds)
         n_finds += run.finds
         if not given.dry:
-            _append(run)
+            append_row("fuzz_foreign", run.row())
         print(run.row(), *run.kinds.most_common(20), sep="\n  ", flush=True)
     return 1 if n_finds else 0
 

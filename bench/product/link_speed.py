@@ -50,32 +50,39 @@ REUSE = "Top10, positions reused"
 
 
 class Case:
-    """One codec on one set of kernels."""
+    """One codec on one set of kernels; encode and decode alternate."""
 
     def __init__(self, policy: LinkPolicy, units: Any, shape: tuple[int, ...], kernels: Any) -> None:
         self._policy, self._units, self._shape, self._kernels = policy, units, shape, kernels
-        self._links = self._pair()
-        self.message: Any = None
-        self._step = [0, 0]
+        self._links, self._step, self.message = self._pair(), -1, None
 
-    def _pair(self) -> tuple[Link, Link]:
+    def _pair(self) -> Any:
         like = torch.zeros(0, dtype=torch.uint8) if self._kernels is wire_torch else None
-        first, second = (Link(0, 1, self._policy, kernels=self._kernels, like=like) for _ in range(2))
-        return first, second
+        return tuple(Link(0, 1, self._policy, kernels=self._kernels, like=like) for _ in range(2))
+
+    def _prepare(self, place: Place) -> None:
+        """Do what comes before the message that is timed."""
+
+    def _send(self, place: Place) -> Any:
+        return self._links[0].send(FORWARD, self._units, F32, self._shape, place).message
+
+    def _receive(self, place: Place) -> None:
+        self._links[1].receive(FORWARD, self.message, F32, self._shape, place)
 
     def encode(self) -> float:
         """Seconds of one message."""
-        place, self._step[0] = Place(self._step[0]), self._step[0] + 1
+        self._step += 1
+        place = Place(self._step)
+        self._prepare(place)
 
         def run() -> None:
-            self.message = self._links[0].send(FORWARD, self._units, F32, self._shape, place).message
+            self.message = self._send(place)
 
         return timed(run)
 
     def decode(self) -> float:
-        """Seconds of the last one; encode and decode alternate."""
-        place, self._step[1] = Place(self._step[1]), self._step[1] + 1
-        return timed(lambda: self._links[1].receive(FORWARD, self.message, F32, self._shape, place))
+        """Seconds of the last one."""
+        return timed(lambda: self._receive(Place(self._step)))
 
 
 class OfTensors(Case):
@@ -84,42 +91,24 @@ class OfTensors(Case):
     def _pair(self) -> Any:
         return tuple(TensorLink(0, 1, self._policy) for _ in range(2))
 
-    def encode(self) -> float:
-        """See `Case.encode`."""
-        place, self._step[0] = Place(self._step[0]), self._step[0] + 1
+    def _send(self, place: Place) -> Any:
+        return self._links[0].send(FORWARD, self._units, place)[0]
 
-        def run() -> None:
-            self.message = self._links[0].send(FORWARD, self._units, place)[0]
-
-        return timed(run)
-
-    def decode(self) -> float:
-        """See `Case.decode`."""
-        place, self._step[1] = Place(self._step[1]), self._step[1] + 1
-        return timed(
-            lambda: self._links[1].receive(FORWARD, self.message, torch.float32, self._shape, place)  # type: ignore[call-arg]
-        )
+    def _receive(self, place: Place) -> None:
+        self._links[1].receive(FORWARD, self.message, torch.float32, self._shape, place)
 
 
 class Reused(Case):
     """Gradients at the activation's positions; only the way back is timed."""
 
-    def encode(self) -> float:
-        """See `Case.encode`."""
-        place = Place(self._step[0])
-        self._step[0] += 1
-        sent = self._links[0].send(FORWARD, self._units, F32, self._shape, place)
-        self._links[1].receive(FORWARD, sent.message, F32, self._shape, place)
+    def _prepare(self, place: Place) -> None:
+        self._links[1].receive(FORWARD, super()._send(place), F32, self._shape, place)
 
-        def run() -> None:
-            self.message = self._links[1].send(BACKWARD, self._units, F32, self._shape, place).message
+    def _send(self, place: Place) -> Any:
+        return self._links[1].send(BACKWARD, self._units, F32, self._shape, place).message
 
-        return timed(run)
-
-    def decode(self) -> float:
-        """See `Case.decode`."""
-        place = Place(self._step[0] - 1)
-        return timed(lambda: self._links[0].receive(BACKWARD, self.message, F32, self._shape, place))
+    def _receive(self, place: Place) -> None:
+        self._links[0].receive(BACKWARD, self.message, F32, self._shape, place)
 
 
 def make_cases(values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> dict[str, Case]:
