@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -153,13 +152,9 @@ def stall_rows(rounds: int, small: bool) -> list[Row]:
     loops: dict[str, list[Loop]] = {method: [] for method in METHODS}
     for i in range(rounds):
         for method in METHODS[i % len(METHODS) :] + METHODS[: i % len(METHODS)]:
-            folder = Path(tempfile.mkdtemp(prefix="bench-"))
-            try:
-                loops[method].append(
-                    Loop(**in_process("--loop", method, "--folder", folder, "--sizes", *sizes))
-                )
-            finally:
-                shutil.rmtree(folder)
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                found = in_process("--loop", method, "--folder", folder, "--sizes", *sizes)
+            loops[method].append(Loop(**found))
     best_stall = min(median_stall(loops[m]) for m in ("torch.save", "dcp.async_save"))
     best_total = min(median_total(loops[m]) for m in ("torch.save", "dcp.async_save"))
     return [stall_row(method, loops[method], best_stall, best_total) for method in METHODS]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 import statistics
 import sys
 import tempfile
@@ -76,16 +75,6 @@ class Training:
         )
 
 
-@contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder for the time of a block."""
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
 def saved(checkpointer: Checkpointer, step: int) -> SaveReport:
     """Save a step; its report."""
     checkpointer.save(step)
@@ -98,7 +87,8 @@ def measured(width: int, marks: list[int]) -> Iterator[Row]:
     """Give what is on the disk after each mark in each arm by each rule, and the seconds of a save."""
     training = Training(width)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    with scratch() as folder, contextlib.ExitStack() as held:
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as held:
+        folder = Path(name)
         savers = {
             arm: held.enter_context(
                 training.checkpointer(folder / arm, config, KeepPolicy(last=None, exact=exact))
@@ -137,8 +127,8 @@ def ways() -> Iterator[Row]:
     model = TinyGPT(GPTConfig(n_layers=3, width=192))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     data = batches(read_corpus()[0], batch=16, context=128, seed=1)
-    with scratch() as folder:
-        lossy: Path | None = None
+    with tempfile.TemporaryDirectory() as place:
+        folder, lossy = Path(place), None
         for index in range(N_LOSSY):
             for _ in range(BETWEEN):
                 optimizer.zero_grad()

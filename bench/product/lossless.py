@@ -149,18 +149,8 @@ def _speed_row(kind: str, case: str, size: int, timings: Mapping[str, Timing]) -
         "of memcpy": f"{timings['memcpy'].best / timing.best:.3f}",
     }
     if peer is None or rival is None or not case.startswith("ckptz"):
-        return row | dict.fromkeys(
-            (
-                "of ZipNN",
-                "medians",
-                "target",
-                "verdict",
-                "of OpenZL",
-                "its medians",
-                "its target",
-                "its verdict",
-            )
-        )
+        names = ("of ZipNN", "medians", "target", "verdict", "of OpenZL", "its medians", "its target")
+        return row | dict.fromkeys((*names, "its verdict"))
     against, target = peer.best / timing.best, SPEED_TARGETS[kind, way]
     return row | {
         "of ZipNN": f"{against:.2f}",
