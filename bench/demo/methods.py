@@ -28,13 +28,11 @@ class Method:
         name: of the row, and of the folder.
         is_lossless: whether restored states must equal the originals to the bit.
         compress: files of the run in order of steps, and a folder -> compressed files, in the same order.
-        restore: compressed file, path -> writes a plain safetensors file there.
     """
 
     name: str
     is_lossless: bool
     compress: Callable[[Sequence[Path], Path], list[Path]]
-    restore: Callable[[Path, Path], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +66,6 @@ def chain_of(config: Config) -> Callable[[Sequence[Path], Path], list[Path]]:
     return compress
 
 
-def restore(packed: Path, out: Path) -> None:
-    """Back to a plain file; the chain is found beside the delta."""
-    ckptz.restore(packed, out)
-
-
 def calibration_path(path: Path) -> Path:
     """Where the inputs of the layers are recorded for the checkpoint that was saved as `path`."""
     return path.with_name(f"{path.stem}.calibration.safetensors")
@@ -104,9 +97,9 @@ KMEANS = KMeans(levels=16, prune=0.1, protect=0.005)
 GRID = Grid(step=0.25, dead_zone=0, moments=Moments(first_step=0.5))
 
 METHODS = (
-    Method(name="ckptz lossless", is_lossless=True, compress=chain_of(LOSSLESS), restore=restore),
-    Method(name="ckptz kmeans 16", is_lossless=False, compress=chain_of(KMEANS), restore=restore),
-    Method(name="ckptz grid", is_lossless=False, compress=calibrated_chain_of(GRID), restore=restore),
+    Method(name="ckptz lossless", is_lossless=True, compress=chain_of(LOSSLESS)),
+    Method(name="ckptz kmeans 16", is_lossless=False, compress=chain_of(KMEANS)),
+    Method(name="ckptz grid", is_lossless=False, compress=calibrated_chain_of(GRID)),
 )
 
 
@@ -115,7 +108,7 @@ def warm_up(method: Method, plain: Sequence[Path]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         packed = method.compress(plain[:2], Path(folder))
-        method.restore(packed[-1], Path(folder) / "restored.safetensors")
+        ckptz.restore(packed[-1], Path(folder) / "restored.safetensors")
         return time.perf_counter() - begin
 
 
@@ -131,7 +124,7 @@ def store(method: Method, plain: Sequence[Path], folder: Path, state_bytes: int)
     packed = method.compress(plain, folder)
     compressed_at = time.perf_counter()
     for original, path in zip(plain, packed, strict=True):
-        method.restore(path, restored_path(original, folder))
+        ckptz.restore(path, restored_path(original, folder))
     end = time.perf_counter()
     n_bytes = [path.stat().st_size for path in packed]
     return Storage(
