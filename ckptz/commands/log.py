@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,14 @@ from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.shown import Shown
+from ckptz.roles import role_of
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
-from ckptz.store.runs import is_base_name, run_files, step_of
-from ckptz.store.step_files import EXACT_OF_KEY, StepFile
+from ckptz.store.runs import holds_state, is_base_name, run_files, step_of
+from ckptz.store.step_files import EXACT_OF_KEY, METRIC_KEY, StepFile
+from ckptz.store.steps import number_of
 
 EntryKind = Literal["anchor", "delta", "exact", "rebased", "plain", "missing", "broken"]
+Holds = Literal["weights", "state", "weights and state"]
 Tell = Callable[[Exception], None]
 
 
@@ -33,6 +37,7 @@ class LogEntry:
     # safetensors file that deltas are stored against; a base that is not here; a file that cannot be read
     kind: EntryKind
     parent: str | None = None  # `file` of the entry that it is stored against, or None
+    holds: Holds = "weights"  # what is in it, by its name or else by the names of its tensors
     level: int = 0  # how far it stands from the root of its tree
     step: int | None = None  # training step, if it is recorded or in a name
     content_id: str | None = None  # identity of the values, where it is known without reading them
@@ -43,6 +48,7 @@ class LogEntry:
     stored_bytes: int = 0  # size of the file
     ratio: float | None = None  # decoded by stored size
     quality: tuple[QualityRecord, ...] = ()  # what was promised and measured when it was written
+    metric: float | None = None  # of its step, as given to the `save` of a Checkpointer
     note: str | None = None  # what is wrong or uncertain, or None
     is_hidden: bool = False  # whether no keep rule holds its step: it is here because others need it
 
@@ -55,8 +61,10 @@ class LogReport(Shown):
     # every checkpoint behind the one it is stored against, by step and then by name
     entries: tuple[LogEntry, ...]
     n_files: int  # `.ckptz` files of the folder that can be read
-    tensor_bytes: int  # what they decode to in all
-    stored_bytes: int  # their size
+    # what the steps decode to in all, each counted once: not what hidden files hold, nor what makes a lossy
+    # file exact
+    tensor_bytes: int
+    stored_bytes: int  # size of all of these files
     ratio: float | None  # one by the other; None if there are none
     n_broken: int  # files that cannot be read
     n_missing: int  # bases that are not here
@@ -105,7 +113,8 @@ def _files(folder: Path, suffix: str) -> list[Path]:
 
 def _report(folder: Path, own: Iterable[_LoggedFile], entries: tuple[LogEntry, ...]) -> LogReport:
     whole = [found.entry for found in own if found.entry.kind != "broken"]
-    n_bytes, stored = sum(e.tensor_bytes for e in whole), sum(e.stored_bytes for e in whole)
+    n_bytes = sum(e.tensor_bytes for e in whole if e.kind != "exact" and not e.is_hidden)
+    stored = sum(e.stored_bytes for e in whole)
     return LogReport(
         folder=str(folder),
         entries=entries,
@@ -156,16 +165,27 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile
     is_residual = EXACT_OF_KEY in (index.metadata or {})
     alone: EntryKind = "rebased" if index.inline else "exact" if is_residual else "anchor"
     delta: EntryKind = "exact" if is_residual else "delta"
+    metric = number_of((index.metadata or {}).get(METRIC_KEY))
     entry = replace(
         sizes,
         kind=delta if index.base else alone,
+        holds=_holds(path, file),
         step=step_of(path, index.step, index.metadata),
         content_id=index.content_id,
         depth=index.depth,
         n_lossy=sum(tensor.lossy is not None for tensor in index.tensors),
         quality=index.quality,
+        metric=metric if metric is not None and math.isfinite(metric) else None,
     )
     return _LoggedFile(path=path, entry=entry, ref=index.base)
+
+
+def _holds(path: Path, file: Container) -> Holds:
+    if holds_state(path):
+        return "state"
+    tensors = file.tensors.items()
+    roles = {role_of(name, tensor.shape, tensor.dtype.is_float).role for name, tensor in tensors}
+    return "weights and state" if roles - {"weight", "other"} else "weights"
 
 
 def _may_be_base(plain: Path, delta: Container) -> bool:

@@ -144,9 +144,14 @@ def checkpoint_in(path: Path) -> Path:
     return found
 
 
+def holds_state(path: Path) -> bool:
+    """Tell whether the name says that a file holds no weights, but what resuming needs beside them."""
+    file = StepFile.parse(path.name)
+    return _WITHOUT_WEIGHTS.fullmatch(path.name) is not None if file is None else file.kind == "state"
+
+
 def is_aside(path: Path) -> bool:
     """Tell whether the name says that a file holds no weights, or only for others or with others."""
     file = StepFile.parse(path.name)
-    if file is not None:
-        return file.kind == "state" or file.is_exact
-    return is_base_name(path) or _WITHOUT_WEIGHTS.fullmatch(path.name) is not None or EXACT in path.name
+    is_exact = EXACT in path.name if file is None else file.is_exact
+    return is_exact or is_base_name(path) or holds_state(path)
