@@ -64,11 +64,11 @@ OWNERS = {
     ),
     "ml_dtypes": (),
     "vl_convert": (),
+    "jinja2": (),
 }
-OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert")
+OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
 LATE = (
     ("ckptz.commands.compress", "ckptz.search_run.run"),
-    ("ckptz.pages.shown", "ckptz.pages.notebook"),
 )  # what few runs of a command need, for its start
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
@@ -271,12 +271,12 @@ def test_one_function_makes_folders() -> None:
 
 
 @pytest.mark.parametrize("command", ["import ckptz", "from ckptz_cli.main import main; main(['--help'])"])
-def test_a_look_loads_neither_torch_nor_numba(command: str) -> None:
+def test_a_look_loads_neither_torch_nor_numba_nor_what_makes_pages(command: str) -> None:
     code = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {command}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stderr.split())
     assert "ckptz" in loaded
-    assert not loaded & {"torch", "numba"}
+    assert not loaded & {"torch", "numba", "jinja2", "vl_convert"}
 
 
 def test_the_changelog_opens_with_this_version_and_its_format() -> None:

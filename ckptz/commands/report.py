@@ -6,15 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from html import escape
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.units import TensorSource
-from ckptz.commands.compress import CompressReport
 from ckptz.commands.diff import NUMBERS, DiffReport, diff
 from ckptz.commands.inspect import InspectReport, inspect
 from ckptz.commands.log import LogReport, log
@@ -22,27 +23,23 @@ from ckptz.container.publish import publish
 from ckptz.errors import CkptzError, ConfigError, FormatError
 from ckptz.formats.inputs import open_input
 from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
-from ckptz.pages.charts import loaded
-from ckptz.pages.html import el
 from ckptz.pages.page import MARK, page
 from ckptz.progress import SILENT, Progress
 from ckptz.search_run.options import SearchReport
 from ckptz.store.resolve import SUFFIX
 
 Tell = Callable[[Exception], None]
+T = TypeVar("T")
 MAX_DOCUMENT_BYTES: Final = 64 << 20  # of the JSON of a search
-MAX_HISTOGRAMS: Final = 200  # of one report
-N_BINS: Final = 60
-NOTEBOOK_HEIGHT: Final = 720  # pixels
+MAX_FILES, MAX_HISTOGRAMS, N_BINS = 8, 30, 60  # of a run's newest step, of a file, of a histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """The spread of one tensor's values, or of their changes from A to B."""
+    """The spread of one tensor's values."""
 
-    file: str  # that has the tensor; of changes B
+    file: str  # that has the tensor
     tensor: str  # its name
-    what: str  # "values" or "changes"
     low: float  # smallest
     high: float  # largest
     counts: tuple[int, ...]  # values in each of equal parts between them; the last part has its upper end
@@ -73,20 +70,18 @@ class PageReport:
     @property
     def html(self) -> str:
         """The whole page as HTML text."""
-        return page(msgspec.to_builtins(self))
+        return page(self)
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook, in a frame of its own."""
-        frame = {"width": "100%", "height": NOTEBOOK_HEIGHT, "style": "border:0"}
-        allowed = "allow-scripts allow-downloads"
-        return el("iframe", srcdoc=self.html, title="ckptz report", sandbox=allowed, **frame)
+        frame = 'title="ckptz report" width="100%" height="720" sandbox="allow-scripts allow-downloads"'
+        return f'<iframe {frame} srcdoc="{escape(self.html)}"></iframe>'
 
 
 def report(
     paths_: PathLike | Sequence[PathLike] = ".",
     output: PathLike | None = None,
     *,
-    searches: Sequence[CompressReport] = (),
     histograms: Sequence[str] = (),
     search_path: Sequence[PathLike] = (),
     force: bool = False,
@@ -103,8 +98,8 @@ def report(
             `.ckptz` file the inside; of two files, which may be of other formats, also what changed; of a
             `.json` file that `ckptz compress --json` printed the trials of its searches.
         output: where the page goes; without, it is only returned.
-        searches: reports of `compress` with a budget, to show what was tried.
-        histograms: names of tensors, with * and ?, whose values to decode and to count.
+        histograms: names of tensors, with * and ?, whose values to decode and to count; those of a
+            Checkpointer's files are the model's own, too.
         search_path: folders to look for bases in, after each file's own.
         force: replace an output that is no such page. Pages are replaced anyway.
         jobs: threads, all cores by default.
@@ -112,32 +107,55 @@ def report(
         progress: is told of the bytes that are compared.
 
     Raises:
-        ConfigError: the library that draws is missing, or a path is nothing that can be shown.
+        ConfigError: a library that makes pages is missing, or a path is nothing that can be shown.
         FileNotFoundError: no such path.
         FormatError: one file was named, and it is damaged.
     """
-    loaded()
+    if not (find_spec("jinja2") and find_spec("vl_convert")):
+        needed = "a report is made with jinja2 and vl-convert-python"
+        raise ConfigError(f"{needed}; install them with: pip install 'ckptz[report]'")
     given = [paths_] if isinstance(paths_, str | Path) or not isinstance(paths_, Sequence) else paths_
-    folders, files, documents = _by_kind(paths(given))
+    folders, named, documents = _by_kind(paths(given))
     if output is not None:
-        _check_output(file_path(output), files, force)
-    made = _Maker(files, paths(search_path), tell or (lambda error: None))
-    compared = made.compared(jobs, progress)
-    searched = [SearchedFile(output=one.output, search=one.search) for one in searches if one.search]
+        _check_output(file_path(output), named, force)
+    problems: list[str] = []
+
+    def note(error: Exception) -> None:
+        (tell or (lambda error: None))(error)
+        problems.append(str(error))
+
+    search_path = paths(search_path)
+    runs = [log(folder, search_path=search_path, tell=note) for folder in folders]
+    inside = [path for path in named if path.suffix == SUFFIX]
+    inside += [path for folder, run in zip(folders, runs, strict=True) for path in _newest(folder, run)]
+    noted = None if len(named) == 1 and not folders else note
+    inspected = [_tried(noted, inspect, path, search_path=search_path) for path in dict.fromkeys(inside)]
+    how = {"jobs": jobs, "search_path": search_path, "progress": progress}
     found = PageReport(
         output=None if output is None else str(output),
         paths=tuple(map(str, given)),
-        runs=tuple(map(made.run, folders)),
-        files=tuple(made.files(is_alone=len(files) == 1 and not folders)),
-        diff=compared,
-        searches=(*_searches(documents), *searched),
-        histograms=tuple(made.histograms(histograms)),
-        problems=tuple(made.problems),
+        runs=tuple(runs),
+        files=tuple(filter(None, inspected)),
+        diff=_tried(note, diff, *named, **how) if len(named) == 2 else None,
+        searches=tuple(_searches(documents)),
+        histograms=tuple(_histograms(histograms, [*inside, *named], search_path)),
+        problems=tuple(problems),
     )
     if output is not None:
         with naming_output(Path(output)), publish(output) as file:
             file.write(found.html.encode())
     return found
+
+
+def _tried(note: Tell | None, verb: Callable[..., T], *files: Path, **how: Any) -> T | None:
+    """Give the report of a verb; errors are noted, or raised where nobody notes."""
+    try:
+        return verb(*files, **how)
+    except (CkptzError, OSError) as error:
+        if note is None:
+            raise
+        note(error)
+    return None
 
 
 def _check_output(output: Path, read: Sequence[Path], force: bool) -> None:
@@ -150,121 +168,67 @@ def _check_output(output: Path, read: Sequence[Path], force: bool) -> None:
 
 def _by_kind(given: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]:
     """Folders, files of tensors, and documents."""
+    for path in given:
+        path.stat()  # says so where nothing is there
     folders = [path for path in given if path.is_dir()]
-    others = [path for path in given if not path.is_dir()]
-    documents = [path for path in others if path.suffix == ".json"]
-    files = [path for path in others if path.suffix != ".json"]
+    documents = [path for path in given if path.suffix == ".json" and path not in folders]
+    files = [path for path in given if path not in (*folders, *documents)]
     plain = [path for path in files if path.suffix != SUFFIX]
     if plain and len(files) != 2:
-        plain[0].stat()  # says so where nothing is there
         raise ConfigError(f"{plain[0]}: is no .ckptz file; to compare it, give one other file with it")
     return folders, files, documents
 
 
-# --- what was read ------------------------------------------------------------------------------
-
-
-class _Maker:
-    """Reads what was asked for, and keeps what went wrong."""
-
-    def __init__(self, named: list[Path], search_path: Sequence[Path], tell: Tell) -> None:
-        self._named, self._search_path, self._tell = named, search_path, tell
-        self._inside: list[Path] = [path for path in named if path.suffix == SUFFIX]
-        self.problems: list[str] = []
-
-    def _note(self, error: Exception) -> None:
-        self._tell(error)
-        self.problems.append(str(error))
-
-    def run(self, folder: Path) -> LogReport:
-        """Describe a folder; its newest step is looked into later."""
-        found = log(folder, search_path=self._search_path, tell=self._note)
-        here = [e for e in found.entries if e.kind in ("anchor", "delta", "rebased")]
-        own = [e for e in here if (folder / e.file).parent == folder]
-        newest = max(((e.step is not None, e.step or 0) for e in own), default=None)
-        last = [folder / e.file for e in own if (e.step is not None, e.step or 0) == newest]
-        self._inside += sorted(last) if newest and newest[0] else sorted(last)[-1:]
-        return found
-
-    def files(self, *, is_alone: bool) -> Iterator[InspectReport]:
-        """Look into files; a damaged one is told of, and raises only if it was asked for alone."""
-        for path in dict.fromkeys(self._inside):
-            try:
-                yield inspect(path, search_path=self._search_path)
-            except (CkptzError, OSError) as error:
-                if is_alone:
-                    raise
-                self._note(error)
-
-    def compared(self, jobs: int | None, progress: Progress) -> DiffReport | None:
-        """Compare two files."""
-        if len(self._named) != 2:
-            return None
-        try:
-            return diff(*self._named, jobs=jobs, search_path=self._search_path, progress=progress)
-        except CkptzError as error:
-            self._note(error)
-            return None
-
-    def histograms(self, patterns: Sequence[str]) -> Iterator[Histogram]:
-        """Count values of the tensors that were asked for, and of two files the changes.
-
-        Raises:
-            ConfigError: no tensor has such a name.
-        """
-        files = list(dict.fromkeys([*self._inside, *self._named])) if patterns else []
-        n = 0
-        with contextlib.ExitStack() as held:
-            opened = [held.enter_context(contextlib.closing(open_input(f, self._search_path))) for f in files]
-            first = opened[0].tensors if opened and len(self._named) == 2 else {}
-            for file in opened:
-                wanted = [name for name in file.tensors if any(fnmatchcase(name, p) for p in patterns)]
-                for name in wanted[: MAX_HISTOGRAMS - n]:
-                    n += 1
-                    yield from _spread(file.name, name, file.tensors[name], None)
-                    before = first.get(name)
-                    if before is not None and before is not file.tensors[name]:
-                        yield from _spread(file.name, name, file.tensors[name], before)
-        if patterns and not n:
-            raise ConfigError(
-                f"no tensor is named {' or '.join(patterns)}; ckptz inspect --tensors lists the names"
-            )
+def _newest(folder: Path, run: LogReport) -> list[Path]:
+    """Give the largest files of a run's newest step; of a folder without steps the last file."""
+    kinds = ("anchor", "delta", "rebased")
+    own = [e for e in run.entries if e.kind in kinds and not (e.is_hidden or Path(e.file).is_absolute())]
+    step = max((e.step for e in own if e.step is not None), default=None)
+    last = own[-1:] if step is None else [e for e in own if e.step == step]
+    return sorted(folder / e.file for e in sorted(last, key=lambda e: -e.tensor_bytes)[:MAX_FILES])
 
 
 # --- how values are spread ----------------------------------------------------------------------
 
 
-def _spread(file: str, name: str, source: TensorSource, before: TensorSource | None) -> Iterator[Histogram]:
-    """Count the values of a tensor, or its changes; nothing of what has no numbers or has other shapes."""
-    sources = [source] if before is None else [source, before]
-    if any(s.dtype.name not in NUMBERS or tuple(s.shape) != tuple(source.shape) for s in sources):
+def _histograms(names: Sequence[str], files: Sequence[Path], where: Sequence[Path]) -> Iterator[Histogram]:
+    """Count values of the tensors that were asked for.
+
+    Raises:
+        ConfigError: no tensor has such a name.
+    """
+    wanted, n = [pattern for p in names for pattern in (p, f"model.{p}")], 0  # as a Checkpointer calls it
+    for path in dict.fromkeys(files) if names else ():
+        with contextlib.closing(open_input(path, where)) as file:
+            chosen = [name for name in file.tensors if any(fnmatchcase(name, p) for p in wanted)]
+            n += len(chosen)
+            for name in chosen[:MAX_HISTOGRAMS]:
+                yield from _spread(file.name, name, file.tensors[name])
+    if names and not n:
+        raise ConfigError(f"no tensor is named {' or '.join(names)}; ckptz inspect --tensors lists the names")
+
+
+def _spread(file: str, name: str, source: TensorSource) -> Iterator[Histogram]:
+    """Count the values of a tensor, chunk by chunk; nothing of one that has no numbers."""
+    if source.dtype.name not in NUMBERS:
         return
     low, high, n_finite = np.inf, -np.inf, 0
-    for values in _finite_values(sources):
+    for values in _finite_values(source):
         n_finite += len(values)
-        low, high = min(low, values.min(initial=np.inf)), max(high, values.max(initial=-np.inf))
+        low = min(low, float(values.min(initial=np.inf)))
+        high = max(high, float(values.max(initial=-np.inf)))
     if not np.isfinite(high - low):
         return
     counts = np.zeros(N_BINS, np.int64)
-    for values in _finite_values(sources):
+    for values in _finite_values(source):
         counts += np.histogram(values, N_BINS, (low, high))[0]
-    yield Histogram(
-        file=file,
-        tensor=name,
-        what="values" if before is None else "changes",
-        low=float(low),
-        high=float(high),
-        counts=tuple(counts.tolist()),
-        n_not_finite=source.n_units - n_finite,
-    )
+    n_not_finite, found = source.n_units - n_finite, tuple(counts.tolist())
+    yield Histogram(file=file, tensor=name, low=low, high=high, counts=found, n_not_finite=n_not_finite)
 
 
-def _finite_values(sources: Sequence[TensorSource]) -> Iterator[NDArray[np.float64]]:
-    """Decode chunk by chunk; of two sources the first less the second, in float64, only what is finite."""
-    for begin, end in sources[0].chunk_bounds():
-        decoded = [NUMBERS[s.dtype.name](s.units(begin, end)).astype(np.float64) for s in sources]
-        with np.errstate(all="ignore"):
-            values = decoded[0] - decoded[1] if len(decoded) > 1 else decoded[0]
+def _finite_values(source: TensorSource) -> Iterator[NDArray[np.float64]]:
+    for begin, end in source.chunk_bounds():
+        values = NUMBERS[source.dtype.name](source.units(begin, end)).astype(np.float64)
         yield values[np.isfinite(values)]
 
 
@@ -284,14 +248,11 @@ def _searches(documents: Sequence[Path]) -> Iterator[SearchedFile]:
         FormatError: one is no such document, or has no search in it.
     """
     for path in documents:
-        if path.stat().st_size > MAX_DOCUMENT_BYTES:
-            most = f"{MAX_DOCUMENT_BYTES >> 20} MiB"
-            raise FormatError(f"{path}: over {most}; give what ckptz compress --json printed")
-        try:
-            printed = msgspec.json.decode(path.read_bytes(), type=_Document)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise FormatError(f"{path}: not what ckptz compress --json prints: {error}") from None
-        found = [file for file in printed.files if file.search is not None]
+        found: list[SearchedFile] = []
+        if path.stat().st_size <= MAX_DOCUMENT_BYTES:
+            with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+                printed = msgspec.json.decode(path.read_bytes(), type=_Document)
+                found = [file for file in printed.files if file.search is not None]
         if not found:
             raise FormatError(f"{path}: no search in it; give what ckptz compress --eval ... --json printed")
         yield from found

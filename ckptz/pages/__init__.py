@@ -1,1 +1,1 @@
-"""Reports as pages: HTML with charts that needs no other file and no network, and what notebooks show."""
+"""Reports for people: words for their numbers, a short table in notebooks, and the page of `ckptz report`."""

@@ -1,266 +1,281 @@
-"""The page of `ckptz report`: tiles, charts, heat maps and tables, and every number as JSON within."""
+"""The page of `ckptz report`: sections of tiles, charts and tables, which its template shows."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from ckptz._version import __version__
-from ckptz.pages import pictures
-from ckptz.pages.facts import (
-    bits_map,
-    budget_tile,
-    changes_map,
-    checkpoints_table,
-    errors_map,
-    file_facts,
-    methods_table,
-    size_tiles,
-    tile,
-    tiles,
-    times,
-    trials_table,
-)
-from ckptz.pages.html import Html, el, embedded, join, name_of, table
-from ckptz.pages.words import CODERS, cut, percent, size
+from ckptz.pages import words
+from ckptz.pages.charts import BYTES, COLOURS, LINES, LOGARITHMIC, NAMES, Chart, draw, heat_map, number
+from ckptz.pages.shown import facts_of, fields_of
+from ckptz.pages.words import ROLES, cut, field_text, percent, size, smaller
 
-Document = Mapping[str, Any]
+if TYPE_CHECKING:
+    from ckptz.commands.diff import DiffReport
+    from ckptz.commands.inspect import InspectReport, TensorReport
+    from ckptz.commands.log import LogEntry, LogReport
+
+Section = dict[str, Any]
+OfReport = Any  # a `PageReport` or a part of it, whose module stands above
+Steps = Mapping[str, Sequence["LogEntry"]]
 MARK: Final = "<!doctype html><!-- ckptz report -->"  # begins every page, so that one may replace another
+MOST_ROWS, MOST_STEPS = 5000, 400  # of a table, of a chart: the first, the last
+RESTORED: Final = ("weights", "state", "weights and state")
+PARTS: Final = dict(zip((*RESTORED, "made exact", "kept for others", "whole step"), COLOURS, strict=True))
+WHOLE: Final = "whole step"
+ROOT: Final = "100 * sqrt(datum.top / datum.bottom)"
+_NUMBER: Final = re.compile(r"(?<![^._/])\d{1,9}(?![^._/])")
 
 
-def style() -> str:
-    """Read the style of pages and of what notebooks show."""
-    return files("ckptz.pages").joinpath("page.css").read_text("utf-8")
+def page(report: OfReport) -> str:
+    """Write the page; all that it shows is escaped, and its policy forbids all scripts but its own."""
+    import jinja2
 
-
-def page(document: Document) -> str:
-    """Write the page of a document: the fields of a `PageReport` as `--json` prints them."""
-    sections = [section for section in _sections(document) if section is not None]
     script = files("ckptz.pages").joinpath("page.js").read_text("utf-8")
-    names = [cut(path, 60) for path in document["paths"]]
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", http_equiv="Content-Security-Policy", content=_policy(script)),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", f"{', '.join(names)} · ckptz report"),
-        el("style", Html(style())),
-    )
-    links = [el("a", title, href=f"#{anchor}") for anchor, title, _ in sections]
-    body = el(
-        "body",
-        el("a", "Skip to the numbers", href="#main", class_="skip"),
-        el(
-            "header",
-            el("p", "ckptz report", class_="brand"),
-            el("h1", join(el("span", name_of(path)) for path in document["paths"])),
-            el("nav", links, aria_label="Sections"),
-            el(
-                "p",
-                el("button", "Dark or light", type="button", id="theme"),
-                " ",
-                el("button", "Save all numbers as JSON", type="button", id="save"),
-                class_="tools",
-            ),
-        ),
-        el(
-            "main",
-            [el("section", el("h2", title), list(parts), id=at) for at, title, parts in sections],
-            id="main",
-        ),
-        el("footer", _footer()),
-        el("div", id="tip", role="presentation", hidden=True),
-        embedded(document, "numbers"),
-        el("script", Html(script)),
-        class_="ckptz page",
-    )
-    return f"{MARK}\n{el('html', head, body, lang='en')}\n"
-
-
-def _policy(script: str) -> str:
-    """Forbid the page every other script and all of the network."""
+    engine = jinja2.Environment(loader=jinja2.PackageLoader("ckptz", "pages"), autoescape=True)
+    engine.trim_blocks = engine.lstrip_blocks = True
+    engine.finalize = lambda value: cut(value, 500) if type(value) is str else value
+    found = {"sections": list(_sections(report)), "numbers": msgspec.to_builtins(report), "report": report}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    fixed = {"mark": MARK, "version": __version__, "coders": words.CODERS, "script": script, "digest": digest}
+    return engine.get_template("page.html").render(**fixed, **found)
 
 
-def _footer() -> list[Html]:
-    verbs = ("ckptz verify", "ckptz inspect --json", "log --json", "diff --json")
-    verify, inspect, log, diff = (el("code", verb) for verb in verbs)
-    decoded = "values are decoded only for histograms and comparisons of two files. "
-    written = f"Written by ckptz {__version__} from indices and headers: {decoded}"
-    numbers = "This page needs no network, and all of its numbers are in it as JSON, as "
-    return [
-        el("p", written, verify, " checks every value."),
-        el("p", numbers, inspect, ", ", log, " and ", diff, " print them."),
-    ]
+def _sections(report: OfReport) -> Iterator[Section]:
+    if len(report.runs) > 1:
+        runs = [{**fields_of(run), "entries": None} for run in report.runs]
+        yield {"title": "Side by side", "tables": [_table("The folders", runs)]}
+    yield from (_run(run, report.files) for run in report.runs)
+    if report.diff:
+        yield _changes(report.diff)
+    yield from map(_search, report.searches)
+    yield from map(_file, report.files)
+    if report.histograms:
+        yield {"title": "How values are spread", "charts": list(map(_histogram, report.histograms))}
 
 
-Section = tuple[str, str, Sequence[object]]
+def _tile(label: str, value: str, about: str = "", is_bad: bool = False) -> Section:
+    return {"label": label, "value": value, "about": about, "is_bad": is_bad}
 
 
-def _sections(document: Document) -> Iterable[Section | None]:
-    runs, inspected = document["runs"], document["files"]
-    yield _problems(document["problems"])
-    if len(runs) > 1:
-        yield _comparison(runs)
-    for n, run in enumerate(runs):
-        yield f"run-{n}", _titled("The run over time", run["folder"], len(runs)), _run(run)
-    if document["diff"]:
-        yield "diff", "What changed", _changes(document["diff"])
-    for n, search in enumerate(document["searches"]):
-        title = _titled("The search", search["output"], len(document["searches"]))
-        yield f"search-{n}", title, _search(search["search"])
-    for n, file in enumerate(inspected):
-        yield f"file-{n}", f"Inside {cut(_last(file['file']), 48)}", _file(file, n, document)
-    yield "words", "What the words mean", [_glossary()]
+def _size_tile(label: str, raw: int, stored: int) -> Section:
+    about = f"{size(stored)} of {size(raw)} raw: {stored:,} of {raw:,} bytes, names and checksums included"
+    return _tile(label, smaller(raw, stored), about)
 
 
-def _titled(title: str, name: str, n: int) -> str:
-    return f"{title}: {cut(_last(name), 40)}" if n > 1 else title
+def _facts(report: Any) -> dict[str, str]:
+    """Give the facts of a report, and the qualities that were measured."""
+    measured = "; ".join(words.quality_text(record) for record in report.quality)
+    return facts_of(report) | ({"quality": measured} if measured else {})
+
+
+def _table(caption: str, records: Sequence[Mapping[str, Any]]) -> Section:
+    """Make a table of records; a column for each field that one of them has."""
+    first = records[0] if records else ()
+    names = [name for name in first if any(record[name] not in (None, "") for record in records)]
+    more = f" (the first {MOST_ROWS} of {len(records)})" if len(records) > MOST_ROWS else ""
+    rows = [[(field_text(name, r[name]), r[name]) for name in names] for r in records[:MOST_ROWS]]
+    return {"caption": caption + more, "headings": list(map(words.heading, names)), "rows": rows}
 
 
 def _last(path: str) -> str:
     return path.replace("\\", "/").rstrip("/").rpartition("/")[2] or path
 
 
-def _problems(problems: Sequence[str]) -> Section | None:
-    if not problems:
-        return None
-    listed = el("ul", [el("li", cut(problem, 500)) for problem in problems[:200]], class_="warn")
-    more = f" The first 200 of {len(problems)}." if len(problems) > 200 else ""
-    return "problems", "Problems", [el("p", f"These files cannot be used as they are.{more}"), listed]
+# --- runs ---------------------------------------------------------------------------------------
 
 
-def _run(run: Document) -> list[object]:
-    entries = pictures.checkpoints(run)
-    steps = [entry["step"] for entry in entries if entry["step"] is not None]
-    span = f"steps {min(steps)} to {max(steps)}" if steps else "no steps recorded"
-    n_bad = run["n_broken"] + run["n_missing"]
-    bad = f"{run['n_broken']} cannot be read, {run['n_missing']} bases missing"
-    return [
-        tiles(
-            *size_tiles(run),
-            tile("Files", f"{run['n_files']:,}", span, key=run["n_files"]),
-            budget_tile(record for entry in entries for record in entry["quality"]),
-            tile("Problems", n_bad, bad, key=n_bad, is_bad=True) if n_bad else None,
-        ),
-        el("div", pictures.run_charts(run), class_="charts"),
-        el("h3", "All checkpoints"),
-        checkpoints_table(run),
+def _part(e: LogEntry) -> str:
+    return "kept for others" if e.is_hidden else "made exact" if e.kind == "exact" else e.holds
+
+
+def _steps(run: LogReport) -> dict[str, list[LogEntry]]:
+    """Give the files of each step, by step and by part; files without a step are one each, and come first."""
+    steps: dict[str, list[LogEntry]] = {}
+    parts, found = list(PARTS), [e for e in run.entries if e.ratio is not None]
+    for e in sorted(found, key=lambda e: (-1 if e.step is None else e.step, parts.index(_part(e)), e.file)):
+        steps.setdefault(cut(_last(e.file), 20) if e.step is None else str(e.step), []).append(e)
+    return steps
+
+
+def _total(entries: Iterable[LogEntry], part: str = WHOLE) -> Section:
+    """Give what can be restored, each counted once, what all files take, and how many times smaller it is."""
+    of = [e for e in entries if part in (_part(e), WHOLE)]
+    raw, stored = sum(e.tensor_bytes for e in of if _part(e) in RESTORED), sum(e.stored_bytes for e in of)
+    return {"tensor_bytes": raw, "stored_bytes": stored, "ratio": raw / stored if raw and stored else None}
+
+
+def _run(run: LogReport, inside: Sequence[InspectReport]) -> Section:
+    steps, name = _steps(run), _last(run.folder)
+    tiles = [_size_tile("How much smaller", run.tensor_bytes, run.stored_bytes)]
+    for step, of in [*steps.items()][-1:]:
+        total = _total(of)
+        tiles.append(_size_tile(f"Newest step, {step}, in all", total["tensor_bytes"], total["stored_bytes"]))
+    own = {f"{run.folder}/{e.file}" for e in run.entries if e.n_lossy}
+    tiles += [_error_tile(_last(file.file), file) for file in inside if file.file in own]
+    metrics = {step: e.metric for step, of in steps.items() for e in of if e.metric is not None}
+    totals = [{"step": step, **_total(of), "metric": metrics.get(step)} for step, of in steps.items()]
+    every = []
+    for e in run.entries:
+        own_words = {"holds": _part(e), "quality": "; ".join(map(words.quality_text, e.quality))}
+        every.append({**fields_of(e), **own_words, **dict.fromkeys(("level", "content_id", "is_hidden"))})
+    tables = [_table(f"{name}: every step in all", totals), _table(f"{name}: every file", every)]
+    drawn = list(_run_charts(dict([*steps.items()][-MOST_STEPS:]), metrics)) if steps else []
+    facts, title = facts_of(run), f"The run over time: {name}"
+    return {"title": title, "tiles": tiles, "facts": facts, "charts": drawn, "tables": tables}
+
+
+def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
+    values = [
+        {"step": step, "bytes": e.stored_bytes, "part": _part(e), "file": e.file, "kind": e.kind}
+        for step, of in steps.items()
+        for e in of
     ]
-
-
-def _comparison(runs: Sequence[Document]) -> Section:
-    headings = ("folder", "#files", "#raw", "#stored", "#smaller", "#deepest chain", "#problems")
-    rows = [
-        [
-            *((name_of(run["folder"]), run["folder"]), run["n_files"]),
-            *((size(run[name]), run[name]) for name in ("tensor_bytes", "stored_bytes")),
-            (times(run["tensor_bytes"], run["stored_bytes"]), run["ratio"]),
-            max((entry["depth"] for entry in run["entries"]), default=0),
-            run["n_broken"] + run["n_missing"],
-        ]
-        for run in runs
+    how: Section = {"by": "part", "known": PARTS, "order": {"field": "part", "sort": "descending"}}
+    how["detail"] = [{"field": "file"}, {"field": "kind"}]
+    about, y = "All files of a step. What it is stored against stands earlier.", number("bytes", **BYTES)
+    yield draw("Size of each step", about, values, ["bar"], y, **how)
+    if given := [{"step": step, "metric": metrics[step]} for step in steps if step in metrics]:
+        about = "As given to each save. It says nothing of what compression lost."
+        yield draw("Metric of each save", about, given, LINES, number("metric", scale={"zero": False}))
+    ratios = [
+        {"step": step, "times smaller": ratio, "part": part}
+        for step, of in steps.items()
+        for part in (*RESTORED, WHOLE)
+        if (ratio := _total(of, part)["ratio"])
     ]
-    charts = el("div", pictures.comparison_charts(runs), class_="charts")
-    return "compare", "Side by side", [table(headings, rows, caption="The folders"), charts]
+    if ratios:
+        about = "Raw by stored bytes. The whole step has all of its files, those that make it exact, too."
+        y = number("times smaller", **LOGARITHMIC)
+        yield draw("How many times smaller", about, ratios, LINES, y, by="part", known=PARTS)
+    measured: dict[tuple[str, str, float], list[Section]] = {}
+    for step, record in ((step, record) for step, of in steps.items() for e in of for record in e.quality):
+        factor, unit = (100, "% worse") if record.is_relative else (1, "worse")
+        found = measured.setdefault((words.metric_name(record), unit, factor * record.max_drop), [])
+        found.append({"step": step, unit: factor * words.worse(record)})
+    for (name, unit, most), found in measured.items():
+        about = "How much worse than the exact checkpoint; below 0 is better."
+        yield draw(f"Loss of quality: {name}", about, found, LINES, number(unit), limit=(most, "allowed"))
 
 
-def _file(file: Document, n: int, document: Document) -> list[object]:
-    errors = errors_map(file)
-    lost = [el("h3", "What was lost"), errors] if errors else []
-    broken = file["broken"]
-    return [
-        el("p", "Its chain is incomplete: ", cut(broken, 300), class_="warn") if broken else None,
-        tiles(
-            *size_tiles(file),
-            tile("Tensors", f"{file['n_tensors']:,}", None, key=file["n_tensors"]),
-            budget_tile(file["quality"]),
-        ),
-        file_facts(file),
-        el("div", pictures.file_charts(file), class_="charts"),
-        methods_table(file),
-        el("h3", "Bits per parameter, layer by layer"),
-        bits_map(file) or el("p", "It holds no elements."),
-        *lost,
-        el("h3", "Every tensor"),
-        _asked(document, file["file"]),
-        el("div", _NO_SCRIPT, data_table="tensors", data_file=n),
-    ]
+# --- files --------------------------------------------------------------------------------------
 
 
-_NO_SCRIPT: Final = el(
-    "noscript", el("p", "The list of tensors needs JavaScript; its numbers are in this page as JSON.")
-)
+def _n(t: TensorReport) -> int:
+    return math.prod(t.shape)
 
 
-def _asked(document: Document, name: str) -> Html:
-    if any(h["file"] == name for h in document["histograms"]):
-        return el("p", "Choose a tensor's name to see how its values are spread.")
-    asked = el("code", "--histogram 'NAME*'")
-    drawn = "Histograms of values are drawn for tensors that are asked for with "
-    return el("p", drawn, asked, ", because they must be decoded.", class_="hint")
+def _role(t: TensorReport) -> str:
+    return ROLES.get(t.role, t.role)
 
 
-def _changes(diff: Document) -> list[object]:
-    n = f"{diff['n_changed']:,} of {diff['n_tensors']:,}"
-    only = [
-        f"{diff[key]} only in {side}" for key, side in (("n_only_a", "A"), ("n_only_b", "B")) if diff[key]
-    ]
-    share, typical, largest = diff["changed_share"], diff["relative_change"], diff["max_change"]
-    return [
-        el("p", "From A, ", name_of(diff["first"]), ", to B, ", name_of(diff["second"]), "."),
-        tiles(
-            tile("Tensors that changed", n, ", ".join(only) or None, key=diff["n_changed"]),
-            tile("Values that changed", percent(share), "of all values compared", key=share),
-            tile("Typical change", percent(typical), "of the typical value, in what changed", key=typical),
-            tile("Largest change", "–" if largest is None else f"{largest:.3g}", key=largest),
-        ),
-        changes_map(diff),
-        el("h3", "Every tensor"),
-        el("div", _NO_SCRIPT, data_table="diff"),
-    ]
+def _errors(tensors: Iterable[TensorReport]) -> tuple[float | None, float | None]:
+    """Give the typical and the worst error of lossy tensors, by the size of their values, both as roots of
+    mean squares; half of all values are in tensors of at most the typical one.
+    """
+    lossy = [(t.lossy.rms_error / t.lossy.rms, _n(t)) for t in tensors if t.lossy and t.lossy.rms]
+    seen, half = 0, sum(n for _, n in lossy) / 2
+    typical = next((error for error, n in sorted(lossy) if (seen := seen + n) >= half), None)
+    return typical, max((error for error, _ in lossy), default=None)
 
 
-def _search(search: Document) -> list[object]:
-    trials = search["trials"]
-    met = {True: "kept", False: "not kept: written without loss", None: "not measured"}[search["is_met"]]
-    metrics = ", ".join(cut(metric, 30) for metric in search["metrics"])
-    predicted = f"{search['n_predicted']:,} more only predicted" if search["n_predicted"] else None
-    evaluating, seconds = f"{search['evaluation_seconds']:.3g} s of it in evaluations", search["seconds"]
-    chart = pictures.search_chart(search)
-    return [
-        tiles(
-            tile("Budget", met, metrics, is_bad=search["is_met"] is False),
-            tile("Files tried", len(trials), predicted, key=len(trials)),
-            tile("Time", f"{seconds:.3g} s", evaluating, key=seconds),
-            budget_tile(search["quality"]),
-        ),
-        el("div", chart, class_="charts") if chart else None,
-        trials_table(search),
-    ]
+def _error_tile(name: str, file: InspectReport) -> Section:
+    """Warn of what a lossy file lost, beside how much smaller it is."""
+    n, (typical, worst) = sum(t.lossy is not None for t in file.tensors), _errors(file.tensors)
+    if not n:
+        return _tile("Values", "lossless", "every bit comes back")
+    about = f"LOSSY: {n} of {file.n_tensors} tensors are off by this share of their values, the worst by "
+    about += f"{percent(worst)}. What that costs, only an evaluation tells."
+    return _tile(f"Typical error, {name}", percent(typical), about, is_bad=True)
 
 
-_WORDS: Final = {
-    "anchor": "a file that stands alone; restoring it needs no other",
-    "delta": "a file that holds what changed since another one, its base; restoring it needs that one too",
-    "deltas down": "how many deltas lie between a file and its anchor, itself included",
-    "times smaller": "raw bytes of the tensors divided by the bytes of the file",
-    "bits per parameter": "stored bits divided by the number of values; raw fp32 takes 32, bf16 takes 16",
-    "lossless": "every bit comes back",
-    "lossy": "some values differ; only on request, and the file records how much was promised and measured",
-    "budget": "how much of a quality, such as a loss, may be lost",
-    "moments": "Adam's running averages: first of gradients (exp_avg), second of squares (exp_avg_sq)",
-    "chunks to decode": "pieces of about a million values that reading a tensor decodes, bases included",
-}
+def _map(title: str, about: str, tensors: Iterable[Sequence[Any]], quotient: str = ROOT) -> list[Chart]:
+    """Draw tensors (group, name, top and bottom of a quotient) by their first number between dots."""
+    items = []
+    for group, name, top, bottom in tensors:
+        found = _NUMBER.search(name)
+        place = {"kind": _NUMBER.sub("#", name), "layer": str(int(found[0])) if found else "none"}
+        items += [{"group": group, **place, "top": top, "bottom": bottom}] if top > 0 else []
+    return heat_map(title, f"{about} Rows are kinds of tensors, columns are layers.".strip(), items, quotient)
 
 
-def _glossary() -> Html:
-    words = {**_WORDS, **{coder: f"a coder: {about}" for coder, about in CODERS.items()}}
-    return el(
-        "dl", [(el("dt", word), el("dd", about)) for word, about in words.items()], class_="facts words"
-    )
+def _file(file: InspectReport) -> Section:
+    roles, name = list(ROLES), _last(file.file)
+    tensors = sorted(file.tensors, key=lambda t: roles.index(t.role) if t.role in roles else len(roles))
+    tiles = [_size_tile("How much smaller", file.tensor_bytes, file.stored_bytes), _error_tile("all", file)]
+    chain = ", ".join(f"{m.file}{'' if m.path else ' (missing)'}" for m in file.chain[:20])
+    head, every = ("name", "role", "layer_type", "tensor_bytes", "stored_bytes", "ratio"), []
+    for t in sorted(tensors, key=lambda t: -t.stored_bytes):
+        own = {"role": _role(t), "lossy": t.lossy and t.lossy.method}
+        every.append({**dict.fromkeys(head), "typical_error": _errors([t])[0], **fields_of(t), **own})
+    return {
+        **{"title": f"Inside {name}", "tiles": tiles, "facts": _facts(file) | {"chain": chain or "none"}},
+        "charts": list(_file_charts(tensors)) if tensors else [],
+        "tables": [_table(f"{name}: every tensor", every)],
+        "warning": f"Its chain is incomplete: {file.broken}" if file.broken else "",
+    }
+
+
+def _file_charts(tensors: Sequence[TensorReport]) -> Iterator[Chart]:
+    sums: Counter[tuple[str, str]] = Counter()
+    for t in tensors:
+        sums[t.layer_type, _role(t)] += t.stored_bytes
+    values = [{"name": layer, "bytes": n, "what": role} for (layer, role), n in sums.items()]
+    known, height = dict(zip(ROLES.values(), COLOURS, strict=True)), 90 + 26 * len({name for name, _ in sums})
+    about, x = "By what the layers do, from tensor names and shapes.", number("bytes", **BYTES)
+    how: Section = {"by": "what", "known": known, "height": height}
+    yield draw("Where the bytes are", about, values, ["bar"], NAMES, x=x, **how)
+    bits = [(_role(t), t.name, t.stored_bytes * 8.0, _n(t)) for t in tensors if _n(t) > 1]
+    yield from _map("Stored bits per parameter", "", bits, "datum.top / datum.bottom")
+    lossy = [(t, t.lossy) for t in tensors if t.lossy and t.lossy.rms]
+    lost = [(_role(t), t.name, loss.rms_error**2 * _n(t), loss.rms**2 * _n(t)) for t, loss in lossy]
+    about = "Typical error of a value by the typical size of the values, both root mean squares."
+    yield from _map("What was lost, %", about, lost)
+
+
+# --- comparisons, searches and histograms -------------------------------------------------------
+
+
+def _changes(diff: DiffReport) -> Section:
+    changed = [("tensors", t.name, (t.relative_change or 0) ** 2, 1.0) for t in diff.tensors]
+    about = "Typical change of a value by the typical size of the values, both root mean squares."
+    drawn = _map("What changed, %", about, changed)
+    tables = [_table("What changed: every tensor", list(map(fields_of, diff.tensors)))]
+    return {"title": "What changed from A to B", "facts": facts_of(diff), "charts": drawn, "tables": tables}
+
+
+def _search(searched: OfReport) -> Section:
+    search, name = searched.search, _last(searched.output)
+    rows, values = [], []
+    for n, trial in enumerate(search.trials, 1):
+        verdict = "chosen" if trial.config == search.config else "kept" if trial.is_feasible else "broken"
+        own = {"n_bytes": None, "stored_bytes": trial.n_bytes, "verdict": verdict}
+        rows.append({"trial": n, **fields_of(trial), **own})
+        if trial.drop is not None:
+            used = min(100 * max(trial.drop, 0.0), 300.0)  # beyond, nothing could be told apart
+            values.append({"trial": n, "bytes": trial.n_bytes, "used": used, "verdict": verdict})
+    about = "Each point is a file that was measured: below the line it keeps the budget."
+    x, y = number("bytes", scale={"zero": False}, **BYTES), number("used", "% of the budget used")
+    how: Section = {"by": "verdict", "limit": (100.0, "budget"), "detail": {"field": "trial"}}
+    drawn = [draw("Size against quality", about, values, ["point"], y, x=x, **how)] if values else []
+    tables = [_table(f"{name}: what the search tried, in order", rows)]
+    return {"title": f"The search {name}", "facts": _facts(search), "charts": drawn, "tables": tables}
+
+
+def _histogram(h: OfReport) -> Chart:
+    more = f", and {h.n_not_finite} not finite" if h.n_not_finite else ""
+    ends = [h.low + (h.high - h.low) * i / len(h.counts) for i in range(len(h.counts) + 1)]
+    values = [{"from": a, "to": b, "values": n} for a, b, n in zip(ends, ends[1:], h.counts, strict=False)]
+    about = f"{_last(h.file)}: {sum(h.counts):,} values from {h.low:.3g} to {h.high:.3g}{more}"
+    x = number("from", axis={"tickCount": 4, "title": None}, scale={"zero": False, "nice": False})
+    y = number("values", axis={"tickMinStep": 1, "format": ",", "tickCount": 4})  # whole numbers
+    return draw(cut(h.tensor), about, values, ["bar"], y, x=x, x2={"field": "to"})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from ckptz.container.index import QualityRecord
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -23,30 +25,7 @@ CODERS: Final = {
     "rans-own": "frequent codes get short bits (rANS, own table)",
     "sparse": "only what differs from the most frequent code",
 }
-PREDICTORS: Final = {
-    "zero": "by itself",
-    "base": "as the change since the base",
-    "outer": "as the change from a product of two vectors",
-}
-MODES: Final = {
-    "raw": "exact, byte by byte",
-    "rotated": "exact, sign and exponent apart",
-    "xor": "exact, bits that changed",
-    "difference": "exact, difference of bit patterns",
-    "linear": "rounded to a table of values",
-    "bits": "rounded to a table of bit patterns",
-}
-KINDS: Final = {
-    "anchor": "stands alone (anchor)",
-    "delta": "changes since another file (delta)",
-    "exact": "what a lossy file loses (residual)",
-    "rebased": "delta that carries its bases",
-    "plain": "plain safetensors file",
-    "missing": "missing base",
-    "broken": "cannot be read",
-}
 METRICS: Final = {"steps_lost": "steps of training lost"}
-PROMISES: Final = {"resume-gap": "resumed"}
 
 
 def printable(text: str) -> str:
@@ -90,17 +69,76 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.3g} %"
 
 
-def worse(quality: Mapping[str, Any]) -> float:
+def smaller(tensor_bytes: int, stored_bytes: int) -> str:
+    """Say how many times smaller the stored bytes are; a dash where there are none."""
+    if not tensor_bytes or not stored_bytes:
+        return "–"
+    factor = tensor_bytes / stored_bytes
+    return f"{times(factor)} smaller" if factor >= 1 else f"{times(1 / factor)} larger"
+
+
+def heading(name: str) -> str:
+    """Say what a field of a report is."""
+    known = {
+        "tensor_bytes": "raw",
+        "stored_bytes": "stored",
+        "ratio": "times smaller",
+        "drop": "of the budget",
+    }
+    return known.get(name) or name.removeprefix("n_").replace("_", " ")
+
+
+def field_text(name: str, value: Any) -> str:
+    """Write the value of a report's field, as its name asks for."""
+    if value is None or isinstance(value, bool):
+        return "–" if value is None else "yes" if value else "no"
+    if isinstance(value, dict):
+        part = "share" if name == "coders" else ""
+        return ", ".join(f"{cut(key, 40)} {field_text(part, v)}" for key, v in value.items() if v) or "none"
+    if isinstance(value, list | tuple):
+        if not all(one is None or isinstance(one, str | int | float) for one in value):
+            return f"{len(value)} of them"
+        return (" × " if name == "shape" else ", ").join(field_text("", one) for one in value) or "–"
+    if isinstance(value, str):
+        return cut(value, 300)
+    return _number_text(name, value)
+
+
+def _number_text(name: str, value: float) -> str:
+    if name.endswith("_bytes"):
+        return size(value)
+    if name.endswith(("share", "relative_change", "error", "drop")):
+        return percent(value)
+    if isinstance(value, int):
+        return str(value) if name == "step" else f"{value:,}"
+    return f"{value:.4g}"
+
+
+# --- qualities that were measured ---------------------------------------------------------------
+
+
+def worse(record: QualityRecord) -> float:
     """Give by how much a measured quality is worse than the exact one, in the unit of its budget."""
-    if quality["metric"] in METRICS:
-        return float(quality["measured"])
-    sign = 1.0 if quality["lower_is_better"] else -1.0
-    change = sign * (quality["measured"] - quality["exact"])
-    return change / abs(quality["exact"]) if quality["is_relative"] and quality["exact"] else change
+    if record.metric in METRICS:
+        return record.measured
+    change = (1.0 if record.lower_is_better else -1.0) * (record.measured - record.exact)
+    return change / abs(record.exact) if record.is_relative and record.exact else change
 
 
-def amount(quality: Mapping[str, Any], value: float) -> str:
-    """Write a change of a quality, as a percentage where its budget is one, or as steps of training."""
-    if quality["metric"] in METRICS:
-        return f"{value:.3g} steps"
-    return f"{100 * value:+.3g} %" if quality["is_relative"] else f"{value:+.4g}"
+def metric_name(record: QualityRecord) -> str:
+    """Name what was measured, and when: a promise may be one of resumed training."""
+    resumed = " (resumed)" if record.promise == "resume-gap" else ""
+    return METRICS.get(record.metric) or cut(record.metric, 40) + resumed
+
+
+def quality_text(record: QualityRecord) -> str:
+    """Say what was measured of a budget: as a percentage, a difference, or steps of training."""
+
+    def amount(value: float) -> str:
+        if record.metric in METRICS:
+            return f"{value:.3g} steps"
+        return f"{100 * value:+.3g} %" if record.is_relative else f"{value:+.4g}"
+
+    values = "" if record.metric in METRICS else f" {record.exact:.5g} → {record.measured:.5g}"
+    limit, verdict = amount(record.max_drop).lstrip("+"), "kept" if record.is_met else "NOT kept"
+    return f"{metric_name(record)}{values}: {amount(worse(record))} of {limit} allowed, {verdict}"
