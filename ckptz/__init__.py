@@ -17,16 +17,6 @@ from ckptz._version import __version__
 
 if TYPE_CHECKING:
     from ckptz.api.safe_open import safe_open
-    from ckptz.commands.compress import compress
-    from ckptz.commands.diff import diff
-    from ckptz.commands.inspect import inspect
-    from ckptz.commands.log import log
-    from ckptz.commands.prune import prune
-    from ckptz.commands.rebase import rebase
-    from ckptz.commands.report import report
-    from ckptz.commands.restore import restore
-    from ckptz.commands.verify import verify
-    from ckptz.commands.warm_up import warm_up
     from ckptz.errors import CkptzError
     from ckptz.methods.grid import Grid
     from ckptz.methods.kmeans import KMeans
@@ -38,6 +28,16 @@ if TYPE_CHECKING:
     from ckptz.search_run.options import SearchOptions
     from ckptz.store.retention import KeepPolicy, KeepRules
     from ckptz.training.checkpointer import Checkpointer
+    from ckptz.verbs.compress import compress
+    from ckptz.verbs.diff import diff
+    from ckptz.verbs.inspect import inspect
+    from ckptz.verbs.log import log
+    from ckptz.verbs.prune import prune
+    from ckptz.verbs.rebase import rebase
+    from ckptz.verbs.report import report
+    from ckptz.verbs.restore import restore
+    from ckptz.verbs.verify import verify
+    from ckptz.verbs.warm_up import warm_up
 
 __all__ = [
     "LOSSLESS",
@@ -68,7 +68,7 @@ __all__ = [
     "warm_up",
 ]
 
-# Where names stand that have no module of `commands` for themselves, as most verbs do.
+# Where names stand that have no module of `verbs` for themselves, as most verbs do.
 _HOMES: Final = {
     "LOSSLESS": "methods.lossless",
     "Lossless": "methods.lossless",
@@ -91,7 +91,7 @@ _HOMES: Final = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ckptz' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ckptz.{_HOMES.get(name, f'commands.{name}')}"), name)
+    return getattr(importlib.import_module(f"ckptz.{_HOMES.get(name, f'verbs.{name}')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -19,11 +19,10 @@ import safetensors.torch
 import torch
 
 from ckptz.api.apply import apply_
-from ckptz.api.read import check_limit
+from ckptz.api.read import check_limit, decoded_chunks
 from ckptz.api.safe_open import PathLike, checked_path, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units, tensor_bytes
-from ckptz.commands.restore import decoded_chunks
 from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.frameworks.plain_types import Mover, from_plain, on_device, to_plain

@@ -36,9 +36,8 @@ FLOORS = (
     ("guidance",),
     ("pipeline",),
     ("search_run",),
-    ("commands",),
     ("api",),
-    ("numpy", "torch"),
+    ("verbs", "numpy", "torch"),
     ("sync",),
     ("hooks",),
     ("training",),
@@ -68,7 +67,7 @@ OWNERS = {
 }
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
 LATE = (
-    ("ckptz.commands.compress", "ckptz.search_run.run"),
+    ("ckptz.verbs.compress", "ckptz.search_run.run"),
 )  # what few runs of a command need, for its start
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
@@ -146,7 +145,7 @@ def test_a_wrong_import_is_noticed(module: str, name: str, inside: bool) -> None
 
 READERS = (
     *("ckptz.codec.decode", "ckptz.container.reader", "ckptz.container.envelope", "ckptz.store.resolve"),
-    *("ckptz.api.read", "ckptz.api.safe_open", "ckptz.commands.inspect", "ckptz.store.patch"),
+    *("ckptz.api.read", "ckptz.api.safe_open", "ckptz.api.describe", "ckptz.store.patch"),
 )
 ENCODERS = ("quant", "encoding", "methods", "guidance", "pipeline", "search", "search_run")
 
@@ -224,7 +223,7 @@ def test_one_function_publishes_files() -> None:
 
 # Whoever deletes, what, and what that rests on: see test_deletions.py.
 DELETES = {
-    "ckptz.commands.compress": "with --resume, unfinished files of processes that have ended",
+    "ckptz.verbs.compress": "with --resume, unfinished files of processes that have ended",
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.container.publish": "temporary files that got no name",
     "ckptz.store.places": "`LocalFolder.remove`, which those below call",
@@ -235,7 +234,7 @@ DELETES = {
     # Others' files, by the rule.
     "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",
     "ckptz.store.retention": "steps that no rule keeps: needs of those that stay were read",
-    "ckptz.commands.prune": "checkpoints that no rule keeps, where no store does it: needs were read",
+    "ckptz.verbs.prune": "checkpoints that no rule keeps, where no store does it: needs were read",
     "ckptz.integrations.linked": "what a framework does not want, and bases: needs of what stays were read",
     "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
     "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",

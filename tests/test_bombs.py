@@ -19,9 +19,9 @@ RUN = """
 import resource, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-from ckptz.commands.inspect import inspect
-from ckptz.commands.restore import restore
-from ckptz.commands.verify import verify
+from ckptz.verbs.inspect import inspect
+from ckptz.verbs.restore import restore
+from ckptz.verbs.verify import verify
 from ckptz.errors import CkptzError
 from ckptz.numpy import load_file
 

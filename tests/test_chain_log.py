@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from ckptz import log
-from ckptz.commands.log import LogReport
 from ckptz.container.envelope import RegionSource
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.store.resolve import open_checkpoint
+from ckptz.verbs.log import LogReport
 from ckptz_cli.main import main
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, regions_of, write_plain
 

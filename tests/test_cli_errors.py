@@ -130,7 +130,7 @@ def test_an_internal_error_asks_to_be_reported(chain: Chain, monkeypatch: pytest
     def fail(*_: object) -> None:
         raise ZeroDivisionError("two\nlines")
 
-    monkeypatch.setattr("ckptz.commands.inspect.inspect", fail)
+    monkeypatch.setattr("ckptz.verbs.inspect.inspect", fail)
     run = ckptz("inspect", chain.anchor, fails=True)
     assert run.exit_code == 1
     assert "please report" in run.error
@@ -225,7 +225,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused(
     def write(*arguments: object) -> None:
         os.utime(chain.first, (1, 1))
 
-    monkeypatch.setattr("ckptz.commands.compress.write", write)
+    monkeypatch.setattr("ckptz.verbs.compress.write", write)
     run = ckptz("compress", chain.first, "--force", fails=True)
     assert run.exit_code == 7
     assert "was changed" in run.error

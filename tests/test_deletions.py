@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptz.commands.restore import restore
 from ckptz.errors import CkptzError, ConfigError, WriteError
 from ckptz.integrations import linked as linked_files
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
@@ -30,6 +29,7 @@ from ckptz.store.resolve import open_checkpoint
 from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_state, save_file
+from ckptz.verbs.restore import restore
 from tests.support.fault_support import ERRORS, Error, copied, each_error, fail_everywhere, unreadable
 from tests.support.sync_support import State, cloned, same
 

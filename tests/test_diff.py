@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 
 from ckptz import Checkpointer, KMeans, compress, diff
 from ckptz.codec.units import CHUNK_UNITS
-from ckptz.commands.diff import MAX_SHOWN, DiffReport, TensorDiff, ValueDiff
 from ckptz.container import reader
 from ckptz.integrations.linked import DEFAULTS, ChainOptions, job_of
 from ckptz.integrations.linked import Chain as Linked
+from ckptz.verbs.diff import MAX_SHOWN, DiffReport, TensorDiff, ValueDiff
 from ckptz_cli.diff import DIFFERENT
 from ckptz_cli.errors import DAMAGED, INTERNAL, INTERRUPTED, IO, MISSING, USAGE
 from tests.support.cli_support import Chain, Row, a_state, bf16, ckptz, hf_folder, write_plain

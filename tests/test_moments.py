@@ -19,7 +19,6 @@ from ckptz.class_rules import Magnitude, Row
 from ckptz.codec.frame import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
-from ckptz.commands.compress import CompressReport
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, HeldChunks
 from ckptz.encoding.draft import Draft
@@ -43,6 +42,7 @@ from ckptz.quant.moments import (
     rungs_of,
 )
 from ckptz.store.resolve import open_checkpoint
+from ckptz.verbs.compress import CompressReport
 from tests.support import reference
 from tests.support.frame_support import Case, round_trip
 

@@ -15,7 +15,6 @@ from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, Grid, KMeans, compress
-from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
 from ckptz.methods.grid import MAX_SECOND_STEP
 from ckptz.methods.state import Moments
@@ -30,6 +29,7 @@ from ckptz.search.one_knob import (
 from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
 from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
+from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz
 from tests.support.search_support import model
 

@@ -13,7 +13,6 @@ from safetensors.torch import save_file as save_plain
 from torch import Tensor, nn
 
 from ckptz import compress, restore
-from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
 from ckptz.formats.inputs import open_input
 from ckptz.guidance.owners import Known, known_roles
@@ -21,6 +20,7 @@ from ckptz.methods.grid import Grid
 from ckptz.roles import Rule
 from ckptz.torch import load_file
 from ckptz.training.files import StepState
+from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz
 
 Factory = Callable[[Any], torch.optim.Optimizer]

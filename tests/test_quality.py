@@ -15,12 +15,12 @@ from safetensors.torch import save_file as save_plain
 
 from ckptz import Agreement, Budget, ResumeProbe
 from ckptz import compress as compress_files
-from ckptz.commands.compress import CompressReport
 from ckptz.errors import ConfigError
 from ckptz.search.budget import Reading, check_consistent
 from ckptz.search.measures import CHUNK_ENTRIES, DISTURBANCE, agreement_of, prepare
 from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
+from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz
 
 State = dict[str, torch.Tensor]

@@ -14,8 +14,6 @@ import torch
 
 from ckptz import compress, inspect, rebase
 from ckptz.codec.frame import FrameHeader
-from ckptz.commands import rebase as rebase_module
-from ckptz.commands.compress import MAX_WRITTEN_DEPTH
 from ckptz.container import index
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.inline_writer import NeededBase, write_inline
@@ -24,6 +22,8 @@ from ckptz.errors import CkptzError, UnsupportedError
 from ckptz.parallel import Workers
 from ckptz.store.resolve import open_checkpoint, open_source
 from ckptz.torch import apply_, load_file, save_file
+from ckptz.verbs import rebase as rebase_module
+from ckptz.verbs.compress import MAX_WRITTEN_DEPTH
 from tests.support.cli_support import (
     Chain,
     Content,
@@ -151,7 +151,7 @@ def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch: pyt
     base = {"content_id": anchor.content_id(), "file": "0.ckptz", "depth": 1}
     delta = File({"a": Frame(plan(predictor=1, mode=2))}, features="delta,lossless", index={"base": base})
     (tmp_path / "1.ckptz").write_bytes(delta.bytes())
-    monkeypatch.setattr("ckptz.commands.rebase._is_anew", lambda frame: False)  # as if it had codes
+    monkeypatch.setattr("ckptz.verbs.rebase._is_anew", lambda frame: False)  # as if it had codes
     assert rebase(tmp_path / "1.ckptz").bases[0].n_tensors == 2
     (tmp_path / "0.ckptz").unlink()
     ckptz("verify", tmp_path / "1.ckptz")

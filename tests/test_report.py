@@ -17,7 +17,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptz
-from ckptz.commands.report import N_BINS, PageReport
 from ckptz.container.index import QualityRecord
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import ConfigError, FormatError
@@ -25,6 +24,8 @@ from ckptz.pages import words
 from ckptz.pages.page import MARK, MOST_ROWS
 from ckptz.pages.shown import Shown
 from ckptz.roles import ROLES
+from ckptz.verbs.compress import CompressReport
+from ckptz.verbs.report import N_BINS, PageReport
 from tests.support.checkpointer_support import Run
 from tests.support.cli_support import ckptz as cli
 from tests.support.report_support import BUDGET, HOSTILE, Page, a_run, state

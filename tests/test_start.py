@@ -16,11 +16,11 @@ import pytest
 from numba.core import caching, config
 from safetensors.numpy import load_file, save_file
 
-from ckptz.commands.warm_up import warm_up
 from ckptz.entropy.frequency import encoding_tables
 from ckptz.kernels import cache, plain
 from ckptz.kernels.cache import NOTICE
 from ckptz.methods.table import METHODS
+from ckptz.verbs.warm_up import warm_up
 from tests.support.cli_support import ckptz
 
 ROOT = Path(__file__).parent.parent

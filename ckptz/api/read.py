@@ -6,13 +6,14 @@ memory that is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from ckptz.codec.units import CHUNK_UNITS, chunk_bounds, n_chunks_of
+from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError, real
@@ -20,6 +21,7 @@ from ckptz.frameworks import Framework, Selection
 from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
 from ckptz.parallel import SMALL_UNITS, Workers, jobs_of
+from ckptz.progress import SILENT, Progress
 
 try:
     import resource as _resource
@@ -128,6 +130,22 @@ def _n_chunks(source: FrameSource) -> int:
     """Count the chunks of a tensor; where there are none, check its frame at once."""
     check_empty(source)
     return n_chunks_of(source.n_units)
+
+
+def decoded_chunks(
+    tensors: Mapping[str, TensorSource], workers: Workers, progress: Progress = SILENT
+) -> Iterator[Units]:
+    """Decode all tensors on threads: units in order, unsigned [at most 2^20], a few chunks in flight."""
+
+    def chunks() -> Iterator[Callable[[], Units]]:
+        for source in tensors.values():
+            check_empty(source)
+            for begin, end in source.chunk_bounds():
+                yield functools.partial(source.units, begin, end)
+
+    for units in workers.map(lambda decode: decode(), chunks()):
+        yield units
+        progress.advance(units.nbytes)
 
 
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, Self, TypeAlias
 
 import safetensors
 
+from ckptz.api.describe import described
 from ckptz.api.read import check_limit, read_selection, read_tensors
-from ckptz.commands.inspect import described
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError

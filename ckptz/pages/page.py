@@ -20,9 +20,9 @@ from ckptz.pages.shown import facts_of, fields_of
 from ckptz.pages.words import ROLES, cut, field_text, percent, size, smaller
 
 if TYPE_CHECKING:
-    from ckptz.commands.diff import DiffReport
-    from ckptz.commands.inspect import InspectReport, TensorReport
-    from ckptz.commands.log import LogEntry, LogReport
+    from ckptz.verbs.diff import DiffReport
+    from ckptz.verbs.inspect import InspectReport, TensorReport
+    from ckptz.verbs.log import LogEntry, LogReport
 
 Section = dict[str, Any]
 OfReport = Any  # a `PageReport` or a part of it, whose module stands above

@@ -17,11 +17,11 @@ from ckptz_cli.session import Session, is_quiet, is_terminal, progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckptz.commands.compress import CompressReport
     from ckptz.formats.targets import PathLike
     from ckptz.progress import Progress
     from ckptz.roles import Rule
     from ckptz.search_run.run import TrialReport
+    from ckptz.verbs.compress import CompressReport
 
 
 LAST_SHOWN: Final = 12

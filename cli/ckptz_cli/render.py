@@ -9,9 +9,9 @@ from ckptz.container.index import STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size
 
 if TYPE_CHECKING:
-    from ckptz.commands.compress import CompressReport
-    from ckptz.commands.restore import RestoreReport
-    from ckptz.commands.verify import VerifyReport
+    from ckptz.verbs.compress import CompressReport
+    from ckptz.verbs.restore import RestoreReport
+    from ckptz.verbs.verify import VerifyReport
 
 
 def _pace(n_bytes: int, seconds: float) -> str:

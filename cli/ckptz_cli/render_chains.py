@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ckptz.commands.diff import DiffReport, TensorDiff
-from ckptz.commands.log import LogEntry, LogReport
-from ckptz.commands.rebase import RebaseReport
-from ckptz.commands.report import PageReport
 from ckptz.container.index import STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size, times
 from ckptz.store.retention import PruneReport
 from ckptz.store.runs import step_of_folder
+from ckptz.verbs.diff import DiffReport, TensorDiff
+from ckptz.verbs.log import LogEntry, LogReport
+from ckptz.verbs.rebase import RebaseReport
+from ckptz.verbs.report import PageReport
 from ckptz_cli.session import is_terminal
 from ckptz_cli.tables import add_row, drawn, table_of
 

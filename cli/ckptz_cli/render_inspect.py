@@ -14,7 +14,7 @@ from ckptz_cli.render import quality_text
 from ckptz_cli.tables import add_row, drawn, facts_table, table_of
 
 if TYPE_CHECKING:
-    from ckptz.commands.inspect import InspectReport, TensorReport
+    from ckptz.api.describe import InspectReport, TensorReport
 
 LONGEST_VALUE: Final = 100  # characters of a metadata value
 

@@ -11,8 +11,8 @@ from ckptz_cli.options import PATH, writing_options
 from ckptz_cli.session import Session, progress_bar
 
 if TYPE_CHECKING:
-    from ckptz.commands.restore import OutputKind
     from ckptz.formats.targets import PathLike
+    from ckptz.verbs.restore import OutputKind
 
 EPILOG = """\b
 Examples:

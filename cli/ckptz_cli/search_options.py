@@ -17,11 +17,11 @@ import click
 from ckptz_cli.options import COUNT, PATH, config_of, fields_of, is_given, options_of_methods, together
 
 if TYPE_CHECKING:
-    from ckptz.commands.compress import CompressReport
     from ckptz.methods.method import Method
     from ckptz.search.budget import Budget
     from ckptz.search.measures import NamedFunction
     from ckptz.search_run.run import SearchOptions, TrialReport
+    from ckptz.verbs.compress import CompressReport
     from ckptz_cli.session import Session
 
 

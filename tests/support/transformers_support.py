@@ -22,8 +22,8 @@ transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
 import ckptz  # noqa: E402
-from ckptz.commands.compress import CompressReport  # noqa: E402
 from ckptz.integrations.transformers import disable, enable, from_pretrained  # noqa: E402
+from ckptz.verbs.compress import CompressReport  # noqa: E402
 
 Model = Any
 IDS = torch.arange(12).reshape(2, 6)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckptz.codec.units import TensorSource, Units, tensor_bytes
+from ckptz.api.read import decoded_chunks
+from ckptz.codec.units import tensor_bytes
 from ckptz.container.byte_source import is_folder, naming_urls, path_of
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish
-from ckptz.container.reader import check_empty
 from ckptz.errors import ConfigError, LimitError, WriteError, real
 from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
@@ -59,22 +58,6 @@ class RestoreReport(Shown):
     depth: int  # deltas between the input and its anchor
     seconds: float  # time taken
     notes: tuple[str, ...] = ()  # what the user should know
-
-
-def decoded_chunks(
-    tensors: Mapping[str, TensorSource], workers: Workers, progress: Progress = SILENT
-) -> Iterator[Units]:
-    """Decode all tensors on threads: units in order, unsigned [at most 2^20], a few chunks in flight."""
-
-    def chunks() -> Iterator[Callable[[], Units]]:
-        for source in tensors.values():
-            check_empty(source)
-            for begin, end in source.chunk_bounds():
-                yield functools.partial(source.units, begin, end)
-
-    for units in workers.map(lambda decode: decode(), chunks()):
-        yield units
-        progress.advance(units.nbytes)
 
 
 @naming_urls

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptz.api.read import decoded_chunks
 from ckptz.codec.units import TensorSource, tensor_bytes
-from ckptz.commands.restore import decoded_chunks
-from ckptz.commands.verify import check_stored_bytes
 from ckptz.container.byte_source import FileBytes, path_of
 from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inline
 from ckptz.container.publish import publish
@@ -22,6 +21,7 @@ from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from ckptz.verbs.verify import check_stored_bytes
 
 Tensors = Mapping[str, TensorSource]
 

@@ -1,29 +1,23 @@
-"""`ckptz inspect`: what a file says of itself, read from its index and frame headers only."""
+"""Describes an open `.ckptz` file from its index and the headers of its frames; no tensor is decoded."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import Domain
-from ckptz.container.byte_source import naming_urls, open_bytes, path_of
 from ckptz.container.caches import MAX_FRAMES
 from ckptz.container.envelope import PlainFile
 from ckptz.container.index import LossyRecord, QualityRecord
 from ckptz.container.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
-from ckptz.errors import CkptzError, ConfigError
-from ckptz.formats.inputs import checked_kind
-from ckptz.formats.targets import PathLike, paths
+from ckptz.errors import CkptzError
 from ckptz.pages.shown import Shown
 from ckptz.roles import role_of
-from ckptz.store.resolve import Checkpoint, open_checkpoint, open_file
-from ckptz.store.runs import checkpoint_in
+from ckptz.store.resolve import Checkpoint
 
 Level = Container | PlainFile | InlineFrames
 CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in CoderId}
@@ -91,35 +85,6 @@ class InspectReport(Shown):
     shards: tuple[str, ...]  # files that a restore writes, if the source was a folder
     has_tree: bool  # whether the source was a nested checkpoint
     tensors: tuple[TensorReport, ...]  # one report each, in stored order
-
-
-@naming_urls
-def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectReport:
-    """Describe a `.ckptz` file; no tensor is decoded, and bases may be missing.
-
-    Args:
-        path: the file, a folder for its newest checkpoint, or "DIR@STEP" for that of a step.
-        search_path: folders to look for bases in, after the file's own.
-
-    Raises:
-        FileNotFoundError: no such file or step.
-        FormatError: damaged.
-        ConfigError: a file of another kind, or a folder without a `.ckptz` file.
-    """
-    path = checked_kind(checkpoint_in(path_of(path)))
-    try:
-        checkpoint = open_checkpoint(path, paths(search_path))
-    except CkptzError as error:
-        with contextlib.closing(open_file(open_bytes(path))) as alone:  # damaged itself, it says so again
-            return described(_require_container(alone, path), None, str(error))
-    with contextlib.closing(checkpoint):
-        return described(_require_container(checkpoint.files[0], path), checkpoint, None)
-
-
-def _require_container(file: Container | PlainFile, path: Path) -> Container:
-    if isinstance(file, Container):
-        return file
-    raise ConfigError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
 
 
 def described(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:

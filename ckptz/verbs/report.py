@@ -15,10 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.api.describe import InspectReport
 from ckptz.codec.units import TensorSource
-from ckptz.commands.diff import NUMBERS, DiffReport, diff
-from ckptz.commands.inspect import InspectReport, inspect
-from ckptz.commands.log import LogReport, log
 from ckptz.container.publish import publish
 from ckptz.errors import CkptzError, ConfigError, FormatError
 from ckptz.formats.inputs import open_input
@@ -27,6 +25,10 @@ from ckptz.pages.page import MARK, page
 from ckptz.progress import SILENT, Progress
 from ckptz.search_run.options import SearchReport
 from ckptz.store.resolve import SUFFIX
+from ckptz.verbs.compress import CompressReport
+from ckptz.verbs.diff import NUMBERS, DiffReport, diff
+from ckptz.verbs.inspect import inspect
+from ckptz.verbs.log import LogReport, log
 
 Tell = Callable[[Exception], None]
 T = TypeVar("T")
