@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ckptz.training.checkpointer import SaveReport
-from ckptz_cli import log as log_verb
+from ckptz_cli import reading
 from tests.support.checkpointer_support import Run
 from tests.support.cli_support import a_state, ckptz, write_plain
 
@@ -79,7 +79,7 @@ def test_it_ends_when_nobody_reads(watch: Any, packed: Path, tmp_path: Path) -> 
 
 
 def test_it_looks_again_only_at_what_changed(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = log_verb._changes(packed.parent, 0.0)
+    changes = reading._changes(packed.parent, 0.0)
     next(changes)
     looks: list[int] = []
 
@@ -95,10 +95,10 @@ def test_it_looks_again_only_at_what_changed(packed: Path, monkeypatch: pytest.M
 
 def test_a_terminal_shows_the_newest_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(f"line {n}" for n in range(50))
-    assert log_verb._fitted(text) == text
-    monkeypatch.setattr(log_verb, "is_terminal", lambda stream: True)
+    assert reading._fitted(text) == text
+    monkeypatch.setattr(reading, "is_terminal", lambda stream: True)
     monkeypatch.setattr(os, "get_terminal_size", lambda: os.terminal_size((80, 24)))
-    lines = log_verb._fitted(text).splitlines()
+    lines = reading._fitted(text).splitlines()
     assert len(lines) == 20
     assert (lines[0], lines[1], lines[2], lines[-1]) == ("line 0", "... 31 lines above", "line 32", "line 49")
 

@@ -47,7 +47,7 @@ def apply_(
 
     Either every tensor ends up with the delta's values or none is changed: all is decoded and checked
     before the first write, and an interrupted write is taken back. Nobody else may write to the tensors
-    meanwhile. A file that stands alone (an anchor) is written over whatever the tensors hold.
+    meanwhile. A full file is written over whatever the tensors hold.
 
     Args:
         state_dict: tensors by name, on any device; those that the delta does not hold are left alone.

@@ -20,7 +20,7 @@ from ckptz.roles import role_of
 from ckptz.store.resolve import Checkpoint
 
 Level = Container | PlainFile | InlineFrames
-CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in CoderId}
+CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in CoderId}  # as reports say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class TensorReport:
     coders: dict[str, float]  # share of the stored streams that each entropy coder wrote
     n_chunks: int  # chunks, each decoded on its own
     # frames that one chunk is decoded from: its own, those of its bases, and those of the tensors that its
-    # classes read; None if some are missing, or more than readers follow
+    # contexts are made of; None if some are missing, or more than readers follow
     n_frames: int | None
     # what was asked of a lossy tensor and what was measured; None if it is lossless
     lossy: LossyRecord | None
@@ -71,7 +71,7 @@ class InspectReport(Shown):
     format_version: str  # of its bytes
     writer: str  # what wrote it
     content_id: str  # identity of the values
-    depth: int  # deltas between it and its anchor
+    depth: int  # deltas between it and its full file
     chain: tuple[Member, ...]  # its bases, nearest first, as far as they are found
     broken: str | None  # why the chain is incomplete, or None
     step: int | None  # training step, if it was recorded
@@ -122,7 +122,7 @@ def described(container: Container, checkpoint: Checkpoint | None, broken: str |
 
 
 def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member, ...]:
-    """The bases; of a broken chain only the nearest is known."""
+    """List the bases, nearest first; of a broken chain only the nearest is known."""
     members: list[Member] = []
     for i, file in enumerate(checkpoint.files if checkpoint else (container,)):
         if not isinstance(file, Container):
@@ -164,7 +164,7 @@ def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport
 
 
 def _n_frames(levels: Sequence[Level], name: str) -> int | None:
-    """Frames that a chunk of tensor `name` is decoded from; None if one of them cannot be looked at.
+    """Count the frames that a chunk of tensor `name` is decoded from; None if one is missing or damaged.
 
     Also None where decoding refuses them: more in all, or one after another in one file, than it follows.
     """

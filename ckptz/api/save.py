@@ -10,10 +10,9 @@ from typing import Any, BinaryIO, Final
 
 from ckptz.api.safe_open import PathLike, checked_path
 from ckptz.codec.units import TensorSource
-from ckptz.container.publish import publish
+from ckptz.container.publish import is_same, publish
 from ckptz.container.writer import check_names
 from ckptz.errors import ConfigError, WriteError
-from ckptz.formats.targets import is_same
 from ckptz.methods.method import Method
 from ckptz.methods.table import checked
 from ckptz.parallel import Workers

@@ -157,6 +157,14 @@ def _machine() -> str:
     return "0"  # no system to ask: nobody can tell
 
 
+def is_same(a: Path, b: Path) -> bool:
+    """Tell whether two paths are one file."""
+    try:
+        return a.samefile(b)
+    except OSError:
+        return a.absolute() == b.absolute()
+
+
 def abandoned(folder: Path) -> list[Path]:
     """List the temporary files in a folder whose writers are certain to have ended."""
     found = []

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ckptz.container.byte_source import is_url, path_of
-from ckptz.container.publish import make_folder
+from ckptz.container.publish import is_same, make_folder
 from ckptz.errors import ConfigError, UnsupportedError
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -135,14 +135,6 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
             raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
         if not force:
             raise ConfigError(f"{target}: exists already; name another folder, or give --force (force=True)")
-
-
-def is_same(a: Path, b: Path) -> bool:
-    """Tell whether two paths are one file."""
-    try:
-        return a.samefile(b)
-    except OSError:
-        return a.absolute() == b.absolute()
 
 
 @contextlib.contextmanager

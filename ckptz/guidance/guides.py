@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -19,13 +19,15 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.subject import Guide, InputMoments, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
-from ckptz.formats.inputs import open_input
 from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile, Shapes
 from ckptz.guidance.owners import roles_beside
 from ckptz.methods.method import CALIBRATION, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.methods.table import METHODS
 from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role, Rule, role_of
+
+if TYPE_CHECKING:
+    from ckptz.formats.inputs import Input
 
 N_SAMPLED: Final = 1 << 16  # units of a weight
 RATES: Final = ("lr", "initial_lr", "max_lr")  # now, and what schedules of torch note beside it
@@ -39,31 +41,35 @@ INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 class GuideFiles:
     """Files that say more of a checkpoint than it does."""
 
-    read_optimizer: Path | None = None  # a checkpoint with Adam's second moments
+    read_optimizer: Input | None = None  # an open checkpoint with Adam's second moments
     calibration: Calibrated | None = None  # what `ckptz.hooks.Calibration` saved, or has in memory
     sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
 
-    def check(self, config: Method) -> None:
-        """Refuse files that a method would not read.
-
-        Raises:
-            ConfigError: names the file and the method.
-        """
-        for name in (READ_OPTIMIZER, CALIBRATION, SENSITIVITY):
-            given = getattr(self, name)
-            if given is None or name in config.reads:
-                continue
-            where = f"{given}: " if isinstance(given, Path) else ""
-            what = name.replace("_", "-")
-            if not config.is_lossy:
-                raise ConfigError(f"{where}lossless compression reads no {what} file; name a --method")
-            readers = " and ".join(method.name for method in METHODS.values() if name in method.reads)
-            raise ConfigError(
-                f"{where}the method {config.name} reads no {what}; a {what} guides {readers} only"
-            )
-
 
 NO_FILES: Final = GuideFiles()
+
+
+def check_files(
+    config: Method,
+    read_optimizer: Path | Input | None,
+    calibration: Calibrated | None,
+    sensitivity: Path | None,
+) -> None:
+    """Refuse files that a method would not read.
+
+    Raises:
+        ConfigError: names the file and the method.
+    """
+    files = {READ_OPTIMIZER: read_optimizer, CALIBRATION: calibration, SENSITIVITY: sensitivity}
+    for name, given in files.items():
+        if given is None or name in config.reads:
+            continue
+        where = f"{given}: " if isinstance(given, Path) else ""
+        what = name.replace("_", "-")
+        if not config.is_lossy:
+            raise ConfigError(f"{where}lossless compression reads no {what} file; name a --method")
+        readers = " and ".join(method.name for method in METHODS.values() if name in method.reads)
+        raise ConfigError(f"{where}the method {config.name} reads no {what}; a {what} guides {readers} only")
 
 
 def guides_of(
@@ -92,7 +98,7 @@ def guides_of(
         CalibrationError: the same, of a calibration or sensitivity file.
         FileNotFoundError: a file is missing.
     """
-    files.check(config)
+    check_files(config, files.read_optimizer, files.calibration, files.sensitivity)
     if not config.reads:
         return {}, []
     weights = {
@@ -103,7 +109,7 @@ def guides_of(
     notes: list[str] = []
     moments = _own_moments(tensors, weights, roles, notes)
     if files.read_optimizer is not None:
-        moments = _read_moments(files.read_optimizer, weights, roles, tree, rules, held, notes)
+        moments = _read_moments(files.read_optimizer, weights, roles, tree, rules, notes)
     gradients = {}
     if files.sensitivity is not None:
         gradients = _read_gradients(files.sensitivity, weights, held, notes)
@@ -144,17 +150,16 @@ def _fits(moments: TensorSource, weight: TensorSource) -> bool:
 
 
 def _read_moments(
-    path: Path,
+    opened: Input,
     weights: Mapping[str, TensorSource],
     roles: Mapping[str, Role],
     tree: dict[str, Any] | None,
     rules: Sequence[Rule],
-    held: contextlib.ExitStack,
     notes: list[str],
 ) -> dict[str, TensorSource]:
     """Second moments from another checkpoint, by the parameters' names."""
-    opened = held.enter_context(contextlib.closing(open_input(path)))
-    known, reasons = roles_beside(opened, weights, tree, rules)
+    path = opened.name
+    known, reasons = roles_beside(opened.tensors, opened.tree, weights, tree, rules)
     squares = {}
     for name, source in opened.tensors.items():
         role = known.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
@@ -164,15 +169,15 @@ def _read_moments(
     for name, moments in found.items():
         if not _fits(moments, weights[name]):
             raise ConfigError(
-                f"{path}: the second moment of {name!r} is {moments.dtype.name} {list(moments.shape)}, the "
-                f"weight has shape {list(weights[name].shape)}; give this model's optimizer, in F32, BF16 or "
-                "F16"
+                f"{path}: the second moment of {name!r} is {moments.dtype.name} {list(moments.shape)}, "
+                f"the weight has shape {list(weights[name].shape)}; give this model's optimizer, in F32, "
+                "BF16 or F16"
             )
     if not found:
         reason = "".join(f" ({note})" for note in reasons[:1])
         raise ConfigError(
-            f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; give "
-            "the optimizer of this model, or name its tensors with --roles"
+            f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; "
+            "give the optimizer of this model, or name its tensors with --roles"
         )
     without = [name for name, weight in weights.items() if name not in found and len(weight.shape) > 1]
     if without:

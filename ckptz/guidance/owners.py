@@ -1,4 +1,4 @@
-"""A model and its optimizer: two files as one checkpoint, and whose moments an optimizer's numbers are.
+"""Finds the parameters that an optimizer numbers.
 
 torch's optimizers number their state by the order of their parameter groups. The parameter of a number is
 found by the names that the user or newer groups give, by the order of the model where that is a torch state
@@ -10,7 +10,6 @@ and a note names it: nothing is guessed.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,14 +18,9 @@ from typing import Any, Final, NamedTuple
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import strict_json
-from ckptz.container.index import Shard, Sharding
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.formats.inputs import Input
-from ckptz.formats.sharding import SHARD_SUFFIXES, is_shard_name
-from ckptz.formats.targets import clashes
 from ckptz.methods.method import MOMENT_ROLES
 from ckptz.roles import BASES, Role, Rule, role_of
-from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.tree.leaves import TensorRef
 from ckptz.tree.skeleton import parse_tree
 
@@ -118,89 +112,6 @@ def _is_bounded(config: Path) -> bool:
 NO_NAMES: Final = ParameterNames()
 
 
-# --- two files as one ---------------------------------------------------------------------------
-
-
-def join(model: Input, optimizer: Input) -> Input:
-    """Make one checkpoint of a model and its optimizer, which restores to both under their own names.
-
-    Raises:
-        ConfigError: they cannot stand in one file; the message says why.
-    """
-    parts = [_part(model), _part(optimizer)]
-    if optimizer.kind == "folder":
-        raise ConfigError(f"{optimizer.name}: --optimizer takes a file, and this is a folder; name the file")
-    shards = [shard for part in parts for shard in part.shards]
-    files = [shard.file for shard in shards]
-    for one, other in [*((f, f) for f, n in Counter(files).items() if n > 1), *clashes(files)]:
-        names = one if one == other else f"{one} and {other}, one name on some systems"
-        raise ConfigError(f"{model.name} and {optimizer.name}: both are called {names}; rename one of them")
-    for name in optimizer.tensors:
-        if name in model.tensors:
-            raise ConfigError(
-                f"{optimizer.name}: tensor {name!r} is in {model.name} too; "
-                "give the optimizer's state alone, under names of its own"
-            )
-    sharding = model.sharding or Sharding(())
-    return replace(
-        model,
-        kind="folder",
-        tensors={**model.tensors, **optimizer.tensors},
-        sharding=Sharding(tuple(shards), sharding.index_file, sharding.index_text, sharding.carried),
-        tree=_joint_tree(parts),
-        checkpoint=None,
-        optimizer_names=model.optimizer_names | frozenset(optimizer.tensors),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """Shards of one input; `states` are the JSON nodes of those that are torch files, by file."""
-
-    shards: tuple[Shard, ...]
-    states: list[Any]
-    storages: list[Any]
-
-
-def _part(opened: Input) -> _Shards:
-    if opened.kind == "ckptz":
-        raise ConfigError(f"{opened.name}: is a .ckptz file already; restore it first")
-    tree = opened.tree or {"root": {"dict": []}, "storages": []}
-    if opened.sharding is not None:
-        return _Shards(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
-    file = Path(opened.name).name
-    if not is_shard_name(file):
-        raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
-    if opened.tree is None and not file.endswith(PLAIN_SUFFIX):
-        raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")
-    metadata = None if opened.metadata is None else dict(opened.metadata)
-    states = [] if opened.tree is None else [[file, tree["root"]]]
-    return _Shards((Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"])
-
-
-def _joint_tree(parts: Sequence[_Shards]) -> dict[str, Any] | None:
-    states: list[Any] = []
-    storages: list[Any] = []
-    for part in parts:
-        states += _renumbered(part.states, len(storages))
-        storages += part.storages
-    return {"root": {"dict": states}, "storages": storages} if states else None
-
-
-def _renumbered(node: Any, n_before: int) -> Any:
-    """A node of a tree behind `n_before` storages of another one."""
-    if isinstance(node, list):
-        return [_renumbered(item, n_before) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if "view" in node:
-        return {**node, "view": node["view"] + n_before}
-    return {key: _renumbered(value, n_before) for key, value in node.items()}
-
-
-# --- whose moments ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """The state of one parameter: tensor names by what the optimizer calls them."""
@@ -261,19 +172,22 @@ def known_roles(
 
 
 def roles_beside(
-    read: Input, weights: Mapping[str, TensorSource], model_tree: Any, rules: Sequence[Rule] = ()
+    read: Mapping[str, TensorSource],
+    tree: Any,
+    weights: Mapping[str, TensorSource],
+    model_tree: Any,
+    rules: Sequence[Rule] = (),
 ) -> Known:
-    """Find the roles of a checkpoint that is read beside the weights of another one.
+    """Find the roles of tensors that are `read` from a checkpoint beside the weights of another one.
 
     A file that holds weights itself says whose moments it has; of optimizer state alone, the model decides.
     """
-    alone = known_roles(read.tensors, read.tree, rules)
-    for name, source in read.tensors.items():
+    alone = known_roles(read, tree, rules)
+    for name, source in read.items():
         role = alone[0].get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
         if role.role == "weight":
             return alone
-    both = {**weights, **read.tensors}
-    return known_roles(both, read.tree, rules, tuple(read.tensors), model_tree)
+    return known_roles({**weights, **read}, tree, rules, tuple(read), model_tree)
 
 
 def _optimizers(node: Any) -> Iterator[Mapping[Any, Any]]:

@@ -21,7 +21,7 @@ from ckptz.pages.words import ROLES, cut, field_text, percent, size, smaller
 
 if TYPE_CHECKING:
     from ckptz.verbs.diff import DiffReport
-    from ckptz.verbs.inspect import InspectReport, TensorReport
+    from ckptz.api.describe import InspectReport, TensorReport
     from ckptz.verbs.log import LogEntry, LogReport
 
 Section = dict[str, Any]

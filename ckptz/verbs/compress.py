@@ -7,29 +7,22 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from ckptz.codec.units import TensorSource, tensor_bytes
 from ckptz.container.byte_source import open_bytes, path_of
 from ckptz.container.index import BaseRef
-from ckptz.container.publish import abandoned, make_folder, publish
-from ckptz.container.writer import Written
+from ckptz.container.publish import abandoned, is_same, make_folder, publish
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
 from ckptz.formats.inputs import Input, checked_kind, open_input
+from ckptz.formats.joined import join
 from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
-from ckptz.formats.targets import (
-    PathLike,
-    check_carried,
-    check_target,
-    is_same,
-    naming_output,
-    paths,
-    places_for,
-)
-from ckptz.guidance.guides import GuideFiles
-from ckptz.guidance.owners import ParameterNames, join
+from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
+from ckptz.guidance.guides import GuideFiles, check_files
+from ckptz.guidance.owners import ParameterNames
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE, checked
@@ -41,19 +34,12 @@ from ckptz.roles import Rule
 from ckptz.search.budget import Budget
 from ckptz.search_run.options import SearchOptions, SearchReport
 from ckptz.store.links import link_chain
-from ckptz.store.resolve import (
-    SUFFIX,
-    base_file_name,
-    base_metadata,
-    base_ref,
-    open_checkpoint,
-    open_file,
-)
+from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
 from ckptz.store.runs import step_of
 from ckptz.store.step_files import checked_step
 from ckptz.tree.skeleton import parse_tree
 
-MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes every member; the next file is an anchor again
+MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +56,7 @@ class CompressReport(Shown):
     ratio: float  # tensor bytes by stored bytes
     content_id: str  # identity of the values
     base: str | None  # file name of the base, or None
-    depth: int  # deltas between the output and its anchor
+    depth: int  # deltas between the output and its full file
     step: int | None  # training step, as given, or as metadata or names have it
     seconds: float  # time taken
     notes: tuple[str, ...] = ()  # what the user should know
@@ -82,7 +68,7 @@ Stamp = tuple[int, int]  # of a file: time of change, size
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What the next output is stored against: how it is named, and open tensors of the same values."""
+    """The base of the next output: its name, and open tensors of the same values."""
 
     ref: BaseRef
     folder: Path
@@ -93,8 +79,8 @@ class _Base:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """What all inputs share; the attributes are arguments of `compress`."""
+class _Settings:
+    """Checked arguments of `compress` that all inputs share."""
 
     sources: list[Path]
     config: Method
@@ -113,7 +99,7 @@ class _Run:
 
     @property
     def is_dry(self) -> bool:
-        """Nothing is written."""
+        """Whether a search writes nothing."""
         return self.search is not None and self.search.is_dry_run
 
 
@@ -184,46 +170,60 @@ def compress(
         FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
     sources = [path_of(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
-    run = _Run(
-        sources=_by_step(sources) if chain else sources,
-        config=checked(config),
-        chain=chain,
-        resume=resume,
-        step=None if step is None else checked_step(step),
-        force=force,
-        search_path=paths(search_path),
-        role_rules=role_rules,
-        optimizer=_path(optimizer),
-        param_names=_path(param_names),
-        guide_files=GuideFiles(
-            read_optimizer=_path(read_optimizer),
-            calibration=_path(calibration),
-            sensitivity=_path(sensitivity),
-        ),
-        search=_search_of(search, budget, config),
-        workers=Workers(jobs),
-        progress=progress,
-    )
+    config, step = checked(config), None if step is None else checked_step(step)
+    search = _search_of(search, budget, config)
+    base, optimizer = _path(base), _path(optimizer)
+    guides, layer_inputs, gradients = map(_path, (read_optimizer, calibration, sensitivity))
+    alone = "step" if step is not None else "optimizer" if optimizer is not None else ""
+    if len(sources) > 1 and alone:
+        raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
+    is_dry = search is not None and search.is_dry_run
+    _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
+    check_files(search.template if search else config, guides, layer_inputs, gradients)
     reports = []
-    with run.workers:
-        for report in _compress_all(run, output, _path(base)):
+    with contextlib.ExitStack() as held:
+        read = None if guides is None else held.enter_context(contextlib.closing(open_input(guides)))
+        settings = _Settings(
+            sources=_by_step(sources) if chain else sources,
+            config=config,
+            chain=chain,
+            resume=resume,
+            step=step,
+            force=force,
+            search_path=paths(search_path),
+            role_rules=role_rules,
+            optimizer=optimizer,
+            param_names=_path(param_names),
+            guide_files=GuideFiles(read_optimizer=read, calibration=layer_inputs, sensitivity=gradients),
+            search=search,
+            workers=held.enter_context(Workers(jobs)),
+            progress=progress,
+        )
+        for report in _compress_all(settings, output, base):
             reports.append(report)
             if on_report is not None:
                 on_report(report)
     return tuple(reports)
 
 
+def _check_together(base: Path | None, *, chain: bool, is_dry: bool, resume: bool, force: bool) -> None:
+    """Refuse what cannot be done together, before anything is read."""
+    if base is not None and base.is_dir():
+        raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
+    if base is not None:
+        checked_kind(base)
+    if chain and is_dry:
+        raise ConfigError(
+            "a chain needs the file before, and a dry run writes none; leave one of the two out"
+        )
+    if resume and (force or is_dry):
+        raise ConfigError("resume leaves outputs as they are; leave out force and dry_run, or resume")
+
+
 def _by_step(sources: list[Path]) -> list[Path]:
     """Order inputs by the steps in their names; leave them in the given order if not all have one."""
     steps = {step: source for source in sources if (step := step_of(source)) is not None}
     return [steps[step] for step in sorted(steps)] if len(steps) == len(sources) else sources
-
-
-def _order_note(sources: Sequence[Path]) -> Iterator[str]:
-    """Say in which order a chain goes whose inputs' names do not tell it."""
-    if len(sources) > 1 and len({step_of(source) for source in sources} - {None}) < len(sources):
-        names = ", ".join(source.name for source in sources)
-        yield f"the names do not all have a step of their own, so the chain goes in the given order: {names}"
 
 
 def _path(given: PathLike | None) -> Path | None:
@@ -245,46 +245,24 @@ def _search_of(
     return SearchOptions(budgets=budgets, template=config if config.is_lossy else REFERENCE)
 
 
-def _check(run: _Run, base: Path | None) -> None:
-    """Refuse what cannot be done together, before anything is read."""
-    if base is not None and base.is_dir():
-        raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
-    if base is not None:
-        checked_kind(base)
-    if run.chain and run.is_dry:
-        raise ConfigError(
-            "a chain needs the file before, and a dry run writes none; leave one of the two out"
-        )
-    run.guide_files.check(run.search.template if run.search else run.config)
-    if run.resume and (run.force or run.is_dry):
-        raise ConfigError("resume leaves outputs as they are; leave out force and dry_run, or resume")
-    alone = "step" if run.step is not None else "optimizer" if run.optimizer is not None else ""
-    if len(run.sources) > 1 and alone:
-        raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
-
-
-def _places(run: _Run, output: PathLike | None) -> list[Path]:
-    """Choose the outputs, and refuse files that are there, before the first is written."""
-    places = places_for(run.sources, output, SUFFIX, is_chain=run.chain)
-    if len(run.sources) > 1 and not run.resume:
-        for source, place in zip(run.sources, places, strict=True):
+def _compress_all(
+    settings: _Settings, output: PathLike | None, base_path: Path | None
+) -> Iterator[CompressReport]:
+    """Compress one input after another; yield the report of each when its file is published."""
+    sources = settings.sources
+    places = places_for(sources, output, SUFFIX, is_chain=settings.chain)
+    if len(sources) > 1 and not settings.resume:  # outputs that are there are refused before the first write
+        for source, place in zip(sources, places, strict=True):
             if not source.is_dir():
-                check_target(place, [source], force=run.force or run.is_dry)
-    return places
-
-
-def _compress_all(run: _Run, output: PathLike | None, base_path: Path | None) -> Iterator[CompressReport]:
-    """Compress one after another; give the report of each when its file is published."""
-    _check(run, base_path)
-    places = _places(run, output)
-    base = None if base_path is None else _open_base(base_path, run.search_path)
+                check_target(place, [source], force=settings.force or settings.is_dry)
+    base = None if base_path is None else _open_base(base_path, settings.search_path)
     try:
-        for source, place in zip(run.sources, places, strict=True):
-            report, base = _compress(source, place, base, run)
+        for source, place in zip(sources, places, strict=True):
+            report, base = _compress(source, place, base, settings)
             if report is None:
                 continue
             yield report
-            if report.search is not None and report.search.is_interrupted and source != run.sources[-1]:
+            if report.search is not None and report.search.is_interrupted and source != sources[-1]:
                 raise KeyboardInterrupt
     finally:
         if base is not None:
@@ -296,55 +274,53 @@ def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
 
 
 def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
-    checkpoint = open_checkpoint(path, search_path)
-    try:
-        stamps, close = _stamps(checkpoint.paths), checkpoint.close
-        metadata = base_metadata(checkpoint)
-        return _Base(base_ref(checkpoint), path.parent, checkpoint.tensors, stamps, close, metadata)
-    except BaseException:
-        checkpoint.close()
-        raise
+    with contextlib.ExitStack() as held:
+        opened = held.enter_context(contextlib.closing(open_checkpoint(path, search_path)))
+        stamps, metadata = _stamps(opened.paths), base_metadata(opened)
+        close = held.pop_all().close
+        return _Base(base_ref(opened), path.parent, opened.tensors, stamps, close, metadata)
 
 
 def _compress(
-    source: Path, place: Path, base: _Base | None, run: _Run
+    source: Path, place: Path, base: _Base | None, settings: _Settings
 ) -> tuple[CompressReport | None, _Base | None]:
-    """Write one output; returns its report, None for one that was there, and the base of the next one."""
+    """Write one output; give its report, None if it was there already, and the base of the next output."""
     with contextlib.ExitStack() as held:
-        opened = held.enter_context(contextlib.closing(open_input(source, run.search_path)))
+        opened = held.enter_context(contextlib.closing(open_input(source, settings.search_path)))
         sources = _files_of(opened, source)
-        if run.optimizer is not None and not any(is_same(run.optimizer, file) for file in sources):
-            optimizer = held.enter_context(contextlib.closing(open_input(run.optimizer)))
-            sources += _files_of(optimizer, run.optimizer)
+        if settings.optimizer is not None and not any(is_same(settings.optimizer, file) for file in sources):
+            optimizer = held.enter_context(contextlib.closing(open_input(settings.optimizer)))
+            sources += _files_of(optimizer, settings.optimizer)
             opened = join(opened, optimizer)
         _check_restorable(opened)
         own = _stamps(sources)
         read = {**own, **(base.files if base else {})}
-        target = _target(opened, source, place)
-        for left in abandoned(target.parent) if run.resume else ():  # by one that was killed
+        is_inside = source.is_dir() and place.suffix != SUFFIX  # the output is a folder, as the input is
+        target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
+        for left in abandoned(target.parent) if settings.resume else ():  # by one that was killed
             left.unlink(missing_ok=True)
-        if run.resume and target.exists():
+        if settings.resume and target.exists():
             _check_made_from(opened, target, own)
-            if base is not None and run.chain:
+            if base is not None and settings.chain:
                 base.close()
-            return None, _open_base(target, run.search_path) if run.chain else base
-        notes = _prepare(opened, target, place, read, run)
+            return None, _open_base(target, settings.search_path) if settings.chain else base
+        notes = _prepare(opened, target, place, read, settings)
         usable = _usable(base, target, notes, is_folder=target != place)
-        report = _write(opened, target, usable, notes, _Read(read, sources), run)
-        if not run.chain:
+        report = _write(opened, target, usable, notes, (read, sources), settings)
+        if not settings.chain:
             return report, base
         if base is not None:
             base.close()
         if report.n_lossy:
-            return report, _open_base(target, run.search_path)
-        # The input holds the same values as the file just written, and need not be decoded.
+            return report, _open_base(target, settings.search_path)
+        # The input has the same values as the file just written, and they need no decoding.
         file, depth = base_file_name(target), report.depth + 1
         ref = BaseRef(content_id=report.content_id, file=file, depth=depth)
         return report, _Base(ref, target.parent, opened.tensors, own, held.pop_all().close)
 
 
 def _check_restorable(opened: Input) -> None:
-    """Require of folder and tree, before anything is written, what a restore will require of them."""
+    """Check shards and tree as a restore will, before anything is written."""
     try:
         names: Collection[str] = opened.tensors
         if opened.sharding is not None:
@@ -368,13 +344,8 @@ def _files_of(opened: Input, source: Path) -> list[Path]:
     return [source / shard.file for shard in shards] or [source]
 
 
-def _target(opened: Input, source: Path, place: Path) -> Path:
-    """Name the file to write."""
-    return place / f"{opened.stem}{SUFFIX}" if source.is_dir() and place.suffix != SUFFIX else place
-
-
 def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp]) -> None:
-    """Require that an output which is there was made from this input, as far as its index and times tell."""
+    """Require, as far as index and times tell, that an existing output was made from this input."""
     modified = target.stat().st_mtime_ns
     with contextlib.closing(open_file(open_bytes(target))) as there:
         found = {name: (source.dtype, source.shape) for name, source in there.tensors.items()}
@@ -385,18 +356,24 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
         )
 
 
-def _prepare(opened: Input, target: Path, place: Path, read: Iterable[Path], run: _Run) -> list[str]:
-    """Make ready for the file to write; give what the user should know of files that go with the tensors."""
-    notes, force = list(opened.notes), run.force or run.is_dry
-    if run.chain and opened.name == str(run.sources[0]):
-        notes.extend(_order_note(run.sources))
+def _prepare(
+    opened: Input, target: Path, place: Path, read: Iterable[Path], settings: _Settings
+) -> list[str]:
+    """Check the target and copy the files beside a folder's shards; give notes on them for the user."""
+    notes, force = list(opened.notes), settings.force or settings.is_dry
+    sources = settings.sources
+    n_steps = len({step_of(source) for source in sources} - {None})
+    if settings.chain and opened.name == str(sources[0]) and n_steps < len(sources) > 1:
+        names = ", ".join(source.name for source in sources)
+        what = "the names do not all have a step of their own, so the chain goes in the given order"
+        notes.append(f"{what}: {names}")
     if opened.left_out:
         notes.append(f"not carried over: {', '.join(opened.left_out)}")
     if target != place:
         make_folder(place, parents=False)
         check_target(target, read, force=force)
         check_carried(opened.carried, place, force=force)
-        if not run.is_dry:
+        if not settings.is_dry:
             copy_carried(opened.carried, place)
         return notes
     check_target(place, read, force=force)
@@ -405,48 +382,60 @@ def _prepare(opened: Input, target: Path, place: Path, read: Iterable[Path], run
     return notes
 
 
-def _step_of(opened: Input, run: _Run) -> int | None:
-    container = opened.checkpoint.container if opened.checkpoint is not None else None
-    recorded = run.step if container is None or run.step is not None else container.index.step
-    return step_of(path_of(opened.name), recorded, opened.metadata)
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Files that an output is made from: all of them, and those of the input itself."""
-
-    stamps: Mapping[Path, Stamp]
-    like: Sequence[Path]
-
-    def check_unchanged(self) -> None:
-        found = _stamps(self.stamps)
-        for path, stamp in self.stamps.items():
-            if found[path] != stamp:
-                raise OSError(f"{path}: was changed while it was read; compress it again")
+def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
+    """Refuse inputs that another process wrote to while they were read."""
+    for path, stamp in _stamps(stamps).items():
+        if stamp != stamps[path]:
+            raise OSError(f"{path}: was changed while it was read; compress it again")
 
 
 def _write(
-    opened: Input, target: Path, base: _Base | None, notes: list[str], read: _Read, run: _Run
+    opened: Input,
+    target: Path,
+    base: _Base | None,
+    notes: list[str],
+    read: tuple[Mapping[Path, Stamp], Sequence[Path]],
+    settings: _Settings,
 ) -> CompressReport:
-    start = time.perf_counter()
+    """Write one file, made from files with these stamps and with permissions `like` those of the input."""
+    start, (stamps, like), search = time.perf_counter(), read, None
+    container = opened.checkpoint.container if opened.checkpoint is not None else None
+    recorded = container.index.step if container is not None and settings.step is None else settings.step
     job = Job(
         tensors=opened.tensors,
-        config=run.search.template if run.search else run.config,
+        config=settings.search.template if settings.search else settings.config,
         metadata=opened.metadata,
-        step=_step_of(opened, run),
+        step=step_of(path_of(opened.name), recorded, opened.metadata),
         sharding=opened.sharding,
         tree=opened.tree,
         base=base.ref if base else None,
         bases=base.tensors if base else {},
         base_metadata=base.metadata if base else None,
-        role_rules=run.role_rules,
+        role_rules=settings.role_rules,
         optimizer_names=opened.optimizer_names,
-        parameter_names=ParameterNames(run.param_names, Path(opened.name)),
-        guide_files=run.guide_files,
+        parameter_names=ParameterNames(settings.param_names, Path(opened.name)),
+        guide_files=settings.guide_files,
     )
-    run.progress.start(opened.name, tensor_bytes(opened.tensors))
-    with naming_output(target):
-        written, search = _store(opened, target, job, base, read, run)
+    settings.progress.start(opened.name, tensor_bytes(opened.tensors))
+    try:
+        with naming_output(target):
+            if settings.search is None:
+                with publish(target, like) as sink:
+                    written = write(sink, job, settings.workers, settings.progress.advance)
+                    _check_unchanged(stamps)
+            else:
+                from ckptz.search_run.run import SearchRun, search_and_write
+
+                found = SearchRun(
+                    workers=settings.workers,
+                    base_paths=(base.folder / base.ref.file,) if base is not None else (),
+                    search_path=tuple(settings.search_path),
+                    like=like,
+                    check=partial(_check_unchanged, stamps),
+                )
+                written, search = search_and_write(target, job, settings.search, found)
+    except (ConfigError, UnsupportedError) as error:
+        raise named(error, opened.name) from error.__cause__
     if base is not None and not written.n_deltas:
         base = None
         notes.append("no tensor gains from the base; the file stands alone")
@@ -472,30 +461,6 @@ def _write(
     )
 
 
-def _store(
-    opened: Input, target: Path, job: Job, base: _Base | None, read: _Read, run: _Run
-) -> tuple[Written, SearchReport | None]:
-    """Publish the output: as configured, or as a search finds."""
-    try:
-        if run.search is not None:
-            from ckptz.search_run.run import SearchRun, search_and_write
-
-            found = SearchRun(
-                workers=run.workers,
-                base_paths=(base.folder / base.ref.file,) if base is not None else (),
-                search_path=tuple(run.search_path),
-                like=read.like,
-                check=read.check_unchanged,
-            )
-            return search_and_write(target, job, run.search, found)
-        with publish(target, read.like) as sink:
-            written = write(sink, job, run.workers, run.progress.advance)
-            read.check_unchanged()
-            return written, None
-    except (ConfigError, UnsupportedError) as error:
-        raise named(error, opened.name) from error.__cause__
-
-
 def _search_notes(search: SearchReport) -> Iterator[str]:
     n = len(search.trials)
     if search.is_interrupted:
@@ -510,7 +475,7 @@ def _search_notes(search: SearchReport) -> Iterator[str]:
 
 
 def _base_differences(opened: Input, base: _Base | None) -> list[str]:
-    """What the base and the input do not share."""
+    """Name the tensors that only the input or only the base has."""
     if base is None:
         return []
     new = [name for name in opened.tensors if name not in base.tensors]
@@ -519,23 +484,21 @@ def _base_differences(opened: Input, base: _Base | None) -> list[str]:
     return notes + ([f"{len(gone)} tensors of the base are gone, first {gone[0]!r}"] if gone else [])
 
 
-def _linked(base: _Base, folder: Path) -> _Base | None:
-    """Give a base and its own bases names in a folder, so that it is complete; None without links."""
-    with contextlib.closing(open_checkpoint(base.folder / base.ref.file)) as opened:
-        names = link_chain(opened, folder) if opened.container is not None else ()
-    return replace(base, ref=BaseRef(base.ref.content_id, names[0], base.ref.depth)) if names else None
-
-
 def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bool) -> _Base | None:
-    """Give the base, unless its chain is at its longest; add to `notes` what follows for the user."""
+    """Give the base, or None if its chain is at its longest; append to `notes` what the user should know."""
     if base is None:
         return None
     if base.ref.depth > MAX_WRITTEN_DEPTH:
-        notes.append(f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its anchor; this is a new anchor")
+        notes.append(
+            f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its full file; this is a new full file"
+        )
         return None
     if base.folder.resolve() != target.parent.resolve():
-        if is_folder and (linked := _linked(base, target.parent)) is not None:
-            return linked
+        if is_folder:  # links to the base and to its own bases make the folder complete
+            with contextlib.closing(open_checkpoint(base.folder / base.ref.file)) as opened:
+                names = link_chain(opened, target.parent) if opened.container is not None else ()
+            if names:
+                return replace(base, ref=BaseRef(base.ref.content_id, names[0], base.ref.depth))
         where = f"its base {base.ref.file} is in {base.folder}"
         notes.append(f"{where}; restoring needs both in one folder, or --search-path")
     return base

@@ -6,8 +6,8 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -44,51 +44,31 @@ _RANDOM: Final = re.compile(r"((?:rng-\d+\.)?rng\.[^.]+).*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """One tensor of A and B. Changes are from A to B; where they are not known or do not apply they are None.
-
-    Attributes:
-        name: its name.
-        kind: whether it is bit for bit equal, and if not, what differs. "retyped" has another dtype and
-            the same shape.
-        dtype_a: safetensors' code in A, `dtype_b` in B; None for what is no tensor there.
-        shape_a: dimensions in A, `shape_b` in B.
-        changed_share: share of the units, most of them elements, with other bits; of a retyped tensor with
-            another value.
-        max_change: largest absolute difference.
-        rms_change: root of the mean square of the differences.
-        relative_change: the same relative to the root mean square of A.
-        n_not_finite: units that are an infinity or NaN on either side, which changes leave out; 0 for equal
-            tensors, which need not be looked at.
-        codes_moved: share of the units whose code of the quantization map is another, if both sides are
-            stored by maps without a predictor.
-    """
+    """One tensor of A and B. Changes are from A to B; those that are not known or do not apply are None."""
 
     name: str
-    kind: Difference
-    dtype_a: str | None = None
+    kind: Difference  # "retyped" has another dtype and the same shape
+    dtype_a: str | None = None  # safetensors' code in A; None for what is no tensor there
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
     shape_b: tuple[int, ...] | None = None
+    # share of the bit patterns that differ, one an element for most dtypes; of a retyped tensor the values
     changed_share: float | None = None
-    max_change: float | None = None
-    rms_change: float | None = None
-    relative_change: float | None = None
+    max_change: float | None = None  # largest absolute difference
+    rms_change: float | None = None  # root of the mean square of the differences
+    relative_change: float | None = None  # the same by the root mean square of A
+    # infinities and NaN on either side, which changes leave out; not counted in equal tensors
     n_not_finite: int = 0
+    # share of the codes of a quantization map that differ, if both sides have one and no predictor
     codes_moved: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDiff:
-    """One plain value of a nested state, such as a learning rate, that is another or of another type.
+    """One plain value of a nested state, such as a learning rate, that has another value or type."""
 
-    Attributes:
-        name: its path, with dots.
-        value_a: the value in A, as Python writes it, or the part of it that differs first; `value_b` in B.
-            None where it is not there.
-    """
-
-    name: str
-    value_a: str | None
+    name: str  # its path, with dots
+    value_a: str | None  # as Python writes it, or the part that differs first; None where it is not there
     value_b: str | None
 
 
@@ -96,49 +76,29 @@ class ValueDiff:
 class DiffReport(Shown):
     """All differences between two checkpoints.
 
-    Plain values are compared where both have some. Tensors and values of the states of random number
-    generators are told by the generator only.
-
-    Attributes:
-        first: A.
-        second: B.
-        is_equal: whether names, dtypes, shapes and all bits of the tensors are the same, and the values.
-        has_same_metadata: whether the user's own metadata are.
-        n_tensors: tensors of both together.
-        n_equal: those that are bit for bit the same.
-        n_changed: those with other values, dtypes or shapes.
-        n_only_a: those that only A has; `n_only_b` those that only B has.
-        changed_share: share of changed units among all that could be compared; None if there are none.
-        max_change: largest absolute difference.
-        relative_change: rms change relative to rms, over the tensors that changed and have numbers.
-        tensors: one entry each, sorted as asked.
-        n_values: plain values of both together.
-        n_values_changed: those that differ.
-        values: one entry for each of these.
-        random_states: generators of random numbers whose states differ, such as "rng.torch".
-        not_compared: files beside those that were read that are of other kinds, as frameworks write.
-        seconds: time taken.
+    Plain values are compared where both have some. Of a random number generator only the name is told, not
+    the tensors and values of its state.
     """
 
-    first: str
-    second: str
-    is_equal: bool
-    has_same_metadata: bool
-    n_tensors: int
-    n_equal: int
-    n_changed: int
+    first: str  # A
+    second: str  # B
+    is_equal: bool  # whether tensors (names, dtypes, shapes, bits) and plain values are the same
+    has_same_metadata: bool  # whether the user's own metadata are
+    n_tensors: int  # tensors of both together
+    n_equal: int  # those that are bit for bit the same
+    n_changed: int  # those with other values, dtypes or shapes
     n_only_a: int
     n_only_b: int
-    changed_share: float | None
-    max_change: float | None
-    relative_change: float | None
-    tensors: tuple[TensorDiff, ...]
-    n_values: int
-    n_values_changed: int
-    values: tuple[ValueDiff, ...]
-    random_states: tuple[str, ...]
-    not_compared: tuple[str, ...]
-    seconds: float
+    changed_share: float | None  # share of bit patterns that differ, of all that could be compared
+    max_change: float | None  # largest absolute difference
+    relative_change: float | None  # rms change by rms, over the tensors that changed and have numbers
+    tensors: tuple[TensorDiff, ...]  # sorted as asked
+    n_values: int  # plain values of both together
+    n_values_changed: int  # those that differ
+    values: tuple[ValueDiff, ...]  # one for each of these
+    random_states: tuple[str, ...]  # generators whose states differ, such as "rng.torch"
+    not_compared: tuple[str, ...]  # files of other kinds beside those that were read, as frameworks write
+    seconds: float  # time taken
 
 
 @naming_urls
@@ -211,14 +171,14 @@ class _Side:
 
 
 def _side(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> _Side:
-    """Open all files of a checkpoint; a name that an earlier one of them has, too, goes behind the file's."""
+    """Open all files of a checkpoint; names that an earlier one has, too, get the file's name before them."""
     inputs = open_whole(path, search_path, held)
     tensors: dict[str, TensorSource] = {}
     values: dict[str, str] = {}
     for one in inputs:
         found = {} if one.tree is None else dict(_values(parse_tree(one.tree).root))
         is_taken = not (tensors.keys().isdisjoint(one.tensors) and values.keys().isdisjoint(found))
-        prefix = f"{_stem(one)}." if is_taken else ""  # each rank has its random numbers
+        prefix = f"{one.stem.partition(EXACT)[0]}." if is_taken else ""  # each rank has its random numbers
         tensors |= {f"{prefix}{name}": source for name, source in one.tensors.items()}
         values |= {f"{prefix}{name}": value for name, value in found.items()}
     return _Side(
@@ -230,15 +190,11 @@ def _side(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -
     )
 
 
-def _stem(opened: Input) -> str:
-    return opened.stem.partition(EXACT)[0]
-
-
 def _not_read(path: Path, inputs: Sequence[Input]) -> Iterator[str]:
     """Name the files that belong to a folder and were not read."""
     for one in inputs:
         yield from (*dict(one.carried), *one.left_out)
-    if inputs[0].name != str(path) and _stem(inputs[0]) == MODEL:  # in a folder of its own
+    if inputs[0].name != str(path) and inputs[0].stem.partition(EXACT)[0] == MODEL:  # in a folder of its own
         names = (file.name for file in path_of(inputs[0].name).parent.iterdir() if file.is_file())
         yield from (name for name in names if not name.startswith(".") and not name.endswith(_OURS))
 
@@ -284,8 +240,8 @@ class _Pair:
 
 
 @dataclass(slots=True)
-class _Sums:
-    """_Sums over the chunks of two tensors: counts of units, and squares of finite numbers."""
+class _Totals:
+    """Sums over the chunks of two tensors: counts of bit patterns, and squares of finite numbers."""
 
     n_units: int = 0
     n_changed: int = 0
@@ -297,49 +253,38 @@ class _Sums:
     n_codes: int = 0
     n_codes_moved: int = 0
 
-    def add(self, other: _Sums) -> None:
+    def add(self, other: _Totals) -> None:
         """Add the sums of other chunks."""
-        self.n_units += other.n_units
-        self.n_changed += other.n_changed
-        self.n_not_finite += other.n_not_finite
-        self.n_numbers += other.n_numbers
-        self.largest = max(self.largest, other.largest)
-        self.error += other.error
-        self.power += other.power
-        self.n_codes += other.n_codes
-        self.n_codes_moved += other.n_codes_moved
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            setattr(self, one.name, max(mine, theirs) if one.name == "largest" else mine + theirs)
 
 
-_Chunk = tuple[_Pair, int, int]  # units begin..end of both sides
-
-
-def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> dict[str, _Sums]:
+def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> dict[str, _Totals]:
     """Compare pairs of tensors, chunk by chunk; what is found by name."""
-    sums = {pair.name: _Sums() for pair in pairs}
+    sums = {pair.name: _Totals() for pair in pairs}
     for pair in pairs:
         if not pair.is_read:
             sums[pair.name].n_units = pair.a.n_units if pair.is_same_type else 0
-    for pair, found in workers.map(_compare, _chunks(pairs)):
+    for pair in pairs:
+        check_empty(pair.a)
+        check_empty(pair.b)
+    chunks = (
+        (pair, begin, end) for pair in pairs if pair.is_read for begin, end in chunk_bounds(pair.a.n_units)
+    )
+    for pair, found in workers.map(_compare, chunks):
         sums[pair.name].add(found)
         progress.advance(found.n_units * pair.a.dtype.unit_bytes)
     return sums
 
 
-def _chunks(pairs: Iterable[_Pair]) -> Iterator[_Chunk]:
-    for pair in pairs:
-        for source in (pair.a, pair.b):
-            check_empty(source)
-        if pair.is_read:
-            for begin, end in chunk_bounds(pair.a.n_units):
-                yield pair, begin, end
-
-
 # --- one chunk ----------------------------------------------------------------------------------
 
 
-def _compare(chunk: _Chunk) -> tuple[_Pair, _Sums]:
+def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
+    """Compare units begin..end of a pair."""
     pair, begin, end = chunk
-    sums, codes = _Sums(n_units=end - begin), _both_codes(*chunk)
+    sums, codes = _Totals(n_units=end - begin), _both_codes(*chunk)
     if codes is not None:
         sums.n_codes, sums.n_codes_moved = len(codes[0]), int(np.count_nonzero(codes[0] != codes[1]))
     a, b = _both_units(*chunk)
@@ -374,22 +319,19 @@ def _recorded(source: TensorSource, begin: int) -> int | None:
 
 
 def _both_codes(pair: _Pair, begin: int, end: int) -> tuple[Codes, Codes] | None:
-    """The codes of both sides, if both stand for values of a map, and not for steps from a predictor."""
-    found = []
-    for source in (pair.a, pair.b):
-        if not pair.is_same_type or not isinstance(source, FrameSource):
-            return None
-        plan = source.header.plan
-        if plan.quant_map is None or plan.predictor is not Predictor.ZERO:
-            return None
-        found.append(source)
-    a, b = (source.codes(begin, end) for source in found)
+    """Give the codes of both sides, if both have a quantization map and no predictor."""
+    if not (pair.is_same_type and isinstance(pair.a, FrameSource) and isinstance(pair.b, FrameSource)):
+        return None
+    plans = (pair.a.header.plan, pair.b.header.plan)
+    if any(plan.quant_map is None or plan.predictor is not Predictor.ZERO for plan in plans):
+        return None
+    a, b = pair.a.codes(begin, end), pair.b.codes(begin, end)
     assert a is not None
     assert b is not None
     return a, b
 
 
-def _add_numbers(sums: _Sums, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
+def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
     with np.errstate(all="ignore"):  # infinities and NaN are counted, not complained of
         finite = np.isfinite(a) & np.isfinite(b)
         sums.n_numbers = int(np.count_nonzero(finite))
@@ -448,17 +390,10 @@ def _only(name: str, kind: Difference, source: TensorSource) -> TensorDiff:
     return TensorDiff(name=name, kind=kind, dtype_b=dtype, shape_b=shape)
 
 
-def _difference_of(pair: _Pair, sums: _Sums) -> Difference:
-    """Say what differs between two tensors that were compared."""
-    if tuple(pair.a.shape) != tuple(pair.b.shape):
-        return "reshaped"
-    if pair.a.dtype != pair.b.dtype:
-        return "retyped"
-    return "changed" if sums.n_changed else "equal"
-
-
-def _tensor_diff(pair: _Pair, sums: _Sums) -> TensorDiff:
-    kind = _difference_of(pair, sums)
+def _tensor_diff(pair: _Pair, sums: _Totals) -> TensorDiff:
+    kind: Difference = "changed" if sums.n_changed else "equal"
+    if not pair.is_same_type:
+        kind = "reshaped" if tuple(pair.a.shape) != tuple(pair.b.shape) else "retyped"
     has_numbers = bool(sums.n_numbers) and kind != "equal"
     return TensorDiff(
         name=pair.name,
@@ -481,7 +416,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _relative(sums: _Sums) -> float | None:
+def _relative(sums: _Totals) -> float | None:
     return _finite(math.sqrt(sums.error / sums.power)) if sums.power else None
 
 
@@ -504,7 +439,12 @@ def _shown(value: str | None, at: int) -> str | None:
 
 
 def _report(
-    a: _Side, b: _Side, found: Sequence[TensorDiff], sums: Mapping[str, _Sums], top: int | None, start: float
+    a: _Side,
+    b: _Side,
+    found: Sequence[TensorDiff],
+    sums: Mapping[str, _Totals],
+    top: int | None,
+    start: float,
 ) -> DiffReport:
     values_a, values_b = ({}, {}) if a.values is None or b.values is None else (a.values, b.values)
     differing = list(_value_diffs(values_a, values_b))
@@ -514,10 +454,10 @@ def _report(
     random = {match[1] for name in names if (match := _RANDOM.fullmatch(name))}
     diffs = [diff for diff in found if _RANDOM.fullmatch(diff.name) is None]
     counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
-    total, changed = _Sums(), _Sums()
+    total, changed = _Totals(), _Totals()
     for diff in diffs:
-        total.add(sums.get(diff.name, _Sums()))
-        changed.add(sums[diff.name] if diff.relative_change is not None else _Sums())
+        total.add(sums.get(diff.name, _Totals()))
+        changed.add(sums[diff.name] if diff.relative_change is not None else _Totals())
     return DiffReport(
         first=a.name,
         second=b.name,

@@ -104,7 +104,7 @@ def log(
         _look(path, str(path), lambda error: None) for where in elsewhere for path in _files(where, SUFFIX)
     ]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
-    return _report(folder, own, _Tree(folder, [*own, *others], plain, tell).of(own))
+    return _report(folder, own, _BaseTree(folder, [*own, *others], plain, tell).of(own))
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
@@ -198,8 +198,11 @@ def _may_be_base(plain: Path, delta: Container) -> bool:
 # --- the tree -----------------------------------------------------------------------------------
 
 
-class _Tree:
-    """Puts every checkpoint behind its base. Depths fall from delta to base, so there are no circles."""
+class _BaseTree:
+    """Orders checkpoints so that each comes after its base.
+
+    Depths fall from a delta to its base, so that there are no circles.
+    """
 
     def __init__(self, folder: Path, found: Sequence[_LoggedFile], plain: Sequence[Path], tell: Tell) -> None:
         self._folder, self._found, self._plain, self._tell = folder, found, plain, tell

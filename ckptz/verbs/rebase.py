@@ -29,9 +29,9 @@ Tensors = Mapping[str, TensorSource]
 def standing_alone(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, ...]]:
     """Give the tensors of a checkpoint for a file of its own, and the bases that go with them, nearest first.
 
-    Frames with codes stay as they are, since later deltas may group by these, and so do frames without a
-    base. All others are given as values, to be encoded anew: that takes less room than what they are made
-    from.
+    Frames with codes stay as they are, since the contexts of later deltas may be these codes, and so do
+    frames without a base. All others are given as values, to be encoded anew: that takes less room than
+    what they are made from.
 
     Raises:
         FormatError: a file of the chain is damaged.
@@ -40,7 +40,8 @@ def standing_alone(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, .
     needed: list[NeededBase] = []
     own = above = _kept_or_anew(checkpoint.tensors)
     for base in _bases(checkpoint):
-        names = _with_companions(_names_in_base(above), base.tensors)
+        needing = (n for n, s in above.items() if isinstance(s, FrameSource) and s.header.plan.needs_base)
+        names = _with_companions(needing, base.tensors)
         if not names:
             break
         above = _kept_or_anew({name: source for name, source in base.tensors.items() if name in names})
@@ -60,12 +61,11 @@ def _kept_or_anew(tensors: Tensors) -> Tensors:
 
 
 def _is_anew(frame: FrameSource) -> bool:
-    plan = frame.header.plan
-    return plan.needs_base and plan.quant_map is None
+    return frame.header.plan.needs_base and frame.header.plan.quant_map is None
 
 
 def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:
-    """Every base of the chain with all its tensors: files, and what they carry within."""
+    """Yield every base of the chain with all its tensors: files, and what they carry within."""
     ref = None
     for file in checkpoint.files:
         if ref is not None:
@@ -77,26 +77,16 @@ def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:
             ref = file.index.base
 
 
-def _names_in_base(tensors: Tensors) -> list[str]:
-    """Tensors of the next base that frames of `tensors` are decoded from."""
-    return [
-        n
-        for n, source in tensors.items()
-        if isinstance(source, FrameSource) and source.header.plan.needs_base
-    ]
-
-
 def _with_companions(names: Iterable[str], tensors: Tensors) -> set[str]:
-    """`names`, and the tensors beside them that their classes read, as far as they are there."""
+    """Add to `names` the tensors beside them that their contexts are made of, as far as they are there."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
         name = waiting.pop()
-        if name in found or name not in tensors:
-            continue
-        found.add(name)
-        source = tensors[name]
-        waiting += source.companion_names if isinstance(source, FrameSource) else []
+        if name not in found and name in tensors:
+            found.add(name)
+            source = tensors[name]
+            waiting += source.companion_names if isinstance(source, FrameSource) else []
     return found
 
 
@@ -117,7 +107,7 @@ class RebaseReport(Shown):
     output: str  # the file that stands alone
     is_changed: bool  # False if the input stood alone already and was left as it is
     bases: tuple[InlineReport, ...]  # what it carries within, nearest first
-    depth: int  # deltas between the file and its anchor, as before
+    depth: int  # deltas between the file and its full file, as before
     n_tensors: int  # tensors of the checkpoint
     tensor_bytes: int  # their decoded size
     stored_bytes: int  # size of the output
@@ -137,10 +127,9 @@ def rebase(
 ) -> RebaseReport:
     """Make a delta stand alone.
 
-    Lossless tensors are encoded anew. Frames of quantization maps, by whose codes later
-    deltas may be grouped, are copied with those of their bases. The new file is read back whole, and every
-    value held against its checksum, before it gets its name.
-    Deltas that were made from `path` go on working with it.
+    Lossless tensors are encoded anew. Frames of quantization maps, whose codes may be contexts of later
+    deltas, are copied with those of their bases. The new file is read back whole and every value checked
+    against its checksum before it gets its name. Deltas that were made from `path` go on working with it.
 
     Args:
         path: a `.ckptz` file.

@@ -40,7 +40,7 @@ from ckptz.store.runs import weights_at
 from ckptz.tree.unflatten import Chunks
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
-Written = Literal["safetensors", "pt", "dcp", "folder"]
+RestoredKind = Literal["safetensors", "pt", "dcp", "folder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,13 @@ class RestoreReport(Shown):
 
     input: str  # what was read
     output: str  # what was written
-    kind: Written  # "safetensors", "pt", "dcp" or "folder"
+    kind: RestoredKind  # "safetensors", "pt", "dcp" or "folder"
     n_tensors: int  # tensors in it
     tensor_bytes: int  # their size
     stored_bytes: int  # size of all files of the chain
     n_files: int  # how many there are
     content_id: str  # identity of the values
-    depth: int  # deltas between the input and its anchor
+    depth: int  # deltas between the input and its full file
     seconds: float  # time taken
     notes: tuple[str, ...] = ()  # what the user should know
 
@@ -136,7 +136,7 @@ def restore(
         )
 
 
-def _kind_of(opened: Input, asked: OutputKind | None) -> Written:
+def _kind_of(opened: Input, asked: OutputKind | None) -> RestoredKind:
     if asked in ("pt", "dcp") and opened.sharding is not None and opened.tree is not None:
         raise ConfigError(f"{opened.name}: was a folder of torch files; restore it without --to")
     if asked is not None:
@@ -146,8 +146,10 @@ def _kind_of(opened: Input, asked: OutputKind | None) -> Written:
     return "pt" if opened.tree is not None else "safetensors"
 
 
-def _target_of(opened: Input, path: Path, output: PathLike | None, kind: Written, *, force: bool) -> Path:
-    """The file or folder to write; nothing in its place may be lost."""
+def _target_of(
+    opened: Input, path: Path, output: PathLike | None, kind: RestoredKind, *, force: bool
+) -> Path:
+    """Choose the file or folder to write; refuse to replace what is there without `force`."""
     assert opened.checkpoint is not None
     read = opened.checkpoint.paths
     if kind == "dcp":
@@ -171,8 +173,10 @@ def _target_of(opened: Input, path: Path, output: PathLike | None, kind: Written
     return folder
 
 
-def _check_size(name: str, n_bytes: int, target: Path, kind: Written, max_decoded_bytes: int | None) -> None:
-    """Refuse before the first byte is written; a few stored bytes may announce terabytes."""
+def _check_size(
+    name: str, n_bytes: int, target: Path, kind: RestoredKind, max_decoded_bytes: int | None
+) -> None:
+    """Refuse what is too large before the first byte is written: a small file may decode to terabytes."""
     if max_decoded_bytes is not None and n_bytes > real("max_decoded_bytes", max_decoded_bytes):
         raise LimitError(
             f"{name}: decodes to {n_bytes} bytes, and {max_decoded_bytes} are allowed; "
@@ -187,7 +191,7 @@ def _check_size(name: str, n_bytes: int, target: Path, kind: Written, max_decode
         )
 
 
-def _notes(opened: Input, kind: Written, others: Sequence[Path]) -> tuple[str, ...]:
+def _notes(opened: Input, kind: RestoredKind, others: Sequence[Path]) -> tuple[str, ...]:
     if others:
         names = ", ".join(file.name for file in others)
         return (f"these are the weights; what else belongs to the step is in {names}",)
@@ -198,7 +202,7 @@ def _notes(opened: Input, kind: Written, others: Sequence[Path]) -> tuple[str, .
     return ()
 
 
-def _write(kind: Written, target: Path, opened: Input, chunks: Chunks) -> None:
+def _write(kind: RestoredKind, target: Path, opened: Input, chunks: Chunks) -> None:
     tensors, tree, like = opened.tensors, opened.tree, [path_of(opened.name)]
     if kind == "dcp":
         write_dcp(target, tensors, tree, chunks, like)

@@ -32,29 +32,17 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Shown):
-    """Counts of all that `verify` found to be right.
-
-    Attributes:
-        file: the file.
-        chain: the files that its tensors depend on, nearest first.
-        n_tensors: tensors decoded.
-        n_chunks: chunks whose stored bytes were checked, in all files of the chain.
-        tensor_bytes: bytes decoded.
-        content_id: identity of the values.
-        against: the checkpoint compared with.
-        n_lossy: tensors that were compared by their recorded errors instead of bit for bit.
-        seconds: time taken.
-    """
+    """Counts of all that `verify` found to be right."""
 
     file: str
-    chain: tuple[str, ...]
-    n_tensors: int
-    n_chunks: int
-    tensor_bytes: int
-    content_id: str
-    against: str | None
-    n_lossy: int
-    seconds: float
+    chain: tuple[str, ...]  # the files that its tensors depend on, nearest first
+    n_tensors: int  # tensors decoded
+    n_chunks: int  # chunks whose stored bytes were checked, in all files of the chain
+    tensor_bytes: int  # bytes decoded
+    content_id: str  # identity of the values
+    against: str | None  # the checkpoint compared with
+    n_lossy: int  # tensors that were compared by their recorded errors instead of bit for bit
+    seconds: float  # time taken
 
 
 @naming_urls
@@ -113,7 +101,7 @@ def verify(
 
 
 def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
-    """Check the stored bytes of every chunk of all files of a chain; returns how many there are."""
+    """Check the stored bytes of every chunk of all files of a chain, and count the chunks."""
     levels = (level for file in checkpoint.files if isinstance(file, Container) for level in file.levels)
     return sum(workers.map(_check_stored, (frame for level in levels for frame in level.tensors.values())))
 
@@ -172,7 +160,7 @@ def check_same_layout(checkpoint: Checkpoint, original: Input) -> None:
     _check_same_tensors(checkpoint.tensors, original.tensors, differs)
     if dict(checkpoint.metadata or {}) != dict(original.metadata or {}):
         raise CorruptionError(f"{differs}: the metadata differ")
-    index = checkpoint.container.index if checkpoint.container else None
+    index = None if checkpoint.container is None else checkpoint.container.index
     if index is None or original.kind == "safetensors":
         return  # one of the two has no place for more
     if index.tree != original.tree:

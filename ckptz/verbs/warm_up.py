@@ -69,14 +69,14 @@ def warm_up(*, jobs: int | None = None) -> WarmUpReport:
 
 
 def _write_and_read(method: str) -> None:
-    """Write and read an anchor and a delta by a method, of weights and of whole states."""
+    """Write and read a full file and a delta by a method, of weights and of whole states."""
     compiled()
     be_silent()
     config = CONFIGS[method]
     for whole in (False, True):
         old, new = ({name: s for name, s in _state(step) if whole or "model" in name} for step in (0, 1))
         with tempfile.TemporaryDirectory(prefix="ckptz-") as folder, contextlib.ExitStack() as held:
-            base = held.enter_context(_written(Path(folder, "anchor.ckptz"), Job(tensors=old, config=config)))
+            base = held.enter_context(_written(Path(folder, "full.ckptz"), Job(tensors=old, config=config)))
             job = Job(tensors=new, config=config, base=base_ref(base), bases=base.tensors)
             delta = held.enter_context(_written(Path(folder, "delta.ckptz"), job))
             for source in delta.tensors.values():

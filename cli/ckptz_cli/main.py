@@ -17,19 +17,11 @@ from typing import Any, Final, NoReturn
 import click
 
 from ckptz._version import __version__
-from ckptz_cli.compress import compress
-from ckptz_cli.diff import diff
 from ckptz_cli.errors import USAGE
-from ckptz_cli.inspect import inspect
-from ckptz_cli.log import log
 from ckptz_cli.options import session_options
-from ckptz_cli.prune import prune
-from ckptz_cli.rebase import rebase
-from ckptz_cli.report import report
-from ckptz_cli.restore import restore
+from ckptz_cli.reading import diff, inspect, log, report, verify
 from ckptz_cli.session import Session
-from ckptz_cli.verify import verify
-from ckptz_cli.warm_up import warm_up
+from ckptz_cli.writing import compress, prune, rebase, restore, warm_up
 
 # From a scheduler, and from a terminal that is closed; Windows has no such signal.
 STOPS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -72,13 +64,13 @@ class Program(click.Group):
             sys.exit(session.finish() or (0 if words else USAGE))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Find the verb that is meant; a word for restoring is no other form of `compress`."""
+        """Find a verb; for `decompress` name `restore`, where click would propose `compress`."""
         if args[0] == "decompress":
             ctx.fail("No such command 'decompress'. Did you mean 'restore'?")
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """List the verbs in the order of their use, not of the alphabet."""
+        """List the verbs in the order in which they were added, which is that of their use."""
         del ctx
         return list(self.commands)
 

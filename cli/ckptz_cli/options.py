@@ -23,7 +23,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 COUNT: Final = click.IntRange(min=1)
 jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
-NEXT: Final = "eval"  # the option before which those of methods stand in the help
+NEXT: Final = "eval"  # the option that follows those of methods in the help
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -38,9 +38,10 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 class _Path(click.Path):
-    """A path or a URL; an empty one, as an unset variable gives, is not taken for the working folder.
+    """A path or a URL. An empty one is refused: an unset variable does not mean the working folder.
 
-    An output that ends with a separator stays text, as only that says that it is a folder.
+    An output that ends with a separator stays text: a `Path` would lose the separator, which says that the
+    output is a folder.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -63,7 +64,7 @@ PATH: Final = _Path(path_type=Path)
 
 
 def _are_there(_: click.Context, param: click.Parameter, folders: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Refuse a folder that is not there, as a name that is written wrong finds no bases."""
+    """Refuse folders that do not exist: in a misspelt one no bases would be found."""
     from ckptz.container.byte_source import is_url
 
     for folder in folders:
@@ -73,7 +74,7 @@ def _are_there(_: click.Context, param: click.Parameter, folders: tuple[Path, ..
 
 
 def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...]) -> Path | None:
-    """Refuse a second value of an option, of which click would take the last one unsaid."""
+    """Refuse two values of an option; click alone would silently take the last one."""
     if len(set(values)) > 1:
         raise click.BadParameter(f"{values[0]} and {values[-1]}: give only one of them", param=param)
     return values[0] if values else None

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptz.container.index import STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size
+from ckptz.store.runs import step_of_folder
 
 if TYPE_CHECKING:
+    from ckptz.store.retention import PruneReport
     from ckptz.verbs.compress import CompressReport
+    from ckptz.verbs.rebase import RebaseReport
+    from ckptz.verbs.report import PageReport
     from ckptz.verbs.restore import RestoreReport
     from ckptz.verbs.verify import VerifyReport
+
+
+def plural(n: int, what: str) -> str:
+    """Count things in words."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _pace(n_bytes: int, seconds: float) -> str:
@@ -79,3 +89,40 @@ def verified_line(report: VerifyReport) -> str:
         f"stored chunks{chain} and all {report.n_tensors} tensors match their checksums, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
+
+
+def pruned_text(report: PruneReport) -> str:
+    """Say what a prune did, a line for each file that goes and one for all."""
+    verb = "would remove" if report.dry_run else "removed"
+    counts = [f"{len(report.steps)} steps"]
+    if report.weights_only:
+        counts.append(f"{len(report.weights_only)} more of which the weights stay")
+    if report.exact:
+        counts.append(f"{plural(len(report.exact), 'step')} exact beside lossy files")
+    if report.hidden:
+        counts.append(f"{len(report.hidden)} hidden files that these are stored against")
+    # Folders are called after a step, and files have a suffix behind it.
+    n_folders = sum(step_of_folder(Path(name)) is not None for name in report.removed)
+    removed = ((n_folders, "folder"), (len(report.removed) - n_folders, "file"))
+    gone = " and ".join(plural(n, what) for n, what in removed if n) or "0 files"
+    kept = f"keeps {', '.join(counts)}, {size(report.kept_bytes)}"
+    total = f"{printable(report.folder)}: {kept}; {verb} {gone}, {size(report.removed_bytes)}"
+    return "\n".join([*(f"{verb} {name}" for name in report.removed), total])
+
+
+def reported_line(report: PageReport) -> str:
+    """Say what a page shows."""
+    counts = ((len(report.runs), "run"), (len(report.files), "file"), (len(report.searches), "search"))
+    shown = [plural(n, what) for n, what in counts if n] + (["a comparison"] if report.diff else [])
+    problems = f"; {plural(len(report.problems), 'problem')}" if report.problems else ""
+    return f"{printable(report.output or '')}: a page of {', '.join(shown)}{problems}; open it in a browser"
+
+
+def rebased_line(report: RebaseReport) -> str:
+    """Say what became of a file that was to stand alone."""
+    output = printable(report.output)
+    if not report.is_changed:
+        return f"{output}: stands alone already, nothing was written"
+    bases = f" with parts of {plural(len(report.bases), 'base')} within" if report.bases else ""
+    sizes = f"{size(report.chain_bytes)} -> {size(report.stored_bytes)}"
+    return f"{output}: stands alone{bases}, {sizes}, read back and right, {report.seconds:.2f} s"

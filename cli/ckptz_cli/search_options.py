@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ckptz_cli.options import COUNT, PATH, config_of, fields_of, is_given, options_of_methods, together
+from ckptz_cli.session import is_quiet, is_terminal
 
 if TYPE_CHECKING:
     from ckptz.methods.method import Method
@@ -283,14 +286,37 @@ search_options = together(
 )
 
 
-def is_search(given: Mapping[str, Any]) -> bool:
-    """Tell whether the options ask for a search."""
-    return bool(given["eval"]) or given["proxy_error"] is not None
+@contextlib.contextmanager
+def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
+    """Give what is told of each trial of a search: a table on a terminal, a line each with --verbose."""
+
+    def tell_line(trial: TrialReport) -> None:
+        if is_verbose:
+            from ckptz_cli.tables import trial_line
+
+            click.echo(f"ckptz: {trial_line(trial)}", err=True)
+
+    if is_quiet() or not is_terminal(sys.stderr):
+        yield tell_line
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    from ckptz_cli.tables import trials_table
+
+    trials: list[TrialReport] = []
+    console, is_shown = Console(stderr=True), is_terminal(sys.stdout)
+    display = Live(console=console, transient=not is_verbose, redirect_stdout=is_shown, refresh_per_second=4)
+
+    def tell(trial: TrialReport) -> None:
+        trials.append(trial)
+        display.update(trials_table(trials))
+
+    with display:
+        yield tell
 
 
-def choose(
-    given: Mapping[str, Any], on_trial: Callable[[TrialReport], None]
-) -> tuple[Method, SearchOptions | None]:
+def choose(given: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
     """Give the configuration that all options mean together, or lossless and what to search for.
 
     Raises:
@@ -298,8 +324,8 @@ def choose(
         ConfigError: values out of range, or a plan that cannot be used.
     """
     method = {name: value for name, value in given.items() if name not in NAMES}
-    if is_search(given):
-        return config_of(None), _search(given, method, on_trial)
+    if given["eval"] or given["proxy_error"] is not None:
+        return config_of(None), _search(given, method)
     if given["max_drop"] is not None:
         raise click.UsageError(
             "--max-drop needs --eval to measure it; without an evaluation, --proxy-error E bounds an error"
@@ -319,9 +345,7 @@ def _planned(path: Path | None) -> Method | None:
     return None if path is None else load_plan(path)
 
 
-def _search(
-    given: Mapping[str, Any], method: dict[str, Any], on_trial: Callable[[TrialReport], None]
-) -> SearchOptions:
+def _search(given: Mapping[str, Any], method: dict[str, Any]) -> SearchOptions:
     from ckptz.errors import ConfigError
     from ckptz.search_run.run import SearchOptions
 
@@ -344,7 +368,6 @@ def _search(
     return SearchOptions(
         budgets=budgets_of(given),
         template=dataclasses.replace(searched.reference(), **fields_of(method)),
-        on_trial=on_trial,
         is_dry_run=bool(given["dry_run"]),
         **{name: value for name, value in options.items() if value is not None},
     )

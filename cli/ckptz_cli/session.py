@@ -44,7 +44,7 @@ def is_quiet() -> bool:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Tell whether somebody looks; a stream that was closed before the start is None."""
+    """Tell whether a stream is a terminal; it is None if it was closed before the start."""
     return stream is not None and stream.isatty()
 
 
@@ -93,7 +93,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def streamed(is_output: bool, context: click.Context) -> Path:
-    """Give a temporary file with what came in, or for what is to go out when the command ends well.
+    """Give a temporary file: with all of standard input, or to be sent to standard output at the end.
 
     Raises:
         click.BadParameter: the stream stands for two files, or for output in which something else stands.
@@ -135,7 +135,7 @@ class Session:
         self.is_debug = "--debug" in args
         self.exit_code = 0
         self._document: dict[str, Any] = {}
-        self._is_heard = True
+        self._has_reader = True
         self.streams: dict[str, str] = {}  # files that stand for streams, and what messages call them
 
     def show(self, report: Any, text: str) -> None:
@@ -144,7 +144,7 @@ class Session:
         self._document.update(_builtins(report))
 
     def show_again(self, report: Any, text: str) -> None:
-        """Show what a report has become: on a terminal in place of what was there, with --json as a line.
+        """Show a report anew: on a terminal in place of the one before, with --json as a line.
 
         Raises:
             KeyboardInterrupt: nobody reads any more.
@@ -155,7 +155,7 @@ class Session:
             if is_terminal(sys.stdout):
                 click.clear()
             self._print(text + "\n")
-        if not self._is_heard:
+        if not self._has_reader:
             raise KeyboardInterrupt
 
     def add(self, report: Any, text: str) -> None:
@@ -169,7 +169,7 @@ class Session:
             _tell(f"ckptz: note: {printable(self._named(text))}")
 
     def fail(self, error: BaseException) -> Failure:
-        """Say an error, the first of which the run ends with."""
+        """Print an error; the first one decides the exit code."""
         if self.is_debug:
             traceback.print_exception(error, file=sys.stderr)
         failure = failure_of(error)
@@ -180,7 +180,7 @@ class Session:
         return failure
 
     def add_failure(self, file: str, error: BaseException) -> None:
-        """Say that one of several files failed; the others are still done."""
+        """Print the error of one of several files, and go on with the others."""
         failure = self.fail(error)
         self._document.setdefault("files", []).append({"file": file, "error": _fields(failure)})
 
@@ -199,21 +199,21 @@ class Session:
             self._print(self._named(text) + "\n")
 
     def _named(self, text: str) -> str:
-        """Call files that stand for streams by the names of these."""
+        """Replace the names of temporary files by those of the streams that they stand for."""
         for file, stream in self.streams.items():
             text = text.replace(file, stream)
         return text
 
     def _print(self, text: str) -> None:
-        """Write to stdout; a verb goes on where that fails, and the exit code tells."""
-        if not self._is_heard:
+        """Write to stdout; if that fails, the verb goes on, and the exit code tells."""
+        if not self._has_reader:
             return
         try:
             if sys.stdout is None and text:
                 raise OSError(errno.EBADF, "is closed", STDOUT)
             click.echo(text, nl=False, file=sys.stdout)  # named, or click writes past a bar that is drawn
         except OSError as error:
-            self._is_heard = False
+            self._has_reader = False
             if not isinstance(error, BrokenPipeError):  # then the reader has gone, as `head` does
                 self.fail(OSError(error.errno, error.strerror, STDOUT))
             _silence_stdout()
@@ -225,7 +225,7 @@ def _tell(line: str) -> None:
 
 
 def _silence_stdout() -> None:
-    """Send what is left in the buffer nowhere, so that it cannot fail again when the interpreter ends."""
+    """Point stdout at /dev/null, so that the rest of its buffer cannot fail when the interpreter ends."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or not one of the system
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,20 +1,36 @@
-"""Tables without lines, as text; coloured and as wide as the terminal where somebody looks."""
+"""Reports as tables without lines, coloured and as wide as the terminal where there is one.
+
+Names come from files, so what does not print is written as escapes.
+"""
 
 from __future__ import annotations
 
 import io
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckptz.pages.words import printable
+from ckptz.api.describe import InspectReport, TensorReport
+from ckptz.pages.words import cut, printable, ratio, size, times
+from ckptz.verbs.diff import DiffReport, TensorDiff
+from ckptz.verbs.log import LogEntry, LogReport
+from ckptz_cli.render import plural, quality_text
 from ckptz_cli.session import is_terminal
 
+if TYPE_CHECKING:
+    from ckptz.search_run.run import TrialReport
+
 WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps
+LAST_SHOWN: Final = 12  # trials of a search
+# What stands before a name: past levels that go on or have ended, then a branch or the last one.
+_LINES: Final = ("│  ", "   ", "├─ ", "└─ ")
+_BLANKS: Final = ("  ",) * 4
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
@@ -79,3 +95,273 @@ def _stacked(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
             if str(cell):
                 table.add_row(heading, cell)
     return table
+
+
+# --- inspect ------------------------------------------------------------------------------------
+
+
+def inspected_text(report: InspectReport, *, with_tensors: bool) -> str:
+    """Draw the file, its metadata, its chain, how it is stored and, if asked for, every tensor as tables."""
+    parts = [facts_table(_file_facts(report))]
+    if report.metadata:
+        parts.append(facts_table((f"metadata {name}", cut(text)) for name, text in report.metadata.items()))
+    if report.depth:
+        parts.append(_chain_table(report))
+    parts.append(_methods_table(report.tensors))
+    if with_tensors:
+        parts.append(_tensors_table(report.tensors))
+    return "\n\n".join(map(drawn, parts))
+
+
+def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
+    facts = [
+        ("file", report.file),
+        ("format", f"{report.format_version}, written by {report.writer}"),
+        ("content id", report.content_id),
+        ("kind", _kind(report)),
+        ("step", "not recorded" if report.step is None else str(report.step)),
+        ("tensors", f"{report.n_tensors}, {size(report.tensor_bytes)}"),
+        ("stored", f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"),
+        ("coders", _share_text(report.coders)),
+    ]
+    facts += [(record.promise, f"{quality_text(record)}, {record.date}") for record in report.quality]
+    if report.shards:
+        facts.append(("shards", f"{len(report.shards)}, restored as a folder"))
+    if report.has_tree:
+        facts.append(("tree", "nested; restored as a torch file"))
+    if report.broken:
+        facts.append(("chain", f"incomplete: {report.broken}"))
+    return facts
+
+
+def _kind(report: InspectReport) -> str:
+    promise = "lossy" if any(tensor.lossy for tensor in report.tensors) else "lossless"
+    if report.chain and report.chain[0].is_inline:
+        return f"{promise}, stands alone with {report.depth} inline bases"
+    return f"{promise} delta, {report.depth} from its full file" if report.depth else f"{promise} full file"
+
+
+def _chain_table(report: InspectReport) -> Table:
+    table = table_of("chain, nearest first", "depth", "content id", "found at")
+    for member in report.chain:
+        within = "within the file" if member.path == report.file else f"within {member.path}"
+        found = within if member.is_inline else member.path or "missing"
+        add_row(table, member.file, str(member.depth), member.content_id[:16], found)
+    return table
+
+
+def _methods_table(tensors: Sequence[TensorReport]) -> Table:
+    """Tensors summed up by type and method."""
+    groups: dict[tuple[str, str, str], list[TensorReport]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.predictor, tensor.mode), []).append(tensor)
+    headings = ("dtype", "predictor", "mode", "tensors", "bytes", "stored", "ratio", "bits/element", "coders")
+    table = table_of(*headings)
+    for (dtype, predictor, mode), members in groups.items():
+        n_bytes, stored = sum(t.tensor_bytes for t in members), sum(t.stored_bytes for t in members)
+        bits = [t.bits_per_element for t in members if t.bits_per_element is not None]
+        n_elements = sum(t.stored_bytes * 8 / t.bits_per_element for t in members if t.bits_per_element)
+        numbers = (size(n_bytes), size(stored), times(n_bytes / stored) if n_bytes else "-")
+        per_element = f"{stored * 8 / n_elements:.3f}" if bits and n_elements else "-"
+        sums: Counter[str] = Counter()
+        for t in members:
+            sums.update({coder: share * t.stored_bytes for coder, share in t.coders.items()})
+        shares = _share_text({coder: n / sums.total() for coder, n in sums.most_common() if sums.total()})
+        add_row(table, dtype, predictor, mode, str(len(members)), *numbers, per_element, shares)
+    return table
+
+
+def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
+    headings = ("tensor", "layer", "dtype", "shape", "stored", "ratio", "bits/element")
+    losses = ("loss",) if any(tensor.lossy for tensor in tensors) else ()
+    table = table_of(*headings, "predictor", "mode", "coders", "slice decodes", *losses)
+    for tensor in tensors:
+        bits = "-" if tensor.bits_per_element is None else f"{tensor.bits_per_element:.3f}"
+        gained = "-" if tensor.ratio is None else times(tensor.ratio)
+        numbers = (size(tensor.stored_bytes), gained, bits)
+        method = (tensor.predictor, tensor.mode, _share_text(tensor.coders))
+        # Chunks that a slice may touch, times the frames that each is decoded from.
+        chunks = f"1..{tensor.n_chunks} chunks" if tensor.n_chunks > 1 else f"{tensor.n_chunks} chunk"
+        cost = f"{chunks} x {'?' if tensor.n_frames is None else tensor.n_frames}"
+        ends = (cost, *(_loss_text(tensor) for _ in losses))
+        layer = tensor.layer_type if tensor.role == "weight" else f"{tensor.layer_type} {tensor.role}"
+        add_row(table, tensor.name, layer, tensor.dtype, _shape(tensor.shape), *numbers, *method, *ends)
+    return table
+
+
+def _loss_text(tensor: TensorReport) -> str:
+    """Say what a lossy tensor was promised, and what was measured on it."""
+    loss = tensor.lossy
+    if loss is None:
+        return "none"
+    error = f"{loss.rms_error / loss.rms:.2%}" if loss.rms else f"{loss.rms_error:.2g}"
+    n = max(math.prod(tensor.shape), 1)
+    shares = f"pruned {loss.n_pruned / n:.2%}, protected {loss.n_protected / n:.2%}"
+    # What is off or zero goes without saying.
+    settings = (f"{name.replace('_', ' ')} {value}" for name, value in loss.settings.items() if value)
+    return (
+        f"{loss.method}, {loss.layer_type}, {', '.join(settings)}, {shares}, "
+        f"promise {loss.promise}, rms error {error} of rms, largest {loss.max_abs_error:.3g}"
+    )
+
+
+def _share_text(shares: dict[str, float]) -> str:
+    return ", ".join(f"{coder} {share:.0%}" for coder, share in shares.items() if share >= 0.005) or "-"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+# --- log ----------------------------------------------------------------------------------------
+
+
+def logged_text(report: LogReport) -> str:
+    """Draw the tree of a folder as a table, with a total."""
+    is_drawn = is_terminal(sys.stdout) and (sys.stdout.encoding or "").lower().startswith("utf")
+    lines = _LINES if is_drawn else _BLANKS
+    table = table_of("checkpoint", "step", "kind", "size", "ratio", "depth", "lossy", "quality", "")
+    for guide, entry in zip(_guides(report.entries, lines), report.entries, strict=True):
+        add_row(table, f"{guide}{entry.file}", *_cells(entry))
+    return f"{drawn(table)}\n\n{_log_total(report)}" if report.entries else _log_total(report)
+
+
+def _guides(entries: Sequence[LogEntry], lines: tuple[str, ...]) -> list[str]:
+    """Draw the lines before each name, from the last entry up, so that it is known which levels go on."""
+    guides: list[str] = []
+    goes_on: set[int] = set()
+    for entry in reversed(entries):
+        past = "".join(lines[0 if level in goes_on else 1] for level in range(1, entry.level))
+        own = lines[2 if entry.level in goes_on else 3] if entry.level else ""
+        guides.append(past + own)
+        goes_on = {level for level in goes_on if level < entry.level} | {entry.level}
+    return guides[::-1]
+
+
+def _cells(entry: LogEntry) -> tuple[str, ...]:
+    if entry.kind in ("missing", "broken"):
+        return "", entry.kind, "", "", "", "", "", entry.note or ""
+    return (
+        "" if entry.step is None else str(entry.step),
+        f"{entry.kind}, hidden" if entry.is_hidden else entry.kind,
+        "?" if entry.ratio is None else size(entry.stored_bytes),
+        "?" if entry.ratio is None else times(entry.ratio),
+        str(entry.depth),
+        f"{entry.n_lossy} of {entry.n_tensors}" if entry.n_lossy else "-",
+        "; ".join(map(quality_text, entry.quality)) or "-",
+        entry.note or "",
+    )
+
+
+def _log_total(report: LogReport) -> str:
+    sizes = f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"
+    counts = ((report.n_broken, "cannot be read"), (report.n_missing, "bases missing"))
+    problems = [f"{n} {what}" for n, what in counts if n]
+    what = sizes if report.n_files else "no .ckptz file that can be read"
+    return ", ".join([f"{printable(report.folder)}: {report.n_files} files, {what}", *problems])
+
+
+# --- diff ---------------------------------------------------------------------------------------
+
+
+def diffed_text(report: DiffReport) -> str:
+    """Draw the tensors and values that differ as tables, with a total."""
+    shown = [diff for diff in report.tensors if diff.kind != "equal"]
+    parts = [_changes_table(shown)] if shown else []
+    if report.values:
+        table = table_of("value", "in A", "in B")
+        for value in report.values:
+            add_row(table, value.name, value.value_a or "-", value.value_b or "-")
+        parts.append(drawn(table))
+    return "\n\n".join([*parts, _diff_total(report)])
+
+
+def _changes_table(shown: Sequence[TensorDiff]) -> str:
+    has_codes = any(diff.codes_moved is not None for diff in shown)
+    headings = ("tensor", "what", "dtype", "shape", "changed", "rms change / rms", "rms change", "largest")
+    table = table_of(*headings, *(("codes moved",) if has_codes else ()))
+    for diff in shown:
+        what = f"{diff.kind}, {diff.n_not_finite} not finite" if diff.n_not_finite else diff.kind
+        dtypes = dict.fromkeys(filter(None, (diff.dtype_a, diff.dtype_b)))
+        shapes = dict.fromkeys(_shape(shape) for shape in (diff.shape_a, diff.shape_b) if shape is not None)
+        shares = (_share(diff.changed_share), _share(diff.relative_change))
+        numbers = (_number(diff.rms_change), _number(diff.max_change))
+        codes = (_share(diff.codes_moved),) if has_codes else ()
+        add_row(table, diff.name, what, " -> ".join(dtypes), " -> ".join(shapes), *shares, *numbers, *codes)
+    return drawn(table)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _diff_total(report: DiffReport) -> str:
+    where = f"{printable(report.first)} -> {printable(report.second)}"
+    rest = "" if report.has_same_metadata else ", metadata differ"
+    if report.not_compared:
+        rest += f"; not compared: {', '.join(map(printable, report.not_compared))}"
+    if report.is_equal:
+        values = f" and {report.n_values} values" if report.n_values else ""
+        return f"{where}: all {report.n_tensors} tensors{values} are equal bit for bit{rest}"
+    counts = (
+        *((report.n_equal, "equal"), (report.n_changed, "changed")),
+        *((report.n_only_a, "only in A"), (report.n_only_b, "only in B")),
+    )
+    parts = [f"{n} {what}" for n, what in counts if n]
+    if report.n_changed and report.changed_share is not None:
+        parts.append(f"{_share(report.changed_share)} of the elements changed")
+    if report.relative_change is not None:
+        parts.append(f"rms change {_share(report.relative_change)} of rms in those that changed")
+    if report.max_change is not None:
+        parts.append(f"largest {_number(report.max_change)}")
+    if n := report.n_values_changed:
+        parts.append(f"{plural(n, 'value')} differ{'s' * (n == 1)}")
+    if report.random_states:
+        parts.append(f"random states differ: {', '.join(map(printable, report.random_states))}")
+    return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{rest}"
+
+
+# --- a search -----------------------------------------------------------------------------------
+
+
+def trials_table(trials: Sequence[TrialReport]) -> Table:
+    """Draw the best trial of a search, and the last ones."""
+    kept = [trial for trial in trials if trial.is_feasible]
+    best = min(kept, key=lambda trial: trial.n_bytes, default=None)
+    table = Table(box=None, pad_edge=False, title=f"{len(trials)} evaluations", title_justify="left")
+    for column in ("", "settings", "predicted", "size", "quality", "budget used", "seconds"):
+        table.add_column(column)
+    shown = trials[-LAST_SHOWN:]
+    for trial in shown if best is None or best in shown else [best, *shown]:
+        mark = "best" if trial is best else ""
+        style = "bold green" if trial is best else "" if trial.is_feasible else "dim"
+        predicted = "-" if trial.predicted_bytes is None else size(trial.predicted_bytes)
+        table.add_row(mark, ", ".join(_settings(trial)), predicted, *_outcome(trial), style=style)
+    return table
+
+
+def trial_line(trial: TrialReport) -> str:
+    """Say what one trial of a search tried, and what came of it."""
+    return f"tried {', '.join([*_settings(trial), *_outcome(trial)])}"
+
+
+def _settings(trial: TrialReport) -> list[str]:
+    config: dict[str, Any] = trial.config
+    if "step" in config:
+        return [f"step {config['step']:g}"]
+    levels = [f"{config['levels']} levels"] if "levels" in config else []
+    if config.get("embedding_levels") is not None:
+        levels.append(f"{config['embedding_levels']} for embeddings")
+    if config.get("prune"):
+        levels.append(f"prune {config['prune']:g} by {config['prune_by']}")
+    return [*levels, *([f"protect {config['protect']:g}"] if "protect" in config else [])]
+
+
+def _outcome(trial: TrialReport) -> tuple[str, str, str, str]:
+    values = " ".join("not finite" if value is None else f"{value:.6g}" for value in trial.values)
+    used = "-" if trial.drop is None else f"{trial.drop:.0%} of the budget"
+    return size(trial.n_bytes), values, used, f"{trial.seconds:.1f} s"
