@@ -18,8 +18,7 @@ from ckptz.encoding.subject import Guide
 from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
 from ckptz.guidance.owners import NO_NAMES, ParameterNames, known_roles
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
-from ckptz.methods.table import checked
+from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers
 from ckptz.roles import Role, Rule, role_of
 

@@ -19,8 +19,8 @@ from ckptz.encoding.draft import Draft
 from ckptz.encoding.subject import Subject
 from ckptz.errors import ConfigError
 from ckptz.methods.lossless import EXACT
-from ckptz.methods.method import Method, Option, Recipe, Record, Setting, is_large_weight
-from ckptz.methods.table import METHODS, checked, method_named
+from ckptz.methods.method import Method, Option, Recipe, Record, Setting, checked, is_large_weight
+from ckptz.methods.table import METHODS, method_named
 from ckptz.numpy import load_file, save_file
 from ckptz.quant.quantizer import Quantizer
 from ckptz.roles import Role

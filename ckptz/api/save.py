@@ -14,7 +14,6 @@ from ckptz.container.publish import is_same, publish
 from ckptz.container.writer import check_names
 from ckptz.errors import ConfigError, WriteError
 from ckptz.methods.method import Method
-from ckptz.methods.table import checked
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
@@ -112,7 +111,7 @@ def _write(
     job = Job(
         tensors=tensors,
         tree=tree,
-        config=checked(config),
+        config=config,
         metadata=metadata,
         base=None if base is None else base_ref(base),
         bases={} if base is None else base.tensors,

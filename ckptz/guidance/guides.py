@@ -21,8 +21,7 @@ from ckptz.encoding.subject import Guide, InputMoments, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile, Shapes
 from ckptz.guidance.owners import roles_beside
-from ckptz.methods.method import CALIBRATION, READ_OPTIMIZER, SENSITIVITY, Method
-from ckptz.methods.table import METHODS
+from ckptz.methods.method import CALIBRATION, METHODS, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role, Rule, role_of
 

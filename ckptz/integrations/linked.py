@@ -42,8 +42,7 @@ from ckptz.formats.torch_records import ZIP_MAGIC
 from ckptz.frameworks.plain_types import to_plain
 from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
-from ckptz.methods.table import checked
+from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule

@@ -53,6 +53,7 @@ from ckptz.methods.method import (
     Record,
     Setting,
     is_large_weight,
+    register,
     settings_of,
     usual_setting,
 )
@@ -215,6 +216,7 @@ def _steps_of(stored: Stored | None, wanted: RowSteps, step: float) -> RowSteps 
     return RowSteps(table.scale, labels) if 1 / SUITS <= ratio <= SUITS else None
 
 
+@register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid(Method):
     """Weights on a uniform grid whose step follows sensitivity, moments beside them.

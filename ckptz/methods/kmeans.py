@@ -34,6 +34,7 @@ from ckptz.methods.method import (
     Record,
     Setting,
     is_large_weight,
+    register,
     settings_of,
     usual_setting,
 )
@@ -254,6 +255,7 @@ class LevelQuantizer(Quantizer):
         return key_of(places, drawn, old, new, LEAST_OF_CLUSTERS)
 
 
+@register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KMeans(Method):
     """Weights as k-means codes: protect, quantize, prune (Inshrinkerator, arXiv 2306.11800).

@@ -23,7 +23,7 @@ from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, Rows, encode_
 from ckptz.encoding.draft import Draft, plane_counts, stream_tables
 from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.kernels import cpu, planning
-from ckptz.methods.method import Method, Recipe, Setting
+from ckptz.methods.method import Method, Recipe, Setting, register
 from ckptz.roles import Role
 
 SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
@@ -54,6 +54,7 @@ class Exact(Recipe):
         return plan(subject.source, subject.base, subject.run)
 
 
+@register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lossless(Method):
     """Every bit comes back, NaN payloads and negative zeros included. The default.

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -20,8 +20,10 @@ from ckptz.dtypes import DType
 from ckptz.encoding.draft import Draft
 from ckptz.encoding.subject import Subject
 from ckptz.errors import ConfigError, own_numbers
-from ckptz.quant.partitions import Partitions
 from ckptz.roles import Role
+
+if TYPE_CHECKING:
+    from ckptz.quant.partitions import Partitions
 
 Setting = int | float | bool | str
 Point: TypeAlias = tuple[int, ...]  # of a cube: steps from the mildest value along each axis
@@ -295,3 +297,32 @@ def settings_of(method: type[M], settings: Mapping[str, Any]) -> M | None:
         return msgspec.convert(settings, method)
     except (msgspec.ValidationError, ConfigError):
         return None
+
+
+# --- the table of methods -----------------------------------------------------------------------
+
+METHODS: Final[dict[str, type[Method]]] = {}  # by name; those of ckptz are in it once they are loaded
+
+
+def register(method: type[M]) -> type[M]:
+    """Add a method from elsewhere to the table; usable as a decorator.
+
+    Raises:
+        ConfigError: its name is taken.
+    """
+    if METHODS.setdefault(method.name, method) is not method:
+        raise ConfigError(f"a method called {method.name!r} is registered already")
+    return method
+
+
+def checked(config: object) -> Method:
+    """Require a configuration of a method of the table.
+
+    Raises:
+        ConfigError: it is something else, or of a method that was not registered.
+    """
+    if not isinstance(config, Method):
+        raise ConfigError(f"config must be a configuration such as ckptz.LOSSLESS, got {config!r}")
+    if METHODS.get(config.name) is not type(config):
+        raise ConfigError(f"method {config.name!r} is not registered; call ckptz.register")
+    return config

@@ -18,8 +18,8 @@ from ckptz.container.envelope import strict_json
 from ckptz.container.publish import publish
 from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.methods.method import Method
-from ckptz.methods.table import METHODS, checked
+from ckptz.methods.method import Method, checked
+from ckptz.methods.table import METHODS
 
 VERSION: Final = 1
 

@@ -20,8 +20,7 @@ from ckptz.container.caches import LastChunks
 from ckptz.encoding.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import USUAL_RESTORES, Method
-from ckptz.methods.table import checked
+from ckptz.methods.method import USUAL_RESTORES, Method, checked
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers, jobs_of
 from ckptz.search.budget import Budget

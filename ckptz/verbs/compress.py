@@ -24,8 +24,8 @@ from ckptz.formats.targets import PathLike, check_carried, check_target, naming_
 from ckptz.guidance.guides import GuideFiles, check_files
 from ckptz.guidance.owners import ParameterNames
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
-from ckptz.methods.table import REFERENCE, checked
+from ckptz.methods.method import Method, checked
+from ckptz.methods.table import REFERENCE
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
