@@ -66,9 +66,7 @@ OWNERS = {
     "jinja2": (),
 }
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
-LATE = (
-    ("ckptz.verbs.compress", "ckptz.search_run.run"),
-)  # what few runs of a command need, for its start
+LATE = (("ckptz.verbs.compress", "ckptz.search_run.run"),)  # what few runs of a command need, for its start
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 

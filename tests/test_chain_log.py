@@ -51,7 +51,7 @@ def test_every_checkpoint_stands_behind_its_base_by_step(run: Path) -> None:
     report, problems = logged(run)
     assert not problems
     assert tree(report) == [
-        (0, "z.ckptz", "anchor"),
+        (0, "z.ckptz", "full"),
         (1, "b.ckptz", "delta"),
         (1, "a.ckptz", "delta"),
         (2, "c.ckptz", "delta"),
@@ -173,7 +173,7 @@ def test_files_that_name_each_other_end(run: Path) -> None:
     for name, other in ("ab", "ba"):
         base = {"content_id": ids[other], "file": f"{other}.ckptz", "depth": 1}
         forge(run / f"{name}.ckptz", run / f"{name}.ckptz", lambda i, base=base: {**i, "base": base})
-    assert {entry.kind for entry in logged(run)[0].entries} == {"anchor", "delta", "missing"}
+    assert {entry.kind for entry in logged(run)[0].entries} == {"full", "delta", "missing"}
 
 
 def test_renamed_bases_and_twins_are_found_by_content(run: Path) -> None:
@@ -189,9 +189,9 @@ def test_renamed_bases_and_twins_are_found_by_content(run: Path) -> None:
 def test_a_rebased_file_stands_alone_and_keeps_what_is_on_it(run: Path) -> None:
     ckptz("rebase", run / "a.ckptz")
     assert tree(logged(run)[0]) == [
-        (0, "z.ckptz", "anchor"),
+        (0, "z.ckptz", "full"),
         (1, "b.ckptz", "delta"),
-        (0, "a.ckptz", "anchor"),
+        (0, "a.ckptz", "full"),
         (1, "c.ckptz", "delta"),
     ]
 
@@ -203,7 +203,7 @@ def test_bases_in_the_search_path_are_shown_by_their_path(run: Path, tmp_path: P
     (elsewhere / "broken.ckptz").write_bytes(b"not needed")
     report, problems = logged(run, elsewhere)
     assert not problems
-    assert tree(report)[0] == (0, str(elsewhere / "z.ckptz"), "anchor")
+    assert tree(report)[0] == (0, str(elsewhere / "z.ckptz"), "full")
     assert report.n_files == 3
     ckptz("log", run, "--search-path", elsewhere)
 

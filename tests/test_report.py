@@ -24,7 +24,6 @@ from ckptz.pages import words
 from ckptz.pages.page import MARK, MOST_ROWS
 from ckptz.pages.shown import Shown
 from ckptz.roles import ROLES
-from ckptz.verbs.compress import CompressReport
 from ckptz.verbs.report import N_BINS, PageReport
 from tests.support.checkpointer_support import Run
 from tests.support.cli_support import ckptz as cli
@@ -98,7 +97,7 @@ def test_a_hidden_file_is_told_from_others_and_its_raw_bytes_are_not_counted(run
     assert [e.is_hidden for e in report.entries] == [True, False, False]
     assert report.tensor_bytes == sum(e.tensor_bytes for e in report.entries[1:])
     assert report.stored_bytes == sum(e.stored_bytes for e in report.entries)
-    assert "anchor, hidden" in cli("log", run).stdout
+    assert "full, hidden" in cli("log", run).stdout
     assert "part: kept for others" in marks(charts(html)["Size of each step"])[0]
     assert len(marks(charts(html)["How many times smaller"])) == 4  # two steps, each in all and its weights
 

@@ -20,8 +20,8 @@ from ckptz.pages.shown import facts_of, fields_of
 from ckptz.pages.words import ROLES, cut, field_text, percent, size, smaller
 
 if TYPE_CHECKING:
-    from ckptz.verbs.diff import DiffReport
     from ckptz.api.describe import InspectReport, TensorReport
+    from ckptz.verbs.diff import DiffReport
     from ckptz.verbs.log import LogEntry, LogReport
 
 Section = dict[str, Any]

@@ -23,7 +23,7 @@ from ckptz.store.runs import holds_state, is_base_name, run_files, step_of
 from ckptz.store.step_files import EXACT_OF_KEY, METRIC_KEY, StepFile
 from ckptz.store.steps import number_of
 
-EntryKind = Literal["anchor", "delta", "exact", "rebased", "plain", "missing", "broken"]
+EntryKind = Literal["full", "delta", "exact", "rebased", "plain", "missing", "broken"]
 Holds = Literal["weights", "state", "weights and state"]
 Tell = Callable[[Exception], None]
 
@@ -33,7 +33,7 @@ class LogEntry:
     """One checkpoint of a folder, or a base of one."""
 
     file: str  # its name, with its folder where that is another one
-    # an anchor, a delta, what makes a lossy file exact, or a file that carries its bases within; a plain
+    # a full file, a delta, what makes a lossy file exact, or a file that carries its bases within; a plain
     # safetensors file that deltas are stored against; a base that is not here; a file that cannot be read
     kind: EntryKind
     parent: str | None = None  # `file` of the entry that it is stored against, or None
@@ -41,7 +41,7 @@ class LogEntry:
     level: int = 0  # how far it stands from the root of its tree
     step: int | None = None  # training step, if it is recorded or in a name
     content_id: str | None = None  # identity of the values, where it is known without reading them
-    depth: int = 0  # deltas between it and its anchor
+    depth: int = 0  # deltas between it and its full file
     n_tensors: int = 0  # tensors in it
     n_lossy: int = 0  # those whose values are not those of the original
     tensor_bytes: int = 0  # decoded size
@@ -163,7 +163,7 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile
     if index.base is not None:
         check_reference(file, index.base)
     is_residual = EXACT_OF_KEY in (index.metadata or {})
-    alone: EntryKind = "rebased" if index.inline else "exact" if is_residual else "anchor"
+    alone: EntryKind = "rebased" if index.inline else "exact" if is_residual else "full"
     delta: EntryKind = "exact" if is_residual else "delta"
     metric = number_of((index.metadata or {}).get(METRIC_KEY))
     entry = replace(

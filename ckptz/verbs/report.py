@@ -25,7 +25,6 @@ from ckptz.pages.page import MARK, page
 from ckptz.progress import SILENT, Progress
 from ckptz.search_run.options import SearchReport
 from ckptz.store.resolve import SUFFIX
-from ckptz.verbs.compress import CompressReport
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
 from ckptz.verbs.inspect import inspect
 from ckptz.verbs.log import LogReport, log
@@ -183,7 +182,7 @@ def _by_kind(given: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]
 
 def _newest(folder: Path, run: LogReport) -> list[Path]:
     """Give the largest files of a run's newest step; of a folder without steps the last file."""
-    kinds = ("anchor", "delta", "rebased")
+    kinds = ("full", "delta", "rebased")
     own = [e for e in run.entries if e.kind in kinds and not (e.is_hidden or Path(e.file).is_absolute())]
     step = max((e.step for e in own if e.step is not None), default=None)
     last = own[-1:] if step is None else [e for e in own if e.step == step]

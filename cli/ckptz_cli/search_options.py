@@ -61,49 +61,39 @@ def amount_of(text: str) -> tuple[float, bool]:
     return (number / 100, True) if text.endswith("%") else (number, False)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One `--budget` of the command line."""
+def parse_budget(text: str) -> dict[str, Any]:
+    """Read a `--budget`: the arguments of `ckptz.Budget` but for the quality.
 
-    text: str  # as it was written
-    metric: str  # what it is about
-    max_drop: float  # how much worse it may be
-    is_relative: bool  # whether that is a share of the exact value
-    in_steps: bool = False  # whether it counts steps of training
-
-    @classmethod
-    def parse(cls, text: str) -> Wanted:
-        """Read a budget from the command line.
-
-        Raises:
-            click.BadParameter: it says nothing that can be kept.
-        """
-        match = BUDGET.fullmatch(text)
-        if match is None:
-            raise click.BadParameter(f"{text!r} is no budget; write {EXAMPLES}")
-        metric, sign, written, steps = match.groups()
-        if SIGNS.get(metric, sign) != sign:
-            better = "lower" if sign == ">=" else "higher"
-            raise click.BadParameter(f"{text!r}: {metric} is better when {better}; write {EXAMPLES}")
-        number, is_relative = amount_of(written)
-        if steps and (metric != "resume" or is_relative):
-            raise click.BadParameter(f"{text!r}: only resume is measured in steps, as in 'resume<=20 steps'")
-        if metric == "top1":
-            if not 0 <= number <= 1:
-                raise click.BadParameter(f"{text!r} cannot be met or broken: top1 is a share from 0 to 1")
-            return cls(text, metric, 1 - number, False)
-        if metric == "kl" and is_relative:
-            raise click.BadParameter(f"{text!r}: kl of the exact state is 0; give nats, as in 'kl<=5e-3'")
-        drop = number if sign == "<=" else -number
-        if drop < 0:
-            what = "may rise by" if sign == "<=" else "may change by, at most 0"
-            raise click.BadParameter(f"{text!r}: the number is what {metric} {what}; write {EXAMPLES}")
-        return cls(text, metric, drop + 0.0, is_relative, bool(steps))
-
-    @property
-    def lower_is_better(self) -> bool:
-        """The direction that the sign tells."""
-        return "<=" in self.text
+    Raises:
+        click.BadParameter: it says nothing that can be kept.
+    """
+    match = BUDGET.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no budget; write {EXAMPLES}")
+    metric, sign, written, steps = match.groups()
+    if SIGNS.get(metric, sign) != sign:
+        better = "lower" if sign == ">=" else "higher"
+        raise click.BadParameter(f"{text!r}: {metric} is better when {better}; write {EXAMPLES}")
+    number, is_relative = amount_of(written)
+    if steps and (metric != "resume" or is_relative):
+        raise click.BadParameter(f"{text!r}: only resume is measured in steps, as in 'resume<=20 steps'")
+    drop = number if sign == "<=" else -number
+    if metric == "top1":
+        if not 0 <= number <= 1:
+            raise click.BadParameter(f"{text!r} cannot be met or broken: top1 is a share from 0 to 1")
+        drop, is_relative = 1 - number, False
+    if metric == "kl" and is_relative:
+        raise click.BadParameter(f"{text!r}: kl of the exact state is 0; give nats, as in 'kl<=5e-3'")
+    if drop < 0:
+        what = "may rise by" if sign == "<=" else "may change by, at most 0"
+        raise click.BadParameter(f"{text!r}: the number is what {metric} {what}; write {EXAMPLES}")
+    return {
+        "metric": metric,
+        "max_drop": drop + 0.0,
+        "relative": is_relative,
+        "lower_is_better": sign == "<=",
+        "in_steps": bool(steps),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +142,8 @@ def budgets_of(given: Mapping[str, Any]) -> tuple[Budget, ...]:
         return tuple(_single(given, evaluations, qualities))
     for name in ("max_drop", "lower_is_better"):
         if given[name] is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')} contradicts --budget; give one of them")
-    return _several([Wanted.parse(text) for text in given["budget"]], evaluations, qualities)
+            raise click.UsageError(f"{_flag(name)} contradicts --budget; give one of them")
+    return _several(given["budget"], evaluations, qualities)
 
 
 def _single(
@@ -174,42 +164,33 @@ def _single(
 
 
 def _several(
-    wanted: Sequence[Wanted], evaluations: Sequence[Evaluation], qualities: Sequence[Any]
+    texts: Sequence[str], evaluations: Sequence[Evaluation], qualities: Sequence[Any]
 ) -> tuple[Budget, ...]:
+    """Make a budget of each `--budget`; every evaluation must have one."""
     from ckptz.search.budget import Budget
 
-    seen: dict[tuple[str, bool, bool], Wanted] = {}
-    for one in wanted:
-        other = seen.setdefault((one.metric, one.is_relative, one.in_steps), one)
-        if other is not one:
-            what = f"--budget {other.text!r} and {one.text!r} contradict each other"
-            raise click.UsageError(f"{what}; keep one")
-    places = [_place_of(one, evaluations) for one in wanted]
+    wanted = [parse_budget(text) for text in texts]
+    for i, one in enumerate(wanted):
+        for text, other in zip(texts[:i], wanted, strict=False):
+            if all(one[name] == other[name] for name in ("metric", "relative", "in_steps")):
+                what = f"--budget {text!r} and {texts[i]!r} contradict each other"
+                raise click.UsageError(f"{what}; keep one")
+    places = [_place_of(text, one["metric"], evaluations) for text, one in zip(texts, wanted, strict=True)]
     for i, evaluation in enumerate(evaluations):
         if i not in places:
             raise click.UsageError(f"--eval {evaluation.function.text}: no --budget is about it")
-    return tuple(
-        Budget(
-            qualities[place],
-            one.max_drop,
-            relative=one.is_relative,
-            lower_is_better=one.lower_is_better,
-            metric=one.metric,
-            in_steps=one.in_steps,
-        )
-        for one, place in zip(wanted, places, strict=True)
-    )
+    return tuple(Budget(qualities[place], **one) for one, place in zip(wanted, places, strict=True))
 
 
-def _place_of(wanted: Wanted, evaluations: Sequence[Evaluation]) -> int:
+def _place_of(text: str, metric: str, evaluations: Sequence[Evaluation]) -> int:
     """Find the evaluation that a budget is about: by kind, and among several qualities by name."""
-    kind = KIND_OF.get(wanted.metric, "quality")
+    kind = KIND_OF.get(metric, "quality")
     fits = [i for i, one in enumerate(evaluations) if one.kind == kind]
     if len(fits) > 1:
-        fits = [i for i in fits if evaluations[i].function.metric == wanted.metric]
+        fits = [i for i in fits if evaluations[i].function.metric == metric]
     if len(fits) != 1:
         how = "a quality" if kind == "quality" else f"{kind}, as in {kind}=file.py:function"
-        raise click.UsageError(f"--budget {wanted.text!r} needs one --eval that returns {how}")
+        raise click.UsageError(f"--budget {text!r} needs one --eval that returns {how}")
     return fits[0]
 
 
