@@ -78,31 +78,6 @@ class _Base:
     metadata: int | None = None  # see Job.base_metadata
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """Checked arguments of `compress` that all inputs share."""
-
-    sources: list[Path]
-    config: Method
-    chain: bool
-    resume: bool
-    step: int | None
-    force: bool
-    search_path: list[Path]
-    role_rules: Sequence[Rule]
-    optimizer: Path | None
-    param_names: Path | None
-    guide_files: GuideFiles
-    search: SearchOptions | None
-    workers: Workers
-    progress: Progress
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether a search writes nothing."""
-        return self.search is not None and self.search.is_dry_run
-
-
 def compress(
     inputs: PathLike | Sequence[PathLike],
     output: PathLike | None = None,
@@ -183,7 +158,7 @@ def compress(
     reports = []
     with contextlib.ExitStack() as held:
         read = None if guides is None else held.enter_context(contextlib.closing(open_input(guides)))
-        settings = _Settings(
+        run = _Compression(
             sources=_by_step(sources) if chain else sources,
             config=config,
             chain=chain,
@@ -199,7 +174,7 @@ def compress(
             workers=held.enter_context(Workers(jobs)),
             progress=progress,
         )
-        for report in _compress_all(settings, output, base):
+        for report in run.all(output, base):
             reports.append(report)
             if on_report is not None:
                 on_report(report)
@@ -245,30 +220,6 @@ def _search_of(
     return SearchOptions(budgets=budgets, template=config if config.is_lossy else REFERENCE)
 
 
-def _compress_all(
-    settings: _Settings, output: PathLike | None, base_path: Path | None
-) -> Iterator[CompressReport]:
-    """Compress one input after another; yield the report of each when its file is published."""
-    sources = settings.sources
-    places = places_for(sources, output, SUFFIX, is_chain=settings.chain)
-    if len(sources) > 1 and not settings.resume:  # outputs that are there are refused before the first write
-        for source, place in zip(sources, places, strict=True):
-            if not source.is_dir():
-                check_target(place, [source], force=settings.force or settings.is_dry)
-    base = None if base_path is None else _open_base(base_path, settings.search_path)
-    try:
-        for source, place in zip(sources, places, strict=True):
-            report, base = _compress(source, place, base, settings)
-            if report is None:
-                continue
-            yield report
-            if report.search is not None and report.search.is_interrupted and source != sources[-1]:
-                raise KeyboardInterrupt
-    finally:
-        if base is not None:
-            base.close()
-
-
 def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
     return {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in files}
 
@@ -277,46 +228,9 @@ def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
     with contextlib.ExitStack() as held:
         opened = held.enter_context(contextlib.closing(open_checkpoint(path, search_path)))
         stamps, metadata = _stamps(opened.paths), base_metadata(opened)
-        close = held.pop_all().close
-        return _Base(base_ref(opened), path.parent, opened.tensors, stamps, close, metadata)
-
-
-def _compress(
-    source: Path, place: Path, base: _Base | None, settings: _Settings
-) -> tuple[CompressReport | None, _Base | None]:
-    """Write one output; give its report, None if it was there already, and the base of the next output."""
-    with contextlib.ExitStack() as held:
-        opened = held.enter_context(contextlib.closing(open_input(source, settings.search_path)))
-        sources = _files_of(opened, source)
-        if settings.optimizer is not None and not any(is_same(settings.optimizer, file) for file in sources):
-            optimizer = held.enter_context(contextlib.closing(open_input(settings.optimizer)))
-            sources += _files_of(optimizer, settings.optimizer)
-            opened = join(opened, optimizer)
-        _check_restorable(opened)
-        own = _stamps(sources)
-        read = {**own, **(base.files if base else {})}
-        is_inside = source.is_dir() and place.suffix != SUFFIX  # the output is a folder, as the input is
-        target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
-        for left in abandoned(target.parent) if settings.resume else ():  # by one that was killed
-            left.unlink(missing_ok=True)
-        if settings.resume and target.exists():
-            _check_made_from(opened, target, own)
-            if base is not None and settings.chain:
-                base.close()
-            return None, _open_base(target, settings.search_path) if settings.chain else base
-        notes = _prepare(opened, target, place, read, settings)
-        usable = _usable(base, target, notes, is_folder=target != place)
-        report = _write(opened, target, usable, notes, (read, sources), settings)
-        if not settings.chain:
-            return report, base
-        if base is not None:
-            base.close()
-        if report.n_lossy:
-            return report, _open_base(target, settings.search_path)
-        # The input has the same values as the file just written, and they need no decoding.
-        file, depth = base_file_name(target), report.depth + 1
-        ref = BaseRef(content_id=report.content_id, file=file, depth=depth)
-        return report, _Base(ref, target.parent, opened.tensors, own, held.pop_all().close)
+        base = _Base(base_ref(opened), path.parent, opened.tensors, stamps, opened.close, metadata)
+        held.pop_all()
+        return base
 
 
 def _check_restorable(opened: Input) -> None:
@@ -356,109 +270,11 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
         )
 
 
-def _prepare(
-    opened: Input, target: Path, place: Path, read: Iterable[Path], settings: _Settings
-) -> list[str]:
-    """Check the target and copy the files beside a folder's shards; give notes on them for the user."""
-    notes, force = list(opened.notes), settings.force or settings.is_dry
-    sources = settings.sources
-    n_steps = len({step_of(source) for source in sources} - {None})
-    if settings.chain and opened.name == str(sources[0]) and n_steps < len(sources) > 1:
-        names = ", ".join(source.name for source in sources)
-        what = "the names do not all have a step of their own, so the chain goes in the given order"
-        notes.append(f"{what}: {names}")
-    if opened.left_out:
-        notes.append(f"not carried over: {', '.join(opened.left_out)}")
-    if target != place:
-        make_folder(place, parents=False)
-        check_target(target, read, force=force)
-        check_carried(opened.carried, place, force=force)
-        if not settings.is_dry:
-            copy_carried(opened.carried, place)
-        return notes
-    check_target(place, read, force=force)
-    if opened.carried:
-        notes.append(f"{len(opened.carried)} other files are not copied to {place.parent}; -o FOLDER does")
-    return notes
-
-
 def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
     """Refuse inputs that another process wrote to while they were read."""
     for path, stamp in _stamps(stamps).items():
         if stamp != stamps[path]:
             raise OSError(f"{path}: was changed while it was read; compress it again")
-
-
-def _write(
-    opened: Input,
-    target: Path,
-    base: _Base | None,
-    notes: list[str],
-    read: tuple[Mapping[Path, Stamp], Sequence[Path]],
-    settings: _Settings,
-) -> CompressReport:
-    """Write one file, made from files with these stamps and with permissions `like` those of the input."""
-    start, (stamps, like), search = time.perf_counter(), read, None
-    container = opened.checkpoint.container if opened.checkpoint is not None else None
-    recorded = container.index.step if container is not None and settings.step is None else settings.step
-    job = Job(
-        tensors=opened.tensors,
-        config=settings.search.template if settings.search else settings.config,
-        metadata=opened.metadata,
-        step=step_of(path_of(opened.name), recorded, opened.metadata),
-        sharding=opened.sharding,
-        tree=opened.tree,
-        base=base.ref if base else None,
-        bases=base.tensors if base else {},
-        base_metadata=base.metadata if base else None,
-        role_rules=settings.role_rules,
-        optimizer_names=opened.optimizer_names,
-        parameter_names=ParameterNames(settings.param_names, Path(opened.name)),
-        guide_files=settings.guide_files,
-    )
-    settings.progress.start(opened.name, tensor_bytes(opened.tensors))
-    try:
-        with naming_output(target):
-            if settings.search is None:
-                with publish(target, like) as sink:
-                    written = write(sink, job, settings.workers, settings.progress.advance)
-                    _check_unchanged(stamps)
-            else:
-                from ckptz.search_run.run import SearchRun, search_and_write
-
-                found = SearchRun(
-                    workers=settings.workers,
-                    base_paths=(base.folder / base.ref.file,) if base is not None else (),
-                    search_path=tuple(settings.search_path),
-                    like=like,
-                    check=partial(_check_unchanged, stamps),
-                )
-                written, search = search_and_write(target, job, settings.search, found)
-    except (ConfigError, UnsupportedError) as error:
-        raise named(error, opened.name) from error.__cause__
-    if base is not None and not written.n_deltas:
-        base = None
-        notes.append("no tensor gains from the base; the file stands alone")
-    notes.extend(_search_notes(search) if search else ())
-    notes.extend(written.notes)
-    notes.extend(_base_differences(opened, base))
-    return CompressReport(
-        input=opened.name,
-        output=str(target),
-        n_tensors=written.n_tensors,
-        n_deltas=written.n_deltas,
-        n_lossy=written.n_lossy,
-        tensor_bytes=written.original_bytes,
-        stored_bytes=written.stored_bytes,
-        ratio=written.original_bytes / written.stored_bytes,
-        content_id=written.content_id,
-        base=base.ref.file if base else None,
-        depth=base.ref.depth if base else 0,
-        step=job.step,
-        seconds=time.perf_counter() - start,
-        notes=tuple(notes),
-        search=search,
-    )
 
 
 def _search_notes(search: SearchReport) -> Iterator[str]:
@@ -502,3 +318,182 @@ def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bo
         where = f"its base {base.ref.file} is in {base.folder}"
         notes.append(f"{where}; restoring needs both in one folder, or --search-path")
     return base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compression:
+    """One call of `compress`; the attributes are its checked arguments."""
+
+    sources: list[Path]
+    config: Method
+    chain: bool
+    resume: bool
+    step: int | None
+    force: bool
+    search_path: list[Path]
+    role_rules: Sequence[Rule]
+    optimizer: Path | None
+    param_names: Path | None
+    guide_files: GuideFiles
+    search: SearchOptions | None
+    workers: Workers
+    progress: Progress
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether a search writes nothing."""
+        return self.search is not None and self.search.is_dry_run
+
+    def all(self, output: PathLike | None, base_path: Path | None) -> Iterator[CompressReport]:
+        """Compress one input after another; yield the report of each when its file is published."""
+        sources = self.sources
+        places = places_for(sources, output, SUFFIX, is_chain=self.chain)
+        if len(sources) > 1 and not self.resume:  # outputs that are there are refused before the first write
+            for source, place in zip(sources, places, strict=True):
+                if not source.is_dir():
+                    check_target(place, [source], force=self.force or self.is_dry)
+        base = None if base_path is None else _open_base(base_path, self.search_path)
+        try:
+            for source, place in zip(sources, places, strict=True):
+                report, base = self._one(source, place, base)
+                if report is None:
+                    continue
+                yield report
+                if report.search is not None and report.search.is_interrupted and source != sources[-1]:
+                    raise KeyboardInterrupt
+        finally:
+            if base is not None:
+                base.close()
+
+    def _one(
+        self, source: Path, place: Path, base: _Base | None
+    ) -> tuple[CompressReport | None, _Base | None]:
+        """Write one output; give its report, None if it was there already, and the base of the next one."""
+        with contextlib.ExitStack() as held:
+            opened = held.enter_context(contextlib.closing(open_input(source, self.search_path)))
+            sources = _files_of(opened, source)
+            if self.optimizer is not None and not any(is_same(self.optimizer, file) for file in sources):
+                optimizer = held.enter_context(contextlib.closing(open_input(self.optimizer)))
+                sources += _files_of(optimizer, self.optimizer)
+                opened = join(opened, optimizer)
+            _check_restorable(opened)
+            own = _stamps(sources)
+            read = {**own, **(base.files if base else {})}
+            is_inside = source.is_dir() and place.suffix != SUFFIX  # the output is a folder, as the input is
+            target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
+            for left in abandoned(target.parent) if self.resume else ():  # by one that was killed
+                left.unlink(missing_ok=True)
+            if self.resume and target.exists():
+                _check_made_from(opened, target, own)
+                if base is not None and self.chain:
+                    base.close()
+                return None, _open_base(target, self.search_path) if self.chain else base
+            notes = self._prepare(opened, target, place, read)
+            usable = _usable(base, target, notes, is_folder=target != place)
+            report = self._write(opened, target, usable, notes, (read, sources))
+            if not self.chain:
+                return report, base
+            if base is not None:
+                base.close()
+            if report.n_lossy:
+                return report, _open_base(target, self.search_path)
+            # The input has the same values as the file just written, and they need no decoding.
+            file, depth = base_file_name(target), report.depth + 1
+            ref = BaseRef(content_id=report.content_id, file=file, depth=depth)
+            return report, _Base(ref, target.parent, opened.tensors, own, held.pop_all().close)
+
+    def _prepare(self, opened: Input, target: Path, place: Path, read: Iterable[Path]) -> list[str]:
+        """Check the target and copy the files beside a folder's shards; give notes on them for the user."""
+        notes, force = list(opened.notes), self.force or self.is_dry
+        sources = self.sources
+        n_steps = len({step_of(source) for source in sources} - {None})
+        if self.chain and opened.name == str(sources[0]) and n_steps < len(sources) > 1:
+            names = ", ".join(source.name for source in sources)
+            what = "the names do not all have a step of their own, so the chain goes in the given order"
+            notes.append(f"{what}: {names}")
+        if opened.left_out:
+            notes.append(f"not carried over: {', '.join(opened.left_out)}")
+        if target != place:
+            make_folder(place, parents=False)
+            check_target(target, read, force=force)
+            check_carried(opened.carried, place, force=force)
+            if not self.is_dry:
+                copy_carried(opened.carried, place)
+            return notes
+        check_target(place, read, force=force)
+        if opened.carried:
+            notes.append(
+                f"{len(opened.carried)} other files are not copied to {place.parent}; -o FOLDER does"
+            )
+        return notes
+
+    def _write(
+        self,
+        opened: Input,
+        target: Path,
+        base: _Base | None,
+        notes: list[str],
+        read: tuple[Mapping[Path, Stamp], Sequence[Path]],
+    ) -> CompressReport:
+        """Write one file; `read` has the stamps of all files it is made from, and the files of the input."""
+        start, (stamps, like), search = time.perf_counter(), read, None
+        container = opened.checkpoint.container if opened.checkpoint is not None else None
+        recorded = container.index.step if container is not None and self.step is None else self.step
+        job = Job(
+            tensors=opened.tensors,
+            config=self.search.template if self.search else self.config,
+            metadata=opened.metadata,
+            step=step_of(path_of(opened.name), recorded, opened.metadata),
+            sharding=opened.sharding,
+            tree=opened.tree,
+            base=base.ref if base else None,
+            bases=base.tensors if base else {},
+            base_metadata=base.metadata if base else None,
+            role_rules=self.role_rules,
+            optimizer_names=opened.optimizer_names,
+            parameter_names=ParameterNames(self.param_names, Path(opened.name)),
+            guide_files=self.guide_files,
+        )
+        self.progress.start(opened.name, tensor_bytes(opened.tensors))
+        try:
+            with naming_output(target):
+                if self.search is None:
+                    with publish(target, like) as sink:
+                        written = write(sink, job, self.workers, self.progress.advance)
+                        _check_unchanged(stamps)
+                else:
+                    from ckptz.search_run.run import SearchRun, search_and_write
+
+                    found = SearchRun(
+                        workers=self.workers,
+                        base_paths=(base.folder / base.ref.file,) if base is not None else (),
+                        search_path=tuple(self.search_path),
+                        like=like,
+                        check=partial(_check_unchanged, stamps),
+                    )
+                    written, search = search_and_write(target, job, self.search, found)
+        except (ConfigError, UnsupportedError) as error:
+            raise named(error, opened.name) from error.__cause__
+        if base is not None and not written.n_deltas:
+            base = None
+            notes.append("no tensor gains from the base; the file stands alone")
+        notes.extend(_search_notes(search) if search else ())
+        notes.extend(written.notes)
+        notes.extend(_base_differences(opened, base))
+        return CompressReport(
+            input=opened.name,
+            output=str(target),
+            n_tensors=written.n_tensors,
+            n_deltas=written.n_deltas,
+            n_lossy=written.n_lossy,
+            tensor_bytes=written.original_bytes,
+            stored_bytes=written.stored_bytes,
+            ratio=written.original_bytes / written.stored_bytes,
+            content_id=written.content_id,
+            base=base.ref.file if base else None,
+            depth=base.ref.depth if base else 0,
+            step=job.step,
+            seconds=time.perf_counter() - start,
+            notes=tuple(notes),
+            search=search,
+        )
