@@ -7,6 +7,7 @@ steps, test_retention_faults.py and test_store_remote.py have the tests, and tes
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -109,7 +110,8 @@ def test_a_base_that_goes_while_it_is_looked_at_makes_an_anchor(
     write(chain, tmp_path, 2)
     monkeypatch.undo()
     check_chain(tmp_path, {2})
-    assert open_checkpoint(tmp_path / "2.ckpt").depth == 0
+    with contextlib.closing(open_checkpoint(tmp_path / "2.ckpt")) as written:
+        assert written.depth == 0
     if where != "open_checkpoint":  # then there simply is none
         assert "stored as an anchor, because" in chain.notes[0]
 

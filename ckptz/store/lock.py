@@ -316,10 +316,11 @@ class Spool:
                 path.unlink()
 
     def close(self) -> None:
-        """Remove the folder with all files in it."""
+        """Remove the folder with all files in it; in a forked process it stays, as it is its parent's."""
+        if self._lock is None or not self._lock.is_lost:
+            shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.release()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -17,6 +17,7 @@ may read while one process writes. Knows no torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ from ckptz.errors import (
     FormatError,
     MissingBaseError,
     TruncatedError,
+    WriteError,
 )
 from ckptz.store.links import link_origin
 from ckptz.store.lock import Lock, Spool, acquire
@@ -250,7 +252,8 @@ class StepStore:
             self._inode = found.st_dev, found.st_ino
         self._lock = acquire(self._place, self._folder)
         for name in (*self.listing().leftovers, *self._abandoned()):
-            self._place.remove(name)
+            with contextlib.suppress(OSError):  # a folder of that name, or of somebody who lets nobody else
+                self._place.remove(name)
 
     def _abandoned(self) -> Iterator[str]:
         """Unfinished files of others, such as a rebase, to which nobody has written for long."""
@@ -304,7 +307,6 @@ class StepStore:
             OSError: the disk is full or fails; all that was there stays.
             FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
         """
-        assert self._lock is not None, "write without a lock"
         notes, self._moved = [*self._moved], ()
         weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
         for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
@@ -325,7 +327,7 @@ class StepStore:
                 if encode_exact is not None:
                     lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
                     exact = self._write_exact(files, folder, lossy, encode_exact)
-            self._lock.check()
+            self.check_lock()
         self._upload(state_file, *exact, weights_file)
         return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
 
@@ -338,11 +340,7 @@ class StepStore:
                 reach = position and (0 if base is None else position - _position_of(base))
                 self._written[kind].append((reach, written.stored_bytes))
                 return written
-            except (
-                FormatError,
-                MissingBaseError,
-                OSError,
-            ) as error:  # of the base: what is saved is in memory
+            except (CkptzError, OSError) as error:  # of the base: what is saved is in memory
                 if base is None:
                     raise
                 notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
@@ -459,9 +457,10 @@ class StepStore:
         """Require to be the folder's one writer.
 
         Raises:
-            WriteError: another one took it.
+            WriteError: another one took it, or the store is closed.
         """
-        assert self._lock is not None, "changes without a lock"
+        if self._lock is None:
+            raise WriteError(errno.EBUSY, f"{self.name}: is closed; another may write here now")
         self._lock.check()
 
     def hide(self, file: StepFile) -> None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import torch
 from torch import nn
@@ -63,6 +63,7 @@ from ckptz.training.state import (
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
+T = TypeVar("T")
 NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
 
 
@@ -226,7 +227,6 @@ class Checkpointer:
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
         self._at: int | None = None
-        self._saving: int | None = None
         self._last: SaveReport | None = None
 
     def save(self, step: int, *, metric: float | None = None) -> None:
@@ -246,12 +246,13 @@ class Checkpointer:
             WriteError: the save before this one failed; this step is not saved, and may be tried again.
         """
         step, metric = checked_step(step), None if metric is None else float(real("metric", metric))
-        with self._turns.take(f"save({step})", self._writer):
-            self._save(step, metric)
+        self._in_turn(f"save({step})", lambda: self._save(step, metric))
+
+    def _in_turn(self, what: str, call: Callable[[], T]) -> T:
+        return self._turns.take(what, self._writer, call)
 
     def _save(self, step: int, metric: float | None) -> None:
         start = time.perf_counter()
-        self._lock()
         self._wait()
         self._store.lock()
         waited = time.perf_counter() - start
@@ -266,7 +267,6 @@ class Checkpointer:
         search = None
         if self._search is not None:
             method, search = self._searched(self._search, taken, method, step)
-        self._saving = step
         begun = SaveReport(
             step=step,
             stall_seconds=time.perf_counter() - start,
@@ -278,7 +278,6 @@ class Checkpointer:
             search=search,
         )
         self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
-        self._at = step  # not before: what is interrupted until then may be saved again
         if not self._is_background:
             report = self._wait() or begun
             self._last = replace(report, stall_seconds=time.perf_counter() - start)
@@ -294,14 +293,14 @@ class Checkpointer:
         """
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
-        self._lock()  # a second writer shall be noticed at the first step
+        self._in_turn(f"maybe_save({step})", self._lock)
         if checked_step(step) % self._every:
             return False
         self.save(step, metric=metric)
         return True
 
     def _lock(self) -> None:
-        """Make this the folder's one writer, but for a save under way, whose unfinished files are there."""
+        """Let a second writer be noticed at the first step; a save under way has unfinished files there."""
         if self._writer.is_idle:
             self._store.lock()
 
@@ -314,17 +313,18 @@ class Checkpointer:
         Raises:
             WriteError: it could not be written; the steps before it are as they were.
         """
-        with self._turns.take("wait()", self._writer):
-            return self._wait()
+        return self._in_turn("wait()", self._wait)
 
     def _wait(self) -> SaveReport | None:
-        report, error = self._writer.wait()
-        if error is not None:
-            step, self._saving, self._at = self._saving, None, None
-            if not isinstance(error, Exception):
-                raise error
-            raise _about(error, f"{self._store.name}: step {step} was not saved") from error
-        self._last = report or self._last
+        writer = self._writer
+        writer.wait()
+        if writer.result is not None:
+            self._last, writer.result = writer.result, None
+            self._at = self._last.step
+        if (error := writer.error) is not None:
+            loss = _about(error, f"{self._store.name}: {writer.label} was not saved")
+            self._at = writer.error = None
+            raise loss from error
         return self._last
 
     def _method(self) -> WhatMayBeLost:
@@ -451,10 +451,12 @@ class Checkpointer:
 
     def restore_latest(self) -> int | None:
         """Restore the newest step; None, and nothing changed, if there is none."""
-        with self._turns.take("restore_latest()", self._writer):
-            self._wait()
-            steps = self.steps()
-            return self._restore(steps[-1], weights_only=False) if steps else None
+        return self._in_turn("restore_latest()", self._restore_latest)
+
+    def _restore_latest(self) -> int | None:
+        self._wait()
+        steps = self.steps()
+        return self._restore(steps[-1], weights_only=False) if steps else None
 
     def restore(self, step: int, *, weights_only: bool = False) -> int:
         """Bring the run back to a step, random numbers included.
@@ -475,11 +477,10 @@ class Checkpointer:
             FormatError: a file is damaged.
             MissingBaseError: a file that others are stored against is missing.
         """
-        with self._turns.take(f"restore({step})", self._writer):
-            self._wait()
-            return self._restore(step, weights_only=weights_only)
+        return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only=weights_only))
 
     def _restore(self, step: int, *, weights_only: bool) -> int:
+        self._wait()
         check_there(self._store, step, weights_only)
         (model, rest), restored = read_step(self._store, step, weights_only, self._read)
         where = f"{self._store.name}: step {step}"
@@ -522,11 +523,13 @@ class Checkpointer:
         Raises:
             ConfigError: neither it nor an earlier one is there, or it cannot be read; nothing is removed.
         """
-        with self._turns.take(f"discard_after({step})", self._writer):
-            self._wait()
-            self._store.lock()
-            self._at = None
-            prune(self._store, KEEP_ALL, after=whole("step", step))
+        self._in_turn(f"discard_after({step})", lambda: self._discard_after(whole("step", step)))
+
+    def _discard_after(self, step: int) -> None:
+        self._wait()
+        self._store.lock()
+        self._at = None
+        prune(self._store, KEEP_ALL, after=step)
 
     def close(self) -> None:
         """Wait for the save that is under way, and let others write to the folder.
@@ -534,12 +537,14 @@ class Checkpointer:
         Raises:
             WriteError: it could not be written.
         """
-        with self._turns.take("close()", self._writer):
-            try:
-                self._wait()
-            finally:
-                if self._writer.is_idle:  # else an interrupt: the writer goes on, and needs the store
-                    self._store.close()
+        self._in_turn("close()", self._close)
+
+    def _close(self) -> None:
+        try:
+            self._wait()
+        finally:
+            if self._writer.is_idle:  # else an interrupt: the writer goes on, and needs the store
+                self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -553,7 +558,7 @@ class Checkpointer:
             error.add_note(str(loss))  # what ended training is not to be hidden
 
 
-def _about(error: Exception, what: str) -> Exception:
+def _about(error: BaseException, what: str) -> BaseException:
     """The same kind of error that says what was lost."""
     if isinstance(error, OSError):
         remedy = "the steps before it are whole; make room or repair the disk, and save again"

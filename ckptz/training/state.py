@@ -153,11 +153,15 @@ def check_optimizers_fit(
             f"{where}: parameter {differing[0]!r}{_more(differing)} is {which}; give the optimizer the same "
             "parameters, or restore with weights_only=True"
         )
-    if moved := [name for name, group in theirs.items() if ours[name] != group]:
-        raise ConfigError(
-            f"{where}: parameter {moved[0]!r}{_more(moved)} was saved in group {theirs[moved[0]]}, and is in "
-            f"group {ours[moved[0]]} now; give the same groups, or restore with weights_only=True"
-        )
+    # Groups may change places, but for those of another kind of optimizer, which has another state.
+    is_mixed = len(set(saved["classes"])) > 1
+    for name, (i, members) in theirs.items():
+        now, others = ours[name]
+        if i != now and (is_mixed or members != others):
+            raise ConfigError(
+                f"{where}: parameter {name!r} was saved in group {i}, and is in group {now} now; give the same "
+                "groups, or restore with weights_only=True"
+            )
 
 
 def check_saved(saved: Any, where: str) -> None:
@@ -194,9 +198,10 @@ def _named(classes: Sequence[str]) -> str:
     return " and ".join(classes) or "no optimizer"
 
 
-def _groups_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """The group of each parameter, counted through all optimizers."""
-    return {name: i for i, group in enumerate(state["groups"]) for name in group["params"]}
+def _groups_of(state: Mapping[str, Any]) -> dict[str, tuple[int, frozenset[str]]]:
+    """The group of each parameter: its number, counted through all optimizers, and all that are in it."""
+    groups = [frozenset(group["params"]) for group in state["groups"]]
+    return {name: (i, members) for i, members in enumerate(groups) for name in members}
 
 
 def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
@@ -307,12 +312,16 @@ def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -
     for name, load in parts:
         try:
             load()
-        except Exception as error:
+        except BaseException as error:
             before = f"{', '.join(changed)} had been restored" if changed else "nothing else had been changed"
-            raise ConfigError(
+            what = (
                 f"{where}: {name} did not take its state, and may have half of it ({type(error).__name__}: "
                 f"{error}); {before}: restore another step, or start the process anew"
-            ) from error
+            )
+            if not isinstance(error, Exception):  # an interrupt stays one
+                error.add_note(what)
+                raise
+            raise ConfigError(what) from error
         changed.append(name)
 
 
