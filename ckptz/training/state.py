@@ -153,14 +153,17 @@ def check_optimizers_fit(
             f"{where}: parameter {differing[0]!r}{_more(differing)} is {which}; give the optimizer the same "
             "parameters, or restore with weights_only=True"
         )
-    # Groups may change places, but for those of another kind of optimizer, which has another state.
-    is_mixed = len(set(saved["classes"])) > 1
-    for name, (i, members) in theirs.items():
-        now, others = ours[name]
-        if i != now and (is_mixed or members != others):
+    # Groups may change places: a parameter's is told by who else is in it, and by the names of its options.
+    now_of, was_of = dict[int, int](), dict[int, int]()
+    for name, was in theirs.items():
+        now = ours[name]
+        is_same = now_of.setdefault(was, now) == now and was_of.setdefault(now, was) == was
+        old, new = saved["groups"][was].keys(), live["groups"][now].keys()
+        if not is_same or not (old <= new or new <= old):  # versions of PyTorch add options
+            how = "which is of another optimizer" if is_same else "with other parameters"
             raise ConfigError(
-                f"{where}: parameter {name!r} was saved in group {i}, and is in group {now} now; give the same "
-                "groups, or restore with weights_only=True"
+                f"{where}: parameter {name!r} was saved in group {was}, and is in group {now} now, {how}; give "
+                "the same groups, or restore with weights_only=True"
             )
 
 
@@ -198,10 +201,9 @@ def _named(classes: Sequence[str]) -> str:
     return " and ".join(classes) or "no optimizer"
 
 
-def _groups_of(state: Mapping[str, Any]) -> dict[str, tuple[int, frozenset[str]]]:
-    """The group of each parameter: its number, counted through all optimizers, and all that are in it."""
-    groups = [frozenset(group["params"]) for group in state["groups"]]
-    return {name: (i, members) for i, members in enumerate(groups) for name in members}
+def _groups_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """The group of each parameter, counted through all optimizers."""
+    return {name: i for i, group in enumerate(state["groups"]) for name in group["params"]}
 
 
 def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
@@ -328,7 +330,7 @@ def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -
 def plain(value: Any) -> Any:
     """Turn the collections and numbers of libraries in a value into Python's own.
 
-    A file has no place for their types; `like` brings them back.
+    A file has no place for their types. `like` brings the collections back; numbers stay Python's.
     """
     if isinstance(value, np.generic):
         return value.item()
