@@ -150,9 +150,9 @@ class FileLock:
 
     def release(self) -> None:
         """Release the lock, so that others may write."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:  # interrupted here, it must not be closed twice: the number may be another's
+            os.close(descriptor)
 
 
 def _open_lock(path: Path) -> int:
