@@ -93,7 +93,9 @@ BEHAVIOURS: dict[str, Callable[[Handler, bytes], None]] = {
     "a negative length": lambda h, d: _send(h, 200, d, Content_Length=-5),
     "all to each range": lambda h, d: _send(h, 200, d, Accept_Ranges="bytes"),
     "no HEAD": lambda h, d: _send(h, 405) if h.command == "HEAD" else _ranged(h, d),
-    "another length to HEAD": lambda h, d: _send(h, 200, b"", Content_Length=7) if h.command == "HEAD" else _ranged(h, d),
+    "another length to HEAD": lambda h, d: (
+        _send(h, 200, b"", Content_Length=7) if h.command == "HEAD" else _ranged(h, d)
+    ),
     "chunks that are cut": lambda h, d: _chunked(h, [d[:99]], b""),
     "chunks of nonsense": lambda h, d: _chunked(h, [d[:99]], b"zz\r\n"),
     "chunks": lambda h, d: _chunked(h, [d[i : i + 999] for i in range(0, len(d), 999)], b"0\r\n\r\n"),

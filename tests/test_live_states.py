@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,7 +23,12 @@ from ckptz.torch import apply_, save_file
 from ckptz.training.snapshot import Snapshot
 from tests.support.checkpointer_support import Run, linear
 
-Point = namedtuple("Point", ["x", "y"])
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: int
+
+
 COMPLEX = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6.0]])
 
 
@@ -141,7 +146,10 @@ def test_views_of_live_tensors_follow_several_files_in_a_call(
     live = {name: view for name, (view, _) in views((30, 40), dtype).items()}
     image = torch.zeros(6, 4, 5, 3, dtype=dtype).to(memory_format=torch.channels_last)
     live |= {"image": image, "imaginary": torch.zeros(9, 7, dtype=torch.complex64).imag}
-    trained = {name: torch.randint(0, 99, view.shape, generator=generator).to(view.dtype) for name, view in live.items()}
+    trained = {
+        name: torch.randint(0, 99, view.shape, generator=generator).to(view.dtype)
+        for name, view in live.items()
+    }
     publisher = Publisher(tmp_path, anchor_every=4)
     follower = Follower(tmp_path, check=check)
     n_files = list[int]()

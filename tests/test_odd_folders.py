@@ -108,11 +108,25 @@ CHANGES: dict[str, Callable[[Path, Path], None]] = {
 }
 changes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(sorted(CHANGES))), min_size=1, max_size=8)
 OTHERS = (
-    *("step-7.ckptz", "notes.txt", ".step-00000009.ckptz.hidden", "base-x-y.ckptz", ".ckptz-lease", ".x.ckptz-tmp"),
-    *("step-00000009.state.ckptz", "step-00000009.exact.ckptz", "step-00000003.exact.ckptz", "step-99999999.ckptz"),
+    *(
+        "step-7.ckptz",
+        "notes.txt",
+        ".step-00000009.ckptz.hidden",
+        "base-x-y.ckptz",
+        ".ckptz-lease",
+        ".x.ckptz-tmp",
+    ),
+    *(
+        "step-00000009.state.ckptz",
+        "step-00000009.exact.ckptz",
+        "step-00000003.exact.ckptz",
+        "step-99999999.ckptz",
+    ),
     ".step-0123abcd-999999999-0123456789abcdef.ckptz-tmp",
 )
-others = st.dictionaries(st.sampled_from(OTHERS), st.sampled_from(["text", "a folder", "a link out"]), max_size=3)
+others = st.dictionaries(
+    st.sampled_from(OTHERS), st.sampled_from(["text", "a folder", "a link out"]), max_size=3
+)
 
 
 def put(path: Path, kind: str, outside: Path) -> None:
@@ -125,7 +139,8 @@ def put(path: Path, kind: str, outside: Path) -> None:
 
 def state_of(folder: Path) -> dict[str, tuple[bytes, int, int]]:
     return {
-        path.name: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_mode) for path in folder.iterdir()
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_mode)
+        for path in folder.iterdir()
     }
 
 

@@ -151,7 +151,9 @@ class FileLock:
     def release(self) -> None:
         """Release the lock, so that others may write."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:  # interrupted here, it must not be closed twice: the number may be another's
+        if (
+            descriptor is not None
+        ):  # interrupted here, it must not be closed twice: the number may be another's
             os.close(descriptor)
 
 

@@ -36,7 +36,6 @@ from ckptz.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
-    MissingBaseError,
     TruncatedError,
     WriteError,
 )

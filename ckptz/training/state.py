@@ -162,8 +162,8 @@ def check_optimizers_fit(
         if not is_same or not (old <= new or new <= old):  # versions of PyTorch add options
             how = "which is of another optimizer" if is_same else "with other parameters"
             raise ConfigError(
-                f"{where}: parameter {name!r} was saved in group {was}, and is in group {now} now, {how}; give "
-                "the same groups, or restore with weights_only=True"
+                f"{where}: parameter {name!r} was saved in group {was}, and is in group {now} now, {how}; "
+                "give the same groups, or restore with weights_only=True"
             )
 
 
