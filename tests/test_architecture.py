@@ -55,7 +55,7 @@ OWNERS = {
     "zstandard": ("ckptz.entropy",),
     "click": ("ckptz_cli",),
     "rich": ("ckptz_cli",),
-    "pickle": (),
+    "pickle": ("ckptz.formats.pickled", "ckptz.formats.torch_files"),  # with stand-ins; the name of an error
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
