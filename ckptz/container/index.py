@@ -59,6 +59,7 @@ Promise = Literal["none", "rmse", "quality-drop", "resume-gap"]
 # Metric of a record that stands beside one of a resumed loss: the same difference, over what a step of
 # training gains.
 STEPS_LOST: Final = "steps_lost"
+CHANGES: Final = "_changes_by_"  # between a metric and what one value is; see spec/06-container.md
 Read = Callable[[int, int], NDArray[Any]]
 _CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 

@@ -291,9 +291,13 @@ class Grid(Method):
             return Method.recipes(weights, tensors, roles)
         return state_recipes(tensors, roles, trained, self.moments, weights)
 
-    def searched(self, *, trains: bool) -> Self:
+    def searched(self, *, trains: bool, restarts: bool = False) -> Self:
         """Keep moments exact where no budget would notice what becomes of them."""
-        return self if trains else replace(self, moments=None)
+        moments = self.moments if trains else None
+        if restarts and moments is not None:
+            moments = replace(moments, keeps_first=True)
+        purpose = "resume" if restarts and self.purpose == "auto" else self.purpose
+        return replace(self, moments=moments, purpose=purpose)
 
     def expecting(self, restores: int) -> Self:
         """Give finer steps the more restores there will be: what each costs grows with the step.

@@ -189,9 +189,14 @@ class Method:
         """Give the settings around which a search looks, unless it is told others."""
         return cls()
 
-    def searched(self, *, trains: bool) -> Self:
-        """Give the template of a search; `trains`: a budget notices what becomes of optimizer state."""
-        del trains
+    def searched(self, *, trains: bool, restarts: bool = False) -> Self:
+        """Give the template of a search.
+
+        Args:
+            trains: a budget notices what becomes of optimizer state.
+            restarts: training goes on from the files, which then keep on average what it has moved.
+        """
+        del trains, restarts
         return self
 
     @property

@@ -168,6 +168,7 @@ class Neighbourhood:
     """
 
     parent: Method  # the previous checkpoint's configuration
+    keeps: bool = False  # try the parent's own settings first, with which its levels stay
     cubes: Sequence[Cube]  # one for each prune metric
     predict: Predict  # bytes of a configuration's file
     name: str = "neighbourhood"
@@ -188,7 +189,8 @@ class Neighbourhood:
             near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH)
             rest.update(map(cube.config, near))
         by_ratio = sorted(rest, key=lambda config: (self.predict(config), repr(config)))
-        return list(dict.fromkeys([*same_knobs, *by_ratio]))
+        kept = [self.parent] if self.keeps and self.parent in rest else []
+        return list(dict.fromkeys([*kept, *same_knobs, *by_ratio]))
 
     def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
         """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""

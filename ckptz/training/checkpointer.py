@@ -96,7 +96,7 @@ class SaveReport(Shown):
 
 
 def _notes(search: SearchReport) -> tuple[str, ...]:
-    return (*search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met)))
+    return (*search.unmeasurable, *search.doubts, *((NOTHING_KEPT,) * (not search.is_met)))
 
 
 class Checkpointer:
@@ -136,7 +136,8 @@ class Checkpointer:
             need no other where old steps go so soon that less disk is taken without; 1 stores no deltas.
         restores: how often the run will restart from steps that lost something; steps of grids follow, and
             are made finer again each time that as many restarts are used up. By default 10 if no step is kept
-            exact, else none. With a budget it says nothing: that is kept by every file.
+            exact, else none. A budget is divided by it, as what restarts lose adds up; by default each file
+            may use all of the budget.
         background: write beside training; otherwise `save` returns when the step is complete.
         on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
             log it, for example. What it raises is a warning, for the step is there.
@@ -204,7 +205,7 @@ class Checkpointer:
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
         self.restored: Restored | None = None
-        self._search = None if budget is None else BudgetSearch(budget, config)
+        self._search = None if budget is None else BudgetSearch(budget, config, restores or 0)
         self._config, self._keep = config, keep
         self._expected = (USUAL_RESTORES if keep.exact == 0 else 0) if restores is None else restores
         self._n_restores = 0

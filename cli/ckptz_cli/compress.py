@@ -209,7 +209,7 @@ def _table(trials: list[TrialReport]) -> Table:
     kept = [trial for trial in trials if trial.is_feasible]
     best = min(kept, key=lambda trial: trial.n_bytes, default=None)
     table = Table(box=None, pad_edge=False, title=f"{len(trials)} evaluations", title_justify="left")
-    for column in ("", "settings", "predicted", "size", "quality", "budget used", "seconds"):
+    for column in ("", "settings", "predicted", "size", "quality", "change", "budget used", "seconds"):
         table.add_column(column)
     shown = trials[-LAST_SHOWN:]
     for trial in shown if best is None or best in shown else [best, *shown]:
@@ -232,9 +232,11 @@ def _settings(trial: TrialReport) -> list[str]:
     return [*levels, *([f"protect {config['protect']:g}"] if "protect" in config else [])]
 
 
-def _outcome(trial: TrialReport) -> tuple[str, str, str, str]:
+def _outcome(trial: TrialReport) -> tuple[str, ...]:
     from ckptz.pages.words import size
+    from ckptz_cli.render import judged_text
 
     values = " ".join("not finite" if value is None else f"{value:.6g}" for value in trial.values)
+    changes = "; ".join(map(judged_text, trial.judgements))
     used = "-" if trial.drop is None else f"{trial.drop:.0%} of the budget"
-    return size(trial.n_bytes), values, used, f"{trial.seconds:.1f} s"
+    return size(trial.n_bytes), values, changes, used, f"{trial.seconds:.1f} s"

@@ -11,7 +11,7 @@ from ckptz.commands.diff import DiffReport, TensorDiff
 from ckptz.commands.log import LogEntry, LogReport
 from ckptz.commands.rebase import RebaseReport
 from ckptz.commands.report import PageReport
-from ckptz.container.index import STEPS_LOST, QualityRecord
+from ckptz.container.index import CHANGES, STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size, times
 from ckptz.store.retention import PruneReport
 from ckptz.store.runs import step_of_folder
@@ -66,6 +66,9 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
 def _quality_text(record: QualityRecord) -> str:
     if record.metric == STEPS_LOST:
         return f"{record.measured:.3g} steps lost"
+    if CHANGES in record.metric:
+        unit = record.metric.rpartition(CHANGES)[2]
+        return f"changes by {unit} {record.measured:.3g} of {record.max_drop:.3g}"
     limit = f"{record.max_drop:.3g}" if not record.is_relative else f"{record.max_drop:.3%}"
     met = "met" if record.is_met else "not met"
     return f"{record.metric} {record.exact:.5g} -> {record.measured:.5g}, budget {limit} {met}"
