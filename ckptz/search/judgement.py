@@ -44,7 +44,7 @@ class Reading:
 
     @property
     def value(self) -> float:
-        """Give the mean."""
+        """Give the mean over all answers."""
         return float(self.values.sum() / self.total)
 
     @property
@@ -67,7 +67,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What one trial used of one budget.
+    """The part of one budget that one trial used.
 
     Attributes:
         metric: what was measured.

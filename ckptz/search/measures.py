@@ -352,7 +352,7 @@ class NamedFunction:
 
     @property
     def unit(self) -> str:
-        """What one value is, as the function says."""
+        """The name of what one value is, as the function says."""
         return unit_of(self.load())
 
     @property

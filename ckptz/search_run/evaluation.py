@@ -108,7 +108,7 @@ class Judge:
         return tuple(faults)
 
     def judgements(self, readings: Readings) -> tuple[Judgement, ...]:
-        """Judge a trial by each limit.
+        """Compare a trial with the exact state, for each limit.
 
         Raises:
             ConfigError: its values are not those of the same answers as the exact state's.
@@ -116,7 +116,7 @@ class Judge:
         return tuple(map(judge, self.limits, self.exact, readings))
 
     def doubts(self, judgements: Sequence[Judgement]) -> tuple[str, ...]:
-        """Say of which budgets too few answers were measured to tell what became of the mean."""
+        """Name the budgets of which too few answers were measured to tell what became of the mean."""
         found = []
         for promise, limit, judged in zip(self.promises, self.limits, judgements, strict=True):
             allowed = _amount(limit.max_drop, limit)
