@@ -19,6 +19,7 @@ from ckptz.search.guided import Neighbourhood
 from ckptz.search.judgement import Judgement, Limit, Reading, judge
 from ckptz.search.one_knob import OneKnob
 from ckptz.search_run.run import SearchOptions
+from ckptz.torch import load_file
 from tests.support.cli_support import ckptz
 from tests.support.search_support import BOTH, CUBE
 
@@ -318,7 +319,7 @@ def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions
     kept = next(t for t in report.search.trials if t.config == report.search.config).judgements[0]
     assert not kept.is_resolved
     assert "8 values tell the change of their mean to a standard error of" in doubt
-    assert f"about {kept.n_wanted:.2g} would tell" in doubt
+    assert f"about {float(f'{kept.n_wanted:.2g}'):,.0f} would tell" in doubt
 
 
 def test_a_single_number_is_judged_with_a_warning(folder: Path, functions: dict[str, Any]) -> None:
@@ -372,6 +373,28 @@ def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
 def test_a_grid_begins_at_the_very_step_of_its_base() -> None:
     [first] = OneKnob(template=Grid(), start=0.70710678).propose([], 1)
     assert first.multiplier == 0.70710678
+
+
+def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Path) -> None:
+    settings = KMeans(levels=8, prune=0.0)
+    options: dict[str, Any] = {"jobs": 1, "force": True}
+    compress(folder / "model.safetensors", folder / "base.ckptz", config=settings, **options)
+    base = load_file(folder / "base.ckptz")["head.weight"]
+    moved = 0.01 * torch.randn(base.shape, generator=torch.Generator().manual_seed(2))
+    save_plain({"head.weight": base + moved}, folder / "next.safetensors")
+    looks = torch.randn(N_ANSWERS, base.numel(), generator=torch.Generator().manual_seed(3)) / WIDTH
+
+    def losses(state: State) -> torch.Tensor:
+        return 2 + looks @ (state["head.weight"] - base - moved).flatten()
+
+    asked = SearchOptions(budgets=(Budget(losses, 0.5),), template=KMeans(), restores=2)
+    given = {"base": folder / "base.ckptz", "search": asked, **options}
+    (report,) = compress(folder / "next.safetensors", folder / "next.ckptz", **given)
+    assert report.search is not None
+    assert len(report.search.trials) == 1
+    assert report.search.trials[0].config["levels"] == 8
+    back = load_file(folder / "next.ckptz")["head.weight"] - base
+    assert float((back * moved).sum() / moved.square().sum()) == pytest.approx(1, abs=0.2)
 
 
 @pytest.mark.parametrize(("restores", "allowed"), [(None, 0.05), (5, 0.01)])

@@ -29,6 +29,7 @@ MIN_GAIN: Final = 0.005  # a trial must promise to be so much smaller than the b
 # Measurements are noisy: a trial that uses up to 1 + DOUBT of the budget does not exclude configurations
 # within NEAR steps of it.
 DOUBT, NEAR = 0.5, 2
+ENOUGH: Final = 20  # rounds, once a trial keeps the budget: more gain under 0.1 % on average
 MAX_SHARE: Final = 0.25  # of the configurations: the descent ends there at the latest
 
 
@@ -46,6 +47,8 @@ class Guided:
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
         grid = self._grid
+        if best_of(history) is not None:
+            n = max(min(n, ENOUGH * n - len(history)), 0)
         open_ = np.ones(len(grid.configs), np.bool_)
         for outcome in history:
             self._exclude(grid, open_, outcome)

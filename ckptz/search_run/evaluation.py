@@ -121,7 +121,9 @@ class Judge:
         for promise, limit, judged in zip(self.promises, self.limits, judgements, strict=True):
             allowed = _amount(limit.max_drop, limit)
             if not judged.is_resolved and judged.error is not None:
-                wanted = f"; about {judged.n_wanted:.2g} would tell" if limit.max_drop else ""
+                wanted = (
+                    f"; about {float(f'{judged.n_wanted:.2g}'):,.0f} would tell" if limit.max_drop else ""
+                )
                 found.append(
                     f"{judged.metric}: {judged.n_values} values tell the change of their mean to a standard "
                     f"error of {_amount(judged.error, limit)}, more than half the budget of {allowed}, so "
