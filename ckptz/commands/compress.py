@@ -498,14 +498,7 @@ def _store(
 
 def _search_notes(search: SearchReport) -> Iterator[str]:
     n = len(search.trials)
-    if search.is_interrupted:
-        best = next(trial for trial in search.trials if trial.config == search.config)
-        yield (
-            f"interrupted after {n} evaluations; kept is the smallest file of them that keeps the budget, of "
-            f"{best.n_bytes:,} bytes, with {best.drop:.0%} of it used"
-        )
-    yield from search.unmeasurable
-    yield from search.doubts
+    yield from search.notes
     if search.is_met is None:
         yield "nothing was measured: the settings of the checkpoint before were used as they are"
     if search.is_met is False and not search.unmeasurable:

@@ -150,3 +150,18 @@ class SearchReport(Shown):
     seconds: float  # taken in all
     # taken to decode and evaluate, in all processes, the exact tensors included
     evaluation_seconds: float = 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes on how the search went and on what its evaluations can tell."""
+        return (*self._interruption, *self.unmeasurable, *self.doubts)
+
+    @property
+    def _interruption(self) -> tuple[str, ...]:
+        kept = [trial for trial in self.trials if trial.is_feasible and trial.config == self.config]
+        return tuple(
+            f"interrupted after {len(self.trials)} evaluations; kept is the smallest file of them that keeps "
+            f"the budget, of {trial.n_bytes:,} bytes, with {trial.drop:.0%} of it used"
+            for trial in kept
+            if self.is_interrupted
+        )

@@ -96,7 +96,7 @@ class SaveReport(Shown):
 
 
 def _notes(search: SearchReport) -> tuple[str, ...]:
-    return (*search.unmeasurable, *search.doubts, *((NOTHING_KEPT,) * (not search.is_met)))
+    return (*search.notes, *((NOTHING_KEPT,) * (not search.is_met)))
 
 
 class Checkpointer:
