@@ -25,6 +25,7 @@ from bench.core.report import finish
 from bench.studies.tasks import SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, folder_of, remembered, weights_of
 from ckptz import Budget, KMeans
+from ckptz.search.judgement import Judgement
 from ckptz.search_run.run import SearchOptions
 
 BUDGETS: Final = (0.05, 0.01)
@@ -73,27 +74,24 @@ def trials(task: Task, strategy: str, budget: float) -> dict[str, Any]:
             sensitivity=None if has_second_moments else run.gradients_path(0),
             search=search,
         )
-    found = [
-        {"n_bytes": trial.n_bytes, "config": trial.config, **asdict(trial.judgements[0])}
-        for trial in report.search.trials
-    ]
+    found = [{"n_bytes": t.n_bytes, "judgement": asdict(t.judgements[0])} for t in report.search.trials]
     print(f"{task.name}, {strategy} search at {budget:g}: {len(found)} evaluations", flush=True)
     return {"budget": budget, "trials": found}
 
 
-def least(searched: Mapping[str, Any]) -> int:
-    """Bytes of the smallest trial within its budget."""
-    kept = (t for t in searched["trials"] if t["used"] is not None and t["used"] <= 1)
-    return min(trial["n_bytes"] for trial in kept)
+def least(searched: Mapping[str, Any], budget: float) -> int:
+    """Bytes of the smallest trial within a budget, which may be another than the search was made for."""
+    trials = searched["trials"]
+    return min(t["n_bytes"] for t in trials if Judgement(**t["judgement"]).within(budget).is_kept)
 
 
 def rows_of(task: Task) -> Iterator[Row]:
     """One row a budget."""
     folder = folder_of(task)
+    every = remembered(folder / "every.json", lambda: trials(task, "exhaustive", BUDGETS[0]))
     for budget in BUDGETS:
-        every = remembered(folder / f"every-{budget:g}.json", lambda b=budget: trials(task, "exhaustive", b))
         guided = remembered(folder / f"guided-{budget:g}.json", lambda b=budget: trials(task, "guided", b))
-        excess = least(guided) / least(every) - 1
+        excess = least(guided, budget) / least(every, budget) - 1
         n_guided, n_every = len(guided["trials"]), len(every["trials"])
         most = MAX_SHARE_OF_CUBE * n_every
         yield {

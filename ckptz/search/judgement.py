@@ -101,6 +101,11 @@ class Judgement:
         """Whether the mean decides: its standard error is at most half the budget, or is not known."""
         return self.error is None or self.error <= RESOLVED * self.allowed
 
+    def within(self, allowed: float) -> Judgement:
+        """Judge the same changes by another limit of the same kind."""
+        judged = replace(self, allowed=allowed)
+        return replace(judged, used=_finite(_used(judged)))
+
     @property
     def n_wanted(self) -> float:
         """Give how many values it takes for the mean to decide; NaN where that cannot be known."""
@@ -132,7 +137,7 @@ def judge(limit: Limit, exact: Reading, found: Reading) -> Judgement:
             scatter = np.square(worse - counts * (worse.sum() / exact.total)).sum() * n / (n - 1)
             error, changes = np.sqrt(scatter) / scale, np.square(worse).sum() / 2 / scale
             judged = replace(judged, error=_finite(error), changes=_finite(changes))
-    return replace(judged, used=_finite(_used(judged)))
+    return judged.within(limit.max_drop)
 
 
 def _used(judged: Judgement) -> float:
