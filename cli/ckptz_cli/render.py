@@ -53,6 +53,8 @@ def quality_text(record: QualityRecord) -> str:
     allowed = f"{100 * record.max_drop:.4g}%" if record.is_relative else f"{record.max_drop:.4g}"
     values = f"{record.measured:.6g} against {record.exact:.6g}"
     moved = _moved(change, is_relative=record.is_relative)
+    if record.is_met and abs(change) > record.max_drop * (1 + 1e-6):  # it is rounded
+        moved += ", which too few answers tell"
     return f"{printable(record.metric)} {values}, {moved} ({allowed} is allowed)"
 
 
