@@ -102,7 +102,7 @@ class Judgement:
         return self.error is None or self.error <= RESOLVED * self.allowed
 
     def within(self, allowed: float) -> Judgement:
-        """Compare the same changes with another limit of the same kind."""
+        """Give the judgement of the same changes by another limit."""
         judged = replace(self, allowed=allowed)
         return replace(judged, used=_finite(_used(judged)))
 
