@@ -50,7 +50,7 @@ _OPERATIONS: Final = (
 
 
 class Record:
-    """What a pickle says of an object: the arguments that it was made with, and its state."""
+    """An object of a pickle: the arguments that it was made with, and its state."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]

@@ -155,7 +155,7 @@ class Background(Generic[T]):
             self.error = None
 
     def forget(self) -> None:
-        """Know of no job; in a forked process, which has no thread that could end it."""
+        """Forget the job, in a forked process, which has no thread that could end it."""
         self._running = self.error = None
 
 
