@@ -56,8 +56,7 @@ def test_kernels_round_as_their_definition_says(data: st.DataObject) -> None:
     grid = (steps, labels, row_units)
     expected = reference.residual_codes(values, base, *grid, dead_zone, key, begin)
     got = np.empty(n, np.uint8)
-    given_base = (values if base is None else base, base is not None)
-    rounding().residual_codes(values, *given_base, *grid, dead_zone, key, begin, got)
+    rounding().residual_codes(values, base, *grid, dead_zone, key, begin, got)
     np.testing.assert_array_equal(got, expected)
     drawn = reference.thresholds(key, begin, n)
     np.testing.assert_array_equal(rounding().thresholds(key, begin, n), drawn)
@@ -72,8 +71,8 @@ def test_kernels_measure_as_numpy_does(n: int, row_units: int, data: st.DataObje
     values, base, given_squares = rng.standard_normal((3, n)).astype(np.float32)
     wide, wide_base = values.astype(np.float64), base.astype(np.float64)
     # Steps, and so the bytes of files, follow from these sums to the last bit.
-    assert rounding().power(values, values, False) == (wide**2).sum()
-    assert rounding().power(values, base, True) == ((wide - wide_base) ** 2).sum()
+    assert rounding().power(values) == (wide**2).sum()
+    assert rounding().power(values, base) == ((wide - wide_base) ** 2).sum()
     assert rounding().largest(values.view(np.uint32)) == np.abs(values).max().view(np.uint32)
 
     begin = data.draw(st.integers(0, 200))
@@ -92,10 +91,9 @@ def test_kernels_measure_as_numpy_does(n: int, row_units: int, data: st.DataObje
     assert rounding().sensitivities(values, odd, is_root, begin, row_units, row_sums)[1]
 
     labels, codes = rng.integers(0, 3, len(row_sums)).astype(np.uint8), rng.integers(0, 4, n).astype(np.uint8)
-    for given_base, sizes in ((values, np.abs(wide)), (base, np.abs(wide - wide_base))):
+    for given_base, sizes in ((None, np.abs(wide)), (base, np.abs(wide - wide_base))):
         sums = np.zeros((3, 256))
-        has_base = given_base is base
-        rounding().residual_sums(values, given_base, has_base, labels, row_units, begin, codes, sums)
+        rounding().residual_sums(values, given_base, labels, row_units, begin, codes, sums)
         cells = labels[rows].astype(np.int64) * 256 + codes
         expected = np.bincount(cells, sizes, sums.size).reshape(sums.shape)
         expected[:, 0] = 0
@@ -121,7 +119,7 @@ def test_what_has_no_level_escapes() -> None:
         none = reference.residual_codes(values, None, grid[0][1:], *grid[1:], 0.0, 5, 0)
     assert (none == ESCAPE).all()
     got = np.empty(len(values), np.uint8)
-    rounding().residual_codes(values, values, False, grid[0][1:], *grid[1:], 0.0, 5, 0, got)
+    rounding().residual_codes(values, None, grid[0][1:], *grid[1:], 0.0, 5, 0, got)
     np.testing.assert_array_equal(got, none)
 
 

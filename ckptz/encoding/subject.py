@@ -153,8 +153,8 @@ class Extent:
         return cls(
             n_units=len(values),
             largest=float(np.uint32(largest).view(np.float32)),
-            power=rounding().power(values, values, False),
-            residual_power=np.inf if others is None else rounding().power(values, others, True),
+            power=rounding().power(values),
+            residual_power=np.inf if others is None else rounding().power(values, others),
             row_sums=row_sums,
             energy=energy,
             is_measured=is_measured,
@@ -217,7 +217,8 @@ def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float 
 
 def _largest(values: Floats) -> int:
     """Find the pattern of the greatest magnitude; those of infinities and NaN are above all others."""
-    return int(rounding().largest(values.view(np.uint32)))
+    found: int = rounding().largest(values.view(np.uint32))
+    return found
 
 
 def _by_size(value: float) -> float:

@@ -412,7 +412,7 @@ class _Grid(OnGrid):
         """
         all_bounds = list(chunk_bounds(self.source.n_units))
         bounds = all_bounds[len(all_bounds) // 2]
-        values, base, _, steps, labels, row_units = self.inputs(*bounds, self.source.units(*bounds))
+        values, base, steps, labels, row_units = self.inputs(*bounds, self.source.units(*bounds))
         at = sampled(*bounds)
         of_rows = steps[labels[at // row_units]]
         places = (values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]) / of_rows
@@ -449,8 +449,8 @@ class _Grid(OnGrid):
         codes = self.codes(*bounds, units)
         sums = np.zeros((self.rows.n_classes, 256))
         if self.fits_levels:
-            values, base, has_base, _, row_labels, row_units = self.inputs(*bounds, units)
-            rounding().residual_sums(values, base, has_base, row_labels, row_units, bounds[0], codes, sums)
+            values, base, _, row_labels, row_units = self.inputs(*bounds, units)
+            rounding().residual_sums(values, base, row_labels, row_units, bounds[0], codes, sums)
         n_base_codes = self.n_base_codes
         classes: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, self.row_units)
         base_codes = None if self.base is None or n_base_codes == 1 else self.base.codes(*bounds)
