@@ -48,9 +48,10 @@ def _thresholds(key: int, begin: int, out: Any) -> None:
 
 def thresholds(key: int, begin: int, n: int) -> Floats:
     """Draw thresholds [n], uniform in [0, 1), of elements begin..begin+n; all one half for NEAREST."""
-    out = np.full(n, 0.5, np.float32)
-    if key != NEAREST:
-        _thresholds(key, begin, out)
+    if key == NEAREST:
+        return np.full(n, 0.5, np.float32)
+    out: Floats = np.empty(n, np.float32)
+    _thresholds(key, begin, out)
     return out
 
 
@@ -63,45 +64,77 @@ def _code(magnitude: Any, is_positive: Any) -> Any:
     return uint8(int32(code))
 
 
+@part
+def _nearest(values: Any, base: Any, has_base: Any, step: Any, widened: Any, out: Any) -> None:
+    for i in range(len(out)):
+        residual = float32(values[i] - base[i]) if has_base else values[i]
+        scaled = float32(residual / step)
+        size = abs(scaled)
+        magnitude = float32(np.floor(float32(size + float32(0.5))))
+        out[i] = _code(float32(0) if size < widened else magnitude, scaled > float32(0))
+
+
 @kernel
-def _nearest(
-    residuals: Any, steps: Any, labels: Any, row_units: int, widened: Any, begin: int, out: Any
+def _nearest_codes(
+    values: Any,
+    base: Any,
+    has_base: bool,
+    steps: Any,
+    labels: Any,
+    row_units: int,
+    widened: Any,
+    begin: int,
+    out: Any,
 ) -> None:
-    i, n = uint64(0), uint64(len(out))
-    while i < n:
-        at = begin + int64(i)
-        end = i + uint64(row_units - at % row_units)
+    done: Any = 0
+    n = len(out)
+    while done < n:
+        at = begin + done
+        end = done + row_units - at % row_units
         if end > n:
             end = n
         step = steps[labels[at // row_units]]
-        for j in range(i, end):
-            scaled = float32(residuals[j] / step)
-            size = abs(scaled)
-            magnitude = float32(np.floor(float32(size + float32(0.5))))
-            out[j] = _code(float32(0) if size < widened else magnitude, scaled > float32(0))
-        i = end
+        _nearest(values[done:end], base[done:end], has_base, step, widened, out[done:end])
+        done = end
+
+
+@part
+def _drawn(values: Any, base: Any, has_base: Any, step: Any, seeded: Any, low: Any, out: Any) -> None:
+    for i in range(len(out)):
+        residual = float32(values[i] - base[i]) if has_base else values[i]
+        scaled = float32(residual / step)
+        whole = float32(np.floor(scaled))
+        drawn = _threshold(seeded, uint32(low + uint32(i)))
+        is_up = drawn >= float32(float32(1) - float32(scaled - whole))
+        whole = float32(whole + float32(is_up))
+        out[i] = _code(abs(whole), whole > float32(0))
 
 
 @kernel
-def _drawn(residuals: Any, steps: Any, labels: Any, row_units: int, key: int, begin: int, out: Any) -> None:
-    i, n = uint64(0), uint64(len(out))
-    while i < n:
-        at = begin + int64(i)
-        low = uint64(at) & uint64(0xFFFFFFFF)
-        end, until = i + uint64(row_units - at % row_units), i + (uint64(1 << 32) - low)
+def _drawn_codes(
+    values: Any,
+    base: Any,
+    has_base: bool,
+    steps: Any,
+    labels: Any,
+    row_units: int,
+    key: int,
+    begin: int,
+    out: Any,
+) -> None:
+    done: Any = 0
+    n = len(out)
+    while done < n:
+        at = begin + done
+        low = int64(uint64(at) & uint64(0xFFFFFFFF))
+        end, until = done + row_units - at % row_units, done + (1 << 32) - low
         if end > until:
             end = until
         if end > n:
             end = n
-        step, seeded, first = steps[labels[at // row_units]], _seeded(key, at), uint32(low - i)
-        for j in range(i, end):
-            scaled = float32(residuals[j] / step)
-            whole = float32(np.floor(scaled))
-            drawn = _threshold(seeded, uint32(first + uint32(j)))
-            is_up = drawn >= float32(float32(1) - float32(scaled - whole))
-            whole = float32(whole + float32(is_up))
-            out[j] = _code(abs(whole), whole > float32(0))
-        i = end
+        step, seeded = steps[labels[at // row_units]], _seeded(key, at)
+        _drawn(values[done:end], base[done:end], has_base, step, seeded, uint32(low), out[done:end])
+        done = end
 
 
 def residual_codes(
@@ -116,12 +149,11 @@ def residual_codes(
     out: Bytes,
 ) -> None:
     """Write codes [n] of values less their base, in steps by row, to `out`."""
-    with np.errstate(all="ignore"):
-        residuals = values if base is None else values - base
+    inputs = values, values if base is None else base, base is not None, steps, labels, row_units
     if key == NEAREST:
-        _nearest(residuals, steps, labels, row_units, np.float32(0.5 + dead_zone), begin, out)
+        _nearest_codes(*inputs, np.float32(0.5 + dead_zone), begin, out)
     else:
-        _drawn(residuals, steps, labels, row_units, key, begin, out)
+        _drawn_codes(*inputs, key, begin, out)
 
 
 @kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -27,31 +28,43 @@ MIN_TABLED = 1 << 14  # fewer units are searched: a table of all buckets would t
 
 
 @kernel
-def _top_histogram(units: Any, shift: int, counts: Any) -> None:
+def _top_histogram(units: Any, shift: int, first: Any, second: Any, total: Any) -> None:
     # Two histograms in turn: equal neighbours would wait for each other's store in one.
-    n, down = uint64(len(units)), uint64(shift)
-    whole = n & ~ONE
-    for i in range(uint64(0), whole, uint64(2)):
-        counts[uint64(units[i]) >> down] += uint32(1)
-        counts[(uint64(units[i + ONE]) >> down) + uint64(N_BUCKETS)] += uint32(1)
-    if whole < n:
-        counts[uint64(units[whole]) >> down] += uint32(1)
+    down = uint64(shift)
+    whole = len(units) // 2 * 2
+    for i in range(0, whole, 2):
+        first[uint64(units[i]) >> down] += uint32(1)
+        second[uint64(units[i + 1]) >> down] += uint32(1)
+    for i in range(whole, len(units)):
+        first[uint64(units[i]) >> down] += uint32(1)
+    for j in range(len(total)):
+        total[j] = np.int64(first[j]) + second[j]
 
 
 def top_histogram(units: Units) -> Counts:
-    counts = np.zeros(2 * N_BUCKETS, np.uint32)
-    _top_histogram(units, 0 if units.itemsize == 2 else 16, counts)
-    return np.add(counts[:N_BUCKETS], counts[N_BUCKETS:], dtype=np.int64)
+    first, second = np.zeros((2, N_BUCKETS), np.uint32)
+    total = np.empty(N_BUCKETS, np.int64)
+    _top_histogram(units, 0 if units.itemsize == 2 else 16, first, second, total)
+    return total
 
 
-def _region_table(boundaries: Units, width: int) -> tuple[NDArray[np.uint16], NDArray[np.bool_]]:
-    """For each top 16 bits of an ordered unit: boundaries at or below its first value; is one above it?"""
-    wide, down = boundaries.astype(np.uint64), np.uint64(width - 16)
+@functools.lru_cache(8)
+def _region_table(
+    boundaries: bytes, codes: bytes, width: int
+) -> tuple[NDArray[np.uint16], Bytes, NDArray[np.bool_]]:
+    """Tell of each top 16 bits of an ordered unit what all chunks of a tensor ask.
+
+    Returns:
+        The number of boundaries at or below their first value, its code, and whether one is above it.
+    """
+    wide = np.frombuffer(boundaries, f"u{width // 8}").astype(np.uint64)
+    down = np.uint64(width - 16)
     rest = (ONE << down) - ONE
     counts = np.bincount(((wide + rest) >> down).astype(np.int64), minlength=N_BUCKETS + 1)
     is_split = np.zeros(N_BUCKETS, np.bool_)
     is_split[wide[(wide & rest) > 0] >> down] = True
-    return np.cumsum(counts)[:N_BUCKETS].astype(np.uint16), is_split
+    low = np.cumsum(counts)[:N_BUCKETS].astype(np.uint16)
+    return low, np.frombuffer(codes, np.uint8)[low], is_split
 
 
 @kernel
@@ -79,12 +92,13 @@ def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
     if len(units) < MIN_TABLED:
         return floats.region_codes(units, boundaries, codes)
     out = np.empty(len(units), np.uint8)
-    low, is_split = _region_table(boundaries, 8 * units.itemsize)
-    _region_codes(units, boundaries, codes, low, codes[low], is_split, 8 * units.itemsize, out)
+    width = 8 * units.itemsize
+    table = _region_table(boundaries.tobytes(), codes.tobytes(), width)
+    _region_codes(units, boundaries, codes, *table, width, out)
     return out
 
 
-@part
+@inlined
 def _widen_f16(unit: Any) -> Any:
     """F16 pattern to F32 pattern."""
     sign = (unit & uint32(0x8000)) << uint32(16)
@@ -102,7 +116,7 @@ def _widen_f16(unit: Any) -> Any:
     return uint32(sign | ((exponent + uint32(112)) << uint32(23)) | (mantissa << uint32(13)))
 
 
-@part
+@inlined
 def _narrow_f16(pattern: Any) -> Any:
     """F32 pattern to F16 pattern, to nearest even."""
     sign, magnitude = (pattern >> uint32(16)) & uint32(0x8000), pattern & uint32(0x7FFFFFFF)
@@ -123,7 +137,7 @@ def _narrow_f16(pattern: Any) -> Any:
     return uint32(sign | kept)
 
 
-@part
+@inlined
 def _narrow_bf16(pattern: Any) -> Any:
     if (pattern & uint32(0x7FFFFFFF)) > uint32(0x7F800000):
         return uint32((pattern >> uint32(16)) | uint32(0x40))
@@ -282,22 +296,26 @@ def _add_linear_32(
     rows: Any,
     table: Any,
     n_codes: int,
+    sums: Any,
+    sums_f32: Any,
     terms: Any,
     terms_f32: Any,
     out: Any,
-    out_f32: Any,
 ) -> None:
     n = len(out)
     for begin in range(0, n, BLOCK):
         end = begin + BLOCK
         if end > n:
             end = n
-        here = out[begin:end]
-        for i in range(len(here)):
-            here[i] = base[begin + i]
+        size = end - begin
+        origin, here = base[begin:end], out[begin:end]
+        for i in range(size):
+            sums[i] = origin[i]
         own = rows if len(rows) == 1 else rows[begin:end]
-        _lookup(codes[begin:end], own, table, n_codes, terms[: end - begin])
-        _add_block(here, out_f32[begin:end], terms, terms_f32)
+        _lookup(codes[begin:end], own, table, n_codes, terms[:size])
+        _add_block(sums[:size], sums_f32[:size], terms[:size], terms_f32[:size])
+        for i in range(size):
+            here[i] = sums[i]
 
 
 @kernel
@@ -323,21 +341,20 @@ def _add_linear_16(
         _to_f32(base[begin:end], kind, sums[:size])
         own = rows if len(rows) == 1 else rows[begin:end]
         _lookup(codes[begin:end], own, table, n_codes, terms[:size])
-        _add_block(sums[:size], sums_f32[:size], terms, terms_f32)
+        _add_block(sums[:size], sums_f32[:size], terms[:size], terms_f32[:size])
         _from_f32(sums[:size], kind, out[begin:end])
 
 
 def add_linear(
     base: Units, codes: Bytes, rows: Units, table: NDArray[np.uint32], kind: int, out: Units
 ) -> None:
-    terms = np.empty(BLOCK, np.uint32)
+    sums, terms = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
+    views = sums, sums.view(np.float32), terms, terms.view(np.float32)
     looked_up = codes, rows, table.reshape(-1), table.shape[1]
     if kind == F32:
-        _add_linear_32(base, *looked_up, terms, terms.view(np.float32), out, out.view(np.float32))
-        return
-    sums = np.empty(BLOCK, np.uint32)
-    views = sums, sums.view(np.float32), terms, terms.view(np.float32)
-    _add_linear_16(base, *looked_up, kind, *views, out)
+        _add_linear_32(base, *looked_up, *views, out)
+    else:
+        _add_linear_16(base, *looked_up, kind, *views, out)
 
 
 @kernel
