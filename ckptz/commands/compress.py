@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from ckptz.formats.targets import (
 )
 from ckptz.guidance.guides import GuideFiles
 from ckptz.guidance.owners import ParameterNames, join
+from ckptz.kernels.clock import working_seconds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE, checked
@@ -72,7 +72,7 @@ class CompressReport(Shown):
     base: str | None  # file name of the base, or None
     depth: int  # deltas between the output and its anchor
     step: int | None  # training step, as given, or as metadata or names have it
-    seconds: float  # time taken
+    seconds: float  # time taken, without that of compiling kernels
     notes: tuple[str, ...] = ()  # what the user should know
     search: SearchReport | None = None  # how the configuration was found, if it was searched for
 
@@ -428,7 +428,7 @@ class _Read:
 def _write(
     opened: Input, target: Path, base: _Base | None, notes: list[str], read: _Read, run: _Run
 ) -> CompressReport:
-    start = time.perf_counter()
+    start = working_seconds()
     job = Job(
         tensors=opened.tensors,
         config=run.search.template if run.search else run.config,
@@ -466,7 +466,7 @@ def _write(
         base=base.ref.file if base else None,
         depth=base.ref.depth if base else 0,
         step=job.step,
-        seconds=time.perf_counter() - start,
+        seconds=working_seconds() - start,
         notes=tuple(notes),
         search=search,
     )
