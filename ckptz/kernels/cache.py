@@ -142,7 +142,7 @@ def _name_runtime() -> None:
 
 
 class Kept(caching.FunctionCache):  # type: ignore[misc]
-    """What is kept of one kernel, in every folder."""
+    """Kernels of one function that are kept, in every folder."""
 
     _impl_class = _Names
 
