@@ -87,7 +87,6 @@ OWN = {
         "ladder_counts",
         "level_codes",
         "level_sums",
-        "drawn_levels",
     ),
     "_near_zero",
     *("_nearest", "_drawn", "_leaf", "power", "largest", "_row_sums", "sensitivities"),

@@ -60,9 +60,6 @@ class Guide:
     inputs: InputMoments | None = None  # second moments of the inputs that it is multiplied with
     # of the whole tensor where this is a shard of it, so that all shards get one map
     sketch: Sketch | None = None
-    # of a first moment: how far its weight will move for each root of the second moment that it is, before it
-    # has died out, in root mean squares of the weight
-    reach: float | None = None
     # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
     # of its tensors to one another
     energy: float | None = None

@@ -7,10 +7,7 @@ Codes rather than outer products of a few vectors: on a language model's run, 2 
 of Adam's direction (29 %) in 0.09 bits as codes do in 0.45, but resumed no better than codes in 0.02 bits.
 
 What a file loses of a first moment is lost movement, as its weight would have followed it for some ten steps
-to come. On the encoder of bench/studies/momentum.py, ten restarts in 200 steps, that alone ended 2.6 % above
-the uninterrupted run. Thresholds that are drawn keep it on average; where rates are low their steps can be
-large, and take hundredths of a bit. Where rates are high they take several tenths, so there most moments fall
-into a dead zone. To move weights at once by what is lost costs more than it saves at such rates.
+to come. A Checkpointer moves weights by the share of that which training follows: `ckptz.training.moves`.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats, moments
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
-from ckptz.methods.method import DRAWN, Recipe, Setting
+from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of, sums_by
 from ckptz.quant.moment_codes import Labels, StepClasses, StepQuantizer, values_of
 from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, class_roots, first_map, row_labels
@@ -41,12 +38,6 @@ Bounds = tuple[int, int]
 
 MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
 RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
-# Moves to come of a first moment that is kept, and of one of its steps, in root mean squares of the weight.
-# On the fine-tunes of bench/studies/momentum.py, what steps of 0.08 add is hardly seen; with larger moves
-# they take more than 0.2 bits.
-KEPT_MOVES: Final = 0.0025
-KEPT_REACH: Final = 0.08
-MAX_KEPT_STEP: Final = 64.0  # roots
 USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
 MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than these save
 
@@ -59,14 +50,11 @@ class FirstMoment(Recipe):
         step: in roots of the restored second moment; without one, in root mean squares of the row.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero.
         source: name of the tensor of second moments, or None.
-        is_kept: whether it is kept on average where that takes few bits: by thresholds that are drawn, and
-            without a dead zone.
     """
 
     step: float
     dead_zone: float
     source: str | None = None
-    is_kept: bool = False
     name: ClassVar[str] = "first-moment"
 
     def settings(self) -> dict[str, Setting]:
@@ -90,10 +78,6 @@ class FirstMoment(Recipe):
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
             return _first_plan(subject, self._quantizer(source, _by_row(source, self, run)))[0]
-        reach = subject.guide.reach
-        if self.is_kept and reach is not None and reach * ratio < KEPT_MOVES:
-            step = KEPT_REACH / max(reach, KEPT_REACH / MAX_KEPT_STEP)
-            return self._kept(subject, _by_second(second, replace(self, step=step)), step)
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         candidates = [_by_second(second, wanted)]
@@ -104,11 +88,6 @@ class FirstMoment(Recipe):
 
     def _quantizer(self, source: TensorSource, classes: StepClasses) -> StepQuantizer:
         return StepQuantizer(KINDS[source.dtype.name], classes, self.dead_zone)
-
-    def _kept(self, subject: Subject, classes: StepClasses, step: float) -> Draft:
-        quantizer = replace(self._quantizer(subject.source, classes), key=subject.seed)
-        draft, _ = _first_plan(subject, quantizer)
-        return replace(draft, found={"step": step, "dead_zone": 0.0, DRAWN: subject.seed})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:

@@ -41,6 +41,7 @@ from ckptz.training.budget_search import (
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
+from ckptz.training.moves import Trail
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
 from ckptz.training.snapshot import Snapshot
@@ -225,6 +226,8 @@ class Checkpointer:
         directory = directory if is_url(directory) else Path(directory).absolute()
         self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
         self._snapshot = Snapshot()
+        # What a budget was measured on is what is written.
+        self._trail = Trail() if config.loses_state and budget is None else None
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
         self._at: int | None = None
@@ -400,6 +403,8 @@ class Checkpointer:
         start = time.perf_counter()
         self._snapshot.synchronize()
         written = self._written(taken, method, metric, begun.step)
+        if self._trail is not None:
+            self._trail.mark(taken.nested, begun.step, is_restored=False)
         try:
             pruned = prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
@@ -430,12 +435,12 @@ class Checkpointer:
         self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int
     ) -> WrittenStep:
         try:
-            return self._write_step(StepEncoder(state, step, metric, method, self._jobs), step)
+            return self._write_step(StepEncoder(state, step, metric, method, self._jobs, self._trail), step)
         except RuntimeError:
             # At the end of the program no pool takes new work; this thread alone still can.
             if threading.main_thread().is_alive() or self._jobs == 1:
                 raise
-            return self._write_step(StepEncoder(state, step, metric, method, 1), step)
+            return self._write_step(StepEncoder(state, step, metric, method, 1, self._trail), step)
 
     def _write_step(self, encoder: StepEncoder, step: int) -> WrittenStep:
         exact = encoder.exact if self._keep.exact != 0 else None
@@ -500,6 +505,8 @@ class Checkpointer:
             self._at, found = step, rest.get(RESTORES)
             before = found if isinstance(found, int) and 0 <= found < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
+            if self._trail is not None:
+                self._trail.mark(self._state(), step, is_restored=True)
         self.restored = restored
         return step
 

@@ -1,0 +1,219 @@
+"""What a save makes up for of the momentum that its files lose: weights are moved before they are coded.
+
+First moments that come back poorer move weights less than they would have. How much less cannot be told from
+them alone: gradients may undo a part of it. So the moves that lost momentum would still cause, P, are held
+against those that training has made, D, since the last save or restore: a sample of the live weights there is
+kept in memory for that. Weights are moved by <P, D> / <P, P> of P; see `ckptz.guidance.moves`. On three runs
+(bench/studies/momentum.py) that ends nearer to the uninterrupted run than moves by all of P or by none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ckptz.codec.units import SourceOf, TensorSource
+from ckptz.codec.values import KINDS
+from ckptz.encoding.coded import CodedSource
+from ckptz.encoding.companions import HeldChunks
+from ckptz.encoding.moved import MovedSource
+from ckptz.guidance.moves import Course, Products, course_of, shares_of
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import Units
+from ckptz.quant.sensitivity import floats_of
+
+SAMPLED: Final = 1 << 16  # elements of a weight, at most
+Sample = NDArray[np.float32]
+UNKNOWN: Final = (
+    "not moved by the momentum that their file loses, as no training since a save or restore is known"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A weight when it was saved or restored.
+
+    Attributes:
+        sample: of its values.
+        updates: that it had had; where the optimizer does not count them, the step of the save.
+        rate: of the next update, or None.
+        is_restored: whether it was restored.
+    """
+
+    sample: Sample
+    updates: float
+    rate: float | None
+    is_restored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The momentum of one weight that a file loses.
+
+    Attributes:
+        course: of the first moment.
+        moment: as it is.
+        restored: as the file restores it.
+        second: the second moment, if moves depend on it.
+    """
+
+    course: Course
+    moment: TensorSource
+    restored: TensorSource
+    second: TensorSource | None
+
+    def moves(self, begin: int, end: int) -> Sample:
+        """Compute the moves that it would still have caused, float32 [end - begin]."""
+        with np.errstate(all="ignore"):
+            lost = _values(self.moment, begin, end) - _values(self.restored, begin, end)
+        squares = None if self.second is None else _values(self.second, begin, end)
+        return self.course.moves(lost, squares)
+
+    def sample(self) -> Sample:
+        """Compute them at the elements that `Trail` samples."""
+        stride = _stride(self.moment.n_units)
+        parts = [self.moves(b, e)[-b % stride :: stride] for b, e in self.moment.chunk_bounds()]
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved(SourceOf):
+    """A weight after its moves; what would not be finite is left as it is."""
+
+    lost: Lost
+    share: float
+
+    def units(self, begin: int, end: int) -> Units:
+        kind, units = KINDS[self.dtype.name], self.source.units(begin, end)
+        with np.errstate(all="ignore"):
+            values = floats_of(units, kind) + np.float32(self.share) * self.lost.moves(begin, end)
+        moved: Units = cpu().from_f32(values.view(np.uint32), kind)
+        return np.where(np.isfinite(floats_of(moved, kind)), moved, units)
+
+
+class Trail:
+    """Where the last save or restore of a run has left its weights, and what has become of them since."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, _Mark] = {}
+        self._shares: dict[str, float] = {}  # that were measured last
+
+    def mark(self, state: Mapping[str, Any], step: int, *, is_restored: bool) -> None:
+        """Remember the weights of a nested state that a save has taken, or that a restore has left."""
+        courses, weights = dict(courses_of(state)), state["model"]
+        with torch.no_grad():
+            self._marks = {
+                name: _Mark(
+                    _sampled(weights[name]),
+                    _updates(state, name, step),
+                    course.rate,
+                    is_restored,
+                )
+                for name, course in courses.items()
+                if isinstance(weights.get(name), torch.Tensor)
+            }
+
+    def courses(self, state: Mapping[str, Any], step: int) -> Iterator[tuple[str, Course]]:
+        """Give the courses of first moments, by parameter, with rates on their line since the mark."""
+        before = {
+            name: (mark.rate, _updates(state, name, step) - mark.updates)
+            for name, mark in self._marks.items()
+            if mark.rate is not None
+        }
+        return courses_of(state, before)
+
+    def shares(self, state: Mapping[str, Any], step: int, lost: Mapping[str, Lost]) -> dict[str, float]:
+        """Measure by which share of its moves each weight is to be moved, by parameter.
+
+        A share that cannot be measured now is the one that was measured last; without one it is left out.
+        """
+        found, known = {}, dict[str, float]()
+        for name, one in lost.items():
+            mark = self._marks.get(name)
+            if mark is None:
+                continue
+            n_updates = _updates(state, name, step) - mark.updates
+            now, before = _sampled(state["model"][name]), mark.sample
+            if now.shape != before.shape:
+                continue
+            rate = one.course.rate if mark.rate is None else (mark.rate + one.course.rate) / 2
+            kept = (1 - rate * one.course.weight_decay) ** max(n_updates, 0)
+            moved = now - np.float32(kept) * before
+            if not (now != before).any():
+                n_updates = 0
+            if n_updates > 0:
+                found[name] = Products.of(one.sample(), moved, one.course.in_noise(n_updates))
+            elif mark.is_restored:  # what the file loses was lost before
+                known[name] = 0.0
+            elif name in self._shares:
+                known[name] = self._shares[name]
+        measured = shares_of(found)
+        self._shares |= measured
+        return known | measured
+
+
+def moved(
+    weights: Mapping[str, TensorSource], lost: Mapping[str, Lost], shares: Mapping[str, float]
+) -> dict[str, TensorSource]:
+    """Move weights, by the names of parameters, by their shares; those that do not move are left out."""
+    chunks = HeldChunks()
+    return {
+        name: MovedSource(weights[name], chunks.of(name, _Moved(weights[name], lost[name], share)), share)
+        for name, share in shares.items()
+        if share > 0
+    }
+
+
+def can_move(weight: TensorSource | None) -> bool:
+    """Tell whether a weight has values here that can be moved."""
+    return weight is not None and weight.dtype.name in KINDS and not isinstance(weight, CodedSource)
+
+
+def courses_of(
+    state: Mapping[str, Any], before: Mapping[str, tuple[float, float]] = {}
+) -> Iterator[tuple[str, Course]]:
+    """Read the courses of first moments, by parameter, from the nested state of a run.
+
+    Args:
+        state: with `optimizer`, `groups` and `classes`.
+        before: of a parameter, its rate before and the updates since, where they are known.
+    """
+    is_adamw = set(state.get("classes", ())) == {"AdamW"}
+    for group in state.get("groups", ()):
+        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+        for name in group.get("params", ()):
+            own = {key: _plain(value) for key, value in state.get("optimizer", {}).get(name, {}).items()}
+            course = course_of(settings, own, is_adamw=is_adamw, before=before.get(name))
+            if course is not None:
+                yield name, course
+
+
+def _plain(value: Any) -> Any:
+    """A tensor of one number as that number; everything else as it is."""
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta":
+        return value.item()
+    return value
+
+
+def _updates(state: Mapping[str, Any], name: str, step: int) -> float:
+    found = _plain(state.get("optimizer", {}).get(name, {}).get("step"))
+    return float(found) if isinstance(found, int | float) else float(step)
+
+
+def _stride(n: int) -> int:
+    return max(-(-n // SAMPLED), 1)
+
+
+def _sampled(weight: torch.Tensor) -> Sample:
+    flat = weight.detach().reshape(-1)
+    sample: Sample = flat[:: _stride(flat.numel())].to(torch.float32).cpu().numpy().copy()
+    return sample
+
+
+def _values(source: TensorSource, begin: int, end: int) -> Sample:
+    return floats_of(source.units(begin, end), KINDS[source.dtype.name])
