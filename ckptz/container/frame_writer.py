@@ -14,7 +14,7 @@ import msgspec
 
 from ckptz.bits import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
-from ckptz.codec.plan import QuantizationMap, exact_plan
+from ckptz.codec.plan import Plan, QuantizationMap, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSource, chunk_bounds, companions_of
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
@@ -249,8 +249,8 @@ def write_frames(
     contents: Contents,
     workers: Workers,
     progress: Progress | None,
-) -> Iterator[tuple[TensorEntry, bool, str]]:
-    """Write all frames; yields of each its row of the index, whether it needs the base, and a note."""
+) -> Iterator[tuple[TensorEntry, Plan, str]]:
+    """Write all frames; yields of each its row of the index, its plan, and a note."""
     offset = 0
     earlier = contents.earlier
     settled = earlier.settled(contents.recipes) if earlier is not None else {}
@@ -262,7 +262,7 @@ def write_frames(
     for name, source in tensors.items():
         if name in settled:
             entry = copy_frame(sink, offset, settled[name])
-            needs_base = settled[name].header.plan.needs_base
+            plan = settled[name].header.plan
             note = earlier.notes.get(name, "") if earlier is not None else ""
             if progress:
                 progress(source.n_bytes)
@@ -276,8 +276,8 @@ def write_frames(
                 )
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
-            needs_base, note = draft.plan.needs_base, draft.note
-        yield entry, needs_base, note
+            plan, note = draft.plan, draft.note
+        yield entry, plan, note
         offset += entry.n_bytes
 
 

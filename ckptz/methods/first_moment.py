@@ -1,13 +1,14 @@
-"""Plans first moments and momenta: steps by class, levels at the means of what they stand for.
+"""Plans first moments and momenta: a sum of few outer products, or levels of steps by class.
 
-The class of an element is the magnitude of the second moment that the same file restores, so that steps
-follow its root. Without second moments (SGD, Lion) it is a label of the row, by the row's spread.
+Where it is known how far they will move their weights, most of what they would move lies in few directions;
+these are kept as far as they are worth their bits, and the rest is lost: see `ckptz.quant.low_rank`. What is
+lost is movement, as its weight would have followed it for some ten steps to come. A Checkpointer moves the
+weight by the share of that which training follows: `ckptz.training.moves`.
 
-Codes rather than outer products of a few vectors: on a language model's run, 2 outer products kept as much
-of Adam's direction (29 %) in 0.09 bits as codes do in 0.45, but resumed no better than codes in 0.02 bits.
-
-What a file loses of a first moment is lost movement, as its weight would have followed it for some ten steps
-to come. A Checkpointer moves weights by the share of that which training follows: `ckptz.training.moves`.
+Elsewhere (Lion takes the sign of a first moment, Muon turns all its directions to one size) small elements
+count as much as large ones, and they are codes. The class of an element is then the magnitude of the second
+moment that the same file restores, so that steps follow its root. Without second moments it is a label of the
+row, by the row's spread.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from numpy.typing import NDArray
 
 from ckptz.class_rules import MAX_INDICES, Magnitude, Row, labels_of_rows
 from ckptz.codec.frame import pack_plan
-from ckptz.codec.plan import Domain, Plan
+from ckptz.codec.plan import Domain, ExplicitTable, LowRank, Plan, Predictor, QuantizationMap
 from ckptz.codec.units import TensorSource, n_rows_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.draft import ClassCounts, Draft, stream_tables
 from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats, moments
+from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of, sums_by
+from ckptz.quant.low_rank import low_rank
 from ckptz.quant.moment_codes import Labels, StepClasses, StepQuantizer, values_of
 from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, class_roots, first_map, row_labels
+from ckptz.quant.quantizer import Quantizer
 
 Floats = NDArray[np.float64]
 Bounds = tuple[int, int]
@@ -56,6 +60,7 @@ class FirstMoment(Recipe):
     dead_zone: float
     source: str | None = None
     name: ClassVar[str] = "first-moment"
+    may_be_low_rank: ClassVar[bool] = True
 
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step, "dead_zone": self.dead_zone}
@@ -75,6 +80,8 @@ class FirstMoment(Recipe):
             return plan_lossless(source, subject.base, run)
         if not sketch_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
+        if subject.guide.reach is not None:
+            return _low_rank_plan(subject, second, subject.guide.reach)
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
             return _first_plan(subject, self._quantizer(source, _by_row(source, self, run)))[0]
@@ -88,6 +95,30 @@ class FirstMoment(Recipe):
 
     def _quantizer(self, source: TensorSource, classes: StepClasses) -> StepQuantizer:
         return StepQuantizer(KINDS[source.dtype.name], classes, self.dead_zone)
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros(Quantizer):
+    """Gives every unit the one code that there is."""
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        del units
+        return np.zeros(end - begin, np.uint8)
+
+
+def _low_rank_plan(subject: Subject, second: TensorSource | None, reach: float) -> Draft:
+    """Plan the outer products that are worth their bits, or zeros where none is."""
+    before = None if subject.base is None or subject.base.stored is None else subject.base.stored.plan.outer
+    warm = before if isinstance(before, LowRank) else None
+    found = low_rank(subject.source, second, reach, warm, subject.seed)
+    plan = Plan(
+        quant_map=QuantizationMap(ExplicitTable(np.zeros((1, 1), np.uint32)), np.zeros(1, np.int64)),
+        domain=Domain.LINEAR,
+        predictor=Predictor.ZERO if found is None else Predictor.LOW_RANK,
+        outer=found,
+    )
+    rank = 0 if found is None else len(found.scales)
+    return Draft(plan, _Zeros(), found={"step": 0.0, "dead_zone": 0.0, "rank": rank})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:

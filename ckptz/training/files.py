@@ -14,6 +14,7 @@ from ckptz.codec.units import TensorSource, tensor_bytes
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
+from ckptz.encoding.subject import Guide
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.frameworks.torch import TorchTensors, torch_dtype
 from ckptz.guidance.guides import Calibrated, GuideFiles
@@ -151,21 +152,29 @@ class StepState:
         """The snapshot as it was given."""
         return self._given[0]
 
-    def lost(self, restored: Checkpoint, courses: Iterable[tuple[str, Course]]) -> dict[str, Lost]:
-        """Give what a file of this state loses of first moments whose weights can be moved, by parameter."""
-        records = () if restored.container is None else restored.container.index.tensors
-        is_lossy = {one.name: one.lossy is not None for one in records}
+    def momenta(self, courses: Iterable[tuple[str, Course]]) -> dict[str, Lost]:
+        """Give the first moments whose weights can be moved, by parameter, all of each as lost."""
         found = {}
         for parameter, course in courses:
             weight = self.weights.tensors.get(f"{self.prefix}{parameter}")
-            name = f"{OPTIMIZER}.{parameter}.{course.moment}"
-            moment = self.rest.tensors.get(name)
+            moment = self.rest.tensors.get(f"{OPTIMIZER}.{parameter}.{course.moment}")
             second = self.rest.tensors.get(f"{OPTIMIZER}.{parameter}.{course.second}")
             given = [moment, *[second] * (course.second is not None)]
-            if not is_lossy.get(name) or not can_move(weight) or not all(map(can_move, given)):
+            if not can_move(weight) or not all(map(can_move, given)):
                 continue
             if weight is not None and moment is not None and weight.shape == moment.shape:
-                found[parameter] = Lost(course, moment, restored.tensors[name], second)
+                found[parameter] = Lost(course, moment, None, second)
+        return found
+
+    def lost(self, restored: Checkpoint, courses: Iterable[tuple[str, Course]]) -> dict[str, Lost]:
+        """Give what a file of this state loses of them."""
+        records = () if restored.container is None else restored.container.index.tensors
+        lossy = {one.name for one in records if one.lossy is not None}
+        found = {}
+        for parameter, one in self.momenta(courses).items():
+            name = f"{OPTIMIZER}.{parameter}.{one.course.moment}"
+            if name in lossy:
+                found[parameter] = replace(one, restored=restored.tensors[name])
         return found
 
     def job(self, part: Part, method: WhatMayBeLost) -> Job:
@@ -256,8 +265,22 @@ class StepEncoder:
         metadata = {POSITION_KEY: str(position)}
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
-        job = replace(self._state.job(self._state.rest, method), guides={}, beside={}, quality=quality)
+        job = replace(
+            self._state.job(self._state.rest, method), guides=self._reaches(), beside={}, quality=quality
+        )
         return self._write("state", sink, job, base, _bases(base), metadata)
+
+    def _reaches(self) -> dict[str, Guide]:
+        """What is known of first moments, by their names."""
+        if self._trail is None:
+            return {}
+        state, trail = self._state, self._trail
+        momenta = state.momenta(trail.courses(state.nested, self._step))
+        reaches = trail.reaches(state.nested, self._step, momenta)
+        return {
+            f"{OPTIMIZER}.{name}.{momenta[name].course.moment}": Guide(reach=reach)
+            for name, reach in reaches.items()
+        }
 
     def _moved(self, state: StepState, restored: Checkpoint, trail: Trail) -> dict[str, TensorSource]:
         """The weights, by name in the file, that are moved by momentum that the file of the state loses."""

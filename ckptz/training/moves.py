@@ -28,6 +28,7 @@ from ckptz.kernels.floats import Units
 from ckptz.quant.sensitivity import floats_of
 
 SAMPLED: Final = 1 << 16  # elements of a weight, at most
+UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to have made where it is unknown
 Sample = NDArray[np.float32]
 UNKNOWN: Final = (
     "not moved by the momentum that their file loses, as no training since a save or restore is known"
@@ -58,19 +59,21 @@ class Lost:
     Attributes:
         course: of the first moment.
         moment: as it is.
-        restored: as the file restores it.
+        restored: as the file restores it; None where all of it is lost.
         second: the second moment, if moves depend on it.
     """
 
     course: Course
     moment: TensorSource
-    restored: TensorSource
+    restored: TensorSource | None
     second: TensorSource | None
 
     def moves(self, begin: int, end: int) -> Sample:
         """Compute the moves that it would still have caused, float32 [end - begin]."""
-        with np.errstate(all="ignore"):
-            lost = _values(self.moment, begin, end) - _values(self.restored, begin, end)
+        lost = _values(self.moment, begin, end)
+        if self.restored is not None:
+            with np.errstate(all="ignore"):
+                lost = lost - _values(self.restored, begin, end)
         squares = None if self.second is None else _values(self.second, begin, end)
         return self.course.moves(lost, squares)
 
@@ -127,6 +130,34 @@ class Trail:
         }
         return courses_of(state, before)
 
+    def reaches(self, state: Mapping[str, Any], step: int, whole: Mapping[str, Lost]) -> dict[str, float]:
+        """Give `Guide.reach` of first moments, by parameter, from what all of each would move."""
+        found = {}
+        for name, one in whole.items():
+            moved, n_updates = self._moved(state, name, step, one.course)
+            size = 0.0 if moved is None or not n_updates else _rms(moved)
+            size = size or UNKNOWN_SHARE * _rms(one.sample())
+            if size:
+                found[name] = one.course.total / one.course.root / size
+        return found
+
+    def _moved(
+        self, state: Mapping[str, Any], name: str, step: int, course: Course
+    ) -> tuple[Sample | None, float]:
+        """Measure what training has moved a weight's sample since the mark, and in how many updates.
+
+        None where there is no mark; no updates where it has not moved.
+        """
+        mark = self._marks.get(name)
+        now = _sampled(state["model"][name])
+        if mark is None or now.shape != mark.sample.shape:
+            return None, 0.0
+        n_updates = _updates(state, name, step) - mark.updates
+        rate = course.rate if mark.rate is None else (mark.rate + course.rate) / 2
+        kept = (1 - rate * course.weight_decay) ** max(n_updates, 0)
+        is_moved = bool((now != mark.sample).any())
+        return now - np.float32(kept) * mark.sample, max(n_updates, 0.0) if is_moved else 0.0
+
     def shares(self, state: Mapping[str, Any], step: int, lost: Mapping[str, Lost]) -> dict[str, float]:
         """Measure by which share of its moves each weight is to be moved, by parameter.
 
@@ -134,21 +165,12 @@ class Trail:
         """
         found, known = {}, dict[str, float]()
         for name, one in lost.items():
-            mark = self._marks.get(name)
-            if mark is None:
+            moved, n_updates = self._moved(state, name, step, one.course)
+            if moved is None:
                 continue
-            n_updates = _updates(state, name, step) - mark.updates
-            now, before = _sampled(state["model"][name]), mark.sample
-            if now.shape != before.shape:
-                continue
-            rate = one.course.rate if mark.rate is None else (mark.rate + one.course.rate) / 2
-            kept = (1 - rate * one.course.weight_decay) ** max(n_updates, 0)
-            moved = now - np.float32(kept) * before
-            if not (now != before).any():
-                n_updates = 0
-            if n_updates > 0:
+            if n_updates:
                 found[name] = Products.of(one.sample(), moved, one.course.in_noise(n_updates))
-            elif mark.is_restored:  # what the file loses was lost before
+            elif self._marks[name].is_restored:  # what the file loses was lost before
                 known[name] = 0.0
             elif name in self._shares:
                 known[name] = self._shares[name]
@@ -213,6 +235,10 @@ def _sampled(weight: torch.Tensor) -> Sample:
     flat = weight.detach().reshape(-1)
     sample: Sample = flat[:: _stride(flat.numel())].to(torch.float32).cpu().numpy().copy()
     return sample
+
+
+def _rms(sample: Sample) -> float:
+    return float(np.sqrt(np.square(sample, dtype=np.float64).mean())) if len(sample) else 0.0
 
 
 def _values(source: TensorSource, begin: int, end: int) -> Sample:
