@@ -116,6 +116,7 @@ class Plan:
         start: the state that it begins with, at the first checkpoint; None for the cached run's own.
         base: the weights that training began from, where that is a fine-tune.
         jobs: threads that save.
+        lead: steps from the start to the first checkpoint, which the run sees.
     """
 
     task: Task
@@ -124,6 +125,7 @@ class Plan:
     start: State | None = field(default=None, repr=False)
     base: Path | None = None
     jobs: int = N_THREADS
+    lead: int = 0
 
     def first(self, seed: int) -> State:
         """The state of the first checkpoint; of seeds above 0 disturbed."""
@@ -207,9 +209,9 @@ def fine_tune(name: str = "fine-tune", texts: Texts = docstrings) -> Plan:
     )
     trainer, weights = Trainer(task), weights_of(Run(base).state(N_CHECKPOINTS - 1))
     trainer.model.load_state_dict(weights)
-    trainer.train(FINE_TUNE_EVERY)
-    last = FINE_TUNE_CHECKPOINTS - 1
-    plan = Plan(task, FINE_TUNE_CHECKPOINTS, tuple(range(last)), trainer.state())
+    trainer.train(1)  # so that there is state of the optimizer
+    last, lead = FINE_TUNE_CHECKPOINTS - 1, FINE_TUNE_EVERY - 1
+    plan = Plan(task, FINE_TUNE_CHECKPOINTS, tuple(range(last)), trainer.state(), lead=lead)
     path = plan.folder / "base.safetensors"
     publish(path, lambda p: save_file(weights, p))
     return replace(plan, base=path)
@@ -242,7 +244,7 @@ def exact_end(plan: Plan, seed: int) -> dict[str, Any]:
         if plan.start is None and not seed:
             return {part: Run(plan.task).facts(N_CHECKPOINTS - 1)[part] for part in (SEARCH, HELD_OUT)}
         trainer = Trainer(plan.task, plan.first(seed))
-        trainer.train(plan.task.interval * (plan.n_checkpoints - 1))
+        trainer.train(plan.lead + plan.task.interval * (plan.n_checkpoints - 1))
         return quality(trainer)
 
     return remembered(plan.end_path(seed), train)
@@ -269,6 +271,9 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
     sizes, weights, seconds, training, raw = [], [], [], [], 0
     saver = _saver(folder, trainer, arm, plan)
     try:
+        if plan.lead:
+            saver.maybe_save(trainer.step)
+            trainer.train(plan.lead)
         for index in range(plan.n_checkpoints):
             if index:
                 trains = functools.partial(trainer.train, plan.task.interval)
@@ -310,6 +315,7 @@ def _saver(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpointer
         keep=KEEP_ALL,
         anchor_every=arm.anchor_every,
         restores=arm.restores,
+        every=plan.task.interval,
         background=False,
         jobs=plan.jobs,
     )

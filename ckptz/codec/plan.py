@@ -202,7 +202,7 @@ class Outer:
         """Accept vectors that are in memory already."""
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
-        """Compute the elements begin..end of the matrix as F32 patterns."""
+        """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
         return cpu().outer_product(self.rows, self.columns, begin, end)
 
 
@@ -236,7 +236,7 @@ class StoredOuter:
         _vector(self._planes[OUTER_BYTES:], self._n_columns)
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
-        """Compute the elements begin..end of the matrix as F32 patterns."""
+        """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
         return cpu().outer_product(self.rows, self.columns, begin, end)
 
 
@@ -285,7 +285,7 @@ class LowRank:
         return self.n_columns <= PLAIN_COLUMNS and all(((s == 0) | (s >= PLAIN)).all() for s in sizes)
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
-        """Compute the elements begin..end of the matrix as F32 patterns, added in the order of the terms."""
+        """Add the terms up in their order: elements begin..end of the matrix, F32 patterns [end - begin]."""
         if self._is_plain:
             n = self.n_columns
             first, last = begin // n, -(-end // n)

@@ -477,7 +477,7 @@ class Embedded:
         return cls(coder, bytes(stream))
 
     def write(self, out: ByteWriter) -> None:
-        """Write it with coder and length before it: spec/02-entropy.md#embedded-streams."""
+        """Write the stream with coder and length before it: spec/02-entropy.md#embedded-streams."""
         out.u8(self.coder)
         out.varint(len(self.stream))
         out.raw(self.stream)

@@ -181,7 +181,7 @@ def _is_share(value: float | None) -> TypeGuard[float]:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What training has moved, D, beside what a lost first moment would move, P; tensors add up.
+    """Products of what training has moved, D, with what a lost first moment would move, P; tensors add up.
 
     The share of P that training follows is <P, D> / <P, P>, divided by what that is in noise. Where gradients
     undo what momentum does, D has less of P in it.
@@ -219,12 +219,15 @@ class Products:
 
 
 def shares_of(found: Mapping[str, Products]) -> dict[str, float]:
-    """Give the share of each tensor; those that are too small to tell have one together."""
+    """Give the share of each tensor; those that are too small to tell have one together.
+
+    They are left out where even all tensors together do not tell.
+    """
     rough = [name for name, one in found.items() if not one.is_precise]
-    pool = _sum(found[name] for name in rough)
-    if not pool.is_precise:
-        pool = _sum(found.values())
-    return {name: (pool if name in rough else one).share for name, one in found.items()}
+    pools = _sum(found[name] for name in rough), _sum(found.values())
+    pool = next((one for one in pools if one.is_precise), None)
+    shares = {name: one.share for name, one in found.items() if one.is_precise}
+    return shares if pool is None else shares | dict.fromkeys(rough, pool.share)
 
 
 def _sum(products: Iterable[Products]) -> Products:

@@ -68,21 +68,21 @@ class Moments:
         return cls(source, rows, columns)
 
     def blocks(self) -> Iterator[tuple[slice, Floats]]:
-        """Give blocks of rows, which are 0 where there is no root."""
+        """Give blocks of rows, [at most a chunk of elements, n_columns], 0 where there is no root."""
         over_rows, over_columns = _inverse(self.rows), _inverse(self.columns)
         for begin, block in _blocks(self.source, len(self.columns)):
             at = slice(begin, begin + len(block))
             yield at, block * over_rows[at, None] * over_columns
 
     def times(self, vectors: Floats) -> Floats:
-        """Multiply with vectors [n_columns, n] from the right: [n_rows, n]."""
+        """Compute the product with vectors [n_columns, n] on the right: [n_rows, n]."""
         out = np.empty((len(self.rows), vectors.shape[1]), np.float32)
         for at, block in self.blocks():
             out[at] = block @ vectors
         return out
 
     def transposed_times(self, vectors: Floats) -> Floats:
-        """Multiply the transpose with vectors [n_rows, n]: [n_columns, n]."""
+        """Compute the product of the transpose with vectors [n_rows, n]: [n_columns, n]."""
         out = np.zeros((len(self.columns), vectors.shape[1]), np.float32)
         for at, block in self.blocks():
             out += block.T @ vectors[at]

@@ -297,11 +297,18 @@ class Checkpointer:
         """
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
-        self._in_turn(f"maybe_save({step})", self._lock)
-        if checked_step(step) % self._every:
+        step = checked_step(step)
+        self._in_turn(f"maybe_save({step})", functools.partial(self._look, step))
+        if step % self._every:
             return False
         self.save(step, metric=metric)
         return True
+
+    def _look(self, step: int) -> None:
+        """Be the folder's one writer from the first step on, and know where that has left the weights."""
+        self._lock()
+        if self._trail is not None and not self._trail.is_marked and self._writer.is_idle:
+            self._trail.mark(self._weights_and_optimizer(), step, is_restored=False)
 
     def _lock(self) -> None:
         """Let a second writer be noticed at the first step; a save under way has unfinished files there."""
@@ -383,12 +390,14 @@ class Checkpointer:
 
     def _state(self) -> dict[str, Any]:
         return {
-            MODEL: model_state(self.model),
-            **optimizer_state(self.model, self._optimizers),
+            **self._weights_and_optimizer(),
             "extra": extra_state(self.extra),
             "rng": random_state(),
             **({RESTORES: self._n_restores} if self._n_restores else {}),
         }
+
+    def _weights_and_optimizer(self) -> dict[str, Any]:
+        return {MODEL: model_state(self.model), **optimizer_state(self.model, self._optimizers)}
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -506,7 +515,7 @@ class Checkpointer:
             before = found if isinstance(found, int) and 0 <= found < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
             if self._trail is not None:
-                self._trail.mark(self._state(), step, is_restored=True)
+                self._trail.mark(self._weights_and_optimizer(), step, is_restored=True)
         self.restored = restored
         return step
 

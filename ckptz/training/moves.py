@@ -30,9 +30,7 @@ from ckptz.quant.sensitivity import floats_of
 SAMPLED: Final = 1 << 16  # elements of a weight, at most
 UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to have made where it is unknown
 Sample = NDArray[np.float32]
-UNKNOWN: Final = (
-    "not moved by the momentum that their file loses, as no training since a save or restore is known"
-)
+UNKNOWN: Final = "not moved by the momentum that is lost: how much of it training follows is not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,16 @@ class _Mark:
 
     Attributes:
         sample: of its values.
-        updates: that it had had; where the optimizer does not count them, the step of the save.
-        rate: of the next update, or None.
+        updates: that it had had, or None where the optimizer does not count them.
+        step: of the save.
+        rate: of the next update.
         is_restored: whether it was restored.
     """
 
     sample: Sample
-    updates: float
-    rate: float | None
+    updates: float | None
+    step: int
+    rate: float
     is_restored: bool
 
 
@@ -78,7 +78,7 @@ class Lost:
         return self.course.moves(lost, squares)
 
     def sample(self) -> Sample:
-        """Compute them at the elements that `Trail` samples."""
+        """Compute the moves at the elements that `Trail` samples, float32 [n]."""
         stride = _stride(self.moment.n_units)
         parts = [self.moves(b, e)[-b % stride :: stride] for b, e in self.moment.chunk_bounds()]
         return np.concatenate(parts)
@@ -100,35 +100,33 @@ class _Moved(SourceOf):
 
 
 class Trail:
-    """Where the last save or restore of a run has left its weights, and what has become of them since."""
+    """Samples of the weights of a run as its last save or restore has left them."""
 
     def __init__(self) -> None:
         self._marks: dict[str, _Mark] = {}
+        self.is_marked = False  # whether there has been a save, a restore or a first step
         self._shares: dict[str, float] = {}  # that were measured last
 
     def mark(self, state: Mapping[str, Any], step: int, *, is_restored: bool) -> None:
-        """Remember the weights of a nested state that a save has taken, or that a restore has left."""
-        courses, weights = dict(courses_of(state)), state["model"]
-        with torch.no_grad():
-            self._marks = {
-                name: _Mark(
-                    _sampled(weights[name]),
-                    _updates(state, name, step),
-                    course.rate,
-                    is_restored,
-                )
-                for name, course in courses.items()
-                if isinstance(weights.get(name), torch.Tensor)
-            }
+        """Sample the weights of a nested state that a save has taken, or that a restore has left."""
+        weights, self._marks, self.is_marked = state["model"], {}, True
+        for settings, names in _groups(state):
+            rate = settings.get("lr")
+            for name in names if isinstance(rate, int | float) else ():
+                if _has_values(weights.get(name)):
+                    updates = _updates(state, name)
+                    self._marks[name] = _Mark(_sampled(weights[name]), updates, step, rate, is_restored)
 
     def courses(self, state: Mapping[str, Any], step: int) -> Iterator[tuple[str, Course]]:
         """Give the courses of first moments, by parameter, with rates on their line since the mark."""
-        before = {
-            name: (mark.rate, _updates(state, name, step) - mark.updates)
-            for name, mark in self._marks.items()
-            if mark.rate is not None
-        }
+        marks = self._marks.items()
+        before = {name: (mark.rate, self._n_updates(state, name, step)) for name, mark in marks}
         return courses_of(state, before)
+
+    def _n_updates(self, state: Mapping[str, Any], name: str, step: int) -> float:
+        """Count the updates of a parameter since its mark."""
+        mark, now = self._marks[name], _updates(state, name)
+        return step - mark.step if now is None else now - (mark.updates or 0.0)
 
     def reaches(self, state: Mapping[str, Any], step: int, whole: Mapping[str, Lost]) -> dict[str, float]:
         """Give `Guide.reach` of first moments, by parameter, from what all of each would move."""
@@ -152,11 +150,10 @@ class Trail:
         now = _sampled(state["model"][name])
         if mark is None or now.shape != mark.sample.shape:
             return None, 0.0
-        n_updates = _updates(state, name, step) - mark.updates
-        rate = course.rate if mark.rate is None else (mark.rate + course.rate) / 2
-        kept = (1 - rate * course.weight_decay) ** max(n_updates, 0)
+        n_updates = max(self._n_updates(state, name, step), 0.0)
+        kept = (1 - (mark.rate + course.rate) / 2 * course.weight_decay) ** n_updates
         is_moved = bool((now != mark.sample).any())
-        return now - np.float32(kept) * mark.sample, max(n_updates, 0.0) if is_moved else 0.0
+        return now - np.float32(kept) * mark.sample, n_updates if is_moved else 0.0
 
     def shares(self, state: Mapping[str, Any], step: int, lost: Mapping[str, Lost]) -> dict[str, float]:
         """Measure by which share of its moves each weight is to be moved, by parameter.
@@ -172,11 +169,8 @@ class Trail:
                 found[name] = Products.of(one.sample(), moved, one.course.in_noise(n_updates))
             elif self._marks[name].is_restored:  # what the file loses was lost before
                 known[name] = 0.0
-            elif name in self._shares:
-                known[name] = self._shares[name]
-        measured = shares_of(found)
-        self._shares |= measured
-        return known | measured
+        self._shares |= shares_of(found)
+        return {name: self._shares[name] for name in lost if name in self._shares} | known
 
 
 def moved(
@@ -206,13 +200,19 @@ def courses_of(
         before: of a parameter, its rate before and the updates since, where they are known.
     """
     is_adamw = set(state.get("classes", ())) == {"AdamW"}
-    for group in state.get("groups", ()):
-        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
-        for name in group.get("params", ()):
+    for settings, names in _groups(state):
+        for name in names:
             own = {key: _plain(value) for key, value in state.get("optimizer", {}).get(name, {}).items()}
             course = course_of(settings, own, is_adamw=is_adamw, before=before.get(name))
             if course is not None:
                 yield name, course
+
+
+def _groups(state: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Give the settings of each group of parameters, and their names."""
+    for group in state.get("groups", ()):
+        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+        yield settings, list(group.get("params", ()))
 
 
 def _plain(value: Any) -> Any:
@@ -222,9 +222,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _updates(state: Mapping[str, Any], name: str, step: int) -> float:
+def _updates(state: Mapping[str, Any], name: str) -> float | None:
+    """Find how many updates a parameter has had; None where its optimizer does not say."""
     found = _plain(state.get("optimizer", {}).get(name, {}).get("step"))
-    return float(found) if isinstance(found, int | float) else float(step)
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _has_values(weight: Any) -> bool:
+    is_tensor = isinstance(weight, torch.Tensor) and weight.layout == torch.strided
+    is_own = not (hasattr(weight, "full_tensor") or hasattr(weight, "__tensor_flatten__"))
+    return is_tensor and is_own and weight.is_floating_point() and weight.device.type != "meta"
 
 
 def _stride(n: int) -> int:
