@@ -104,7 +104,7 @@ CALLERS = {
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},
     "add_bits": {"codec/values.py"},
-    "outer_product": {"codec/values.py", "quant/moment_codes.py"},
+    "outer_product": {"codec/plan.py", "quant/moment_codes.py"},
     "merge_planes": {"codec/decode.py", "class_rules.py"},
     "magnitude_classes": {
         "class_rules.py",

@@ -112,7 +112,9 @@ class Trail:
         weights, self._marks, self.is_marked = state["model"], {}, True
         for settings, names in _groups(state):
             rate = settings.get("lr")
-            for name in names if isinstance(rate, int | float) else ():
+            if not isinstance(rate, int | float):
+                continue
+            for name in names:
                 if _has_values(weights.get(name)):
                     updates = _updates(state, name)
                     self._marks[name] = _Mark(_sampled(weights[name]), updates, step, rate, is_restored)
