@@ -66,7 +66,7 @@ def test_noise_vectors_and_what_moves_little_are_not_kept() -> None:
     noise = rng.standard_normal((256, 256)).astype(np.float32)
     assert low_rank(source(noise), None, 0.2) is None
     strong = few_directions(rng, 1)
-    assert low_rank(source(strong), None, 0.2) is not None
+    assert low_rank(source(strong), None, 0.4) is not None
     assert low_rank(source(strong), None, 1e-4) is None
     assert low_rank(source(strong), None, 0.0) is None
     assert low_rank(source(strong), None, float("inf")) is None
@@ -85,7 +85,7 @@ def test_the_more_moves_are_worth_the_more_directions_are_kept() -> None:
         ranks.append(0 if found is None else len(found.scales))
     assert ranks == sorted(ranks)
     assert ranks[0] < 4
-    assert ranks[-1] >= 12
+    assert ranks[-1] > 8
 
 
 def test_more_directions_than_are_probed_at_first_are_found() -> None:

@@ -30,7 +30,7 @@ from ckptz.quant.sensitivity import floats_of
 Floats = NDArray[np.float32]
 
 # Bits that a code may cost for a share of 1 of the square of what an interval moves the tensor.
-WORTH: Final = 1.0
+WORTH: Final = 2.0
 N_PROBES: Final = 16  # vectors of the first iteration; more where all of them are worth their bits
 N_ITERATIONS: Final = 2
 MOST: Final = 127  # magnitude of a code

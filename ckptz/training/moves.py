@@ -131,12 +131,15 @@ class Trail:
         return step - mark.step if now is None else now - (mark.updates or 0.0)
 
     def reaches(self, state: Mapping[str, Any], step: int, whole: Mapping[str, Lost]) -> dict[str, float]:
-        """Give `Guide.reach` of first moments, by parameter, from what all of each would move."""
+        """Give `Guide.reach` of first moments, by parameter, from what all of each would move.
+
+        Where training has moved less, as between frequent saves, they do not count for more than that.
+        """
         found = {}
         for name, one in whole.items():
             moved, n_updates = self._moved(state, name, step, one.course)
-            size = 0.0 if moved is None or not n_updates else _rms(moved)
-            size = size or UNKNOWN_SHARE * _rms(one.sample())
+            own = _rms(one.sample())
+            size = UNKNOWN_SHARE * own if moved is None or not n_updates else max(_rms(moved), own)
             if size:
                 found[name] = one.course.total / one.course.root / size
         return found
