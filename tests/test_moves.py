@@ -462,3 +462,12 @@ def test_what_does_not_tell_is_not_taken_for_a_share() -> None:
         run.model.weight += 30 * torch.randn(128, 128)
     run.train(5)
     assert trail.shares(run.state(), 25, {"weight": lost_of(run, courses(run)["weight"])}) == {}
+
+
+def test_parameters_without_elements_are_left_alone(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=128)
+    run.model.nothing = torch.nn.Parameter(torch.zeros(0, 128))
+    run.optimizer = OPTIMIZERS["AdamW"](list(run.model.parameters()))
+    saved(tmp_path, run)
+    assert moves_recorded(tmp_path, 65)["nothing"] is None
+    assert moves_recorded(tmp_path, 65)["weight"] is not None

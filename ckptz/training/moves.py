@@ -192,7 +192,9 @@ def moved(
 
 def can_move(weight: TensorSource | None) -> bool:
     """Tell whether a weight has values here that can be moved."""
-    return weight is not None and weight.dtype.name in KINDS and not isinstance(weight, CodedSource)
+    if weight is None or isinstance(weight, CodedSource):
+        return False
+    return weight.dtype.name in KINDS and weight.n_units > 0
 
 
 def courses_of(
