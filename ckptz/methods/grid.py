@@ -293,11 +293,8 @@ class Grid(Method):
 
     def searched(self, *, trains: bool, restarts: bool = False) -> Self:
         """Keep moments exact where no budget would notice what becomes of them."""
-        moments = self.moments if trains else None
-        if restarts and moments is not None:
-            moments = replace(moments, keeps_first=True)
         purpose = "resume" if restarts and self.purpose == "auto" else self.purpose
-        return replace(self, moments=moments, purpose=purpose)
+        return replace(self, moments=self.moments if trains else None, purpose=purpose)
 
     def expecting(self, restores: int) -> Self:
         """Give finer steps the more restores there will be: what each costs grows with the step.
