@@ -24,6 +24,7 @@ LEFT: Final = 1e-6  # of a first moment, that no update to come is counted for
 MOST_UPDATES: Final = 1 << 16
 NADAM_DECAY: Final = 0.96  # of torch's NAdam
 PRECISE: Final = 0.1  # standard error of a share that a tensor may have by itself
+TELLING: Final = 0.5  # the same of all tensors together, above which it tells nothing
 
 Rates = NDArray[np.float64]
 
@@ -197,20 +198,30 @@ class Products:
     variance: float
 
     @classmethod
-    def of(cls, to_come: NDArray[np.float32], moved: NDArray[np.float32], in_noise: float) -> Self:
-        """Measure P and D [n] on a sample of one tensor."""
+    def of(
+        cls,
+        to_come: NDArray[np.float32],
+        moved: NDArray[np.float32],
+        in_noise: float,
+        n_free: int | None = None,
+    ) -> Self:
+        """Measure P and D [n] on a sample of one tensor.
+
+        P and D are of low rank, so that elements of a matrix tell no more than its rows and columns: `n_free`
+        of them, by default n.
+        """
         p, d = to_come.astype(np.float64), moved.astype(np.float64)
         both, own, power = float(p @ d), float(p @ p), float(d @ d)
         rest = max(power - both * both / own, 0.0) if own else power
-        return cls(both, own * in_noise, own * rest / max(len(p), 1))
+        return cls(both, own * in_noise, own * rest / max(n_free or len(p), 1))
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.both + other.both, self.own + other.own, self.variance + other.variance)
 
     @property
-    def is_precise(self) -> bool:
-        """Whether the standard error of the share is small."""
-        return math.sqrt(self.variance) <= PRECISE * self.own
+    def error(self) -> float:
+        """The standard error of the share."""
+        return math.sqrt(self.variance) / self.own if self.own else math.inf
 
     @property
     def share(self) -> float:
@@ -223,11 +234,12 @@ def shares_of(found: Mapping[str, Products]) -> dict[str, float]:
 
     They are left out where even all tensors together do not tell.
     """
-    rough = [name for name, one in found.items() if not one.is_precise]
-    pools = _sum(found[name] for name in rough), _sum(found.values())
-    pool = next((one for one in pools if one.is_precise), None)
-    shares = {name: one.share for name, one in found.items() if one.is_precise}
-    return shares if pool is None else shares | dict.fromkeys(rough, pool.share)
+    rough = [name for name, one in found.items() if one.error > PRECISE]
+    pool = _sum(found[name] for name in rough)
+    if pool.error > PRECISE:
+        pool = _sum(found.values())
+    shares = {name: one.share for name, one in found.items() if name not in rough}
+    return shares | dict.fromkeys(rough, pool.share) if pool.error <= TELLING else shares
 
 
 def _sum(products: Iterable[Products]) -> Products:

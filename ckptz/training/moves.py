@@ -9,6 +9,7 @@ kept in memory for that. Weights are moved by <P, D> / <P, P> of P; see `ckptz.g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -171,7 +172,9 @@ class Trail:
             if moved is None:
                 continue
             if n_updates:
-                found[name] = Products.of(one.sample(), moved, one.course.in_noise(n_updates))
+                shape = one.moment.shape
+                n_free = min(math.prod(shape[:1]) + math.prod(shape[1:]), len(moved))
+                found[name] = Products.of(one.sample(), moved, one.course.in_noise(n_updates), n_free)
             elif self._marks[name].is_restored:  # what the file loses was lost before
                 known[name] = 0.0
         self._shares |= shares_of(found)
