@@ -288,3 +288,16 @@ def test_first_moments_that_are_not_finite_stay_as_they_are(tmp_path: Path) -> N
     assert [note for note in report.notes if "NaN" in note]
     restored = load_file(tmp_path / "step-00000005.state.ckptz")["optimizer.weight.exp_avg"]
     np.testing.assert_array_equal(restored.numpy(), run.moment())
+
+
+def test_larger_steps_keep_fewer_directions(tmp_path: Path) -> None:
+    ranks = []
+    for step in (0.1, 1.0, 16.0):
+        saved(tmp_path / str(step), Run(), config=Grid(moments=Moments(first_step=step)))
+        tensors = inspect(tmp_path / str(step) / "step-00000035.state.ckptz").tensors
+        [record] = [t.lossy for t in tensors if t.name == "optimizer.weight.exp_avg"]
+        assert record is not None
+        assert record.settings["step"] == step
+        ranks.append(record.settings["rank"])
+    assert ranks == sorted(ranks, reverse=True)
+    assert ranks[0] > ranks[2] == 0

@@ -51,7 +51,8 @@ class FirstMoment(Recipe):
     """A first moment, or a momentum, as levels of steps by class.
 
     Attributes:
-        step: in roots of the restored second moment; without one, in root mean squares of the row.
+        step: in roots of the restored second moment; without one, in root mean squares of the row. Of outer
+            products, beside the usual step.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero.
         source: name of the tensor of second moments, or None.
     """
@@ -81,7 +82,7 @@ class FirstMoment(Recipe):
         if not sketch_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
         if subject.guide.reach is not None:
-            return _low_rank_plan(subject, second, subject.guide.reach)
+            return _low_rank_plan(subject, second, subject.guide.reach, self.step)
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
             return _first_plan(subject, self._quantizer(source, _by_row(source, self, run)))[0]
@@ -106,11 +107,11 @@ class _Zeros(Quantizer):
         return np.zeros(end - begin, np.uint8)
 
 
-def _low_rank_plan(subject: Subject, second: TensorSource | None, reach: float) -> Draft:
+def _low_rank_plan(subject: Subject, second: TensorSource | None, reach: float, step: float) -> Draft:
     """Plan the outer products that are worth their bits, or zeros where none is."""
     before = None if subject.base is None or subject.base.stored is None else subject.base.stored.plan.outer
     warm = before if isinstance(before, LowRank) else None
-    found = low_rank(subject.source, second, reach, warm, subject.seed)
+    found = low_rank(subject.source, second, reach, warm, subject.seed, step)
     plan = Plan(
         quant_map=QuantizationMap(ExplicitTable(np.zeros((1, 1), np.uint32)), np.zeros(1, np.int64)),
         domain=Domain.LINEAR,
@@ -118,7 +119,7 @@ def _low_rank_plan(subject: Subject, second: TensorSource | None, reach: float) 
         outer=found,
     )
     rank = 0 if found is None else len(found.scales)
-    return Draft(plan, _Zeros(), found={"step": 0.0, "dead_zone": 0.0, "rank": rank})
+    return Draft(plan, _Zeros(), found={"dead_zone": 0.0, "rank": rank})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:

@@ -29,8 +29,7 @@ from ckptz.quant.sensitivity import floats_of
 
 Floats = NDArray[np.float32]
 
-# Bits that a code may cost for a share of 1 of the square of what an interval moves the tensor.
-WORTH: Final = 2.0
+WORTH: Final = 2.0  # what a bit may save of the square of what an interval moves, as a share of one element's
 N_PROBES: Final = 16  # vectors of the first iteration; more where all of them are worth their bits
 N_ITERATIONS: Final = 2
 MOST: Final = 127  # magnitude of a code
@@ -131,6 +130,7 @@ def low_rank(
     reach: float,
     warm: LowRank | None = None,
     seed: int = 0,
+    step: float = 1.0,
 ) -> LowRank | None:
     """Fit the terms that are worth their bits; None if none is.
 
@@ -140,8 +140,9 @@ def low_rank(
         reach: see `ckptz.encoding.subject.Guide`.
         warm: terms of the file before.
         seed: of the vectors that are drawn.
+        step: of the codes, beside the usual one; fewer terms are worth their bits the larger it is.
     """
-    shape = source.shape
+    shape, reach = source.shape, reach / step
     if len(shape) < 2 or not (math.isfinite(reach) and reach > 0):
         return None
     n_rows, n_columns = shape[0], math.prod(shape[1:])
