@@ -148,7 +148,6 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (ckptz.KMeans, {"layer_prune": "head"}),
     (ckptz.KMeans, {"sigma": None}),
     (ckptz.Moments, {"first_step": "1"}),
-    (ckptz.Moments, {"keeps_first": "no"}),
     (lambda **settings: ckptz.Budget(quality, **settings), {"max_drop": "1%"}),
     (lambda **settings: ckptz.Budget(quality, **settings), {"relative": "no"}),
     (lambda **settings: ckptz.ResumeProbe(quality, **settings), {"n_steps": 2.5}),

@@ -89,7 +89,6 @@ OWN = {
         "ladder_counts",
         "level_codes",
         "level_sums",
-        "drawn_levels",
     ),
     "_near_zero",
     *("_nearest", "_drawn", "_leaf", "_power", "_largest", "_row_sums", "sensitivities", "_add_tiny"),
@@ -107,7 +106,7 @@ CALLERS = {
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},
     "add_bits": {"codec/values.py"},
-    "outer_product": {"codec/values.py", "quant/moment_codes.py"},
+    "outer_product": {"codec/plan.py", "quant/moment_codes.py"},
     "merge_planes": {"codec/decode.py", "class_rules.py"},
     "magnitude_classes": {
         "class_rules.py",

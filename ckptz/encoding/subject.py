@@ -60,8 +60,9 @@ class Guide:
     inputs: InputMoments | None = None  # second moments of the inputs that it is multiplied with
     # of the whole tensor where this is a shard of it, so that all shards get one map
     sketch: Sketch | None = None
-    # of a first moment: how far its weight will move for each root of the second moment that it is, before it
-    # has died out, in root mean squares of the weight
+    # of a first moment whose moves are proportional to it: how far its weight will move, in all, for a first
+    # moment of one root of the second (of one, without a second), in root mean squares of what training moves
+    # that weight from one save to the next
     reach: float | None = None
     # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
     # of its tensors to one another

@@ -293,24 +293,17 @@ class Grid(Method):
 
     def searched(self, *, trains: bool, restarts: bool = False) -> Self:
         """Keep moments exact where no budget would notice what becomes of them."""
-        moments = self.moments if trains else None
-        if restarts and moments is not None:
-            moments = replace(moments, keeps_first=True)
         purpose = "resume" if restarts and self.purpose == "auto" else self.purpose
-        return replace(self, moments=moments, purpose=purpose)
+        return replace(self, moments=self.moments if trains else None, purpose=purpose)
 
     def expecting(self, restores: int) -> Self:
         """Give finer steps the more restores there will be: what each costs grows with the step.
 
-        Anchors are finer still: the error of the first stays in the run, however often it restarts. Momentum
-        is kept on average where that takes few bits.
+        Anchors are finer still: the error of the first stays in the run, however often it restarts.
         """
         share = min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
         finer = self._with_step(self.step * share, share)
-        moments = finer.moments
-        if moments is not None:
-            moments = replace(moments, keeps_first=True)
-        return replace(finer, moments=moments, anchor_step=self.anchor_step or finer.step * ANCHOR_SHARE)
+        return replace(finer, anchor_step=self.anchor_step or finer.step * ANCHOR_SHARE)
 
     @property
     def multiplier(self) -> float:

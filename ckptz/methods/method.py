@@ -35,11 +35,13 @@ class Recipe:
     Attributes:
         name: in the file's record of the tensor.
         is_lossy: whether the tensor may come back changed.
+        may_be_low_rank: whether the tensor may become a sum of outer products, where a guide has its reach.
     """
 
     __slots__ = ()
     name: ClassVar[str]
     is_lossy: ClassVar[bool] = True
+    may_be_low_rank: ClassVar[bool] = False
 
     @property
     def prunes(self) -> bool:

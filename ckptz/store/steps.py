@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -66,6 +67,8 @@ MOVED: Final = (
 )
 
 Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
+# The same for weights, with the state of the same step as its file restores it; None where it loses nothing.
+WeightsEncoder = Callable[[Checkpoint | None, BinaryIO, Checkpoint | None, int], Written]
 # Writes the residual of a file of a kind, against that lossy file, with some metadata.
 ExactEncoder = Callable[[FileKind, BinaryIO, Checkpoint, Mapping[str, str]], Written]
 
@@ -288,7 +291,7 @@ class StepStore:
     def write(
         self,
         step: int,
-        encode_weights: Encoder,
+        encode_weights: WeightsEncoder,
         encode_state: Encoder,
         rule: ChainRule,
         encode_exact: ExactEncoder | None = None,
@@ -319,7 +322,9 @@ class StepStore:
                 with files.file(folder / state_file.name) as state_sink:
                     state = self._encode("state", state_sink, encode_state, rule, notes)
                 written = Path(state_sink.name)
-                weights = self._encode("weights", weights_sink, encode_weights, rule, notes)
+                with self._lossy(written, state) as restored:
+                    encode = functools.partial(encode_weights, restored)
+                    weights = self._encode("weights", weights_sink, encode, rule, notes)
                 weights_sink.flush()
                 n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
                 state = replace(state, stored_bytes=n_bytes)
@@ -346,6 +351,16 @@ class StepStore:
         sink.seek(0)
         sink.truncate()
         return encode(sink, None, 0)
+
+    @contextlib.contextmanager
+    def _lossy(self, path: Path, written: Written) -> Iterator[Checkpoint | None]:
+        """Open a file that has just been written, if it loses something."""
+        if not written.n_lossy:
+            yield None
+            return
+        with contextlib.closing(open_checkpoint(path)) as opened:
+            opened.hold(self._last)
+            yield opened
 
     def _write_exact(
         self,

@@ -41,6 +41,7 @@ from ckptz.training.budget_search import (
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
+from ckptz.training.moves import Trail
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
 from ckptz.training.snapshot import Snapshot
@@ -225,6 +226,8 @@ class Checkpointer:
         directory = directory if is_url(directory) else Path(directory).absolute()
         self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
         self._snapshot = Snapshot()
+        # What a budget was measured on is what is written.
+        self._trail = Trail() if config.loses_state and budget is None else None
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
         self._at: int | None = None
@@ -294,11 +297,18 @@ class Checkpointer:
         """
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
-        self._in_turn(f"maybe_save({step})", self._lock)
-        if checked_step(step) % self._every:
+        step = checked_step(step)
+        self._in_turn(f"maybe_save({step})", functools.partial(self._look, step))
+        if step % self._every:
             return False
         self.save(step, metric=metric)
         return True
+
+    def _look(self, step: int) -> None:
+        """Be the folder's one writer from the first step on, and know where that has left the weights."""
+        self._lock()
+        if self._trail is not None and not self._trail.is_marked and self._writer.is_idle:
+            self._trail.mark(self._weights_and_optimizer(), step, is_restored=False)
 
     def _lock(self) -> None:
         """Let a second writer be noticed at the first step; a save under way has unfinished files there."""
@@ -380,12 +390,14 @@ class Checkpointer:
 
     def _state(self) -> dict[str, Any]:
         return {
-            MODEL: model_state(self.model),
-            **optimizer_state(self.model, self._optimizers),
+            **self._weights_and_optimizer(),
             "extra": extra_state(self.extra),
             "rng": random_state(),
             **({RESTORES: self._n_restores} if self._n_restores else {}),
         }
+
+    def _weights_and_optimizer(self) -> dict[str, Any]:
+        return {MODEL: model_state(self.model), **optimizer_state(self.model, self._optimizers)}
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -400,6 +412,8 @@ class Checkpointer:
         start = time.perf_counter()
         self._snapshot.synchronize()
         written = self._written(taken, method, metric, begun.step)
+        if self._trail is not None:
+            self._trail.mark(taken.nested, begun.step, is_restored=False)
         try:
             pruned = prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
@@ -430,12 +444,12 @@ class Checkpointer:
         self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int
     ) -> WrittenStep:
         try:
-            return self._write_step(StepEncoder(state, step, metric, method, self._jobs), step)
+            return self._write_step(StepEncoder(state, step, metric, method, self._jobs, self._trail), step)
         except RuntimeError:
             # At the end of the program no pool takes new work; this thread alone still can.
             if threading.main_thread().is_alive() or self._jobs == 1:
                 raise
-            return self._write_step(StepEncoder(state, step, metric, method, 1), step)
+            return self._write_step(StepEncoder(state, step, metric, method, 1, self._trail), step)
 
     def _write_step(self, encoder: StepEncoder, step: int) -> WrittenStep:
         exact = encoder.exact if self._keep.exact != 0 else None
@@ -500,6 +514,8 @@ class Checkpointer:
             self._at, found = step, rest.get(RESTORES)
             before = found if isinstance(found, int) and 0 <= found < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
+            if self._trail is not None:
+                self._trail.mark(self._weights_and_optimizer(), step, is_restored=True)
         self.restored = restored
         return step
 
