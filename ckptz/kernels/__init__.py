@@ -46,7 +46,7 @@ planning = cpu  # arithmetic of the encoder's choices
 
 
 def silently() -> None:
-    """Switch off the notice of compilation in this process, which compiles because it was asked to."""
+    """Turn off the notice of compilation in this process, which compiles because it was asked to."""
     importlib.import_module("ckptz.kernels.cache").be_silent()
 
 
