@@ -23,7 +23,7 @@ class Moments:
     Attributes:
         second_step: of exp_avg_sq, in octaves: a restored second moment is within one of it.
         first_step: of exp_avg, in roots of the restored second moment; of momentum and where there is no
-            second moment, in root mean squares of the row. Where few directions are kept, with 1 as the usual.
+            second moment, in root mean squares of the row; where few directions are kept, 1 is usual.
         first_dead_zone: additional share of a step, on both sides of zero, that becomes zero.
     """
 
