@@ -309,6 +309,7 @@ def killed(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 def hung(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """The last rank lives, and does not come to the save."""
     if rank == n_ranks - 1:
+        sharded(whole(), n_ranks)
         dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
         time.sleep(60)
         return {}
