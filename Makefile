@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= passive
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
 
-demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-output/, about 5 minutes
+demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-output/, about 3 minutes
 	$(BIN)/python -m bench.demo
 
 test: $(DEV) ## the test suite, in two processes
@@ -31,7 +31,8 @@ test-slow: $(DEV) ## the exhaustive sweeps
 
 # Tests that give the parsers every kind of bytes; compiled kernels are not counted.
 PARSER_TESTS := $(addprefix tests/test_,parser_branches.py base_metadata.py container_files.py earlier_frames.py \
-	publish.py spec_refusals.py sync_sparse.py vectors.py together.py checkpointer.py)
+	publish.py spec_refusals.py sync_sparse.py vectors.py together.py checkpointer.py http.py \
+	odd_folders.py)
 
 coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
 	$(BIN)/python -m coverage run -m pytest -m "not slow" $(PARSER_TESTS)

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ckptz.container.index import FORMAT_VERSION, KEY_FEATURES
+from ckptz.container.index import FORMAT_VERSION, KEY_FEATURES, version_of
 from ckptz.wire.header import VERSION as MESSAGE_VERSION
 from tests.support.spec_cases import ALSO, ENTROPY, FRAME, INTEGERS, QUANTIZATION, TRANSFORMS, lenient
 from tests.support.spec_cases_files import CHAIN, CONTAINER
@@ -58,7 +58,8 @@ def _row(name: str, files: Files) -> Row:
         {"path": f"{kept}/{stem or file}", "sha256": hashlib.sha256(data).hexdigest()}
         for file, data in files.items()
     ]
-    return {"name": name, "version": FORMAT_VERSION, "features": _features(files[first]), "files": rows}
+    features = _features(files[first])
+    return {"name": name, "version": version_of(features), "features": features, "files": rows}
 
 
 def _valid(name: str, vector: Valid) -> Row:

@@ -54,7 +54,7 @@ OWNERS = {
     "zstandard": ("ckptz.entropy",),
     "click": ("ckptz_cli",),
     "rich": ("ckptz_cli",),
-    "pickle": (),
+    "pickle": ("ckptz.formats.pickled", "ckptz.formats.torch_files"),  # with stand-ins; the name of an error
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
@@ -236,7 +236,7 @@ DELETES = {
     "ckptz.integrations.linked": "what a framework does not want, and bases: needs of what stays were read",
     "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
     "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",
-    "ckptz.integrations.sharded": "folders of old steps: those that stay were read; cut-off saves: no index",
+    "ckptz.integrations.dcp_run": "folders of old steps: those that stay were read; cut-off saves: no index",
     "ckptz.sync.publisher": "what is older than anchors that were read; files of a step that failed",
 }
 CALLS = {"unlink", "remove", "rmtree", "rmdir", "rm", "rm_file", "remove_checkpoint"}

@@ -55,6 +55,7 @@ REFUSED = {
 QUICK = (
     ("outer_vectors", "inspect"),
     ("outer_vectors", "verify"),
+    ("term_codes", "load_file"),
     ("expanded_maps", "load_file"),
     ("constant_chunks", "load_file"),
     ("base_codes", "verify"),

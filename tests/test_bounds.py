@@ -20,7 +20,7 @@ import pytest
 from tests.support.spec_support import ROOT
 
 KERNELS = ROOT / "ckptz" / "kernels"
-DECORATORS = {"kernel", "summing"}
+DECORATORS = {"kernel", "part", "summing", "summing_part"}
 DOORS = {"cpu", "planning", "rounding", "moments", "compiled"}  # what calls of kernels go through
 WIRE_NAMES = {"k", "_k", "kernels"}
 
@@ -36,12 +36,14 @@ CHECKED = {
     "_group": "ckptz/codec/frame.py:_parse_indices",
     "_class_histogram": "ckptz/class_rules.py:_labels_of",
     # codes below those of the map, rows below those of its table
-    "lookup": "ckptz/codec/decode.py:map_codes",
-    "_add_linear": "ckptz/class_rules.py:parse_runs",
+    "_lookup": "ckptz/codec/decode.py:map_codes",
+    "_add_linear_32": "ckptz/class_rules.py:parse_runs",
+    "_add_linear_16": "ckptz/class_rules.py:parse_runs",
     "_add_bits": "ckptz/class_rules.py:parse_runs",
     # labels of the rows of a base below its steps
-    "residual_codes": "ckptz/methods/grid.py:_steps_of",
-    "residual_sums": "ckptz/methods/grid.py:_steps_of",
+    "_nearest_codes": "ckptz/methods/grid.py:_steps_of",
+    "_drawn_codes": "ckptz/methods/grid.py:_steps_of",
+    "_residual_sums": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
     "take": "ckptz/wire/state.py:take_mask",
     "put": "ckptz/wire/frames.py:topk",
@@ -77,9 +79,9 @@ CHECKED = {
 OWN = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
     *("_transform", "_split_planes", "_split_rotated_2", "_split_rotated_4"),
-    *("top_histogram", "_region_table", "_region_codes", "_any_equal_masked", "_pack_tail"),
-    *("pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),
-    *("deviation", "thresholds"),
+    *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
+    *("_pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),
+    *("_deviation", "_thresholds"),
     *(
         "_indices",
         "ladder_codes",
@@ -87,10 +89,9 @@ OWN = {
         "ladder_counts",
         "level_codes",
         "level_sums",
-        "drawn_levels",
     ),
     "_near_zero",
-    *("_nearest", "_drawn", "_leaf", "power", "largest", "_row_sums", "sensitivities"),
+    *("_nearest", "_drawn", "_leaf", "_power", "_largest", "_row_sums", "sensitivities", "_add_tiny"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
     *("_rotate", "tile_peaks", "_tile_codes", "pack_rows"),
 }
@@ -105,7 +106,7 @@ CALLERS = {
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},
     "add_bits": {"codec/values.py"},
-    "outer_product": {"codec/values.py", "quant/moment_codes.py"},
+    "outer_product": {"codec/plan.py", "quant/moment_codes.py"},
     "merge_planes": {"codec/decode.py", "class_rules.py"},
     "magnitude_classes": {
         "class_rules.py",

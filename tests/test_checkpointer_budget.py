@@ -227,14 +227,16 @@ def test_ctrl_c_in_a_search_saves_the_best_so_far_and_goes_on_up(tmp_path: Path)
 
     def interrupted(state: dict[str, torch.Tensor]) -> float:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 4:  # the exact state twice, and a trial
             raise KeyboardInterrupt
         return error_to(exact)(state)
 
     with run.checkpointer(tmp_path, budget=Budget(interrupted, 0.9)) as checkpointer:
         with pytest.raises(KeyboardInterrupt):
             checkpointer.save(1)
-        assert report_of(checkpointer).search is not None
+        report = report_of(checkpointer)
+        assert report.search is not None
+        assert any("interrupted after 1 evaluations; kept is" in note for note in report.notes)
         assert checkpointer.steps() == (1,)
     assert lossy_records(tmp_path / "step-00000001.ckptz")
 

@@ -7,6 +7,7 @@ steps, test_retention_faults.py and test_store_remote.py have the tests, and tes
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -17,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptz.errors import CkptzError, ConfigError, WriteError
+from ckptz.errors import CkptzError, WriteError
 from ckptz.integrations import linked as linked_files
-from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
+from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.dcp_index import INDEX_FILE
+from ckptz.integrations.dcp_run import delete_old
 from ckptz.integrations.linked import Chain, ChainOptions, drop_unneeded, job_of
-from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.store import links
 from ckptz.store.resolve import open_checkpoint
 from ckptz.store.versions import versions_in
@@ -109,7 +111,8 @@ def test_a_base_that_goes_while_it_is_looked_at_makes_an_anchor(
     write(chain, tmp_path, 2)
     monkeypatch.undo()
     check_chain(tmp_path, {2})
-    assert open_checkpoint(tmp_path / "2.ckpt").depth == 0
+    with contextlib.closing(open_checkpoint(tmp_path / "2.ckpt")) as written:
+        assert written.depth == 0
     if where != "open_checkpoint":  # then there simply is none
         assert "stored as an anchor, because" in chain.notes[0]
 
@@ -253,10 +256,10 @@ def test_a_save_that_fails_leaves_the_file_that_it_was_to_replace(
 # --- folders of torch.distributed.checkpoint --------------------------------------------------------
 
 
-def save_dcp(i: int, folder: Path, base: Path | None = None) -> None:
+def save_dcp(i: int, folder: Path, **how: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = CkptzStorageWriter(folder, options=OPTIONS, base=base)
+        writer = CkptzStorageWriter(folder, options=OPTIONS, **how)
         dcp.save({"weight": a_state(i)["weight"]}, storage_writer=writer, no_dist=True)
 
 
@@ -310,88 +313,77 @@ def test_what_was_there_before_is_deleted_only_if_the_call_made_it(
     assert (folder / "of a user").is_file()
 
 
-# --- ShardedCheckpointer ---------------------------------------------------------------------------
+# --- the steps of a run of torch.distributed.checkpoint -------------------------------------------------
 
 
-def sharded(folder: Path, keep_last: int = 1) -> ShardedCheckpointer:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(40, 40)
-    return ShardedCheckpointer(folder, model, options=OPTIONS, keep_last=keep_last, background=False)
-
-
-def save_step(checkpointer: ShardedCheckpointer, step: int) -> None:
-    with torch.no_grad():
-        checkpointer._model.weight.fill_(step)  # type: ignore[operator]
-    checkpointer.save(step)
+def save_step(folder: Path, step: int, keep_last: int = 1) -> None:
+    save_dcp(step, folder / f"step-{step}", keep_last=keep_last)
 
 
 def check_step(folder: Path, step: int) -> None:
-    checkpointer = sharded(folder)
-    assert checkpointer.restore(step) == step
-    assert (checkpointer._model.weight == step).all()
+    assert weight_in(folder / f"step-{step}").equal(a_state(step)["weight"])
+
+
+def steps_in(folder: Path) -> set[str]:
+    return {path.parent.name for path in folder.glob(f"*/{INDEX_FILE}")}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 1 to 4."""
-    folder = tmp_path_factory.mktemp("sharded") / "run"
-    checkpointer = sharded(folder, keep_last=9)
+    folder = tmp_path_factory.mktemp("steps") / "run"
     for step in range(1, 5):
-        save_step(checkpointer, step)
-    (folder / "step-000000004").mkdir()  # somebody else's
+        save_step(folder, step, keep_last=9)
     return folder
 
 
 @each_error
-def test_a_newest_index_that_cannot_be_read_keeps_every_older_step(folders: Path, error: Error) -> None:
-    with copied(folders) as folder:
-        with (
-            unreadable(folder / "step-00000004" / INDEX_FILE, error),
-            pytest.warns(RuntimeWarning, match="step-00000004 cannot be read"),
-        ):
-            sharded(folder)._prune()
-        assert sharded(folder).steps() == (1, 2, 3, 4)
-        sharded(folder)._prune()
-        assert sharded(folder).steps() == (4,)
+def test_a_newest_index_that_cannot_be_read_keeps_every_older_step(steps: Path, error: Error) -> None:
+    with copied(steps) as folder:
+        with unreadable(folder / "step-4" / INDEX_FILE, error):
+            [note] = delete_old(folder, 1, 1)
+        assert "step-4 cannot be read" in note
+        assert steps_in(folder) == {f"step-{i}" for i in range(1, 5)}
+        assert delete_old(folder, 1, 1) == ()
+        assert steps_in(folder) == {"step-4"}
         check_step(folder, 4)
 
 
-def test_folders_of_something_else_stay_though_they_are_called_after_steps(folders: Path) -> None:
-    with copied(folders) as folder:
-        others = [folder / f"step-0000000{i}" for i in (0, 6, 7)]
+def test_folders_of_something_else_stay_though_they_are_called_after_steps(steps: Path) -> None:
+    with copied(steps) as folder:
+        others = [folder / name for name in ("step-0", "step-6", "step-7", "best-1")]
         others[2].write_text("no folder")
-        for other in others[:2]:
+        for other in (*others[:2], others[3]):
             other.mkdir()
             (other / ".metadata").touch()
-        checkpointer = sharded(folder)
-        with pytest.raises(ConfigError, match="files of something else"):
-            checkpointer.save(6)
-        save_step(checkpointer, 8)
-        assert checkpointer.steps() == (8,)
-        assert (others[0] / ".metadata").exists()
-        assert (others[1] / ".metadata").exists()
+        with pytest.raises(CheckpointException, match="files of something else"):
+            save_step(folder, 6)
+        save_step(folder, 8)
+        assert steps_in(folder) == {"step-8"}
+        assert others[2].exists()
+        assert all((other / ".metadata").exists() for other in (*others[:2], others[3]))
 
 
-def test_of_a_step_that_was_moved_away_and_linked_the_link_goes(folders: Path) -> None:
-    with copied(folders) as folder:
-        moved = (folder / "step-00000002").rename(folder / "archived")
-        (folder / "step-00000002").symlink_to(moved)
-        sharded(folder)._prune()
-        assert not (folder / "step-00000002").is_symlink()
+def test_of_a_step_that_was_moved_away_and_linked_the_link_goes(steps: Path) -> None:
+    with copied(steps) as folder:
+        moved = (folder / "step-2").rename(folder / "archived")
+        (folder / "step-2").symlink_to(moved)
+        delete_old(folder, 1, 1)
+        assert not (folder / "step-2").is_symlink()
         assert (moved / INDEX_FILE).exists()
 
 
-def test_a_step_without_a_shard_keeps_every_older_step(folders: Path) -> None:
-    with copied(folders) as folder:
-        next((folder / "step-00000004").glob("shard-*")).unlink()
-        with pytest.warns(RuntimeWarning, match="step-00000004 cannot be read"):
-            sharded(folder)._prune()
+def test_a_step_without_a_shard_keeps_every_older_step(steps: Path) -> None:
+    with copied(steps) as folder:
+        next((folder / "step-4").glob("shard-*")).unlink()
+        [note] = delete_old(folder, 1, 1)
+        assert "step-4 cannot be read" in note
         check_step(folder, 3)
 
 
 @each_error
 def test_a_step_whose_index_cannot_be_seen_is_not_taken_for_a_save_that_was_cut_off(
-    folders: Path, error: Error, monkeypatch: pytest.MonkeyPatch
+    steps: Path, error: Error, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.stat
 
@@ -400,28 +392,29 @@ def test_a_step_whose_index_cannot_be_seen_is_not_taken_for_a_save_that_was_cut_
             raise error()
         return real(path, *args, **kwargs)
 
-    with copied(folders) as folder:
-        checkpointer = sharded(folder)
+    with copied(steps) as folder:
         monkeypatch.setattr(os, "stat", stat)
-        with pytest.raises(OSError, match=str(error().strerror)):
-            checkpointer.save(4)
+        with pytest.raises(CheckpointException, match=str(error().strerror)):
+            save_step(folder, 4)
         monkeypatch.undo()
         check_step(folder, 4)
 
 
 @EVERY
-def test_a_sharded_save_in_which_one_call_fails_loses_no_step(folders: Path, stride: int) -> None:
+def test_a_save_of_a_step_in_which_one_call_fails_loses_no_step(steps: Path, stride: int) -> None:
     def work(folder: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save_step(sharded(folder), 5)
+        try:
+            save_step(folder, 5)
+        except CheckpointException as error:  # is no Exception
+            raise RuntimeError(error) from error
 
     def check(folder: Path, error: Exception | None) -> None:
-        newest = sharded(folder).steps()[-1]
-        assert newest == 5 if error is None else newest in (4, 5)
-        check_step(folder, newest)
+        newest = latest(folder)
+        assert newest is not None
+        assert newest.name == "step-5" if error is None else newest.name in ("step-4", "step-5")
+        check_step(folder, int(newest.name[-1]))
 
-    assert fail_everywhere(folders, work, check, stride=stride or 31) > 60
+    assert fail_everywhere(steps, work, check, stride=stride or 31) > 60
 
 
 # --- Publisher --------------------------------------------------------------------------------------

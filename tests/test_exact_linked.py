@@ -13,7 +13,6 @@ from ckptz import KMeans, inspect
 from ckptz.errors import ConfigError
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.linked import Chain, job_of, read_newest
-from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.torch import load_state
 
 OPTIONS = ChainOptions(config=KMeans(levels=8), jobs=1)
@@ -109,35 +108,28 @@ def test_a_residual_that_is_not_right_is_told_of(tmp_path: Path, wrong: bytes | 
 # --- folders of shards ----------------------------------------------------------------------------------
 
 
-def test_a_folder_of_shards_is_exact_if_that_was_asked_for(tmp_path: Path) -> None:
-    for exact in (False, True):
-        place = tmp_path / str(exact)
-        for step in (0, 1):  # the second replaces the first
-            writer = CkptzStorageWriter(place, options=OPTIONS, exact=exact)
-            dcp.save(a_state(step), storage_writer=writer, no_dist=True)
-        assert len(residuals(place)) == exact
-        state = {"weight": torch.zeros(80, 80), "step": 0}
-        dcp.load(state, storage_reader=CkptzStorageReader(place, jobs=1), no_dist=True)
-        assert same(state, a_state(1)) == exact
-    [residual] = residuals(tmp_path)
+@pytest.mark.parametrize("exact", [0, 1, 2])
+def test_the_newest_folders_of_shards_are_exact(tmp_path: Path, exact: int) -> None:
+    options = ChainOptions(config=KMeans(levels=8), exact=exact, jobs=1)
+    writer = CkptzStorageWriter(options=options, keep_last=3)
+    for step in range(3):
+        dcp.save(a_state(step), checkpoint_id=tmp_path / f"step-{step}", storage_writer=writer, no_dist=True)
+    for step in range(3):
+        place = tmp_path / f"step-{step}"
+        assert same(loaded(place), a_state(step)) == (step > 2 - exact)
+        assert len(residuals(place)) == (step > 2 - exact)
+
+
+def test_a_folder_of_shards_without_its_residual_is_read_as_it_is(tmp_path: Path) -> None:
+    writer = CkptzStorageWriter(options=OPTIONS, keep_last=1)
+    dcp.save(a_state(1), checkpoint_id=tmp_path / "step-1", storage_writer=writer, no_dist=True)
+    [residual] = residuals(tmp_path / "step-1")
     residual.write_bytes(residual.read_bytes()[:-9])
     with pytest.warns(RuntimeWarning, match="is restored with what it loses"):
-        dcp.load(state, storage_reader=CkptzStorageReader(place, jobs=1), no_dist=True)
-    assert not same(state, a_state(1))
+        assert not same(loaded(tmp_path / "step-1"), a_state(1))
 
 
-@pytest.mark.parametrize("exact", [0, 1, 2])
-def test_the_newest_steps_of_many_ranks_are_exact(tmp_path: Path, exact: int) -> None:
-    model = torch.nn.Linear(80, 80)
-    optimizer = torch.optim.AdamW(model.parameters())
-    options = ChainOptions(config=KMeans(levels=8), exact=exact, jobs=1)
-    with ShardedCheckpointer(tmp_path, model, optimizer, options=options, background=False) as checkpointer:
-        saved = {}
-        for step in range(3):
-            model(torch.randn(4, 80)).square().mean().backward()
-            optimizer.step()
-            checkpointer.save(step)
-            saved[step] = model.weight.detach().clone()
-        for step, weight in saved.items():
-            checkpointer.restore(step)
-            assert model.weight.equal(weight) == (step > 2 - exact)
+def loaded(folder: Path) -> dict[str, Any]:
+    state = {"weight": torch.zeros(80, 80), "step": 0}
+    dcp.load(state, storage_reader=CkptzStorageReader(folder, jobs=1), no_dist=True)
+    return state

@@ -288,7 +288,8 @@ def test_few_units_are_decoded_without_the_rest_of_the_map(
         quant_map = QuantizationMap(table, rng.permutation(n_rows), zero_code=3)
         plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor)
         codes, labels = rng.integers(0, n_codes, n).astype(np.uint8), rng.integers(0, n_rows, n)
-        kind = reference.F32 if predictor is Predictor.OUTER else values_module.KINDS[dtype.name]
+        is_outer = predictor in (Predictor.OUTER, Predictor.LOW_RANK)
+        kind = reference.F32 if is_outer else values_module.KINDS[dtype.name]
         base = None if predictor is Predictor.ZERO else random_units(rng, kind, n)
         few, many = (np.empty(m, UNIT_TYPES[dtype.unit_bytes]) for m in (n, 2 * n))
         made = values_module.ValueTable(dtype, plan)

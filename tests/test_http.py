@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz import inspect, verify
+from ckptz import inspect, restore, verify
 from ckptz.container import byte_source
 from ckptz.errors import CkptzError
-from ckptz.numpy import save_file
+from ckptz.numpy import load_file, save_file
 from tests.support.cli_support import ckptz
 
 Handler = http.server.BaseHTTPRequestHandler
@@ -62,6 +62,13 @@ def _endless(handler: Handler, data: bytes) -> None:
         handler.wfile.write(bytes(1 << 20))
 
 
+def _chunked(handler: Handler, chunks: list[bytes], end: bytes) -> None:
+    _send(handler, 200, b"", Content_Length=None, Transfer_Encoding="chunked")
+    if handler.command != "HEAD":
+        handler.wfile.write(b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + end)
+        handler.close_connection = True
+
+
 BEHAVIOURS: dict[str, Callable[[Handler, bytes], None]] = {
     **{str(code): lambda h, d, code=code: _send(h, code) for code in (301, 400, 401, 403, 404, 410, 418)},
     **{str(code): lambda h, d, code=code: _send(h, code, b"sorry") for code in (429, 500, 502, 503, 504)},
@@ -80,12 +87,27 @@ BEHAVIOURS: dict[str, Callable[[Handler, bytes], None]] = {
     "stalled": lambda h, d: _stall(h, d, 5),
     "stalled at once": lambda h, d: _stall(h, d, 0),
     "endless": _endless,
+    "a huge length": lambda h, d: _send(h, 200, d, Content_Length=1 << 50),
+    "a huge length to ranges": lambda h, d: _ranged(h, d, Content_Range=f"bytes 0-{len(d)}/{1 << 50}"),
+    "a length of words": lambda h, d: _send(h, 200, d, Content_Length="many"),
+    "a negative length": lambda h, d: _send(h, 200, d, Content_Length=-5),
+    "all to each range": lambda h, d: _send(h, 200, d, Accept_Ranges="bytes"),
+    "no HEAD": lambda h, d: _send(h, 405) if h.command == "HEAD" else _ranged(h, d),
+    "another length to HEAD": lambda h, d: (
+        _send(h, 200, b"", Content_Length=7) if h.command == "HEAD" else _ranged(h, d)
+    ),
+    "chunks that are cut": lambda h, d: _chunked(h, [d[:99]], b""),
+    "chunks of nonsense": lambda h, d: _chunked(h, [d[:99]], b"zz\r\n"),
+    "chunks": lambda h, d: _chunked(h, [d[i : i + 999] for i in range(0, len(d), 999)], b"0\r\n\r\n"),
+    "cut": lambda h, d: _ranged(h, d[: len(d) // 2]),
+    "other bytes": lambda h, d: _ranged(h, d[::-1]),
     "no words": lambda h, d: h.wfile.write(b"\x00\xff nonsense\r\n\r\n") and None,  # type: ignore[func-returns-value]
     "closed": lambda h, d: h.connection.close(),
     "good": _ranged,
     "good, whole": lambda h, d: _send(h, 200, d),
 }
-WORK = ("good", "good, whole", "gzip", "longer than said", "500 to ranges", "416 to ranges", "another range")
+WORK = {"good", "good, whole", "gzip", "chunks", "no HEAD", "another range", "all to each range"}
+WORK |= {"a huge length to ranges"}
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +143,21 @@ def served(request: pytest.FixtureRequest, data: bytes, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("served", BEHAVIOURS, indirect=True)
-def test_each_server_ends_soon_and_in_an_error_of_ours(served: str, request: pytest.FixtureRequest) -> None:
+def test_each_server_ends_soon_and_in_an_error_of_ours(
+    served: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     start, errors = time.monotonic(), list[Any]()
-    for call in (inspect, verify):
+    calls = inspect, verify, load_file, lambda url: restore(url, tmp_path / "x.safetensors")
+    for call in calls:
         try:
             call(served)
         except (CkptzError, OSError) as error:
             errors.append(error)
     name = request.node.callspec.params["served"]
-    assert {type(error).__module__ for error in errors} <= {"builtins", "ckptz.errors"}
-    assert errors or name in WORK
-    assert not errors or not name.startswith("good")
+    modules = {type(error).__module__.split(".")[0] for error in errors}
+    assert modules <= {"builtins", "ckptz"}, errors
+    assert len(errors) == (0 if name in WORK else len(calls))
+    assert [*tmp_path.iterdir()] == [tmp_path / "x.safetensors"] * (name in WORK)
     assert time.monotonic() - start < 30
 
 

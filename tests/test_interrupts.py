@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
+import gc
+import itertools
+import signal
 import subprocess
 import sys
 import threading
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +21,11 @@ import torch
 
 from ckptz import Checkpointer
 from ckptz.errors import ConfigError
-from ckptz.training import background
+from ckptz.store import lock, steps
+from ckptz.training import background, checkpointer
 from ckptz.training.background import Background
+from ckptz.training.checkpointer import SaveReport
+from tests.support.checkpointer_support import in_child
 from tests.support.spec_support import ROOT
 
 WHERE = ("save", "wait", "close", "restore")
@@ -129,7 +140,8 @@ def test_an_interrupted_wait_leaves_the_job_to_be_waited_for(
         writer.wait()
     with pytest.raises(RuntimeError, match="step 1 was not waited for"):
         writer.start("step 2", job)
-    assert writer.wait() == ("done", None)
+    writer.wait()
+    assert (writer.result, writer.error) == ("done", None)
     assert n_pauses[0] >= at + 3
 
 
@@ -143,7 +155,7 @@ def test_a_thread_that_was_interrupted_before_it_ran_does_nothing(monkeypatch: p
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(KeyboardInterrupt):
             writer.start("step 1", lambda: ran.append(1))
-    assert writer.wait() == (None, None)
+    assert writer.is_idle
     writer.start("step 2", lambda: ran.append(2))
     writer.wait()
     assert ran == [2]
@@ -164,7 +176,8 @@ def test_a_start_that_is_interrupted_when_the_thread_runs_is_waited_for(
         with pytest.raises(KeyboardInterrupt):
             writer.start("step 1", job)
     job.go.set()
-    assert writer.wait() == ("done", None)
+    writer.wait()
+    assert (writer.result, writer.error) == ("done", None)
 
 
 def test_what_is_not_waited_for_is_said(job: _Job, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +187,51 @@ def test_what_is_not_waited_for_is_said(job: _Job, capfd: pytest.CaptureFixture[
     assert "step 7 was lost: interrupted while it was written" in capfd.readouterr().err
     job.go.set()
     writer.wait()
+
+
+def test_a_loss_that_nobody_can_ask_for_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise OSError("no room")
+
+    writer = Background[None]()
+    writer.start("step 7", fail)
+    while not writer._running.is_done:  # type: ignore[union-attr]
+        background.pause(writer._running._lock)  # type: ignore[union-attr]
+    del writer
+    gc.collect()
+    assert "step 7 was lost: no room" in capfd.readouterr().err
+
+
+def test_a_thread_that_has_the_number_of_the_ended_writer_may_call(job: _Job) -> None:
+    writer = Background[str]()
+    writer.start("step 1", job)
+    running = writer._running
+    assert running is not None
+    job.go.set()
+    running.wait()
+    running.thread = threading.get_ident()  # the system gives them again
+    assert not writer.is_here
+
+
+def test_a_forked_process_waits_for_no_job_of_its_parent(job: _Job) -> None:
+    writer = Background[str]()
+    writer.start("step 1", job)
+    assert in_child(writer.wait) == 0
+    job.go.set()
+    writer.wait()
+    assert writer.result == "done"
+
+
+def test_a_job_at_the_end_of_the_interpreter_is_done_at_once(
+    job: _Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, ended = Background[str](), threading.Thread(target=int)
+    job.go.set()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    writer.start("step 1", job)
+    monkeypatch.undo()
+    writer.wait()
+    assert writer.result == "done"
 
 
 # --- calls in the midst of others ----------------------------------------------------------------------
@@ -250,3 +308,142 @@ def test_on_save_may_not_wait_for_itself(tmp_path: Path) -> None:
         with pytest.warns(RuntimeWarning, match="on the writer's thread"):
             checkpointer.wait()
     assert checkpointer.steps() == (1,)
+
+
+# --- a signal at every point where Python runs handlers ---------------------------------------------------
+
+CHECKED = ("CALL", "RESUME", "JUMP_BACKWARD")  # after these, Python looks for signals
+TRACED = tuple(module.__file__ for module in (background, checkpointer, lock, steps))
+
+
+@functools.cache
+def points_of(code: types.CodeType) -> frozenset[int]:
+    names = [(one.offset, one.opname) for one in dis.get_instructions(code)]
+    return frozenset(
+        offset for (_, before), (offset, _) in itertools.pairwise(names) if before.startswith(CHECKED)
+    )
+
+
+@contextlib.contextmanager
+def signal_at(point: int, number: int, call: Callable[[], int]) -> Iterator[list[str]]:
+    """Raise a signal at one of the points of this thread's code in training and stores; yield where that was.
+
+    A place in the code counts once for each of the program's calls, of which `call` gives the number.
+    """
+    reached, where = set[object](), list[str]()
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
+        code = frame.f_code
+        if code.co_filename not in TRACED or code.co_name == "__del__":  # in which nothing is raised
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in points_of(code):
+            reached.add((code, frame.f_lasti, call()))
+            if len(reached) > point:
+                where.append(f"call {call()}, {code.co_qualname}, line {frame.f_lineno}")
+                sys.settrace(None)
+                signal.raise_signal(number)
+                return None
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield where
+    finally:
+        sys.settrace(None)
+
+
+class Run:
+    """Saves three steps and restores; each call that an interrupt ends is made again."""
+
+    def __init__(self, folder: Path, fails: bool) -> None:
+        self.model, self.said, self.fails = torch.nn.Linear(2, 2), list[str](), fails
+        self.saved, self.ended = list[int](), list[BaseException]()
+        self.at_stop = self.n_calls = 0
+        self.checkpointer = Checkpointer(folder, self.model, jobs=1, on_save=self.on_save)
+        self.write = self.checkpointer._write_step
+        self.checkpointer._write_step = self.write_or_fail  # type: ignore[method-assign]
+
+    def on_save(self, report: SaveReport) -> None:
+        self.saved.append(report.step)
+
+    def write_or_fail(self, encoder: Any, step: int) -> Any:
+        if step == 2 and self.fails:
+            raise OSError(28, "No space left on device")
+        return self.write(encoder, step)
+
+    def handle(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if number == signal.SIGTERM:  # as preempted jobs do
+            self.at_stop = int(self.model.weight[0, 0])
+            self.checkpointer.save(99)
+            self.checkpointer.wait()
+            self.said.append("99 was saved")
+            sys.exit(0)
+
+    def save(self, step: int) -> None:
+        torch.nn.init.constant_(self.model.weight, step)
+        self.again(lambda: self.checkpointer.save(step))
+
+    def again(self, call: Callable[[], object]) -> None:
+        self.n_calls += 1
+        for _ in range(2):
+            try:
+                call()
+            except KeyboardInterrupt as error:
+                self.said.append(repr(error))
+            except OSError as error:  # a save that was lost; what was called has not happened
+                self.said.append(str(error))
+            else:
+                return
+        call()
+
+    def run(self) -> None:
+        self.save(1)
+        self.save(2)
+        self.again(self.checkpointer.wait)
+        self.again(self.checkpointer.restore_latest)
+        self.save(3)
+        self.again(lambda: self.checkpointer.__exit__(None, None, None))
+
+
+def after(
+    folder: Path, point: int, number: int, fails: bool, capfd: pytest.CaptureFixture[str]
+) -> str | None:
+    """Run with a signal at a point; check what is there; give the point, None if there is no such."""
+    run = Run(folder, fails)
+    old = signal.signal(number, run.handle)
+    try:
+        with signal_at(point, number, lambda: run.n_calls) as where:
+            try:
+                run.run()
+            except (SystemExit, ConfigError) as error:
+                run.ended.append(error)
+    finally:
+        signal.signal(number, old)
+    assert not run.ended or (where and number == signal.SIGTERM), run.ended
+    run.again(run.checkpointer.close)
+    told = "\n".join([*run.said, *map(str, run.ended), capfd.readouterr().err])
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(folder, model) as checkpointer:
+        for step in checkpointer.steps():
+            checkpointer.restore(step)
+            assert (model.weight == (run.at_stop if step == 99 else step)).all(), (where, step)
+        there = {*checkpointer.steps()}
+    assert there >= {*run.saved}, (where, told)
+    wanted = {99} if "99 was saved" in told else set() if number == signal.SIGTERM else {1, 2, 3}
+    assert all(step in there or f"step {step} was not saved" in told for step in wanted), (where, told)
+    return where[0] if where else None
+
+
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_at_every_point_loses_no_step(
+    number: int, fails: bool, every: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for point in itertools.count(0, every):
+        if after(tmp_path / str(point), point, number, fails, capfd) is None:
+            break
+    assert point > 300

@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_state
@@ -113,24 +114,37 @@ def kill_again_and_again(
     assert len(steps) > n_kills // 2
 
 
-# --- ShardedCheckpointer on two ranks ----------------------------------------------------------------
+# --- folders of torch.distributed.checkpoint on two ranks -------------------------------------------------
 
 
-def sharded_job(folder: Path, background: bool, reported: Reported, rank: int) -> None:
+def resumed(run: Path, group: Any = None) -> dict[str, Any]:
+    state = {"weight": torch.zeros(30, 30), "step": 0}
+    if (newest := latest(run)) is not None:
+        dcp.load(state, checkpoint_id=newest, storage_reader=CkptzStorageReader(jobs=1), process_group=group)
+    return state
+
+
+def ranks_job(folder: Path, background: bool, reported: Reported, rank: int) -> None:
     store = dist.FileStore(str(folder / f"store-{reported.n_begun}"), 2)
     patience = timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
-    model = torch.nn.Linear(30, 30)
-    checkpointer = ShardedCheckpointer(
-        folder / "run", model, options=OPTIONS, keep_last=1, background=background, timeout=patience
-    )
-    step = checkpointer.restore_latest() or 0
+    group = dist.new_group(backend="gloo", timeout=patience)
+    writer = CkptzStorageWriter(options=OPTIONS, keep_last=1, group=group)
+    state = resumed(folder / "run", group)
+    step = state["step"]
     dist.barrier()
     if rank == 0:
         reported.begin()
+    saving = None
     while True:
-        torch.nn.init.constant_(model.weight, step + 1)
-        checkpointer.save(step + 1)
+        state = {"weight": torch.full((30, 30), step + 1.0), "step": step + 1}
+        place: Any = {"checkpoint_id": folder / "run" / f"step-{step + 1}", "storage_writer": writer}
+        if saving is not None:
+            saving.result()
+        if background:
+            saving = dcp.async_save(state, process_group=group, **place)
+        else:
+            dcp.save(state, process_group=group, **place)
         if rank == 0 and step > reported.step - (not background):
             reported.step = step if background else step + 1  # the save before is complete, or this one
         step += 1
@@ -139,15 +153,14 @@ def sharded_job(folder: Path, background: bool, reported: Reported, rank: int) -
 @pytest.mark.apps
 @KILLS
 @pytest.mark.parametrize("background", [False, True])
-def test_sharded_steps_that_were_saved_are_there(tmp_path: Path, background: bool, n_kills: int) -> None:
+def test_steps_of_two_ranks_that_were_saved_are_there(tmp_path: Path, background: bool, n_kills: int) -> None:
     def job(reported: Reported, rank: int) -> None:
-        sharded_job(tmp_path, background, reported, rank)
+        ranks_job(tmp_path, background, reported, rank)
 
     def check(step: int) -> None:
-        model = torch.nn.Linear(30, 30)
-        found = ShardedCheckpointer(tmp_path / "run", model).restore_latest()
-        assert (found or 0) >= step
-        assert found is None or (model.weight == found).all()
+        state = resumed(tmp_path / "run")
+        assert state["step"] >= step
+        assert (state["weight"] == state["step"]).all()
 
     kill_again_and_again(job, check, n_kills, longest=0.3, n_ranks=2)
 

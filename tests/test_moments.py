@@ -581,27 +581,6 @@ def test_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject)
     np.testing.assert_array_equal(codes, expected)
 
 
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_drawn_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject) -> None:
-    numbers = data.draw(st.lists(LIVE | st.just(0), min_size=1, max_size=60))
-    n, rng = len(numbers), np.random.default_rng(data.draw(st.integers(0, 99)))
-    patterns = np.array(numbers, np.uint32) | (rng.integers(0, 2, n, np.uint32) << np.uint32(31))
-    labels, thresholds = rng.integers(0, 3, n, np.uint8), rng.random(n, np.float32)
-    values = floats.widen_f64(patterns)
-    steps = np.array([0.0, np.abs(values).max() / 20, 1e-3])
-    expected = reference.drawn_levels(values, steps[labels], thresholds)
-    found = np.empty(n, np.int64)
-    given_floats = patterns, patterns.view(np.float32)
-    moments().drawn_levels(*given_floats, labels, steps, thresholds, 128, found)
-    np.testing.assert_array_equal(found, expected)
-
-    sums = LevelSums.of_levels(found, labels, 3)
-    cells, size = labels.astype(np.int64) * 257 + expected + 128, 3 * 257
-    np.testing.assert_array_equal(sums.counts.reshape(-1), np.bincount(cells, minlength=size))
-    np.testing.assert_array_equal(sums.sums.reshape(-1), np.bincount(cells, expected, size))
-
-
 def test_a_ladder_counts_the_nearest_level() -> None:
     ladder = Ladder(step=10, phase=3)
     counts = ladder.counts(np.arange(-42.0, 38.0))  # levels at 3, 13, 23 and so on

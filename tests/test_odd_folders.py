@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptz
@@ -67,75 +67,148 @@ def as_link(path: Path, to: Path) -> None:
     path.symlink_to(to)
 
 
+def as_another(path: Path, other: Path) -> None:
+    path.unlink()
+    shutil.copyfile(other, path)
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_hard_link(path: Path, to: Path) -> None:
+    path.unlink()
+    os.link(to, path)
+
+
+PRECIOUS, OF_A_RUN = "precious.txt", "of-a-run.ckptz"  # in the folder outside
 CHANGES: dict[str, Callable[[Path, Path], None]] = {
     "removed": lambda path, outside: path.unlink(),
     "empty": lambda path, outside: path.write_bytes(b""),
     "cut": lambda path, outside: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a byte less": lambda path, outside: path.write_bytes(path.read_bytes()[:-1]),
+    "a bit flipped": lambda path, outside: path.write_bytes(path.read_bytes()[:-9] + bytes(9)),
     "noise": lambda path, outside: path.write_bytes(bytes(range(256)) * 8),
+    "another's": lambda path, outside: as_another(path, outside / OF_A_RUN),
     "a folder": lambda path, outside: as_folder(path),
-    "a link out": lambda path, outside: as_link(path, outside),
+    "a pipe": lambda path, outside: as_pipe(path),
+    "a link out": lambda path, outside: as_link(path, outside / PRECIOUS),
+    "a link to a run": lambda path, outside: as_link(path, outside / OF_A_RUN),
+    "a link to a folder": lambda path, outside: as_link(path, outside),
     "a link to nothing": lambda path, outside: as_link(path, Path("nowhere")),
+    "a link to itself": lambda path, outside: as_link(path, path),
+    "a hard link": lambda path, outside: as_hard_link(path, outside / PRECIOUS),
     "unreadable": lambda path, outside: path.chmod(0),
     "position 0": lambda path, outside: forge(path, "0"),
+    "position 3": lambda path, outside: forge(path, "3"),
     "position 999999999": lambda path, outside: forge(path, "999999999"),
     "position nothing": lambda path, outside: forge(path, "x"),
     "older": lambda path, outside: os.utime(path, (1, 1)),
 }
-changes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(sorted(CHANGES))), min_size=1, max_size=6)
-foreign = st.sampled_from(["step-7.ckptz", "notes.txt", ".step-00000009.ckptz.hidden", "base-x-y.ckptz", ""])
+changes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(sorted(CHANGES))), min_size=1, max_size=8)
+OTHERS = (
+    *(
+        "step-7.ckptz",
+        "notes.txt",
+        ".step-00000009.ckptz.hidden",
+        "base-x-y.ckptz",
+        ".ckptz-lease",
+        ".x.ckptz-tmp",
+    ),
+    *(
+        "step-00000009.state.ckptz",
+        "step-00000009.exact.ckptz",
+        "step-00000003.exact.ckptz",
+        "step-99999999.ckptz",
+    ),
+    ".step-0123abcd-999999999-0123456789abcdef.ckptz-tmp",
+)
+others = st.dictionaries(
+    st.sampled_from(OTHERS), st.sampled_from(["text", "a folder", "a link out"]), max_size=3
+)
 
 
-def check_folder(source: Path, config: Any, made: list[tuple[int, str]], other: str, folder: Path) -> None:
-    run, outside = folder / "run", folder / "outside.ckptz"
+def put(path: Path, kind: str, outside: Path) -> None:
+    path.touch()
+    if kind == "text":
+        path.write_bytes(b"something")
+    else:
+        CHANGES[kind](path, outside)
+
+
+def state_of(folder: Path) -> dict[str, tuple[bytes, int, int]]:
+    return {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_mode)
+        for path in folder.iterdir()
+    }
+
+
+def call_all(run: Path, config: Any) -> None:
+    """Each call works, or says why not in an error of ours or of the system."""
+    with Checkpointer(run, a_model(0.0), config=config, keep=KEEP, jobs=1) as checkpointer:
+        calls: list[Callable[[], object]] = [lambda: ckptz.log(run), checkpointer.restore_latest]
+        calls += [lambda step=step: checkpointer.restore(step) for step in checkpointer.weights_steps()]  # type: ignore[misc]
+        for call in calls:
+            with contextlib.suppress(CkptzError, OSError):
+                call()
+    for call in (lambda: ckptz.verify(run), lambda: ckptz.prune(run, KEEP, dry_run=True)):
+        with contextlib.suppress(CkptzError, OSError):
+            call()
+
+
+def check_folder(
+    source: Path, config: Any, made: list[tuple[int, str]], added: dict[str, str], folder: Path
+) -> None:
+    run, outside = folder / "run", folder / "outside"
     shutil.copytree(source, run, symlinks=True)
-    outside.write_bytes(b"precious")
+    outside.mkdir()
+    (outside / PRECIOUS).write_bytes(b"precious")
     files = sorted(path for path in run.iterdir() if path.name != LOCK_NAME)
+    shutil.copyfile(files[len(files) // 2], outside / OF_A_RUN)
     for number, change in made:
         path = files[number % len(files)]
         if path.is_file() and not path.is_symlink():
             CHANGES[change](path, outside)
-    if other:
-        (run / other).write_bytes(b"something")
-    for call in (lambda: ckptz.log(run), lambda: ckptz.prune(run, KEEP, dry_run=True)):
-        with contextlib.suppress(CkptzError, OSError):
-            call()
-    model = a_model(0.5)
-    with Checkpointer(run, model, config=config, keep=KEEP, jobs=1) as checkpointer:
-        newest = max(checkpointer.weights_steps(), default=0)
-        checkpointer.save(newest + 10)
-    wanted = model.weight.detach().clone()
-    restored = a_model(0.0)
-    with Checkpointer(run, restored, config=config, keep=KEEP, jobs=1) as checkpointer:
-        assert checkpointer.restore_latest() == newest + 10
-    assert torch.equal(restored.weight, wanted)  # the newest step is exact whatever became of its base
-    assert outside.read_bytes() == b"precious"
+    for name, kind in added.items():
+        if not os.path.lexists(run / name):
+            put(run / name, kind, outside)
+    before = state_of(outside)
+    call_all(run, config)
+    for value in (0.5, 0.7):
+        model = a_model(value)
+        with Checkpointer(run, model, config=config, keep=KEEP, jobs=1) as checkpointer:
+            step = max(checkpointer.weights_steps(), default=0) + 10
+            if step > 99_999_999:
+                break
+            checkpointer.save(step)
+        restored = a_model(0.0)
+        with Checkpointer(run, restored, config=config, keep=KEEP, jobs=1) as checkpointer:
+            assert checkpointer.restore_latest() == step
+        assert torch.equal(restored.weight, model.weight)  # exact whatever became of its base
+    call_all(run, config)
+    with contextlib.suppress(CkptzError, OSError):
+        ckptz.prune(run, KEEP)
+    assert state_of(outside) == before
+
+
+def check_folders(n: int, source: Path, config: Any, tmp_path: Path) -> None:
+    @given(made=changes, added=others)
+    @settings(max_examples=n, deadline=None, derandomize=n < 100, database=None)
+    def check(made: list[tuple[int, str]], added: dict[str, str]) -> None:
+        folder = tmp_path / str(time.monotonic_ns())
+        folder.mkdir()
+        check_folder(source, config, made, added, folder)
+        shutil.rmtree(folder)
+
+    check()
 
 
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+@pytest.mark.parametrize("n", [12, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGS)
-@given(made=changes, other=foreign)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_next_save_succeeds(
-    name: str, runs: dict[str, Path], tmp_path: Path, made: list[tuple[int, str]], other: str
-) -> None:
-    folder = tmp_path / str(time.monotonic_ns())
-    folder.mkdir()
-    check_folder(runs[name], CONFIGS[name], made, other, folder)
-    shutil.rmtree(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
-@pytest.mark.parametrize("name", CONFIGS)
-@given(made=changes, other=foreign)
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_next_save_succeeds_in_a_thousand_folders(
-    name: str, runs: dict[str, Path], tmp_path: Path, made: list[tuple[int, str]], other: str
-) -> None:
-    folder = tmp_path / str(time.monotonic_ns())
-    folder.mkdir()
-    check_folder(runs[name], CONFIGS[name], made, other, folder)
-    shutil.rmtree(folder)
+def test_the_next_save_succeeds(name: str, n: int, runs: dict[str, Path], tmp_path: Path) -> None:
+    check_folders(n, runs[name], CONFIGS[name], tmp_path)
 
 
 # --- single finds --------------------------------------------------------------------------------------

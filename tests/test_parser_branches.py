@@ -320,6 +320,16 @@ def test_a_url_that_breaks_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["bytes"]
 
 
+def test_a_url_that_does_not_end_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(100))
+    monkeypatch.setattr(byte_source, "MAX_UNKNOWN", 99)
+    with pytest.raises(OSError, match="does not say how long it is, and it does not end"):
+        UrlBytes(OneWay(path))  # type: ignore[arg-type]
+    assert [*tmp_path.iterdir()] == [path]
+
+
 class OneWay:
     """A path whose file cannot seek."""
 

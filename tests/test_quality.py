@@ -16,7 +16,8 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Agreement, Budget, ResumeProbe
 from ckptz import compress as compress_files
 from ckptz.errors import ConfigError
-from ckptz.search.budget import Reading, check_consistent
+from ckptz.search.budget import check_consistent
+from ckptz.search.judgement import Reading
 from ckptz.search.measures import CHUNK_ENTRIES, DISTURBANCE, agreement_of, prepare
 from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
@@ -278,9 +279,9 @@ def test_a_probe_gets_the_whole_state_and_its_file_promises_a_resumed_gap(
 
 
 def probe_of_decay(functions: dict[str, Any], per_step: float) -> ResumeProbe:
-    """The resumed loss of the toy, less a gain for every step."""
+    """The resumed loss of the toy and 1, less a gain for every step."""
     return ResumeProbe(
-        lambda state, n_steps: float(functions["resume"](state, 5)) - per_step * n_steps, n_steps=5
+        lambda state, n_steps: 1 + float(functions["resume"](state, 5)) - per_step * n_steps, n_steps=5
     )
 
 
@@ -339,8 +340,8 @@ def test_noise_above_the_budget_is_said_and_not_taken_for_success(
     if not met:
         assert report.search.trials == ()
         assert report.n_lossy == 0
-        assert any("resume cannot be measured to its budget of 0.20%" in note for note in report.notes)
-        assert any("5.00% (the noise floor)" in note for note in report.notes)
+        assert any("resume cannot be measured to its budget of 0.2%" in note for note in report.notes)
+        assert any("5% (the noise floor)" in note for note in report.notes)
 
 
 # --- several budgets ----------------------------------------------------------------------------
@@ -364,7 +365,7 @@ def test_budgets_of_one_agreement_share_its_logits_and_the_tightest_decides(
         Budget(functions["loss"], 0.5),
     )
     assert report.search is not None
-    assert n_calls[0] == 1 + len(report.search.trials)
+    assert n_calls[0] == 2 + len(report.search.trials)  # the exact ones twice
     kl, top1, loss = report.search.quality
     assert (kl.metric, top1.metric, loss.metric) == ("kl", "top1", "loss")
     assert (kl.exact, top1.exact, top1.lower_is_better) == (0.0, 1.0, False)
@@ -395,7 +396,7 @@ def test_budgets_in_different_units_or_of_different_values_agree() -> None:
     def both(state: State) -> dict[str, float]:
         return {"loss": 1.0, "accuracy": 0.5}
 
-    loss, accuracy = Reading("loss", 1.0, True), Reading("accuracy", 0.5, False)
+    loss, accuracy = Reading("loss", np.ones(1), True), Reading("accuracy", np.array([0.5]), False)
     budgets = (
         Budget(both, 0.01),
         Budget(both, 0.02, relative=False),
@@ -408,9 +409,10 @@ def test_a_named_metric_is_the_one_that_is_read() -> None:
     def scores(state: State) -> dict[str, float]:
         return {"loss": 2.0, "perplexity": 7.0, "f1": 0.5}
 
-    assert Budget(scores, metric="perplexity").read(scores({})) == Reading("perplexity", 7.0, True)
+    found = Budget(scores, metric="perplexity").read(scores({}))
+    assert (found.metric, found.value, found.lower_is_better) == ("perplexity", 7.0, True)
     found = Budget(scores, metric="f1", lower_is_better=False).read(scores({}))
-    assert found == Reading("f1", 0.5, False)
+    assert (found.metric, found.value, found.lower_is_better) == ("f1", 0.5, False)
     with pytest.raises(ConfigError, match="without 'bleu'; it has 'f1', 'loss', 'perplexity'"):
         Budget(scores, metric="bleu").read(scores({}))
 
@@ -458,7 +460,10 @@ def test_a_probe_alone_takes_max_drop(folder: Path) -> None:
     [
         (("--eval", "{f}:logits"), "logits need --budget"),
         (("--eval", "{f}:logits", "--budget", "kl"), "is no budget"),
-        (("--eval", "{f}:loss", "--budget", "los<=1%"), "plain number, and the budget is about 'los'; write"),
+        (
+            ("--eval", "{f}:loss", "--budget", "los<=1%"),
+            "values without a name, and the budget is about 'los'; write",
+        ),
         (("--eval", "{f}:logits", "--budget", "kl<=1%"), "give nats"),
         (("--eval", "{f}:logits", "--budget", "kl>=1"), "kl is better when lower"),
         (("--eval", "{f}:logits", "--budget", "kl<=-1"), "the number is what kl may rise by"),

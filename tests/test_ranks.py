@@ -110,14 +110,14 @@ def test_one_process_reads_what_four_ranks_wrote(said: Any, folder: Path) -> Non
 
 
 def test_fsdp2_resumes_on_another_number_of_ranks_with_an_anchor(said: Any) -> None:
-    assert said["fsdp_saves 2"][0]["steps"] == [2, 3]  # of the rank that deletes old ones
+    assert said["fsdp_saves 2"][0]["steps"] == ["step-2", "step-3"]  # of the rank that deletes old ones
     assert len(said["fsdp_resumes 4"]) == 4
     for one in said["fsdp_resumes 4"]:
         assert one["step"] == 3
         assert one["same"]
         assert one["scheduler"] == 4
     assert said["fsdp_resumes 4"][0]["bases"] == 0
-    assert said["fsdp_resumes 4"][0]["steps"][-1] == 4
+    assert said["fsdp_resumes 4"][0]["steps"] == ["step-3", "step-4"]
 
 
 def test_ranks_that_disagree_are_told(said: Any, folder: Path) -> None:
@@ -142,8 +142,8 @@ def test_a_rank_that_fails_fails_the_save_on_all(play_: str, request: pytest.Fix
 
 def check_busy(found: list[dict[str, Any]], n_ranks: int) -> None:
     assert len(found) == n_ranks
-    assert all(one["reduced"] == 150 and one["steps"][-1] == 49 for one in found)
-    assert found[0]["steps"] == [49]  # of the rank that deletes old ones
+    assert all(one["reduced"] == 150 and "step-49" in one["steps"] for one in found)
+    assert found[0]["steps"] == ["step-49"]  # of the rank that deletes old ones
 
 
 def test_fifty_saves_beside_collectives(said: Any) -> None:
@@ -152,16 +152,14 @@ def test_fifty_saves_beside_collectives(said: Any) -> None:
 
 def check_killed(found: list[dict[str, Any]], folder: Path, n_ranks: int) -> None:
     assert len(found) == n_ranks - 1, "one is dead"
+    step = folder / "killed" / "step-1"
     for one in found:
-        assert one["steps"] == [1]
+        assert one["newest"] == str(step)
         assert one["seconds"] < 60
-    run = folder / "killed"
-    assert not (run / "step-00000002" / INDEX_FILE).exists()
-    step = run / "step-00000001"
-    state = {f"model.{name}": torch.zeros(shape) for name, shape in SIZES.items()}
+    state = {name: torch.zeros(shape) for name, shape in SIZES.items()}
     dcp.load(state, storage_reader=CkptzStorageReader(step, jobs=1), no_dist=True)
     # Lossy files, and the residuals that make the newest step exact.
-    assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in whole().items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole().items())
     assert read_index(step).ranks == n_ranks
 
 
@@ -186,15 +184,14 @@ def test_fifty_saves_of_four_ranks(slowly: Any) -> None:
 def test_one_of_four_is_killed(slowly: Any) -> None:
     found = slowly["killed 4"]
     assert len(found) == 3
-    assert all(one["steps"] == [1] and one["seconds"] < 60 for one in found)
+    assert all(one["newest"].endswith("step-1") and one["seconds"] < 60 for one in found)
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
     first, _ = play("hung", tmp_path)["hung 2"]
-    assert "a rank was lost" in first["error"] or "was not saved" in first["error"]
     assert 4 < first["seconds"] < 50
-    assert first["steps"] == []
+    assert first["newest"] is None
 
 
 @pytest.mark.slow

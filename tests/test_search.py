@@ -24,8 +24,8 @@ from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
 from ckptz.quant.sensitivity import SensitivitySketch
-from ckptz.search.budget import Limit, Reading, share_used
 from ckptz.search.guided import MAX_TRIALS, Exhaustive, Guided, Neighbourhood, dominates
+from ckptz.search.judgement import Limit, Reading, judge
 from ckptz.search.rate import SizeModel
 from ckptz.search.trials import Outcome, best_of, run_stages
 from tests.support.search_support import BOTH, CUBE, TEMPLATE, landscape, model
@@ -59,51 +59,50 @@ def test_a_quality_is_a_number_or_a_dict_with_a_known_one(
         assert reading.lower_is_better == (metric == "loss")
 
 
-@pytest.mark.parametrize("result", ["0.5", True, None, [1.0], torch.zeros(2), {"perplexity": 3.0}])
+@pytest.mark.parametrize(
+    "result", ["0.5", True, None, [1.0], torch.zeros(2, 2), torch.zeros(0), {"perplexity": 3.0}]
+)
 def test_what_is_no_number_is_refused_by_name(result: Any) -> None:
     with pytest.raises(ConfigError, match="loss returned"):
         Budget(loss).read(result)
 
 
 @pytest.mark.parametrize(
-    ("exact", "measured", "lower", "limit", "used"),
+    ("exact", "measured", "lower", "limit", "change", "used"),
     [
-        (2.0, 2.02, True, Limit(0.01, True), 1.0),
-        (2.0, 1.98, True, Limit(0.01, True), -1.0),
-        (-2.0, -1.98, True, Limit(0.01, True), 1.0),
-        (0.8, 0.76, False, Limit(0.1, True), 0.5),
-        (0.8, 0.76, False, Limit(0.01, False), 4.0),
-        (2.0, math.nan, True, Limit(0.01, True), math.inf),
-        (2.0, -math.inf, True, Limit(0.01, True), math.inf),
-        (2.0, 2.0, True, Limit(0.0, True), 0.0),
-        (2.0, 2.1, True, Limit(0.0, True), math.inf),
+        (2.0, 2.02, True, Limit(0.01, True), 0.01, 1.0),
+        (2.0, 1.98, True, Limit(0.01, True), -0.01, 1.0),
+        (-2.0, -1.98, True, Limit(0.02, False), 0.02, 1.0),
+        (0.8, 0.76, False, Limit(0.1, True), 0.05, 0.5),
+        (0.8, 0.84, False, Limit(0.01, False), -0.04, 4.0),
+        (2.0, math.nan, True, Limit(0.01, True), None, None),
+        (2.0, -math.inf, True, Limit(0.01, True), None, None),
+        (2.0, 2.0, True, Limit(0.0, True), 0.0, 0.0),
+        (2.0, 2.1, True, Limit(0.0, True), 0.05, None),
     ],
 )
-def test_a_drop_counts_in_the_direction_that_is_worse(
-    exact: float, measured: float, lower: bool, limit: Limit, used: float
+def test_a_number_uses_the_budget_in_both_directions(
+    exact: float, measured: float, lower: bool, limit: Limit, change: float | None, used: float | None
 ) -> None:
-    readings = [Reading("loss", value, lower) for value in (exact, measured)]
-    assert limit.used(*readings) == pytest.approx(used)
+    judged = judge(limit, *(Reading("loss", np.array([value]), lower) for value in (exact, measured)))
+    assert (judged.change, judged.used) == (pytest.approx(change), pytest.approx(used))
+    assert (judged.error, judged.changes) == (None, None)
 
 
-def test_of_several_budgets_the_tightest_counts() -> None:
-    limits = (Limit(0.1, True), Limit(0.01, True))
-    exact, measured = Reading("loss", 2.0, True), Reading("loss", 2.02, True)
-    assert share_used(limits, (exact, exact), (measured, measured)) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("value", [0.0, 5e-4, -5e-4])
-def test_a_relative_budget_near_zero_is_refused_and_an_absolute_one_is_not(value: float) -> None:
-    exact = Reading("loss", value, True)
-    with pytest.raises(ConfigError, match="too close to zero"):
+@pytest.mark.parametrize("value", [0.0, 5e-4, -5e-4, -2.0])
+def test_a_relative_budget_needs_a_positive_mean_and_an_absolute_one_does_not(value: float) -> None:
+    exact = Reading("loss", np.array([value]), True)
+    with pytest.raises(ConfigError, match=r"relative budget needs 0\.001 or more"):
         Budget(loss).check_exact(exact)
     Budget(loss, 0.1, relative=False).check_exact(exact)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_exact_tensors_without_a_quality_are_refused(value: float) -> None:
-    with pytest.raises(ConfigError, match="exact tensors"):
-        Budget(loss).check_exact(Reading("loss", value, True))
+    with pytest.raises(ConfigError, match=rf"exact tensors is {value}$"):
+        Budget(loss).check_exact(Reading("loss", np.array([value]), True))
+    with pytest.raises(ConfigError, match=f"exact tensors is {value} in 2 of 3 values"):
+        Budget(loss).check_exact(Reading("loss", np.array([1.0, value, value]), True))
 
 
 @pytest.mark.parametrize("arguments", [("no function",), (loss, -0.1), (loss, math.nan)])

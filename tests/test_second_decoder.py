@@ -154,6 +154,7 @@ def test_it_writes_the_plain_file_that_was_compressed(tmp_path: Path) -> None:
 ENTRIES = "return [[nearest(scale[r] * x + offset[r]) for x in level] for r in range(rows)]"
 SUM = "total = nearest(number(p) + number(entry))"
 PRODUCT = "nearest(number(row[i // n]) * number(column[i % n]))"
+TERM = "total = nearest(number(total) + number(product_at(row, column, i)))"
 TO_BF16 = '(p + 0x7FFF + (p >> 16 & 1)) >> 16 if name == "BF16"'
 TO_F16 = 'nearest(number(p), "e")'
 
@@ -190,6 +191,16 @@ MISTAKES: dict[str, tuple[str, str, set[str]]] = {
         PRODUCT,
         f"(lambda u: u if u & 0x7F800000 else 0)({PRODUCT})",
         {"valid/float-product-underflow"},
+    ),
+    "terms that are fused": (
+        TERM,
+        "total = nearest(number(total) + number(row[0]) * number(column[0]))",
+        {"valid/map-low-rank-not-fused"},
+    ),
+    "terms in another order": (
+        "in self.plan.terms:",
+        "in reversed(self.plan.terms):",
+        {"valid/map-low-rank-in-order"},
     ),
     "sums that are not rounded before the cast": (
         SUM,

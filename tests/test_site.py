@@ -17,7 +17,7 @@ from tests.support.spec_support import ROOT
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 MODULES = (
     *("ckptz", "ckptz.torch", "ckptz.numpy", "ckptz.hooks", "ckptz.sync", "ckptz.wire", "ckptz.errors"),
-    *(f"ckptz.integrations.{name}" for name in ("accelerate", "dcp", "lightning", "sharded", "trainer")),
+    *(f"ckptz.integrations.{name}" for name in ("accelerate", "dcp", "lightning", "trainer")),
     "ckptz.integrations.transformers",
 )
 ERRORS = [

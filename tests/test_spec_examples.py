@@ -14,6 +14,7 @@ from ckptz.codec.plan import (
     Domain,
     ExplicitTable,
     LinearTable,
+    LowRank,
     Plan,
     PlaneMode,
     Predictor,
@@ -25,7 +26,7 @@ from ckptz.codec.values import KINDS, ValueTable
 from ckptz.container.index import content_id_of
 from ckptz.dtypes import dtype_of
 from ckptz.entropy.frequency import parse_table
-from ckptz.entropy.streams import CoderId, decode_stream
+from ckptz.entropy.streams import CoderId, Embedded, decode_stream
 from ckptz.kernels import cpu
 from tests.support import reference
 from tests.support.spec_files import embedded
@@ -264,6 +265,15 @@ def test_product_examples() -> None:
     for row in table("04-quantization.md", "product", "product"):
         a, b = (np.array([int(row[name], 16)], np.uint32) for name in "ab")
         assert reference.outer_product(a, b, 0, 1)[0] == int(row["product"], 16)
+
+
+def test_low_rank_examples() -> None:
+    for row in table("04-quantization.md", "low-rank", "P"):
+        scales, rows, columns = ([*map(str.strip, row[name].split(","))] for name in list(row)[:3])
+        patterns = np.array([int(scale, 16) for scale in scales], np.uint32)
+        codes = np.array([[int(a), int(b)] for a, b in zip(rows, columns, strict=True)], np.int8)
+        matrix = LowRank(1, 1, patterns, Embedded.of(codes.view(np.uint8).reshape(-1)))
+        assert f"{matrix.products(0, 1)[0]:#010x}" == row["P"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

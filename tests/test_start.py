@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba.core import caching, config
 from safetensors.numpy import load_file, save_file
 
 from ckptz.entropy.frequency import encoding_tables
@@ -96,30 +95,27 @@ def one_stream(n: int, n_lanes: int) -> tuple[np.ndarray[tuple[int, ...], Any], 
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let numba find neither the package nor the home writable."""
-    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [caching.UserProvidedCacheLocator])
-    monkeypatch.setattr(config, "CACHE_DIR", "")
-    cache.is_kept.cache_clear()
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Let neither the package nor the home be writable, and begin anew with another temporary folder."""
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(cache, "_usual", lambda: [tmp_path / "a file" / "kernels"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache.written_to.cache_clear()
     yield
-    cache.is_kept.cache_clear()
+    cache.written_to.cache_clear()
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_kernels_are_kept_among_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert cache.is_kept()
+def test_kernels_are_kept_among_temporary_files(tmp_path: Path) -> None:
     folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
+    assert cache.written_to() == folder
     assert folder.stat().st_mode & 0o777 == 0o700
     assert str(folder) in cache.note()
 
 
 @pytest.mark.usefixtures("nowhere")
 @pytest.mark.parametrize("how", ["open to others", "a link", "a file"])
-def test_a_folder_that_others_may_fill_is_not_used(
-    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_folder_that_others_may_fill_is_not_used(how: str, tmp_path: Path) -> None:
     folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
     if how == "open to others":
         folder.mkdir()
@@ -129,18 +125,79 @@ def test_a_folder_that_others_may_fill_is_not_used(
         folder.symlink_to(tmp_path / "elsewhere")
     else:
         folder.touch()
-    assert not cache.is_kept()
+    assert cache.written_to() is None
     assert "NUMBA_CACHE_DIR" in cache.note()
+
+
+def copied(package: Path) -> dict[str, str]:
+    """Copy the package as if it were made anew; gives the environment of processes that use the copy."""
+    shutil.copytree(ROOT / "ckptz", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in package.rglob("*.py"):
+        os.utime(path, (1, 1))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NUMBA_", "XDG_"))}
+    return kept | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def said(environment: dict[str, str], code: str = ONE_KERNEL) -> str:
+    """What a process says that uses a kernel."""
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("where", ["beside the package", "NUMBA_CACHE_DIR"])
+def test_a_copy_of_the_package_finds_the_kernels_of_the_first_and_a_changed_one_does_not(
+    where: str, tmp_path: Path
+) -> None:
+    first, again = copied(tmp_path / "first" / "ckptz"), copied(tmp_path / "again" / "ckptz")
+    if where == "NUMBA_CACHE_DIR":
+        first["NUMBA_CACHE_DIR"] = again["NUMBA_CACHE_DIR"] = str(tmp_path / "kernels")
+    assert NOTICE in said(first)
+    if where == "beside the package":
+        kernels = Path("ckptz", "kernels", "__pycache__")
+        shutil.copytree(tmp_path / "first" / kernels, tmp_path / "again" / kernels)
+    assert not said(again)
+    with (tmp_path / "again" / "ckptz" / "kernels" / "floats.py").open("a") as changed:
+        changed.write("# more\n")
+    assert NOTICE in said(again)  # whatever file it is: kernels contain those of other files
+
+
+def test_kernels_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path) -> None:
+    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "image")}
+    assert NOTICE in said(environment)
+    only_read = "from ckptz.kernels import cache; cache._is_writable = lambda folder: False; "
+    assert not said(environment | {"TMPDIR": str(tmp_path)}, only_read + ONE_KERNEL)
+
+
+def test_a_full_disk_keeps_no_kernel_and_stops_nothing(tmp_path: Path) -> None:
+    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    full = (
+        "import errno; from ckptz.kernels import cache\n"
+        "def full(self, key, data): raise OSError(errno.ENOSPC, 'no space')\n"
+        "cache.caching.IndexDataCacheFile.save = full\n"
+    )
+    assert NOTICE in said(environment, full + ONE_KERNEL)
+    assert NOTICE in said(environment)
+
+
+def test_the_clock_of_speeds_stands_still_while_kernels_are_compiled(tmp_path: Path) -> None:
+    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    code = (
+        "import time; from ckptz.kernels.clock import working_seconds; "
+        "import ckptz.kernels.codec_cpu as k, numpy as np; from ckptz.kernels import compiled; compiled(); "
+        "real, worked = time.perf_counter(), working_seconds(); k.histogram(np.zeros(4, np.uint8)); "
+        "assert working_seconds() - worked < (time.perf_counter() - real) / 2"
+    )
+    assert NOTICE in said(environment, code)
 
 
 def unwritable(folder: Path) -> dict[str, str]:
     """Copy the package, such that not even root can write kernels beside it; gives the environment."""
-    shutil.copytree(ROOT / "ckptz", folder / "ckptz", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = copied(folder / "ckptz")
     (folder / "ckptz" / "kernels" / "__pycache__").touch()
     (folder / "tmp").mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NUMBA_", "XDG_"))}
-    own = {"PYTHONPATH": str(folder), "HOME": "/dev/null", "TMPDIR": str(folder / "tmp")}
-    return kept | own | {"PYTHONDONTWRITEBYTECODE": "1"}
+    return environment | {"HOME": "/dev/null", "TMPDIR": str(folder / "tmp")}
 
 
 @pytest.mark.apps
@@ -148,17 +205,10 @@ def test_a_machine_without_a_writable_home_or_package_works_and_says_where_kerne
     tmp_path: Path,
 ) -> None:
     environment = unwritable(tmp_path)
-    said = []
-    for _ in range(2):
-        words = [sys.executable, "-c", ONE_KERNEL]
-        done = subprocess.run(
-            words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert not done.returncode, done.stderr
-        said.append(done.stderr)
-    assert said[0].count("\n") == 1
-    assert str(tmp_path / "tmp") in said[0]
-    assert not said[1]  # the second process finds what the first compiled
+    first, second = said(environment), said(environment)
+    assert first.count("\n") == 1
+    assert str(tmp_path / "tmp") in first
+    assert not second  # it finds what the first process compiled
 
 
 def test_a_warm_up_uses_kernels_of_every_method_and_names_their_folder() -> None:
@@ -178,7 +228,7 @@ def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path) -> None:
         weights = {"w": rng.standard_normal((1200, 1000)).astype(np.float32)}
         save_file(weights, tmp_path / f"step-{step}.safetensors")
     files = [str(tmp_path / f"step-{step}.safetensors") for step in range(2)]
-    said = ""
+    lines = ""
     for words in (
         ("warm-up",),
         ("compress", *files, "--chain", "-o", str(tmp_path / "lossless")),
@@ -188,8 +238,8 @@ def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path) -> None:
     ):
         line = [sys.executable, "-m", "ckptz", *words]
         done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
-        said += "" if words == ("warm-up",) else done.stderr
-    assert NOTICE not in said
+        lines += "" if words == ("warm-up",) else done.stderr
+    assert NOTICE not in lines
 
 
 @pytest.mark.apps

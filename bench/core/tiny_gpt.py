@@ -82,10 +82,10 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean next-byte cross entropy in nats of `batch` [n, context + 1]."""
+def loss_of(model: nn.Module, batch: Tensor, reduction: str = "mean") -> Tensor:
+    """Next-byte cross entropy in nats of `batch` [n, context + 1]: the mean, or "none": that of each byte."""
     logits = model(batch[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction=reduction)
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
@@ -114,10 +114,10 @@ def batches(data: Tensor, *, batch: int, context: int, seed: int, start: int = 0
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, data: Tensor, *, n_batches: int = 16, batch: int = 32) -> float:
-    """Mean loss in nats over a fixed set of validation batches."""
+def token_losses(model: nn.Module, data: Tensor, *, n_batches: int = 16, batch: int = 32) -> Tensor:
+    """Loss of each byte in nats [n], over a fixed set of validation batches."""
     model.eval()
     source = batches(data, batch=batch, context=128, seed=7)
-    losses = [loss_of(model, next(source)).item() for _ in range(n_batches)]
+    losses = [loss_of(model, next(source), reduction="none") for _ in range(n_batches)]
     model.train()
-    return float(np.mean(losses))
+    return torch.cat(losses)

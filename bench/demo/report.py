@@ -6,7 +6,7 @@ import json
 import math
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from bench.demo.methods import GRID, Storage
 from bench.demo.training import N_CALIBRATION_BATCHES, Resumption
 from ckptz._version import __version__
+from ckptz.search.judgement import Limit, Reading, judge
 
 MB = 1e6
 
@@ -84,6 +85,13 @@ def change_percent(value: float, exact: float) -> float:
     return 100 * (value - exact) / exact
 
 
+def changes_percent(got: Resumption, exact: Resumption) -> float:
+    """Half the mean square of the changes of each byte's loss, in percent of the exact mean."""
+    values = (one.tokens.double().numpy() for one in (exact, got))
+    judged = judge(Limit(0.01, True), *(Reading("loss", one, lower_is_better=True) for one in values))
+    return 100 * (math.inf if judged.changes is None else judged.changes)
+
+
 def _percent(value: float) -> str:
     return "0" if value == 0 else f"{value:+.0e} %" if abs(value) < 0.01 else f"{value:+.2f} %"
 
@@ -94,7 +102,7 @@ def print_table(report: Report, console: Console) -> None:
     table = Table(title=title)
     table.add_column("method", no_wrap=True)
     titles = ("run, MB", "ratio", "weights ratio", "compress MB/s", "restore MB/s", "loss at once", "change")
-    for title in (*titles, "loss resumed", "change", "bit equal"):
+    for title in (*titles, "single changes", "loss resumed", "change", "bit equal"):
         table.add_column(title, justify="right", min_width=max(map(len, title.split())))
     for row in report.rows:
         table.add_row(row.name, *_size_cells(row, report), *_loss_cells(row.resumption, report.exact))
@@ -109,7 +117,8 @@ def print_table(report: Report, console: Console) -> None:
         f"grid: weights and moments, step {GRID.step:g} of the reference; the inputs of the layers that its "
         f"rounding reads are of {N_CALIBRATION_BATCHES} batches at each checkpoint, not counted in MB/s\n"
         f"loss: validation, nats per byte; resumed: mean over {len(report.exact.training)} further steps; "
-        "change: against the exact resume; on other threads it is the noise floor",
+        "change: against the exact resume; single changes: half the mean square of those of each byte's loss "
+        "at once, over the mean loss; on other threads it is the noise floor",
         highlight=False,
         soft_wrap=True,
     )
@@ -132,6 +141,7 @@ def _size_cells(row: Row, report: Report) -> list[str]:
 
 def _loss_cells(got: Resumption, exact: Resumption) -> list[str]:
     at_once = [f"{got.at_once:.4f}", _percent(change_percent(got.at_once, exact.at_once))]
+    at_once.append(_percent(changes_percent(got, exact)))
     resumed = [f"{got.resumed:.4f}", _percent(change_percent(got.resumed, exact.resumed))]
     return [*at_once, *resumed, "yes" if got.is_bit_equal(exact) else "no"]
 
@@ -181,7 +191,11 @@ def _draw_gaps(axes: Any, report: Report) -> None:
 
 def write_json(report: Report, path: Path) -> None:
     """Every number, and where it was measured."""
-    content = asdict(report) | {
+    rows = [asdict(replace(row, resumption=None)) for row in report.rows]
+    content = asdict(replace(report, rows=[])) | {
+        "rows": [
+            own | {"resumption": _numbers(row.resumption)} for own, row in zip(rows, report.rows, strict=True)
+        ],
         "ckptz": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -189,12 +203,19 @@ def write_json(report: Report, path: Path) -> None:
         "changes_percent": {
             row.name: {
                 "at_once": change_percent(row.resumption.at_once, report.exact.at_once),
+                "single": changes_percent(row.resumption, report.exact),
                 "resumed": change_percent(row.resumption.resumed, report.exact.resumed),
             }
             for row in report.rows
         },
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _numbers(got: Resumption) -> dict[str, Any]:
+    """All but the loss of each byte, for which its mean stands."""
+    own = {field.name: getattr(got, field.name) for field in fields(got) if field.name != "tokens"}
+    return own | {"at_once": got.at_once}
 
 
 def problems(report: Report) -> list[str]:

@@ -21,7 +21,7 @@ from bench.fuzz.targets import _with_right_digests
 from ckptz import Grid, KMeans
 from ckptz.codec.units import TensorSource, chunk_bounds
 from ckptz.formats.inputs import open_input
-from ckptz.formats.torch_records import load_torch
+from ckptz.formats.torch_files import load_part
 from ckptz.guidance.files import CalibrationFile, SensitivityFile
 from ckptz.hooks import Calibration, SensitivityTracker
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
@@ -73,7 +73,7 @@ def _saved(state: Any, **options: Any) -> bytes:
 
 
 def _load(data: bytes) -> None:
-    _read_all(flatten(load_torch(np.frombuffer(data, np.uint8))).tensors)
+    _read_all(flatten(load_part(data)).tensors)
 
 
 def _torch_files(folder: Path) -> Target:

@@ -93,8 +93,8 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether a writer runs beside training."""
-        writer = self._ckptz._writer._thread
-        is_writing = writer is not None and writer.is_alive()
+        running = self._ckptz._writer._running
+        is_writing = running is not None and not running.is_done
         return is_writing or (self._future is not None and not self._future.done())
 
     def wait(self) -> None:

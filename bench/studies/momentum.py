@@ -88,6 +88,7 @@ def _codes(ratios: Tensor, arm: str, generator: torch.Generator) -> Tensor:
 def restarted(plan: Plan, arm: str) -> dict[str, Any]:
     """Quality at the end of a run whose first moments were changed at each stop, and their bits."""
     trainer, bits, generator = Trainer(plan.task, plan.first(0)), [], torch.Generator().manual_seed(5)
+    trainer.train(plan.lead)
     for index in range(plan.n_checkpoints):
         if index:
             trainer.train(plan.task.interval)

@@ -10,6 +10,7 @@ anchor included, against fp32 weights and the optimizer's tensors. Tasks:
     image        1.2 M parameters, SGD with momentum, 14 checkpoints, 10 restarts
     fine-tune    the end of the language run goes on with the docstrings of the same files: AdamW with
                  b2 = 0.999, rate 3e-4 falling to 0, 10 checkpoints 15 steps apart, 9 restarts
+    foreign      the same with another language, the C++ headers that torch brings with it
 
 Seeds above 0 disturb the first state by a hundredth of each tensor's spread, of the exact run as well; the
 row "disturbed, exact" is the end of that exact run against that of seed 0, so what chance alone does. Rows
@@ -24,7 +25,7 @@ import itertools
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -53,6 +54,7 @@ from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans
 from ckptz.methods.method import Method
 from ckptz.methods.state import MOMENTS
 
+Texts = Callable[[], tuple[Tensor, Tensor]]
 FINE_TUNE_RATE, FINE_TUNE_BATCH, FINE_TUNE_EVERY, FINE_TUNE_CHECKPOINTS = 3e-4, 16, 15, 10
 KEEP_ALL: Final = KeepPolicy(last=None, exact=0)
 FINE: Final = 1 / 32  # of a step: far below what could be measured
@@ -114,6 +116,7 @@ class Plan:
         start: the state that it begins with, at the first checkpoint; None for the cached run's own.
         base: the weights that training began from, where that is a fine-tune.
         jobs: threads that save.
+        lead: steps from the start to the first checkpoint, which the run sees.
     """
 
     task: Task
@@ -122,6 +125,7 @@ class Plan:
     start: State | None = field(default=None, repr=False)
     base: Path | None = None
     jobs: int = N_THREADS
+    lead: int = 0
 
     def first(self, seed: int) -> State:
         """The state of the first checkpoint; of seeds above 0 disturbed."""
@@ -164,15 +168,24 @@ def quoted_in(source: str) -> list[str]:
     return [quoted for quoted in source.split('"""')[1::2] if len(quoted) > 200]
 
 
-def _tuning_batch(step: int) -> Batch:
-    source = batches(docstrings()[0], batch=FINE_TUNE_BATCH, context=GPT.context, seed=11, start=step)
+@functools.cache
+def headers() -> tuple[Tensor, Tensor]:
+    """(training bytes, validation bytes) of torch's headers in C++, of which each tenth file validates."""
+    root = Path(torch.__file__).parent / "include" / "c10"
+    files = [path.read_bytes() for path in sorted(root.rglob("*.h"))]
+    parts = ([f for i, f in enumerate(files) if i % 10], files[::10])
+    return tuple(torch.from_numpy(np.frombuffer(b"".join(p), np.uint8).copy()) for p in parts)  # type: ignore[return-value]
+
+
+def _tuning_batch(texts: Texts, step: int) -> Batch:
+    source = batches(texts()[0], batch=FINE_TUNE_BATCH, context=GPT.context, seed=11, start=step)
     tokens = next(source)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 @functools.cache
-def _tuning_slices(part: str) -> tuple[Batch, ...]:
-    source = batches(docstrings()[1], batch=32, context=GPT.context, seed=21 if part == SEARCH else 22)
+def _tuning_slices(texts: Texts, part: str) -> tuple[Batch, ...]:
+    source = batches(texts()[1], batch=32, context=GPT.context, seed=21 if part == SEARCH else 22)
     found = [next(source) for _ in range(8)]
     return tuple((tokens[:, :-1], tokens[:, 1:]) for tokens in found)
 
@@ -181,24 +194,24 @@ def _tuning_rate(step: int) -> float:
     return FINE_TUNE_RATE * max(0.0, 1 - step / (FINE_TUNE_EVERY * (FINE_TUNE_CHECKPOINTS + 1)))
 
 
-def fine_tune() -> Plan:
-    """The end of the language run, on prose."""
+def fine_tune(name: str = "fine-tune", texts: Texts = docstrings) -> Plan:
+    """The end of the language run, on other texts: training and validation bytes."""
     base = language()
     task = replace(
         base,
-        name="fine-tune",
+        name=name,
         first_step=FINE_TUNE_EVERY,
         interval=FINE_TUNE_EVERY,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1),
         rate=_tuning_rate,
-        batch=_tuning_batch,
-        slices=_tuning_slices,
+        batch=functools.partial(_tuning_batch, texts),
+        slices=functools.partial(_tuning_slices, texts),
     )
     trainer, weights = Trainer(task), weights_of(Run(base).state(N_CHECKPOINTS - 1))
     trainer.model.load_state_dict(weights)
-    trainer.train(FINE_TUNE_EVERY)
-    last = FINE_TUNE_CHECKPOINTS - 1
-    plan = Plan(task, FINE_TUNE_CHECKPOINTS, tuple(range(last)), trainer.state())
+    trainer.train(1)  # so that there is state of the optimizer
+    last, lead = FINE_TUNE_CHECKPOINTS - 1, FINE_TUNE_EVERY - 1
+    plan = Plan(task, FINE_TUNE_CHECKPOINTS, tuple(range(last)), trainer.state(), lead=lead)
     path = plan.folder / "base.safetensors"
     publish(path, lambda p: save_file(weights, p))
     return replace(plan, base=path)
@@ -213,7 +226,12 @@ def toy() -> Plan:
     return Plan(task, 3, (0, 1), trainer.state())
 
 
-PLANS: Final = {"language": lambda: Plan(language()), "image": lambda: Plan(image()), "fine-tune": fine_tune}
+PLANS: Final = {
+    "language": lambda: Plan(language()),
+    "image": lambda: Plan(image()),
+    "fine-tune": fine_tune,
+    "foreign": lambda: fine_tune("foreign", headers),
+}
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -226,7 +244,7 @@ def exact_end(plan: Plan, seed: int) -> dict[str, Any]:
         if plan.start is None and not seed:
             return {part: Run(plan.task).facts(N_CHECKPOINTS - 1)[part] for part in (SEARCH, HELD_OUT)}
         trainer = Trainer(plan.task, plan.first(seed))
-        trainer.train(plan.task.interval * (plan.n_checkpoints - 1))
+        trainer.train(plan.lead + plan.task.interval * (plan.n_checkpoints - 1))
         return quality(trainer)
 
     return remembered(plan.end_path(seed), train)
@@ -251,22 +269,28 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
     trainer = Trainer(plan.task, plan.first(seed))
     folder = Path(tempfile.mkdtemp(prefix="ckptz-restarts-"))
     sizes, weights, seconds, training, raw = [], [], [], [], 0
+    saver = _saver(folder, trainer, arm, plan)
     try:
+        if plan.lead:
+            saver.maybe_save(trainer.step)
+            trainer.train(plan.lead)
         for index in range(plan.n_checkpoints):
             if index:
                 trains = functools.partial(trainer.train, plan.task.interval)
                 training.append(cpu_seconds(trains)[1])
-            with _saver(folder, trainer, arm, plan) as saver:
-                _, spent = cpu_seconds(functools.partial(saver.save, trainer.step))
-                report = saver.wait()
-                assert report is not None
-                raw = report.tensor_bytes
-                sizes.append(report.stored_bytes)
-                weights.append((folder / f"step-{trainer.step:08d}.ckptz").stat().st_size)
-                seconds.append(spent)
-                if index in plan.failures:
-                    saver.restore(trainer.step)
+            _, spent = cpu_seconds(functools.partial(saver.save, trainer.step))
+            report = saver.wait()
+            assert report is not None
+            raw = report.tensor_bytes
+            sizes.append(report.stored_bytes)
+            weights.append((folder / f"step-{trainer.step:08d}.ckptz").stat().st_size)
+            seconds.append(spent)
+            if index in plan.failures:  # a new process goes on
+                saver.close()
+                saver = _saver(folder, trainer, arm, plan)
+                saver.restore(trainer.step)
     finally:
+        saver.close()
         shutil.rmtree(folder)
     return {
         "raw_bytes": raw,
@@ -291,6 +315,7 @@ def _saver(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpointer
         keep=KEEP_ALL,
         anchor_every=arm.anchor_every,
         restores=arm.restores,
+        every=plan.task.interval,
         background=False,
         jobs=plan.jobs,
     )

@@ -2,8 +2,8 @@
 
     python -m bench.studies.search
 
-The first checkpoint of the cached runs, weights alone, k-means: the search may take a relative loss of the
-budget on a reduced slice. The language model's sensitivity comes from Adam's second moments, the image
+The first checkpoint of the cached runs, weights alone, k-means: the answers on a reduced slice may change by
+the relative budget. The language model's sensitivity comes from Adam's second moments, the image
 model's from the averaged gradients of `ckptz.hooks.SensitivityTracker`.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from bench.core.report import finish
 from bench.studies.tasks import SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, folder_of, remembered, weights_of
 from ckptz import Budget, KMeans
+from ckptz.search.judgement import Judgement
 from ckptz.search_run.run import SearchOptions
 
 BUDGETS: Final = (0.05, 0.01)
@@ -40,10 +42,10 @@ class WeightQuality:
         self.metric = task.budgeted
         self.data_digest = f"{task.name}, {SEARCH}"
 
-    def __call__(self, state: Mapping[str, Tensor]) -> float:
-        """The budgeted measure."""
+    def __call__(self, state: Mapping[str, Tensor]) -> Tensor:
+        """The budgeted measure of each answer [n]."""
         self.model.load_state_dict(state)
-        return getattr(self.task.evaluate(self.model, SEARCH, REDUCED), self.metric)
+        return self.task.answers(self.model, SEARCH, REDUCED)[self.metric]
 
 
 def budget_of(task: Task, max_drop: float) -> Budget:
@@ -72,16 +74,15 @@ def trials(task: Task, strategy: str, budget: float) -> dict[str, Any]:
             sensitivity=None if has_second_moments else run.gradients_path(0),
             search=search,
         )
-    found = [{"n_bytes": trial.n_bytes, "share_used": trial.drop} for trial in report.search.trials]
+    found = [{"n_bytes": t.n_bytes, "judgement": asdict(t.judgements[0])} for t in report.search.trials]
     print(f"{task.name}, {strategy} search at {budget:g}: {len(found)} evaluations", flush=True)
     return {"budget": budget, "trials": found}
 
 
 def least(searched: Mapping[str, Any], budget: float) -> int:
     """Bytes of the smallest trial within a budget, which may be another than the search was made for."""
-    most = budget / searched["budget"]
-    kept = (t for t in searched["trials"] if t["share_used"] is not None and t["share_used"] <= most)
-    return min(trial["n_bytes"] for trial in kept)
+    trials = searched["trials"]
+    return min(t["n_bytes"] for t in trials if Judgement(**t["judgement"]).within(budget).is_kept)
 
 
 def rows_of(task: Task) -> Iterator[Row]:

@@ -78,18 +78,24 @@ class Task:
         inputs, targets = batch
         return functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
-    @torch.no_grad()
     def evaluate(self, model: nn.Module, part: str, n_batches: int | None = None) -> Quality:
         """Quality on a slice, or on its first `n_batches`; leaves the model as it was."""
+        means = {
+            name: float(found.double().mean()) for name, found in self.answers(model, part, n_batches).items()
+        }
+        return Quality(**means)
+
+    @torch.no_grad()
+    def answers(self, model: nn.Module, part: str, n_batches: int | None = None) -> dict[str, Tensor]:
+        """Loss of each answer, and 1 or 0 for right or wrong, [n], by fields of `Quality`; see `evaluate`."""
         model.eval()
-        losses, right, total = [], 0, 0
+        found: dict[str, list[Tensor]] = {"loss": [], "accuracy": []}
         for inputs, targets in self.slices(part)[:n_batches]:
             logits, wanted = model(inputs).flatten(0, -2), targets.flatten()
-            losses.append(functional.cross_entropy(logits, wanted).item())
-            right += int((logits.argmax(1) == wanted).sum())
-            total += wanted.numel()
+            found["loss"].append(functional.cross_entropy(logits, wanted, reduction="none"))
+            found["accuracy"].append(logits.argmax(1) == wanted)
         model.train()
-        return Quality(loss=float(np.mean(losses)), accuracy=right / total)
+        return {name: torch.cat(values) for name, values in found.items()}
 
 
 def warmup_cosine(peak: float, n_warmup: int, n_steps: int) -> Callable[[int], float]:

@@ -117,8 +117,21 @@ def _live(name: str, tensor: Any) -> LiveTensor:
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         raise ConfigError(f"tensor {name!r} is a conjugate or negative view; give the tensor behind it")
-    made = _contiguous if tensor.is_contiguous() else _StridedTensor
-    return made(dtype, shape, tensor)
+    if tensor.is_contiguous():
+        return _contiguous(dtype, shape, tensor)
+    if _overlaps(tensor):
+        raise ConfigError(f"tensor {name!r} has several elements in one place of memory; give a copy of it")
+    return _StridedTensor(dtype, shape, tensor)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory, as in what `expand` gives."""
+    reach = 0  # of all dimensions with smaller steps
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride <= reach:
+            return True
+        reach += (n - 1) * stride
+    return False
 
 
 def _contiguous(dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor) -> LiveTensor:

@@ -36,7 +36,7 @@ class TensorReport:
     stored_bytes: int  # size of its frame
     ratio: float | None  # decoded by stored size; None if it is empty
     bits_per_element: float | None  # of the frame; None if it is empty
-    predictor: str  # "zero", "base" or "outer"
+    predictor: str  # "zero", "base", "outer" or "low-rank"
     # how bit patterns are split, "raw", "rotated", "xor" or "difference"; for a quantization map the domain
     # of its values, "linear" or "bits"
     mode: str
@@ -154,7 +154,7 @@ def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport
         stored_bytes=source.entry.n_bytes,
         ratio=n_bytes / source.entry.n_bytes if n_bytes else None,
         bits_per_element=source.entry.n_bytes * 8 / n_elements if n_elements else None,
-        predictor=plan.predictor.name.lower(),
+        predictor=plan.predictor.name.lower().replace("_", "-"),
         mode=(plan.mode if plan.domain is Domain.PLANES else plan.domain).name.lower(),
         coders=_shares(_coder_bytes(header)),
         n_chunks=len(header.chunks),

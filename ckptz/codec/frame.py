@@ -39,14 +39,17 @@ from ckptz.class_rules import (
 )
 from ckptz.codec.plan import (
     BASE_MODES,
+    LARGEST_SCALE,
     MAX_CODES,
+    MAX_RANK,
     MAX_ROWS,
     OUTER_BYTES,
+    AnyOuter,
     AnyTable,
     Domain,
     ExplicitTable,
     LinearTable,
-    Outer,
+    LowRank,
     Plan,
     PlaneMode,
     Predictor,
@@ -64,7 +67,7 @@ from ckptz.errors import ChecksumError, CorruptionError, UnsupportedError
 FRAME_VERSION: Final = 1  # spec/versions.md
 MAX_DIMS: Final = 64
 MAX_ELEMENTS: Final = 1 << 48
-MAX_OUTER: Final = 1 << 24  # elements of both outer vectors together
+MAX_OUTER: Final = 1 << 24  # elements of all outer vectors together
 VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # the linear and bits domains exist for these
 
 FLAG_ZERO, FLAG_ESCAPE = 1, 2
@@ -126,7 +129,7 @@ def _packed_head(
     return out.getvalue()
 
 
-def outer_bytes(outer: Outer | StoredOuter) -> int:
+def outer_bytes(outer: AnyOuter) -> int:
     """Count the bytes that the vectors of the outer predictor take in a plan."""
     out = ByteWriter()
     _write_outer(out, outer)
@@ -160,7 +163,11 @@ def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
     is_map = domain is not Domain.PLANES
     quant_map = _parse_map(source, dtype, domain, n_classes, flags) if is_map else None
     tables = _parse_tables(source, n_classes, 1 if is_map else dtype.unit_bytes) if rules else ()
-    outer = _parse_outer(source, shape) if predictor is Predictor.OUTER else None
+    outer: AnyOuter | None = None
+    if predictor is Predictor.OUTER:
+        outer = _parse_outer(source, shape)
+    elif predictor is Predictor.LOW_RANK:
+        outer = _parse_low_rank(source, shape)
     plan = Plan(mode, quant_map, domain, predictor, outer, rules, tables)
     _check(plan, dtype, flags)
     return dtype, shape, plan
@@ -178,8 +185,8 @@ def _check(plan: Plan, dtype: DType, flags: int) -> None:
             raise CorruptionError("a frame of byte planes has flags of a quantization map")
         if (plan.mode in BASE_MODES) != (plan.predictor is Predictor.BASE):
             raise CorruptionError(f"predictor {plan.predictor.name} does not fit plane mode {plan.mode.name}")
-        if plan.predictor is Predictor.OUTER:
-            raise CorruptionError("byte planes have no outer predictor")
+        if plan.outer is not None:
+            raise CorruptionError(f"byte planes have no predictor {plan.predictor.name}")
     elif dtype.name not in VALUE_DTYPES:
         raise CorruptionError(f"a frame of {dtype.name} has a quantization map")
 
@@ -336,7 +343,12 @@ def _parse_tables(source: ByteReader, n_classes: int, n_streams: int) -> tuple[S
 # --- outer vectors ------------------------------------------------------------------------------
 
 
-def _write_outer(out: ByteWriter, outer: Outer | StoredOuter) -> None:
+def _write_outer(out: ByteWriter, outer: AnyOuter) -> None:
+    if isinstance(outer, LowRank):
+        out.varint(len(outer.scales))
+        out.raw(outer.scales.astype("<u4").tobytes())
+        outer.stored.write(out)
+        return
     for vector in (outer.rows, outer.columns):
         planes = vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES)
         for plane in planes.T:
@@ -345,11 +357,26 @@ def _write_outer(out: ByteWriter, outer: Outer | StoredOuter) -> None:
 
 def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> StoredOuter:
     n_rows, n_columns = math.prod(shape[:1]), math.prod(shape[1:])
-    n = n_rows + n_columns
-    if n > MAX_OUTER:
-        raise CorruptionError(f"outer vectors of {n} elements, at most {MAX_OUTER} are allowed")
+    _check_outer(n_rows + n_columns)
     planes = [take_embedded(source, "outer vector") for _ in range(2 * OUTER_BYTES)]
     return StoredOuter(planes, n_rows, n_columns)
+
+
+def _check_outer(n: int) -> None:
+    if n > MAX_OUTER:
+        raise CorruptionError(f"outer vectors of {n} elements, at most {MAX_OUTER} are allowed")
+
+
+def _parse_low_rank(source: ByteReader, shape: tuple[int, ...]) -> LowRank:
+    n_rows, n_columns = math.prod(shape[:1]), math.prod(shape[1:])
+    rank = source.varint("rank")
+    _check_outer(rank * (n_rows + n_columns))
+    if not 1 <= rank <= MAX_RANK:
+        raise CorruptionError(f"rank {rank} is outside 1..{MAX_RANK}")
+    scales = np.frombuffer(source.take(4 * rank, "term scales"), "<u4").astype(np.uint32)
+    if ((scales & np.uint32(0x7FFFFFFF)) > LARGEST_SCALE).any():
+        raise CorruptionError("the scale of a term of low rank is NaN or over 2^100")
+    return LowRank(n_rows, n_columns, scales, take_embedded(source, "term codes"))
 
 
 @dataclass(frozen=True, slots=True)

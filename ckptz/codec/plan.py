@@ -28,6 +28,10 @@ MAX_ROWS: Final = 4096
 
 Table = NDArray[Any]  # uint32 patterns, or integers as wide as the unit
 OUTER_BYTES: Final = 4  # planes of an outer vector
+MAX_RANK: Final = 64
+PLAIN: Final = 0x0D800000  # 2^-100 as an F32 pattern
+PLAIN_COLUMNS: Final = 1 << 20
+LARGEST_SCALE: Final = 0x71800000  # 2^100 as an F32 pattern, of a term of low rank: all sums stay finite
 
 
 class _Table(ABC):
@@ -155,6 +159,7 @@ class Predictor(IntEnum):
     ZERO = 0
     BASE = 1
     OUTER = 2
+    LOW_RANK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +201,10 @@ class Outer:
     def check(self) -> None:
         """Accept vectors that are in memory already."""
 
+    def products(self, begin: int, end: int) -> NDArray[np.uint32]:
+        """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
+        return cpu().outer_product(self.rows, self.columns, begin, end)
+
 
 class StoredOuter:
     """The two vectors of `Outer` as a header holds them, decoded when they are asked for.
@@ -226,6 +235,72 @@ class StoredOuter:
         _vector(self._planes[:OUTER_BYTES], self._n_rows)
         _vector(self._planes[OUTER_BYTES:], self._n_columns)
 
+    def products(self, begin: int, end: int) -> NDArray[np.uint32]:
+        """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
+        return cpu().outer_product(self.rows, self.columns, begin, end)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A matrix as a sum of outer products, whose vectors are codes of a few bits.
+
+    Attributes:
+        n_rows: of the matrix.
+        n_columns: of the matrix.
+        scales: F32 patterns [rank], finite ones of at most 2^100.
+        stored: the codes, term after term, of its rows and then of its columns; two's complement.
+    """
+
+    n_rows: int
+    n_columns: int
+    scales: NDArray[np.uint32]
+    stored: Embedded
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of all vectors together."""
+        return len(self.scales) * (self.n_rows + self.n_columns)
+
+    @functools.cached_property
+    def terms(self) -> tuple[tuple[NDArray[np.uint32], NDArray[np.uint32]], ...]:
+        """The vectors of each term as F32 patterns, [n_rows] times the scale and [n_columns]."""
+        levels = self.stored.codes(self.n_elements).view(np.int8).astype(np.float32).view(np.uint32)
+        n = self.n_rows
+        return tuple(
+            (cpu().outer_product(term[:n], scale[None], 0, n), term[n:])
+            for scale, term in zip(self.scales, levels.reshape(len(self.scales), -1), strict=True)
+        )
+
+    def check(self) -> None:
+        """Require that the vectors can be decoded; they are not kept."""
+        self.stored.codes(self.n_elements)
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether no product or sum can be subnormal: all are 0 or multiples of 2^-123.
+
+        Then it does not matter whether the processor flushes subnormal numbers.
+        """
+        sizes = (rows & np.uint32(0x7FFFFFFF) for rows, _ in self.terms)
+        return self.n_columns <= PLAIN_COLUMNS and all(((s == 0) | (s >= PLAIN)).all() for s in sizes)
+
+    def products(self, begin: int, end: int) -> NDArray[np.uint32]:
+        """Add the terms up in their order: elements begin..end of the matrix, F32 patterns [end - begin]."""
+        if self._is_plain:
+            n = self.n_columns
+            first, last = begin // n, -(-end // n)
+            sums = np.zeros((last - first, n), np.float32)
+            for rows, columns in self.terms:
+                sums += rows[first:last, None].view(np.float32) * columns.view(np.float32)
+            return sums.reshape(-1)[begin - first * n : end - first * n].view(np.uint32)
+        total = np.zeros(end - begin, np.uint32)
+        for rows, columns in self.terms:
+            total = cpu().add_f32(total, cpu().outer_product(rows, columns, begin, end))
+        return total
+
+
+AnyOuter = Outer | StoredOuter | LowRank
+
 
 def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
     found = np.empty((n, OUTER_BYTES), np.uint8)
@@ -246,7 +321,7 @@ class Plan:
         quant_map: linear and bits domains: what codes stand for; None in the planes domain.
         domain: how codes become values.
         predictor: what they are relative to.
-        outer: the vectors of the outer predictor.
+        outer: the vectors of the predictors outer and low-rank.
         rules: class rules, at most three.
         tables: one entry a code stream if there are rules, else empty.
     """
@@ -255,7 +330,7 @@ class Plan:
     quant_map: QuantizationMap | None = None
     domain: Domain = Domain.PLANES
     predictor: Predictor = Predictor.ZERO
-    outer: Outer | StoredOuter | None = None
+    outer: AnyOuter | None = None
     rules: tuple[ClassRule, ...] = ()
     tables: tuple[StreamTables, ...] = ()
 
@@ -273,6 +348,11 @@ class Plan:
         """Tell whether decoding, or decoding the codes alone, reads the base's values."""
         by_magnitude = any(isinstance(rule, Magnitude) and rule.source is None for rule in self.rules)
         return by_magnitude or (not only_codes and self.predictor is Predictor.BASE)
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether decoding adds outer products up."""
+        return self.predictor is Predictor.LOW_RANK
 
     @property
     def needs_base(self) -> bool:

@@ -102,7 +102,7 @@ class ValueTable:
         prediction: Units | None,
         out: Units,
     ) -> None:
-        is_outer = self.plan.predictor is Predictor.OUTER
+        is_outer = self.plan.predictor in (Predictor.OUTER, Predictor.LOW_RANK)
         if self.plan.domain is not Domain.LINEAR:
             if prediction is None:
                 prediction = np.zeros(len(codes), UNIT_TYPES[self.dtype.unit_bytes])
@@ -122,5 +122,5 @@ class ValueTable:
 def predicted(plan: Plan, sources: ChunkSources) -> Units | None:
     """Compute what the map's entries are added to: base units, outer products in F32, or None for zero."""
     if plan.outer is not None:
-        return cpu().outer_product(plan.outer.rows, plan.outer.columns, sources.begin, sources.end)
+        return plan.outer.products(sources.begin, sources.end)
     return sources.base_units() if plan.predictor is Predictor.BASE else None

@@ -14,7 +14,7 @@ import msgspec
 
 from ckptz.bits import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
-from ckptz.codec.plan import QuantizationMap, exact_plan
+from ckptz.codec.plan import Plan, QuantizationMap, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSource, chunk_bounds, companions_of
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
@@ -22,15 +22,17 @@ from ckptz.dtypes import DType
 from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
 from ckptz.encoding.draft import Draft
+from ckptz.encoding.moved import MovedSource, unmoved
 from ckptz.encoding.subject import NO_GUIDE, Guide, MapFunction, Subject
 from ckptz.methods.lossless import EXACT, plan_and_encode
-from ckptz.methods.method import Recipe
+from ckptz.methods.method import Recipe, Setting
 from ckptz.parallel import SMALL_UNITS, Workers
 from ckptz.roles import Role
 
 Progress = Callable[[int], None]
 BATCH_UNITS: Final = CHUNK_UNITS // 4
 SMALL_UNITS_TOGETHER: Final = 1 << 13  # as `SMALL_UNITS`, where chunks of a batch are encoded together
+MOVED: Final = "moved"  # in records: the share of the moves of lost momentum that a weight was moved by
 MOST_IN_BATCH: Final = 64  # of tiny tensors, each of which has a header
 
 
@@ -95,7 +97,8 @@ class _Planning:
     """Plans the tensors of a file; those that others depend on are planned once for both."""
 
     def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
-        self.tensors = tensors
+        recipes = contents.recipes
+        self.tensors = {n: s if recipes[n].is_lossy else unmoved(s) for n, s in tensors.items()}
         self._contents = contents
         self._chunks = HeldChunks()
         sources = (contents.recipes[name].companion for name in tensors)
@@ -200,15 +203,23 @@ def _encode(planning: _Planning, chunk: _Chunk) -> tuple[Draft, EncodedChunk]:
 
 
 def _lossy_record(
-    recipe: Recipe, role: Role, draft: Draft, header: FrameHeader, deviation: Deviation
+    recipe: Recipe,
+    role: Role,
+    source: TensorSource,
+    draft: Draft,
+    header: FrameHeader,
+    deviation: Deviation,
 ) -> LossyRecord:
     quant_map = header.plan.quant_map
+    moved: dict[str, Setting] = {}
+    if isinstance(source, MovedSource):
+        moved[MOVED] = _brief(source.share)
     escape = None if quant_map is None else quant_map.escape_code
     return LossyRecord(
         method=recipe.name,
         role=role.role,
         layer_type=role.layer_type,
-        settings=recipe.settings() | dict(draft.found),
+        settings=recipe.settings() | dict(draft.found) | moved,
         n_pruned=_n_pruned(quant_map, deviation) if recipe.prunes and quant_map is not None else 0,
         n_protected=0 if escape is None else int(deviation.counts[escape]),
         # Doubles round the difference of two floats that are far apart; the bound must not be.
@@ -238,8 +249,8 @@ def write_frames(
     contents: Contents,
     workers: Workers,
     progress: Progress | None,
-) -> Iterator[tuple[TensorEntry, bool, str]]:
-    """Write all frames; yields of each its row of the index, whether it needs the base, and a note."""
+) -> Iterator[tuple[TensorEntry, Plan, str]]:
+    """Write all frames; yields of each its row of the index, its plan, and a note."""
     offset = 0
     earlier = contents.earlier
     settled = earlier.settled(contents.recipes) if earlier is not None else {}
@@ -251,7 +262,7 @@ def write_frames(
     for name, source in tensors.items():
         if name in settled:
             entry = copy_frame(sink, offset, settled[name])
-            needs_base = settled[name].header.plan.needs_base
+            plan = settled[name].header.plan
             note = earlier.notes.get(name, "") if earlier is not None else ""
             if progress:
                 progress(source.n_bytes)
@@ -260,11 +271,13 @@ def write_frames(
             n_bytes = sink.tell() - data_offset - offset
             lossy = None
             if deviation is not None:
-                lossy = _lossy_record(contents.recipes[name], contents.roles[name], draft, header, deviation)
+                lossy = _lossy_record(
+                    contents.recipes[name], contents.roles[name], source, draft, header, deviation
+                )
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
-            needs_base, note = draft.plan.needs_base, draft.note
-        yield entry, needs_base, note
+            plan, note = draft.plan, draft.note
+        yield entry, plan, note
         offset += entry.n_bytes
 
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -32,7 +32,7 @@ from ckptz.dtypes import dtype_of
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, FormatError, UnsupportedError
 
 FORMAT_NAME: Final = "ckptz"
-FORMAT_VERSION: Final = "1.0"
+FORMAT_VERSION: Final = "1.1"
 READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not the minor version
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
@@ -42,7 +42,8 @@ MAX_INDEX_BYTES: Final = 64 << 20
 DELTA_FEATURE: Final = "delta"
 MAPS_FEATURE: Final = "maps"
 INLINE_FEATURE: Final = "inline"
-KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE})
+LOW_RANK_FEATURE: Final = "low-rank"
+KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, LOW_RANK_FEATURE})
 MAX_INLINE: Final = 64  # normative, spec/07-chain.md#depth
 
 KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
@@ -59,6 +60,7 @@ Promise = Literal["none", "rmse", "quality-drop", "resume-gap"]
 # Metric of a record that stands beside one of a resumed loss: the same difference, over what a step of
 # training gains.
 STEPS_LOST: Final = "steps_lost"
+CHANGES: Final = "_changes_by_"  # between a metric and what one value is; see spec/06-container.md
 Read = Callable[[int, int], NDArray[Any]]
 _CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 
@@ -280,14 +282,19 @@ def _inflate(raw: bytes) -> bytes:
     return text
 
 
-def envelope_metadata(features: Iterable[str], packed_index: bytes) -> dict[str, str]:
+def envelope_metadata(features: Collection[str], packed_index: bytes) -> dict[str, str]:
     """Make the `__metadata__` of the envelope; its values have fixed lengths for given features."""
     return {
         KEY_FORMAT: FORMAT_NAME,
-        KEY_VERSION: FORMAT_VERSION,
+        KEY_VERSION: version_of(features),
         KEY_FEATURES: ",".join(sorted(features)),
         KEY_DIGEST: hashlib.sha256(packed_index).hexdigest(),
     }
+
+
+def version_of(features: Collection[str]) -> str:
+    """Give the lowest version of the format that has all of these features."""
+    return FORMAT_VERSION if LOW_RANK_FEATURE in features else "1.0"
 
 
 def is_ckptz(metadata: dict[str, str] | None) -> bool:

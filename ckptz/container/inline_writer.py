@@ -20,6 +20,7 @@ from ckptz.container.index import (
     DELTA_FEATURE,
     INDEX_NAME,
     INLINE_FEATURE,
+    LOW_RANK_FEATURE,
     MAPS_FEATURE,
     Index,
     InlineBase,
@@ -94,9 +95,12 @@ def bytes_to_write(tensors: Tensors, bases: Sequence[NeededBase]) -> int:
 
 def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:
     features = container.features - {DELTA_FEATURE, INLINE_FEATURE}
-    frames = (source for base in bases for source in base.tensors.values())
-    if any(isinstance(frame, FrameSource) and frame.header.plan.quant_map is not None for frame in frames):
+    sources = [source for base in bases for source in base.tensors.values()]
+    plans = [source.header.plan for source in sources if isinstance(source, FrameSource)]
+    if any(plan.quant_map is not None for plan in plans):
         features |= {MAPS_FEATURE}
+    if any(plan.is_low_rank for plan in plans):
+        features |= {LOW_RANK_FEATURE}
     return sorted(features | ({INLINE_FEATURE} if bases else set()))
 
 

@@ -37,6 +37,7 @@ from ckptz.container.envelope import BASE_METADATA_BYTES, Envelope, parse_base_m
 from ckptz.container.index import (
     BASE_METADATA,
     KEY_VERSION,
+    LOW_RANK_FEATURE,
     MAPS_FEATURE,
     OPTIONAL_PREFIX,
     BaseRef,
@@ -89,6 +90,8 @@ class FrameSource(TensorSource):
                 raise CorruptionError("index and frame disagree on the checksum")
             if header.plan.quant_map is not None and MAPS_FEATURE not in self._container.features:
                 raise CorruptionError("has a quantization map, and the feature 'maps' is not required")
+            if header.plan.is_low_rank and LOW_RANK_FEATURE not in self._container.features:
+                raise CorruptionError("is of low rank, and the feature 'low-rank' is not required")
             return header
 
     @functools.cached_property

@@ -31,6 +31,7 @@ from ckptz.container.frame_writer import Contents, FileRecord, Progress, write_f
 from ckptz.container.index import (
     BASE_METADATA,
     INDEX_NAME,
+    LOW_RANK_FEATURE,
     RESERVED_PREFIX,
     Index,
     Promise,
@@ -44,6 +45,7 @@ from ckptz.container.index import (
 )
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
+from ckptz.encoding.subject import NO_GUIDE
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.parallel import Workers
 
@@ -110,12 +112,14 @@ def write_container(
     sink.seek(reserved)
     frames = list(write_frames(sink, reserved, tensors, contents, workers, progress))
     entries = [entry for entry, _, _ in frames]
-    n_deltas = sum(is_delta for _, is_delta, _ in frames)
+    n_deltas = sum(plan.needs_base for _, plan, _ in frames)
     notes = tuple((entry.name, note) for entry, _, note in frames if note)
     if record.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
         record, section = replace(record, base=None), b""
         features.remove("delta")
+    if LOW_RANK_FEATURE in features and not any(plan.is_low_rank for _, plan, _ in frames):
+        features.remove(LOW_RANK_FEATURE)
     index = _index(entries, record)
     packed = pack_index(index)
     sink.write(section + packed)
@@ -193,7 +197,12 @@ def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) 
 
 def _features(contents: Contents) -> list[str]:
     is_lossy = any(recipe.is_lossy for recipe in contents.recipes.values())
-    return ["lossless", *["delta"] * (contents.record.base is not None), *["maps"] * is_lossy]
+    may_be_low = any(
+        recipe.may_be_low_rank and contents.guides.get(name, NO_GUIDE).reach is not None
+        for name, recipe in contents.recipes.items()
+    )
+    deltas = ["delta"] * (contents.record.base is not None)
+    return ["lossless", *deltas, *["maps"] * is_lossy, *[LOW_RANK_FEATURE] * may_be_low]
 
 
 def amend_quality(path: Path, quality: Sequence[QualityRecord]) -> int:

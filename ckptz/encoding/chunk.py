@@ -23,6 +23,7 @@ from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
 from ckptz.encoding.draft import TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL, ClassCounts, Draft
+from ckptz.encoding.moved import unmoved
 from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.entropy.streams import (
     LANE_CHOICES,
@@ -246,14 +247,16 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
     """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
     plan = draft.plan
     header = FrameHeader(source.dtype, source.shape, plan, ())
-    units = source.units(sources.begin, sources.end)
+    is_lossless = plan.quant_map is None and draft.rounding is None
+    exact = unmoved(source).units(sources.begin, sources.end)
+    units = exact if is_lossless else source.units(sources.begin, sources.end)
     labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
     deviation, decoded = None, units
     if plan.quant_map is None:
         if draft.rounding is not None:
             kind = KINDS[source.dtype.name]
             decoded = draft.rounding.rounded(units, kind, sources.begin)
-            deviation = _deviation(kind, units, decoded, np.zeros(256, np.int64))
+            deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
         base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
         changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
         if changed is None:
@@ -267,7 +270,7 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
             deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(codes))
         else:
             counts = draft.counted[0].total if draft.counted else cpu().histogram(codes)
-            deviation = _deviation(header.value_table.kind, units, decoded, counts)
+            deviation = _deviation(header.value_table.kind, exact, decoded, counts)
     base_codes = None
     if plan.reads_base_codes:
         found = sources.base_codes()

@@ -60,8 +60,9 @@ class Guide:
     inputs: InputMoments | None = None  # second moments of the inputs that it is multiplied with
     # of the whole tensor where this is a shard of it, so that all shards get one map
     sketch: Sketch | None = None
-    # of a first moment: how far its weight will move for each root of the second moment that it is, before it
-    # has died out, in root mean squares of the weight
+    # of a first moment whose moves are proportional to it: how far its weight will move, in all, for a first
+    # moment of one root of the second (of one, without a second), in root mean squares of what training moves
+    # that weight from one save to the next
     reach: float | None = None
     # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
     # of its tensors to one another
@@ -153,8 +154,8 @@ class Extent:
         return cls(
             n_units=len(values),
             largest=float(np.uint32(largest).view(np.float32)),
-            power=rounding().power(values, values, False),
-            residual_power=np.inf if others is None else rounding().power(values, others, True),
+            power=rounding().power(values),
+            residual_power=np.inf if others is None else rounding().power(values, others),
             row_sums=row_sums,
             energy=energy,
             is_measured=is_measured,
@@ -217,7 +218,8 @@ def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float 
 
 def _largest(values: Floats) -> int:
     """Find the pattern of the greatest magnitude; those of infinities and NaN are above all others."""
-    return int(rounding().largest(values.view(np.uint32)))
+    found: int = rounding().largest(values.view(np.uint32))
+    return found
 
 
 def _by_size(value: float) -> float:

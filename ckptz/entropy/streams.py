@@ -231,7 +231,7 @@ def _packed_sparse(common: int, parts: Iterable[tuple[Bytes, Stream]]) -> bytes:
     out.u8(common)
     for part, stream in parts:
         out.varint(len(part))
-        _write_stream(out, stream)
+        Embedded(stream[0], bytes(stream[1])).write(out)
     return out.getvalue()
 
 
@@ -460,14 +460,7 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
 
 def write_embedded(out: ByteWriter, symbols: Bytes) -> None:
     """Write symbols [n] with coder and length before them: spec/02-entropy.md#embedded-streams."""
-    _write_stream(out, encode_stream(symbols) if len(symbols) else (CoderId.STORED, b""))
-
-
-def _write_stream(out: ByteWriter, coded: Stream) -> None:
-    coder, stream = coded
-    out.u8(coder)
-    out.varint(len(stream))
-    out.raw(stream)
+    Embedded.of(symbols).write(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +469,18 @@ class Embedded:
 
     coder: int
     stream: bytes
+
+    @classmethod
+    def of(cls, symbols: Bytes) -> Embedded:
+        """Code symbols [n]."""
+        coder, stream = encode_stream(symbols) if len(symbols) else (CoderId.STORED, b"")
+        return cls(coder, bytes(stream))
+
+    def write(self, out: ByteWriter) -> None:
+        """Write the stream with coder and length before it: spec/02-entropy.md#embedded-streams."""
+        out.u8(self.coder)
+        out.varint(len(self.stream))
+        out.raw(self.stream)
 
     def codes(self, n: int) -> Bytes:
         """Give the codes [n]; see `read_embedded`."""

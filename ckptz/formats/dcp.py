@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`, as torch's own writer makes them: read whole, and written.
 
-They are written by torch's own writer, and read here: `.metadata` is a pickle, and each part of a tensor
-stands in a shard as `torch.save` writes it; no code runs from either, and what the parts do not cover is an
+torch writes them, and loads each part of a tensor, which stands in a shard as `torch.save` writes it.
+`.metadata` is a pickle, which torch would run: it is read here as data. What the parts do not cover is an
 error. torch is imported when a folder is read or written.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptz.codec.units import UNIT_TYPES, TensorSource, Units
 from ckptz.container.publish import make_folder, mode_for
@@ -33,10 +32,10 @@ from ckptz.errors import (
     named,
     naming,
 )
-from ckptz.formats.pickled import Made, Symbol, read_pickled
+from ckptz.formats.pickled import MAX_BYTES, Record, Unpickler, record
 from ckptz.formats.sharding import is_file_name
-from ckptz.formats.torch_files import require_torch
-from ckptz.formats.torch_records import MAX_DIMS, load_torch
+from ckptz.formats.torch_files import load_part, require_torch
+from ckptz.formats.torch_records import MAX_DIMS
 from ckptz.parallel import Recent
 from ckptz.tree.flatten import CODES
 from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, is_number, pack_node, refuse_leaf
@@ -50,6 +49,19 @@ METADATA_FILE: Final = ".metadata"
 SHARD_SUFFIX: Final = ".distcp"
 KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which other threads begin with
 Numbers = tuple[int, ...]
+_METADATA: Final = (
+    *("metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta", "filesystem._StorageInfo"),
+    *("metadata.TensorStorageMetadata", "metadata.BytesStorageMetadata", "metadata.ChunkStorageMetadata"),
+    *("metadata.TensorProperties", "metadata._MEM_FORMAT_ENCODING"),
+)
+_OTHERS: Final = (
+    *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+    *("pathlib.WindowsPath", "pathlib._local.WindowsPath"),
+    *(
+        f"torch.distributed._shard.sharded_tensor.metadata.{name}"
+        for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
+    ),
+)
 
 
 def problem_of_parts(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
@@ -137,7 +149,7 @@ def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
     """
     require_torch(folder)
     with naming(str(folder)):
-        wholes, objects, paths = _parse(read_pickled((folder / METADATA_FILE).read_bytes()))
+        wholes, objects, paths = _parse(read_metadata(folder / METADATA_FILE))
         reader = _Reader(folder)
         tensors: dict[str, TensorSource] = {n: _tensor(n, whole, reader) for n, whole in wholes.items()}
         leaves: dict[str, Any] = {name: _Leaf(name) for name in wholes}
@@ -239,7 +251,6 @@ class _Reader:
 
     folder: Path
     _kept: Recent[Units] = field(default_factory=lambda: Recent(KEPT_TENSORS, lambda _: 1))
-    _mapped: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def tensor(self, name: str, whole: _Whole, dtype: DType) -> Units:
         """Read all units of a tensor."""
@@ -272,13 +283,12 @@ class _Reader:
 
     def _load(self, part: _StoredPart) -> Any:
         path = self.folder / part.file
-        begin, end = part.begin, part.begin + part.n_bytes
         try:
-            if not part.n_bytes or end > path.stat().st_size:
+            if not part.n_bytes or part.begin + part.n_bytes > path.stat().st_size:
                 raise TruncatedError(f"{path}: is cut; copy the folder whole")
-            if part.file not in self._mapped:
-                self._mapped[part.file] = np.asarray(np.memmap(path, np.uint8, "c"))
-            return load_torch(self._mapped[part.file][begin:end])
+            with path.open("rb") as file:
+                file.seek(part.begin)
+                return load_part(file.read(part.n_bytes))
         except FileNotFoundError:
             raise FormatError(f"{path}: is missing, and {METADATA_FILE} names it") from None
         except CkptzError as error:
@@ -294,6 +304,23 @@ class _Reader:
 # --- the metadata -------------------------------------------------------------------------------------
 
 
+def read_metadata(path: Path) -> Any:
+    """Read `.metadata` as records, whose classes are those that torch's writers of the last years use.
+
+    Raises:
+        CorruptionError: damaged.
+        UnsupportedError: it names another class.
+    """
+    import torch
+
+    if path.stat().st_size > MAX_BYTES:
+        raise CorruptionError(f"{METADATA_FILE}: larger than 256 MiB")
+    dtypes = [f"torch.{name}" for name, found in vars(torch).items() if isinstance(found, torch.dtype)]
+    known = [*(f"torch.distributed.checkpoint.{name}" for name in _METADATA), *_OTHERS, *dtypes]
+    with naming(METADATA_FILE), path.open("rb") as file:
+        return Unpickler(file, {name: record(name) for name in known}).read_all()
+
+
 def _parse(raw: Any) -> tuple[dict[str, _Whole], dict[str, _StoredPart], Any]:
     """(tensors, objects, how the state was flattened)."""
     top = _attributes(raw, "Metadata")
@@ -302,7 +329,7 @@ def _parse(raw: Any) -> tuple[dict[str, _Whole], dict[str, _StoredPart], Any]:
     for name, entry in _dict(top, "state_dict_metadata"):
         if type(name) is not str:
             raise CorruptionError(f"{METADATA_FILE}: a name is no text")
-        if isinstance(entry, Made) and entry.kind == "BytesStorageMetadata":
+        if isinstance(entry, Record) and entry.kind == "BytesStorageMetadata":
             objects[name] = _part(places, name, None, ())
         else:
             wholes[name] = _whole(name, entry, places)
@@ -323,15 +350,15 @@ def _whole(name: str, entry: Any, places: Mapping[Any, Any]) -> _Whole:
 
 
 def _dtype(properties: Any, name: str) -> str:
-    state = properties.state if isinstance(properties, Made) else None
+    state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Symbol) or not dtype.name.startswith("torch."):
+    if not isinstance(dtype, type) or dtype.__module__ != "torch":
         raise CorruptionError(f"tensor {name!r} has no element type")
-    return dtype.name.removeprefix("torch.")
+    return dtype.__name__
 
 
 def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(value, Made) or value.kind != kind:
+    if not isinstance(value, Record) or value.kind != kind:
         raise CorruptionError(f"{METADATA_FILE}: a {kind} is missing")
     return value.attributes()
 
@@ -345,7 +372,7 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 
 def _numbers(value: Any) -> Numbers:
     """The numbers of a `torch.Size`."""
-    items = value.args[0] if isinstance(value, Made) and value.kind == "Size" and value.args else None
+    items = value.args[0] if isinstance(value, Record) and value.kind == "Size" and value.args else None
     if not isinstance(items, tuple) or not all(map(is_number, items)):
         raise CorruptionError(f"{METADATA_FILE}: a size is not made of numbers")
     if len(items) > MAX_DIMS:

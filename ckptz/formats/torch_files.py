@@ -1,22 +1,23 @@
-"""Files of `torch.save`: `.pt`, `.pth`, `.bin`. Read and written without running code from them.
+"""Files of `torch.save`: `.pt`, `.pth`, `.bin`, read and written by torch, without running code from them.
 
-torch is imported when one is read or written, and not before.
+What a file claims is held against what is in it before torch loads it. torch is imported when one is read or
+written, and not before.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-import numpy as np
-
 from ckptz.codec.units import TensorSource
 from ckptz.container.publish import publish
-from ckptz.errors import ConfigError, FormatError, naming
-from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC, load_torch
+from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError, naming
+from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC, check_torch
 from ckptz.tree.flatten import Flat, flatten
 from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
 
@@ -59,12 +60,51 @@ def is_torch_file(path: Path) -> bool:
 
 
 def load_state(path: Path) -> Any:
-    """Load what `torch.save` was given, its tensors on the CPU and mapped where possible."""
+    """Load what `torch.save` was given, its tensors on the CPU and mapped where possible; see `read`."""
     require_torch(path)
-    if not path.stat().st_size:
+    n_bytes = path.stat().st_size
+    if not n_bytes:
         raise FormatError(f"{path}: the file is empty; try an intact copy")
-    with naming(str(path)):
-        return load_torch(np.asarray(np.memmap(path, np.uint8, "c")))
+    with naming(str(path)), path.open("rb") as file:
+        can_map = check_torch(file, n_bytes)
+        file.seek(0)
+        return _load(path if can_map else file, mmap=can_map)
+
+
+def load_part(data: bytes) -> Any:
+    """Load what `torch.save` wrote as a part of a file.
+
+    Raises:
+        FormatError: damaged, or not of `torch.save`.
+        UnsupportedError: it needs code, or holds what torch does not load without it.
+    """
+    check_torch(io.BytesIO(data), len(data))
+    return _load(io.BytesIO(data), mmap=False)
+
+
+def _load(file: Path | BinaryIO, *, mmap: bool) -> Any:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about torch's own internals
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        except (OSError, MemoryError):
+            raise
+        except pickle.UnpicklingError as error:
+            raise UnsupportedError(
+                f"torch does not load it without running code ({_reason(error)}); save a plain state_dict"
+            ) from None
+        except Exception as error:  # torch has no type of its own for what it finds wrong
+            raise CorruptionError(
+                f"torch does not load it ({_reason(error)}): damaged, or not a file of torch.save"
+            ) from None
+
+
+def _reason(error: Exception) -> str:
+    """What torch says in one line, which stands after long advice where it does not load something."""
+    lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
+    return (lines or [type(error).__name__])[0][:120]
 
 
 @cache

@@ -6,13 +6,10 @@ Nothing of it is stored, so it may come from files that are gone when the checkp
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-import numpy as np
 
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
@@ -22,14 +19,11 @@ from ckptz.errors import CalibrationError, ConfigError
 from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile, Shapes
 from ckptz.guidance.owners import roles_beside
 from ckptz.methods.method import CALIBRATION, METHODS, READ_OPTIMIZER, SENSITIVITY, Method
-from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role, Rule, role_of
 
 if TYPE_CHECKING:
     from ckptz.formats.inputs import Input
 
-N_SAMPLED: Final = 1 << 16  # units of a weight
-RATES: Final = ("lr", "initial_lr", "max_lr")  # now, and what schedules of torch note beside it
 UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
 Calibrated: TypeAlias = Path | RecordedCalibration  # saved, or in memory
 # A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
@@ -233,48 +227,3 @@ def read_inputs(
 
 def _shapes(weights: Mapping[str, TensorSource]) -> dict[str, tuple[int, ...]]:
     return {name: source.shape for name, source in weights.items()}
-
-
-# --- how far first moments move weights -----------------------------------------------------------
-
-
-def rate_of(group: Mapping[str, Any], step: float | None) -> float | None:
-    """Give how far Adam will move a weight for each root of the second moment that its first moment is.
-
-    The moves of a first moment m that no gradient renews are lr * b1^k * m / sqrt(v) with both bias
-    corrections, k = 1, 2 and so on.
-
-    Args:
-        group: settings of its parameter group, as torch's Adam, AdamW and NAdam name them.
-        step: updates that the parameter has had.
-
-    Returns:
-        The sum of the moves, at the highest rate that a schedule of torch is known to come to, as the next
-        steps may raise it; None for other optimizers and for what is not known.
-    """
-    rates, betas = [_number(group.get(name)) for name in RATES], group.get("betas")
-    is_adam = "amsgrad" in group or "momentum_decay" in group
-    if not is_adam or not isinstance(betas, list | tuple) or len(betas) != 2 or not step or step < 1:
-        return None
-    first, second = (_number(beta) for beta in betas)
-    if rates[0] is None or first is None or second is None or not (0 < first < 1 and 0 < second < 1):
-        return None
-    rate = max(abs(known) for known in rates if known is not None)
-    return rate * first / (1 - first) / (1 - first**step) * math.sqrt(1 - second**step)
-
-
-def _number(value: Any) -> float | None:
-    """Give a finite number as a float; None for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
-
-
-def rms_of(weight: TensorSource) -> float:
-    """Measure the root mean square of units in the middle; 0 for what is no such float, or not finite."""
-    if weight.dtype.name not in KINDS or isinstance(weight, CodedSource) or not weight.n_units:
-        return 0.0
-    begin = max(weight.n_units - N_SAMPLED, 0) // 2
-    units = weight.units(begin, min(begin + N_SAMPLED, weight.n_units))
-    with np.errstate(all="ignore"):
-        power = np.square(floats_of(units, KINDS[weight.dtype.name]), dtype=np.float64).mean()
-    return float(np.sqrt(power)) if np.isfinite(power) else 0.0

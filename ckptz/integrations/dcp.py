@@ -1,7 +1,8 @@
 """`torch.distributed.checkpoint` with `.ckptz` files: each rank writes its shards, any number of ranks reads.
 
-    dcp.save(state, storage_writer=CkptzStorageWriter("run/step-100", base="run/step-50"))
-    dcp.load(state, storage_reader=CkptzStorageReader("run/step-100"))
+    writer = CkptzStorageWriter(keep_last=3)
+    dcp.save(state, checkpoint_id="run/step-100", storage_writer=writer)
+    dcp.load(state, checkpoint_id=latest("run"), storage_reader=CkptzStorageReader())
 
 A folder holds one file per rank, the files that these are stored against, and a JSON index, which is
 written last: without it the folder is no checkpoint. No pickle. A shard's file records its offsets and
@@ -37,6 +38,7 @@ from ckptz.errors import CorruptionError, naming
 from ckptz.frameworks.plain_types import from_plain
 from ckptz.frameworks.torch import torch_dtype
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
+from ckptz.integrations.dcp_run import latest
 from ckptz.integrations.dcp_write import CkptzStorageWriter
 from ckptz.integrations.linked import ChainOptions, as_exactly_as_may_be
 from ckptz.integrations.versions import warn_untested
@@ -46,7 +48,7 @@ from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import unflatten
 
 TESTED: Final = ((2, 13), (2, 13))  # first and last torch that tests/test_dcp.py ran with
-__all__ = ["ChainOptions", "CkptzStorageReader", "CkptzStorageWriter"]
+__all__ = ["ChainOptions", "CkptzStorageReader", "CkptzStorageWriter", "latest"]
 
 
 class CkptzStorageReader(InFolder, StorageReader):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -53,7 +54,7 @@ class Orders:
     split: tuple[str, ...]
     kinds: dict[str, str]  # their dtypes
     exact: frozenset[str]  # names of tensors that are too small to become lossy, whole
-    is_anchor: bool  # store nothing against the base
+    base: Path | None  # the folder that shards are stored against; None for anchors
 
 
 @dataclass(frozen=True, slots=True)

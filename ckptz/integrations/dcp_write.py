@@ -22,7 +22,7 @@ from torch.futures import Future
 from ckptz.api.safe_open import PathLike
 from ckptz.codec.values import KINDS
 from ckptz.container.publish import make_folder
-from ckptz.errors import CkptzError, ConfigError, UnsupportedError
+from ckptz.errors import CkptzError, ConfigError, UnsupportedError, whole
 from ckptz.integrations.dcp_index import (
     VERSION,
     FolderIndex,
@@ -45,6 +45,7 @@ from ckptz.integrations.dcp_plan import (
     own_group,
     whole_tensors,
 )
+from ckptz.integrations.dcp_run import begin_step, delete_old
 from ckptz.integrations.linked import (
     DEFAULTS,
     Chain,
@@ -55,20 +56,9 @@ from ckptz.integrations.linked import (
 )
 from ckptz.integrations.run_files import RunFiles
 from ckptz.store.resolve import SUFFIX
+from ckptz.store.step_files import Kept
 
 SHARD_PREFIX: Final = "shard-"
-
-
-def check_begins_alone(options: ChainOptions) -> None:
-    """Refuse a base, which shards cannot be stored against.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    if checked_options(options).base is not None:
-        raise ConfigError(
-            "shards cannot be stored against one file of weights; leave base out of the options"
-        )
 
 
 class CkptzStorageWriter(InFolder, StorageWriter):
@@ -80,16 +70,18 @@ class CkptzStorageWriter(InFolder, StorageWriter):
 
     Args:
         path: the folder; `checkpoint_id` of a save goes before it.
-        options: how it is stored; `exact` of these is for those who delete older residuals.
+        options: how it is stored; `exact` of these holds with `keep_last`.
         base: folder of an earlier checkpoint to store the shards against. Where the layout of shards
             has changed since, they stand alone.
+        keep_last: one writer saves a whole run, each step to a folder that is called after it, as
+            run/step-100, and against the newest beside it. So many newest ones stay. None leaves all folders
+            as they are.
         group: gloo group for the sketches; used by nothing else at the same time.
         timeout: of the group that the constructor makes.
-        exact: write what lossy files lose too, as residuals beside them, by which the folder is read.
-        files: what this rank knows of the run's files, for those who save often.
 
     Raises:
-        ConfigError: `KMeans` by sensitivity, which is not known of whole tensors; a base in the options.
+        ConfigError: `KMeans` by sensitivity, which is not known of whole tensors; a base in the options, or
+            beside `keep_last`; a `keep_last` below 1.
     """
 
     def __init__(
@@ -98,17 +90,26 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         *,
         options: ChainOptions = DEFAULTS,
         base: PathLike | None = None,
+        keep_last: int | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta = TIMEOUT,
-        exact: bool = False,
-        files: RunFiles | None = None,
     ) -> None:
         super().__init__()
-        check_begins_alone(options)
-        options = replace(options, exact=int(exact))
-        self._options, self._folder = options, None if path is None else Path(path)
-        self._base = None if base is None else Path(base)
-        self._rank, self._group, self._files = 0, group, files
+        if checked_options(options).base is not None:
+            raise ConfigError(
+                "shards cannot be stored against one file of weights; leave base out of the options"
+            )
+        self._options = options if keep_last is not None else replace(options, exact=0)
+        self._folder = None if path is None else Path(path)
+        self._base, self._keep_last = None if base is None else Path(base), keep_last
+        self._rank, self._group, self._files = 0, group, RunFiles()
+        if keep_last is not None:
+            self._keep_last = whole("keep_last", keep_last)
+            if self._keep_last < 1:
+                raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+            if base is not None:
+                raise ConfigError("with keep_last, steps are stored against the newest one; leave base out")
+            self._files = RunFiles(Kept(last=self._keep_last))
         if options.config.fits_whole_tensors:
             options.config.of_parts()
             self._group = group or own_group(timeout)
@@ -144,34 +145,26 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         """Tell all ranks what they have to know of one another; called on the coordinator.
 
         Raises:
-            ConfigError: ranks disagree on the dtype or the shape of a tensor.
+            ConfigError: ranks disagree on the dtype or the shape of a tensor; with `keep_last`, the folder is
+                not called after a step, the step is not new, or something else is in its place.
         """
-        layout = layout_of(plans)
-        whole = whole_tensors(plans)
+        layout, shapes = layout_of(plans), whole_tensors(plans)
+        base = self._base if self._keep_last is None else begin_step(self.folder)
         config = self._options.config
         split: list[str] = []
         if config.fits_whole_tensors:
             n_pieces = Counter(piece[0] for pieces in layout.values() for piece in pieces)
-            split = sorted(n for n, (code, _) in whole.items() if n_pieces[n] > 1 and code in KINDS)
-        exact = [n for n, (_, shape) in whole.items() if math.prod(shape) < config.least_elements]
+            split = sorted(n for n, (code, _) in shapes.items() if n_pieces[n] > 1 and code in KINDS)
+        exact = [n for n, (_, shape) in shapes.items() if math.prod(shape) < config.least_elements]
         orders = Orders(
             token=secrets.token_hex(4),
             n_ranks=len(plans),
             split=tuple(split),
-            kinds={name: whole[name][0] for name in split},
+            kinds={name: shapes[name][0] for name in split},
             exact=frozenset(exact),
-            is_anchor=not self._fits_base(layout),
+            base=base if _fits(layout, base) else None,
         )
         return [replace(plan, storage_data=orders) for plan in plans]
-
-    def _fits_base(self, layout: Mapping[int, set[Held]]) -> bool:
-        """Whether every rank holds the same pieces of the same tensors as in the base."""
-        if self._base is None:
-            return False
-        try:
-            return read_index(self._base).layout() == layout
-        except (CkptzError, OSError):  # whatever it is, the new checkpoint does not need it
-            return False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file; called on all ranks."""
@@ -195,18 +188,31 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
             options = replace(options, config=options.config.of_parts())
         chain = Chain(options, self._files)
-        if self._base is not None and not orders.is_anchor:
-            name = read_index(self._base).file_of(self._rank)
+        if orders.base is not None:
+            name = read_index(orders.base).file_of(self._rank)
             if name is not None:
-                chain.go_on_from(self._base / name)
+                chain.go_on_from(orders.base / name)
         return chain
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the folder a checkpoint; called on the coordinator, last."""
+        """Make the folder a checkpoint, and delete older steps; called on the coordinator, last."""
         index = _index_of(metadata, results)
         write_index(self.folder, index)
-        for note in _tidied(self.folder, {file.name for file in index.files}):
+        notes = _tidied(self.folder, {file.name for file in index.files})
+        if self._keep_last is not None:
+            notes += delete_old(self.folder.parent, self._keep_last, self._options.exact)
+        for note in notes:
             warnings.warn(f"{self.folder}: {note}", RuntimeWarning, stacklevel=2)
+
+
+def _fits(layout: Mapping[int, set[Held]], base: Path | None) -> bool:
+    """Whether every rank holds the same pieces of the same tensors as in the base."""
+    if base is None:
+        return False
+    try:
+        return read_index(base).layout() == layout
+    except (CkptzError, OSError):  # whatever it is, the new checkpoint does not need it
+        return False
 
 
 def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:

@@ -45,7 +45,12 @@ def cpu() -> Any:
 planning = cpu  # arithmetic of the encoder's choices
 
 
+def silently() -> None:
+    """Turn off the notice of compilation in this process, which compiles because it was asked to."""
+    importlib.import_module("ckptz.kernels.cache").be_silent()
+
+
 def kept_in() -> str | None:
     """Name the folder in which compiled kernels are kept for later processes; None if there is none."""
-    folder: str | None = compiled().deviation.stats.cache_path
-    return folder
+    folder = importlib.import_module("ckptz.kernels.cache").written_to()
+    return None if folder is None else str(folder)

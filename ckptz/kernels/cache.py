@@ -1,48 +1,82 @@
 """Where compiled kernels are kept, and what users are told: where that is, and that it takes long.
 
-numba keeps them beside the package, else in the home directory, unless NUMBA_CACHE_DIR says where.
-Containers often let neither be written: then a folder of the temporary files does, which none but the user
-may write.
+They are kept beside the package, else in the home directory, else in a folder of the temporary files that
+none but the user may write; NUMBA_CACHE_DIR, if set, stands for the first two. A folder that can be read but
+not written, as in an image, serves what was compiled into it.
 
-The notice that kernels are being compiled, once a process, listens to the compiler itself. Looking for
-cache files would err where the cache stands elsewhere, belongs to an older version, or lacks just the
-kernel that is needed.
+What is kept belongs to the text of the kernels, and not to the time or the place of their files as numba has
+it: a copy of the package, or an image that was built anew, compiles nothing again. All files of kernels count
+together, because a kernel contains those that it calls from other files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
 import stat
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numba
-from numba.core import event
+from llvmlite import binding
+from numba.core import caching as _caching
+from numba.core import event as _event
+from numba.core.runtime import _nrt_python  # type: ignore[attr-defined]
+from numba.misc import appdirs as _appdirs
 
-from ckptz.kernels import cache
+from ckptz.kernels import clock
 
 config: Final[Any] = numba.config
-NOTICE: Final = "ckptz: compiling kernels that were not needed here before (ahead: ckptz warm-up)"
+caching: Any = _caching  # numba has no types
+events: Any = _event
+appdirs: Any = _appdirs
+SOURCES: Final = Path(__file__).parent
+NOTICE: Final = (
+    "ckptz: compiling kernels that were not needed here before, up to ten seconds in all "
+    "(ahead: ckptz warm-up)"
+)
 
 
 @functools.cache
-def is_kept() -> bool:
-    """Tell whether compiled kernels can be kept for later processes; finds a place if numba finds none."""
-    if _finds_place():
-        return True
-    folder = _temporary()
-    if folder is not None:
-        config.CACHE_DIR = str(folder)
-    return folder is not None and _finds_place()
+def stamp() -> str:
+    """Name the text of all kernels and the compiler: kernels of another name are others."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in sorted(SOURCES.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def _finds_place() -> bool:
+def _usual() -> list[Path]:
+    """Give the folders in which users and packagers expect kernels."""
+    name = f"ckptz-{stamp()}"
+    if config.CACHE_DIR:
+        return [Path(config.CACHE_DIR, name)]
+    home = appdirs.AppDirs(appname="numba", appauthor=False).user_cache_dir
+    return [SOURCES / "__pycache__", Path(home, name)]
+
+
+@functools.cache
+def written_to() -> Path | None:
+    """Find the folder that new kernels go to; None if nothing can be written."""
+    return next(filter(_is_writable, _usual()), None) or _temporary()
+
+
+def read_from() -> list[Path]:
+    """List the folders that may have kernels, those that others have filled among them."""
+    own = written_to()
+    return _usual() + ([own] if own and own not in _usual() else [])
+
+
+def _is_writable(folder: Path) -> bool:
     try:
-        numba.njit(cache=True)(_finds_place)
-    except RuntimeError:  # "no locator available"
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
         return False
     return True
 
@@ -62,40 +96,122 @@ def _temporary() -> Path | None:
 
 def note() -> str:
     """Say where kernels are kept if it is not the usual place, as the end of a sentence; "" if it is."""
-    if not is_kept():
+    folder = written_to()
+    if folder is None:
         return "; again in each process, as nothing can be written to keep them: set NUMBA_CACHE_DIR"
-    if str(_temporary()) == config.CACHE_DIR:
-        return f"; kept in {config.CACHE_DIR}, as neither the package nor the home can be written"
+    if folder not in _usual():
+        return f"; kept in {folder}, as no usual folder can be written"
     return ""
 
 
-class _CompilationNotice(event.Listener):
-    """Prints `NOTICE` when the first of our own kernels starts to compile."""
+# --- what numba asks ----------------------------------------------------------------------------
+
+
+class _Locator(caching._CacheLocator):  # type: ignore[misc]
+    """Tells numba's cache where the kernels of a function are, and what they belong to."""
+
+    def __init__(self, function: Any, path: str) -> None:
+        self._py_file, self._line = path, function.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _Locator:
+        return cls(py_func, py_file)
+
+    def get_cache_path(self) -> str:
+        return str(written_to() or read_from()[0])
+
+    def get_source_stamp(self) -> str:
+        return stamp()
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+    def ensure_cache_path(self) -> None:
+        """`written_to` has done so."""
+
+
+class _Names(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes: ClassVar = [_Locator]
+
+
+@functools.cache
+def _name_runtime() -> None:
+    """Let compiled code find what numba's runtime offers."""
+    for name, address in _nrt_python.c_helpers.items():
+        binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
+
+
+class Kept(caching.FunctionCache):  # type: ignore[misc]
+    """Kernels of one function that are kept, in every folder."""
+
+    _impl_class = _Names
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._files = {folder: self._file_in(folder) for folder in read_from()}
+
+    def _file_in(self, folder: Path) -> Any:
+        return caching.IndexDataCacheFile(str(folder), self._impl.filename_base, stamp())
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Load a kernel for arguments of these types; None if none of the folders has it.
+
+        numba would set up all that it needs to compile first, which takes longer than to load. What is
+        compiled needs the names of numba's runtime and nothing else.
+        """
+        _name_runtime()
+        key = self._index_key(sig, target_context.codegen())
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                found = file.load(key)
+                if found is not None:
+                    return self._impl.rebuild(target_context, found)
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a kernel, if it can be written: a full disk is no reason to end a command."""
+        folder = written_to()
+        if folder is not None and self._impl.check_cachable(data):
+            with contextlib.suppress(OSError):
+                self._files[folder].save(self._index_key(sig, data.codegen), self._impl.reduce(data))
+
+
+# --- what users are told ------------------------------------------------------------------------
+
+
+class _Compilation(events.Listener):  # type: ignore[misc]
+    """Prints `NOTICE` when the first of our own kernels starts to compile, and stops the clock meanwhile."""
 
     def __init__(self) -> None:
         self.is_said = False
+        self._depth, self._begin = 0, 0.0
 
-    def on_start(self, event: event.Event) -> None:
-        """A dispatcher found nothing in its cache."""
-        dispatcher = event.data["dispatcher"]
-        if self.is_said or not dispatcher.py_func.__module__.startswith("ckptz."):
-            return
-        self.is_said = True
-        print(NOTICE + cache.note(), file=sys.stderr, flush=True)
+    def on_start(self, event: Any) -> None:
+        """A dispatcher found nothing in its cache; numba lets one thread compile at a time."""
+        self._depth += 1
+        if self._depth == 1:
+            self._begin = time.perf_counter()
+        if not self.is_said and event.data["dispatcher"].py_func.__module__.startswith("ckptz."):
+            self.is_said = True
+            print(NOTICE + note(), file=sys.stderr, flush=True)
 
-    def on_end(self, event: event.Event) -> None:
-        """Nothing to say."""
+    def on_end(self, event: Any) -> None:
+        """It has compiled, or failed to."""
+        del event
+        self._depth -= 1
+        if not self._depth:
+            clock.stand_still(time.perf_counter() - self._begin)
 
 
-# One for the process: threads that come here together register it twice, and it still speaks once.
-_notice: Final = _CompilationNotice()
+_compilation: Final = _Compilation()
 
 
+@functools.cache
 def listen() -> None:
     """Begin to watch for compilation."""
-    event.register("numba:compile", _notice)  # type: ignore[no-untyped-call]  # numba has no types
+    events.register("numba:compile", _compilation)
 
 
 def be_silent() -> None:
     """Stop the notice in this process, which compiles because it was asked to."""
-    _notice.is_said = True
+    _compilation.is_said = True

@@ -26,7 +26,7 @@ from ckptz.kernels.floats import (
     Reals,
 )
 from ckptz.kernels.lanes_cpu import decode_step, encode_step
-from ckptz.kernels.numba_base import inlined, kernel
+from ckptz.kernels.numba_base import inlined, kernel, part
 
 N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
 LOW_12 = np.uint64(0xFFF)
@@ -37,31 +37,29 @@ LOW_32 = np.uint64(0xFFFFFFFF)
 
 
 @kernel
-def _count_streams(symbols: Any, ends: Any, counts: Any) -> None:
+def _count_streams(symbols: Any, ends: Any, parts: Any, counts: Any) -> None:
     # Four histograms in turn: equal neighbours would wait for each other's store in one.
-    parts = np.empty((4, 256), np.uint32)
-    first, second, third, fourth = parts[0], parts[1], parts[2], parts[3]
     begin = uint64(0)
     for k in range(len(ends)):
         end = uint64(ends[k])
-        for j in range(256):
-            first[j] = second[j] = third[j] = fourth[j] = uint32(0)
-        whole = begin + (end - begin) // uint64(4) * uint64(4)
+        for j in range(len(parts)):
+            parts[j] = uint32(0)
+        whole = begin + ((end - begin) & ~uint64(3))
         for i in range(begin, whole, uint64(4)):
-            first[uint64(symbols[i])] += uint32(1)
-            second[uint64(symbols[i + uint64(1)])] += uint32(1)
-            third[uint64(symbols[i + uint64(2)])] += uint32(1)
-            fourth[uint64(symbols[i + uint64(3)])] += uint32(1)
+            parts[uint64(symbols[i])] += uint32(1)
+            parts[uint64(symbols[i + uint64(1)]) + uint64(256)] += uint32(1)
+            parts[uint64(symbols[i + uint64(2)]) + uint64(512)] += uint32(1)
+            parts[uint64(symbols[i + uint64(3)]) + uint64(768)] += uint32(1)
         for i in range(whole, end):
-            first[uint64(symbols[i])] += uint32(1)
+            parts[uint64(symbols[i])] += uint32(1)
         for j in range(256):
-            counts[k, j] = np.int64(first[j]) + second[j] + third[j] + fourth[j]
+            counts[k, j] = np.int64(parts[j]) + parts[j + 256] + parts[j + 512] + parts[j + 768]
         begin = end
 
 
 def count_streams(symbols: Bytes, ends: Counts) -> Counts:
     counts = np.empty((len(ends), 256), np.int64)
-    _count_streams(symbols, ends, counts)
+    _count_streams(symbols, ends, np.empty(4 * 256, np.uint32), counts)
     return counts
 
 
@@ -160,7 +158,7 @@ def _encode_one(state: Any, entry: Any) -> Any:
     return state + ((entry >> uint64(32)) & LOW_12) + rest
 
 
-@kernel
+@part
 def _encode_scalar(
     symbols: Any, begin: Any, end: Any, origin: Any, entries: Any, lanes: Any, last: Any, words: Any, q: Any
 ) -> Any:
@@ -188,12 +186,12 @@ def _rans_encode(
     n_lanes: Any,
     heads: Any,
     head_ends: Any,
+    lanes: Any,
     words: Any,
     out: Any,
     spans: Any,
 ) -> None:
     """Code streams from their ends on, so that nothing is moved; `out` are the bytes of `words`."""
-    lanes = np.empty(N_LANES, np.uint32)
     left, head, s0 = uint64(0), 0, 0
     for k in range(len(begins)):
         origin, s1, n_head = uint64(begins[k]), stream_segments[k], head_ends[k] - head
@@ -208,17 +206,22 @@ def _rans_encode(
             end, own = uint64(segment_ends[s]), entries[table_of[s]]
             if end > begin and own[uint64(symbols[begin])] >> uint64(48) == uint64(SCALE - 1):
                 continue  # the only code of its table changes no state
+            # Symbols behind the last whole step of all lanes, whole steps, and symbols before the first.
+            whole_begin = whole_end = begin
             if last == uint64(N_LANES - 1):
                 whole_end = end - ((end - origin) & last)
                 whole_begin = begin + ((origin - begin) & last)
-                if whole_end > whole_begin:
-                    q = _encode_scalar(symbols, whole_end, end, origin, own, lanes, last, words, q)
-                    end = whole_begin
-                    i = whole_end
-                    while i > whole_begin:
-                        i -= uint64(N_LANES)
-                        q = encode_step(lanes, own, words, q, symbols, i)
-            q = _encode_scalar(symbols, begin, end, origin, own, lanes, last, words, q)
+                if whole_end < whole_begin:
+                    whole_end = begin
+            for turn in range(2):
+                if turn:
+                    if whole_end == begin:
+                        break
+                    while whole_end > whole_begin:
+                        whole_end -= uint64(N_LANES)
+                        q = encode_step(lanes, own, words, q, symbols, whole_end)
+                    end, whole_end = whole_begin, begin
+                q = _encode_scalar(symbols, whole_end, end, origin, own, lanes, last, words, q)
         q -= uint64(2 * n_lanes[k])
         for lane in range(n_lanes[k]):
             words[q + uint64(2 * lane)] = uint16(lanes[lane])
@@ -247,7 +250,7 @@ def rans_encode(
     out, spans = words.view(np.uint8), np.empty((len(begins), 2), np.int64)
     _rans_encode(
         *(symbols, begins, stream_segments, segment_ends, table_of, entries),
-        *(n_lanes, heads, head_ends, words, out, spans),
+        *(n_lanes, heads, head_ends, np.empty(N_LANES, np.uint32), words, out, spans),
     )
     return out, spans
 
@@ -258,7 +261,7 @@ def _decode_one(state: Any, entry: Any) -> Any:
     return uint32(frequency * (state >> uint32(12)) + (entry >> uint32(20)))
 
 
-@kernel
+@part
 def _decode_scalar(
     words: Any, q: Any, n_words: Any, lanes: Any, last: Any, begin: Any, end: Any, slots: Any, out: Any
 ) -> Any:
@@ -280,12 +283,12 @@ def _decode_scalar(
 
 
 @kernel
-def _rans_decode(words: Any, states: Any, ends: Any, table_of: Any, tables: Any, out: Any) -> bool:
-    n_words, n_lanes = uint64(len(words)), uint64(N_LANES)
-    lanes = np.empty(N_LANES, np.uint32)
-    for lane in range(len(states)):
-        lanes[lane] = states[lane]
-    begin, q, last = uint64(0), uint64(0), uint64(len(states) - 1)
+def _rans_decode(
+    words: Any, lanes: Any, n_lanes: int, ends: Any, table_of: Any, tables: Any, out: Any
+) -> bool:
+    """Decode from the states of the lanes on; all of `lanes` are there, of which `n_lanes` are in use."""
+    n_words, all_lanes = uint64(len(words)), uint64(N_LANES)
+    begin, q, last = uint64(0), uint64(0), uint64(n_lanes - 1)
     for s in range(len(ends)):
         end, slots = uint64(ends[s]), tables[table_of[s]]
         if (slots[0] >> uint32(8)) & uint32(0xFFF) == uint32(SCALE - 1):  # the only code changes no state
@@ -294,22 +297,23 @@ def _rans_decode(words: Any, states: Any, ends: Any, table_of: Any, tables: Any,
                 out[i] = symbol
             begin = end
             continue
-        if last == uint64(N_LANES - 1):
-            aligned = begin + ((uint64(0) - begin) & last)
-            if aligned > end:
-                aligned = end
-            q = _decode_scalar(words, q, n_words, lanes, last, begin, aligned, slots, out)
-            begin = aligned
-            while begin + n_lanes <= end and q + n_lanes <= n_words:
-                q = decode_step(lanes, slots, words, q, out, begin)
-                begin += n_lanes
-        q = _decode_scalar(words, q, n_words, lanes, last, begin, end, slots, out)
+        # Symbols before the first whole step of all lanes, whole steps, and symbols behind the last.
+        for turn in range(2):
+            until = end
+            if last == uint64(N_LANES - 1):
+                if turn:
+                    while begin + all_lanes <= end and q + all_lanes <= n_words:
+                        q = decode_step(lanes, slots, words, q, out, begin)
+                        begin += all_lanes
+                else:
+                    until = begin + ((uint64(0) - begin) & last)
+                    if until > end:
+                        until = end
+            q = _decode_scalar(words, q, n_words, lanes, last, begin, until, slots, out)
+            begin = until
         if q > n_words:
             return False
         begin = end
-    for lane in range(len(states)):
-        if lanes[lane] != uint32(STATE_LOW):
-            return False
     return q == n_words
 
 
@@ -321,7 +325,12 @@ def rans_decode(
     tables: NDArray[np.uint32],
     out: Bytes,
 ) -> bool:
-    return bool(_rans_decode(words, states, ends, table_of, tables, out))
+    lanes = np.empty(N_LANES, np.uint32)
+    lanes[: len(states)] = states
+    used = lanes[: len(states)]
+    return _rans_decode(words, lanes, len(states), ends, table_of, tables, out) and bool(
+        (used == STATE_LOW).all()
+    )
 
 
 # --- frequency tables ---------------------------------------------------------------------------

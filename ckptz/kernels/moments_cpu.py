@@ -265,22 +265,6 @@ def level_sums(
 
 
 @kernel
-def drawn_levels(
-    patterns: Any, values: Any, labels: Any, steps: Any, thresholds: Any, largest: Any, out: Any
-) -> None:
-    """Write the levels of F32 patterns [n] and their floats [n] by thresholds [n], in steps by label.
-
-    It is the level below a value or the one above; `largest` and its negative stand for all beyond.
-    """
-    for i in range(len(out)):
-        size, step = _size(patterns[i], values[i]), steps[uint64(labels[i])]
-        scaled = min(size / step if size > 0.0 else 0.0, float64(largest))
-        scaled = -scaled if patterns[i] >> uint32(31) else scaled
-        whole = np.floor(scaled)
-        out[i] = int64(whole + (float64(thresholds[i]) >= 1.0 - (scaled - whole)))
-
-
-@kernel
 def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) -> Any:
     """Write magnitudes of floats [n] in roots of their second moments, and return how many have one.
 

@@ -6,16 +6,32 @@ them again when it vectorises. Kernels release the GIL, so that chunks run on th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 from numba import uint64
 
-from ckptz.kernels import cache
+from ckptz.kernels.cache import Kept
 
-kernel = numba.njit(cache=cache.is_kept(), nogil=True, boundscheck=False, error_model="numpy")
-summing = numba.njit(cache=cache.is_kept(), nogil=True, error_model="numpy", fastmath={"reassoc"})
+
+def _compiled(**options: Any) -> Callable[[Any], Any]:
+    """Make a decorator of functions that are compiled when they are first called, and kept."""
+    options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}  # none is called from C
+
+    def of(function: Any) -> Any:
+        found: Any = numba.njit(**options)(function)
+        found._cache = Kept(function)  # numba's own belongs to the time and place of files
+        return found
+
+    return of
+
+
+kernel = _compiled(boundscheck=False)
+part = _compiled(boundscheck=False, no_cpython_wrapper=True)  # of kernels alone, not called from Python
+summing = _compiled(fastmath={"reassoc"})
+summing_part = _compiled(fastmath={"reassoc"}, no_cpython_wrapper=True)
 inlined = numba.njit(inline="always")
 
 BLOCK = 4096  # units per pass: a block and its planes stay in the first-level cache

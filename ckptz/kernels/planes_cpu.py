@@ -19,12 +19,12 @@ from ckptz.kernels.floats import (
     Counts,
     Units,
 )
-from ckptz.kernels.numba_base import BLOCK, ONE, kernel, sign_fill
+from ckptz.kernels.numba_base import BLOCK, ONE, kernel, part, sign_fill
 
 # --- bit patterns -------------------------------------------------------------------------------
 
 
-@kernel
+@part
 def _transform(units: Any, base: Any, mode: int, width: int, out: Any) -> None:
     shift = uint64(width - 1)
     mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
@@ -51,7 +51,7 @@ def _transform(units: Any, base: Any, mode: int, width: int, out: Any) -> None:
             out[i] = units[i]
 
 
-@kernel
+@part
 def _restore(units: Any, base: Any, mode: int, width: int, out: Any) -> None:
     shift = uint64(width - 1)
     mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
@@ -80,11 +80,12 @@ def _restore(units: Any, base: Any, mode: int, width: int, out: Any) -> None:
 
 
 @kernel
-def _split_planes(units: Any, base: Any, mode: int, planes: Any) -> None:
+def _split_planes(units: Any, base: Any, mode: int, block: Any, planes: Any) -> None:
     n, n_planes = len(units), len(planes)
-    block = np.empty(BLOCK, units.dtype)
     for begin in range(0, n, BLOCK):
-        end = min(begin + BLOCK, n)
+        end = begin + BLOCK
+        if end > n:
+            end = n
         here = block[: end - begin]
         _transform(units[begin:end], base[begin:end], mode, 8 * n_planes, here)
         for j in range(n_planes):
@@ -95,11 +96,12 @@ def _split_planes(units: Any, base: Any, mode: int, planes: Any) -> None:
 
 
 @kernel
-def _merge_planes(planes: Any, base: Any, mode: int, out: Any) -> None:
+def _merge_planes(planes: Any, base: Any, mode: int, block: Any, out: Any) -> None:
     n, n_planes = len(out), len(planes)
-    block = np.empty(BLOCK, out.dtype)
     for begin in range(0, n, BLOCK):
-        end = min(begin + BLOCK, n)
+        end = begin + BLOCK
+        if end > n:
+            end = n
         here = block[: end - begin]
         for j in range(n_planes):
             plane = planes[j][begin:end]
@@ -159,7 +161,7 @@ def split_planes(units: Units, base: Units, mode: int) -> Bytes:
     if mode == ROTATED and units.itemsize == 4:
         _split_rotated_4(units, planes[0], planes[1], planes[2], planes[3])
         return planes
-    _split_planes(units, base, mode, planes)
+    _split_planes(units, base, mode, np.empty(BLOCK, units.dtype), planes)
     return planes
 
 
@@ -170,7 +172,7 @@ def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) ->
     if mode == ROTATED and out.itemsize == 4:
         _merge_rotated_4(planes[0], planes[1], planes[2], planes[3], out)
         return
-    _merge_planes(tuple(planes), base, mode, out)
+    _merge_planes(tuple(planes), base, mode, np.empty(BLOCK, out.dtype), out)
 
 
 # --- classes ------------------------------------------------------------------------------------

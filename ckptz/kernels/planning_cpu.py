@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.kernels.floats import Counts, Reals
-from ckptz.kernels.numba_base import kernel, summing
+from ckptz.kernels.floats import Counts, Floats, Reals
+from ckptz.kernels.numba_base import kernel, part, summing
 
 # Binary logarithms of small counts, which most are.
 _LOGS = np.array([0.0, *map(math.log2, range(1, 1 << 12))])
 NONE = np.int64(-1)  # typed: for a literal in its place numba would compile once more
 
 
-@kernel
+@part
 def _row_bits(counts: Any, first: Any, second: Any, table_bits: float, symbol_bits: float) -> float:
     """Compute the bits of an ideal coder of the sum of two rows of counts [n, 256], and of its table.
 
@@ -110,8 +110,8 @@ def _merge_rows(
                 group += 1
                 for j in range(256):
                     sums[group, j] = sums[k, j]
-            group_of[k] = max(group, n_before)
-        n_before = max(group, n_before) + 1
+            group_of[k] = group if group > n_before else n_before
+        n_before = (group if group > n_before else n_before) + 1
         group_ends[t] = n_before
         begin = end
 
@@ -181,25 +181,33 @@ def partition(values: Reals, weights: Reals, n_parts: int) -> Counts:
         errors = np.maximum(sums[2] - sums[1] / sums[0] * sums[1], 0.0)
     previous[1:] = np.where(sums[0, 1:] > 0, errors[1:], 0.0)
     splits, stack = np.zeros((n_parts, n + 1), np.int64), np.empty((128, 4), np.int64)
-    for part in range(1, n_parts):
+    for k in range(1, n_parts):
         current = np.full(n + 1, np.inf)
-        _fill_row(previous, current, splits[part], sums, stack, part)
+        _fill_row(previous, current, splits[k], sums, stack, k)
         previous = current
     ends, end = np.empty(n_parts, np.int64), n
-    for part in range(n_parts - 1, -1, -1):
-        ends[part] = end
-        end = int(splits[part, end])
+    for k in range(n_parts - 1, -1, -1):
+        ends[k] = end
+        end = int(splits[k, end])
     return ends
 
 
 @summing
-def deviation(exact: Any, restored: Any) -> Any:
-    """Measure (greatest error, sum of squared errors, sum of squares) of F32 arrays [n], in double."""
+def _deviation(exact: Any, restored: Any, found: Any) -> None:
     largest, error, power = 0.0, 0.0, 0.0
     for i in range(len(exact)):
         value = np.float64(exact[i])
         difference = np.float64(restored[i]) - value
-        largest = max(largest, abs(difference))
+        size = abs(difference)
+        largest = size if size > largest else largest
         error += difference * difference
         power += value * value
+    found[0], found[1], found[2] = largest, error, power
+
+
+def deviation(exact: Floats, restored: Floats) -> tuple[float, float, float]:
+    """Measure (greatest error, sum of squared errors, sum of squares) of F32 arrays [n], in double."""
+    found = np.empty(3)
+    _deviation(exact, restored, found)
+    largest, error, power = found.tolist()
     return largest, error, power

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 from numba import float32, float64, int32, int64, uint8, uint32, uint64
+from numpy.typing import NDArray
 
-from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, NEAREST
-from ckptz.kernels.numba_base import inlined, kernel, summing
+from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, NEAREST, Bytes, Floats, Reals
+from ckptz.kernels.numba_base import inlined, kernel, part, summing_part
 
 GOLDEN = 0x9E3779B9
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B  # multipliers with good avalanche, found by search (hash-prospector)
@@ -39,12 +40,18 @@ def _threshold(seeded: Any, low: Any) -> Any:
 
 
 @kernel
-def thresholds(key: int, begin: int, n: int) -> Any:
-    """Draw thresholds [n], uniform in [0, 1), of elements begin..begin+n; all one half for NEAREST."""
-    out = np.empty(n, np.float32)
-    for i in range(n):
+def _thresholds(key: int, begin: int, out: Any) -> None:
+    for i in range(len(out)):
         low = uint32(uint64(begin + i) & uint64(0xFFFFFFFF))
-        out[i] = float32(0.5) if key == NEAREST else _threshold(_seeded(key, begin + i), low)
+        out[i] = _threshold(_seeded(key, begin + i), low)
+
+
+def thresholds(key: int, begin: int, n: int) -> Floats:
+    """Draw thresholds [n], uniform in [0, 1), of elements begin..begin+n; all one half for NEAREST."""
+    if key == NEAREST:
+        return np.full(n, 0.5, np.float32)
+    out: Floats = np.empty(n, np.float32)
+    _thresholds(key, begin, out)
     return out
 
 
@@ -57,7 +64,7 @@ def _code(magnitude: Any, is_positive: Any) -> Any:
     return uint8(int32(code))
 
 
-@kernel
+@part
 def _nearest(values: Any, base: Any, has_base: Any, step: Any, widened: Any, out: Any) -> None:
     for i in range(len(out)):
         residual = float32(values[i] - base[i]) if has_base else values[i]
@@ -68,6 +75,30 @@ def _nearest(values: Any, base: Any, has_base: Any, step: Any, widened: Any, out
 
 
 @kernel
+def _nearest_codes(
+    values: Any,
+    base: Any,
+    has_base: bool,
+    steps: Any,
+    labels: Any,
+    row_units: int,
+    widened: Any,
+    begin: int,
+    out: Any,
+) -> None:
+    done: Any = 0
+    n = len(out)
+    while done < n:
+        at = begin + done
+        end = done + row_units - at % row_units
+        if end > n:
+            end = n
+        step = steps[labels[at // row_units]]
+        _nearest(values[done:end], base[done:end], has_base, step, widened, out[done:end])
+        done = end
+
+
+@part
 def _drawn(values: Any, base: Any, has_base: Any, step: Any, seeded: Any, low: Any, out: Any) -> None:
     for i in range(len(out)):
         residual = float32(values[i] - base[i]) if has_base else values[i]
@@ -80,117 +111,163 @@ def _drawn(values: Any, base: Any, has_base: Any, step: Any, seeded: Any, low: A
 
 
 @kernel
-def residual_codes(
+def _drawn_codes(
     values: Any,
     base: Any,
-    has_base: Any,
+    has_base: bool,
     steps: Any,
     labels: Any,
-    row_units: Any,
-    dead_zone: Any,
-    key: Any,
-    begin: Any,
+    row_units: int,
+    key: int,
+    begin: int,
     out: Any,
 ) -> None:
-    """Write codes [n] of values less their base, in steps by row, to `out`."""
-    widened, done = float32(0.5 + dead_zone), 0
-    while done < len(values):
+    done: Any = 0
+    n = len(out)
+    while done < n:
         at = begin + done
-        low = uint64(at) & uint64(0xFFFFFFFF)
-        n = min(row_units - at % row_units, len(values) - done, (1 << 32) - int64(low))
-        step, part = steps[labels[at // row_units]], slice(done, done + n)
-        if key == NEAREST:
-            _nearest(values[part], base[part], has_base, step, widened, out[part])
-        else:
-            _drawn(values[part], base[part], has_base, step, _seeded(key, at), uint32(low), out[part])
-        done += n
+        low = int64(uint64(at) & uint64(0xFFFFFFFF))
+        end, until = done + row_units - at % row_units, done + (1 << 32) - low
+        if end > until:
+            end = until
+        if end > n:
+            end = n
+        step, seeded = steps[labels[at // row_units]], _seeded(key, at)
+        _drawn(values[done:end], base[done:end], has_base, step, seeded, uint32(low), out[done:end])
+        done = end
+
+
+def residual_codes(
+    values: Floats,
+    base: Floats | None,
+    steps: Floats,
+    labels: Bytes,
+    row_units: int,
+    dead_zone: float,
+    key: int,
+    begin: int,
+    out: Bytes,
+) -> None:
+    """Write codes [n] of values less their base, in steps by row, to `out`."""
+    inputs = values, values if base is None else base, base is not None, steps, labels, row_units
+    if key == NEAREST:
+        _nearest_codes(*inputs, np.float32(0.5 + dead_zone), begin, out)
+    else:
+        _drawn_codes(*inputs, key, begin, out)
 
 
 @kernel
+def _residual_sums(
+    values: Any, base: Any, has_base: bool, labels: Any, row_units: int, begin: int, codes: Any, sums: Any
+) -> None:
+    i, n = uint64(0), uint64(len(codes))
+    while i < n:
+        at = begin + int64(i)
+        end = i + uint64(row_units - at % row_units)
+        if end > n:
+            end = n
+        own = sums[labels[at // row_units]]
+        for j in range(i, end):
+            if codes[j]:
+                value = float64(values[j])
+                if has_base:
+                    value -= float64(base[j])
+                own[codes[j]] += abs(value)
+        i = end
+
+
 def residual_sums(
-    values: Any, base: Any, has_base: Any, labels: Any, row_units: Any, begin: Any, codes: Any, sums: Any
+    values: Floats,
+    base: Floats | None,
+    labels: Bytes,
+    row_units: int,
+    begin: int,
+    codes: Bytes,
+    sums: Reals,
 ) -> None:
     """Add up magnitudes of values [n] less their base by class of row and by code [n_classes, 256].
 
     Those of code 0 are left out.
     """
-    done = 0
-    while done < len(values):
-        at = begin + done
-        n = min(row_units - at % row_units, len(values) - done)
-        own = sums[labels[at // row_units]]
-        for i in range(done, done + n):
-            if codes[i]:
-                value = float64(values[i])
-                own[codes[i]] += abs(value - float64(base[i])) if has_base else abs(value)
-        done += n
+    other = values if base is None else base
+    _residual_sums(values, other, base is not None, labels, row_units, begin, codes, sums)
 
 
 # --- extents ------------------------------------------------------------------------------------
 
-
-@inlined
-def _square(values: Any, base: Any, has_base: Any, i: Any) -> Any:
-    difference = float64(values[i]) - (float64(base[i]) if has_base else 0.0)
-    return difference * difference
+LEAF = 128  # values that are added up in eight sums
+_NO_BASE = np.zeros(LEAF, np.float32)
 
 
-@kernel
-def _leaf(values: Any, base: Any, has_base: Any, begin: Any, n: Any) -> float:
+@part
+def _leaf(values: Any, base: Any, begin: Any, origin: Any, n: Any) -> float:
     r0 = r1 = r2 = r3 = r4 = r5 = r6 = r7 = 0.0
-    whole = n // 8 * 8
-    for i in range(begin, begin + whole, 8):
-        r0 += _square(values, base, has_base, i)
-        r1 += _square(values, base, has_base, i + 1)
-        r2 += _square(values, base, has_base, i + 2)
-        r3 += _square(values, base, has_base, i + 3)
-        r4 += _square(values, base, has_base, i + 4)
-        r5 += _square(values, base, has_base, i + 5)
-        r6 += _square(values, base, has_base, i + 6)
-        r7 += _square(values, base, has_base, i + 7)
+    i, j, whole = begin, origin, begin + (n & ~uint64(7))
+    while i < whole:
+        d0 = float64(values[i]) - float64(base[j])
+        d1 = float64(values[i + uint64(1)]) - float64(base[j + uint64(1)])
+        d2 = float64(values[i + uint64(2)]) - float64(base[j + uint64(2)])
+        d3 = float64(values[i + uint64(3)]) - float64(base[j + uint64(3)])
+        d4 = float64(values[i + uint64(4)]) - float64(base[j + uint64(4)])
+        d5 = float64(values[i + uint64(5)]) - float64(base[j + uint64(5)])
+        d6 = float64(values[i + uint64(6)]) - float64(base[j + uint64(6)])
+        d7 = float64(values[i + uint64(7)]) - float64(base[j + uint64(7)])
+        r0, r1, r2, r3 = r0 + d0 * d0, r1 + d1 * d1, r2 + d2 * d2, r3 + d3 * d3
+        r4, r5, r6, r7 = r4 + d4 * d4, r5 + d5 * d5, r6 + d6 * d6, r7 + d7 * d7
+        i, j = i + uint64(8), j + uint64(8)
     total = ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
-    for i in range(begin + whole, begin + n):
-        total += _square(values, base, has_base, i)
+    while i < begin + n:
+        d0 = float64(values[i]) - float64(base[j])
+        total += d0 * d0
+        i, j = i + uint64(1), j + uint64(1)
     return total
 
 
 @kernel
-def power(values: Any, base: Any, has_base: Any) -> float:
-    """Sum squares of floats [n], less those of a base [n] if it has one, in pairs of pairs as numpy does.
-
-    Steps follow from these sums to their last bit.
-    """
-    waiting = np.empty((64, 2), np.int64)  # right halves: begin, and size, 0 once their left neighbour waits
-    sums = np.empty(64)
-    begin, n, depth = np.int64(0), len(values), 0  # typed, or numba would compile once more for a literal
+def _power(values: Any, base: Any, has_base: bool, waiting: Any, sums: Any) -> float:
+    # `waiting` are right halves [64, 2]: begin, and size, 0 once their left neighbour waits in `sums` [64].
+    begin, n, depth = uint64(0), uint64(len(values)), 0
     while True:
-        while n > 128:
-            half = n // 2
-            half -= half % 8
+        while n > uint64(LEAF):
+            half = (n >> uint64(1)) & ~uint64(7)
             waiting[depth, 0], waiting[depth, 1] = begin + half, n - half
             depth += 1
             n = half
-        total = _leaf(values, base, has_base, begin, n)
+        total = _leaf(values, base, begin, begin if has_base else uint64(0), n)
         while depth and not waiting[depth - 1, 1]:
             depth -= 1
             total += sums[depth]
         if not depth:
             return total
         sums[depth - 1] = total
-        begin, n = waiting[depth - 1]
-        waiting[depth - 1, 1] = 0
+        begin, n = waiting[depth - 1, 0], waiting[depth - 1, 1]
+        waiting[depth - 1, 1] = uint64(0)
+
+
+def power(values: Floats, base: Floats | None = None) -> float:
+    """Sum squares of floats [n], less those of a base [n] if it has one, in pairs of pairs as numpy does.
+
+    Steps follow from these sums to their last bit.
+    """
+    other, stack = _NO_BASE if base is None else base, np.empty((64, 2), np.uint64)
+    return float(_power(values, other, base is not None, stack, np.empty(64)))
 
 
 @kernel
-def largest(patterns: Any) -> Any:
-    """Find the pattern of the greatest magnitude of F32 patterns [n]; 0 if there are none."""
+def _largest(patterns: Any) -> Any:
     found = uint32(0)
     for i in range(len(patterns)):
-        found = max(found, uint32(patterns[i] & uint32(0x7FFFFFFF)))
+        pattern = uint32(patterns[i] & uint32(0x7FFFFFFF))
+        found = pattern if pattern > found else found
     return found
 
 
-@summing
+def largest(patterns: NDArray[np.uint32]) -> int:
+    """Find the pattern of the greatest magnitude of F32 patterns [n]; 0 if there are none."""
+    return int(_largest(patterns))
+
+
+@summing_part
 def _row_sums(values: Any, squares: Any, is_root: Any) -> Any:
     total, energy = 0.0, 0.0
     for i in range(len(squares)):
@@ -216,7 +293,9 @@ def sensitivities(values: Any, squares: Any, is_root: Any, begin: int, row_units
     energy, done = 0.0, 0
     while done < len(squares):
         at = begin + done
-        n = min(row_units - at % row_units, len(squares) - done)
+        n = row_units - at % row_units
+        if n > len(squares) - done:
+            n = len(squares) - done
         total, more = _row_sums(values[done : done + n], squares[done : done + n], is_root)
         row_sums[at // row_units] += total
         energy += more

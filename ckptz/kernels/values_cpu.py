@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ckptz.kernels.floats import (
     Counts,
     Units,
 )
-from ckptz.kernels.numba_base import BLOCK, ONE, inlined, kernel, sign_fill
+from ckptz.kernels.numba_base import BLOCK, ONE, inlined, kernel, part, sign_fill
 
 MIN_TABLED = 1 << 14  # fewer units are searched: a table of all buckets would take longer
 
@@ -27,57 +28,61 @@ MIN_TABLED = 1 << 14  # fewer units are searched: a table of all buckets would t
 
 
 @kernel
-def top_histogram(units: Units) -> Counts:
+def _top_histogram(units: Any, shift: int, first: Any, second: Any, total: Any) -> None:
     # Two histograms in turn: equal neighbours would wait for each other's store in one.
-    counts = np.zeros((2, N_BUCKETS), np.uint32)
-    shift = uint64(0 if units.itemsize == 2 else 16)
+    down = uint64(shift)
     whole = len(units) // 2 * 2
     for i in range(0, whole, 2):
-        counts[0, uint64(units[i]) >> shift] += uint32(1)
-        counts[1, uint64(units[i + 1]) >> shift] += uint32(1)
+        first[uint64(units[i]) >> down] += uint32(1)
+        second[uint64(units[i + 1]) >> down] += uint32(1)
     for i in range(whole, len(units)):
-        counts[0, uint64(units[i]) >> shift] += uint32(1)
+        first[uint64(units[i]) >> down] += uint32(1)
+    for j in range(len(total)):
+        total[j] = np.int64(first[j]) + second[j]
+
+
+def top_histogram(units: Units) -> Counts:
+    first, second = np.zeros((2, N_BUCKETS), np.uint32)
     total = np.empty(N_BUCKETS, np.int64)
-    for j in range(N_BUCKETS):
-        total[j] = np.int64(counts[0, j]) + counts[1, j]
+    _top_histogram(units, 0 if units.itemsize == 2 else 16, first, second, total)
     return total
 
 
-@kernel
-def _region_table(boundaries: Any, width: int) -> Any:
-    """For each top 16 bits of an ordered unit: boundaries at or below its bucket's first, and last, value."""
-    low = np.empty(N_BUCKETS, np.uint16)
-    is_split = np.empty(N_BUCKETS, np.uint8)
-    shift = uint64(width - 16)
-    r = 0
-    for bucket in range(N_BUCKETS):
-        first = uint64(bucket) << shift
-        last = first | ((ONE << shift) - ONE)
-        while r < len(boundaries) and uint64(boundaries[r]) <= first:
-            r += 1
-        low[bucket] = r
-        is_split[bucket] = r < len(boundaries) and uint64(boundaries[r]) <= last
-    return low, is_split
+@functools.lru_cache(8)
+def _region_table(
+    boundaries: bytes, codes: bytes, width: int
+) -> tuple[NDArray[np.uint16], Bytes, NDArray[np.bool_]]:
+    """Tell of each top 16 bits of an ordered unit what all chunks of a tensor ask.
+
+    Returns:
+        The number of boundaries at or below their first value, its code, and whether one is above it.
+    """
+    wide = np.frombuffer(boundaries, f"u{width // 8}").astype(np.uint64)
+    down = np.uint64(width - 16)
+    rest = (ONE << down) - ONE
+    counts = np.bincount(((wide + rest) >> down).astype(np.int64), minlength=N_BUCKETS + 1)
+    is_split = np.zeros(N_BUCKETS, np.bool_)
+    is_split[wide[(wide & rest) > 0] >> down] = True
+    low = np.cumsum(counts)[:N_BUCKETS].astype(np.uint16)
+    return low, np.frombuffer(codes, np.uint8)[low], is_split
 
 
 @kernel
-def _region_codes(units: Any, boundaries: Any, codes: Any, width: int, out: Any) -> None:
-    low, is_split = _region_table(boundaries, width)
-    n = len(boundaries)
+def _region_codes(
+    units: Any, boundaries: Any, codes: Any, low: Any, of_bucket: Any, is_split: Any, width: int, out: Any
+) -> None:
+    n = uint64(len(boundaries))
     shift, top = uint64(width - 1), ONE << uint64(width - 1)
     down = uint64(width - 16)
     mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
-    of_bucket = np.empty(N_BUCKETS, np.uint8)
-    for bucket in range(N_BUCKETS):
-        of_bucket[bucket] = codes[low[bucket]]
     for i in range(len(units)):
         unit = uint64(units[i])
-        ordered = (unit ^ (sign_fill(unit, shift) | top)) & mask
+        ordered = (unit ^ ((uint64(0) - (unit >> shift)) | top)) & mask
         bucket = ordered >> down
         if is_split[bucket]:
-            r = np.int64(low[bucket])
+            r = uint64(low[bucket])
             while r < n and uint64(boundaries[r]) <= ordered:
-                r += 1
+                r += ONE
             out[i] = codes[r]
         else:
             out[i] = of_bucket[bucket]
@@ -87,7 +92,9 @@ def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
     if len(units) < MIN_TABLED:
         return floats.region_codes(units, boundaries, codes)
     out = np.empty(len(units), np.uint8)
-    _region_codes(units, boundaries, codes, 8 * units.itemsize, out)
+    width = 8 * units.itemsize
+    table = _region_table(boundaries.tobytes(), codes.tobytes(), width)
+    _region_codes(units, boundaries, codes, *table, width, out)
     return out
 
 
@@ -154,10 +161,7 @@ def _to_f32(units: Any, kind: int, out: Any) -> None:
 @kernel
 def _from_f32(patterns: Any, kind: int, out: Any) -> None:
     n = len(out)
-    if kind == F32:
-        for i in range(n):
-            out[i] = patterns[i]
-    elif kind == BF16:
+    if kind == BF16:
         for i in range(n):
             out[i] = _narrow_bf16(patterns[i])
     else:
@@ -190,7 +194,7 @@ def _tiny_integer(pattern: Any) -> Any:
     return -magnitude if pattern >> uint32(31) else magnitude
 
 
-@inlined
+@part
 def _add_tiny(a: Any, b: Any) -> Any:
     total = _tiny_integer(a) + _tiny_integer(b)
     magnitude = abs(total)
@@ -243,7 +247,9 @@ def _outer_rows(rows: Any, columns: Any, begin: int, out: Any, patterns: Any) ->
     n, n_tiny = len(columns), uint32(0)
     i, j, done = begin // n, begin % n, 0
     while done < len(out):
-        size = min(n - j, len(out) - done)
+        size = n - j
+        if size > len(out) - done:
+            size = len(out) - done
         factor, here, part, bits = rows[i], columns[j : j + size], out[done:], patterns[done:]
         for k in range(size):
             part[k] = factor * here[k]
@@ -265,23 +271,60 @@ def outer_product(
 
 
 @kernel
-def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+def _lookup(codes: Any, rows: Any, table: Any, n_codes: int, out: Any) -> None:
+    """`table` is flat, of `n_codes` entries a row."""
     if len(rows) == 1:
-        row = table[rows[0]]
+        first = uint64(rows[0]) * uint64(n_codes)
         for i in range(len(out)):
-            out[i] = row[uint64(codes[i])]
+            out[i] = table[first + uint64(codes[i])]
     else:
-        n_codes, flat = uint64(table.shape[1]), table.reshape(-1)
         for i in range(len(out)):
-            out[i] = flat[uint64(rows[i]) * n_codes + uint64(codes[i])]
+            out[i] = table[uint64(rows[i]) * uint64(n_codes) + uint64(codes[i])]
+
+
+def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+    _lookup(codes, rows, table.reshape(-1), table.shape[1], out)
+
+
+# Values of 32 bits are floats as they stand; the kernel of the others converts them on the way.
 
 
 @kernel
-def _add_linear(
+def _add_linear_32(
     base: Any,
     codes: Any,
     rows: Any,
     table: Any,
+    n_codes: int,
+    sums: Any,
+    sums_f32: Any,
+    terms: Any,
+    terms_f32: Any,
+    out: Any,
+) -> None:
+    n = len(out)
+    for begin in range(0, n, BLOCK):
+        end = begin + BLOCK
+        if end > n:
+            end = n
+        size = end - begin
+        origin, here = base[begin:end], out[begin:end]
+        for i in range(size):
+            sums[i] = origin[i]
+        own = rows if len(rows) == 1 else rows[begin:end]
+        _lookup(codes[begin:end], own, table, n_codes, terms[:size])
+        _add_block(sums[:size], sums_f32[:size], terms[:size], terms_f32[:size])
+        for i in range(size):
+            here[i] = sums[i]
+
+
+@kernel
+def _add_linear_16(
+    base: Any,
+    codes: Any,
+    rows: Any,
+    table: Any,
+    n_codes: int,
     kind: int,
     sums: Any,
     sums_f32: Any,
@@ -291,10 +334,13 @@ def _add_linear(
 ) -> None:
     n = len(out)
     for begin in range(0, n, BLOCK):
-        end = min(begin + BLOCK, n)
+        end = begin + BLOCK
+        if end > n:
+            end = n
         size = end - begin
         _to_f32(base[begin:end], kind, sums[:size])
-        lookup(codes[begin:end], rows if len(rows) == 1 else rows[begin:end], table, terms[:size])
+        own = rows if len(rows) == 1 else rows[begin:end]
+        _lookup(codes[begin:end], own, table, n_codes, terms[:size])
         _add_block(sums[:size], sums_f32[:size], terms[:size], terms_f32[:size])
         _from_f32(sums[:size], kind, out[begin:end])
 
@@ -304,18 +350,23 @@ def add_linear(
 ) -> None:
     sums, terms = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     views = sums, sums.view(np.float32), terms, terms.view(np.float32)
-    _add_linear(base, codes, rows, table, kind, *views, out)
+    looked_up = codes, rows, table.reshape(-1), table.shape[1]
+    if kind == F32:
+        _add_linear_32(base, *looked_up, *views, out)
+    else:
+        _add_linear_16(base, *looked_up, kind, *views, out)
 
 
 @kernel
-def _add_bits(base: Any, codes: Any, rows: Any, table: Any, width: int, out: Any) -> None:
+def _add_bits(
+    base: Any, codes: Any, rows: Any, table: Any, n_codes: int, width: int, terms: Any, out: Any
+) -> None:
     shift, top = uint64(width - 1), ONE << uint64(width - 1)
     mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
-    terms = np.empty(BLOCK, table.dtype)
     for begin in range(0, len(out), BLOCK):
         here, origin = out[begin : begin + BLOCK], base[begin : begin + BLOCK]
         own = rows if len(rows) == 1 else rows[begin : begin + BLOCK]
-        lookup(codes[begin : begin + BLOCK], own, table, terms[: len(here)])
+        _lookup(codes[begin : begin + BLOCK], own, table, n_codes, terms[: len(here)])
         for i in range(len(here)):
             b = uint64(origin[i])
             ordered = ((b ^ (sign_fill(b, shift) | top)) + uint64(terms[i])) & mask
@@ -323,7 +374,8 @@ def _add_bits(base: Any, codes: Any, rows: Any, table: Any, width: int, out: Any
 
 
 def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:
-    _add_bits(base, codes, rows, table, 8 * out.itemsize, out)
+    flat, terms = table.reshape(-1), np.empty(BLOCK, table.dtype)
+    _add_bits(base, codes, rows, flat, table.shape[1], 8 * out.itemsize, terms, out)
 
 
 @kernel
@@ -341,7 +393,7 @@ def all_finite(units: Units, kind: int) -> bool:
 # --- packing ------------------------------------------------------------------------------------
 
 
-@kernel
+@part
 def _pack_tail(codes: Any, n_bits: int, begin: int, out: Any) -> None:
     """Codes from `begin`, a multiple of eight, to the end."""
     held, n_held, position = uint32(0), 0, begin * n_bits >> 3
@@ -358,8 +410,7 @@ def _pack_tail(codes: Any, n_bits: int, begin: int, out: Any) -> None:
 
 
 @kernel
-def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
-    out = np.empty((len(codes) * n_bits + 7) >> 3, np.uint8)
+def _pack_codes(codes: Any, n_bits: int, out: Any) -> None:
     whole = len(codes) >> 3
     if n_bits == 4:
         for i in range(4 * whole):
@@ -382,10 +433,15 @@ def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
             for j in range(n_bits):
                 out[i * n_bits + j] = uint8(word >> uint64(8 * j))
     _pack_tail(codes, n_bits, 8 * whole, out)
+
+
+def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
+    out = np.empty((len(codes) * n_bits + 7) >> 3, np.uint8)
+    _pack_codes(codes, n_bits, out)
     return out
 
 
-@kernel
+@part
 def _unpack_tail(packed: Any, n_bits: int, begin: int, out: Any) -> None:
     """Undo `_pack_tail`."""
     held, n_held, position = uint32(0), 0, begin * n_bits >> 3

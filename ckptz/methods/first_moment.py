@@ -1,16 +1,14 @@
-"""Plans first moments and momenta: steps by class, levels at the means of what they stand for.
+"""Plans first moments and momenta: a sum of few outer products, or levels of steps by class.
 
-The class of an element is the magnitude of the second moment that the same file restores, so that steps
-follow its root. Without second moments (SGD, Lion) it is a label of the row, by the row's spread.
+Where it is known how far they will move their weights, most of what they would move lies in few directions;
+these are kept as far as they are worth their bits, and the rest is lost: see `ckptz.quant.low_rank`. What is
+lost is movement, as its weight would have followed it for some ten steps to come. A Checkpointer moves the
+weight by the share of that which training follows: `ckptz.training.moves`.
 
-Codes rather than outer products of a few vectors: on a language model's run, 2 outer products kept as much
-of Adam's direction (29 %) in 0.09 bits as codes do in 0.45, but resumed no better than codes in 0.02 bits.
-
-What a file loses of a first moment is lost movement, as its weight would have followed it for some ten steps
-to come. On the encoder of bench/studies/momentum.py, ten restarts in 200 steps, that alone ended 2.6 % above
-the uninterrupted run. Thresholds that are drawn keep it on average; where rates are low their steps can be
-large, and take hundredths of a bit. Where rates are high they take several tenths, so there most moments fall
-into a dead zone. To move weights at once by what is lost costs more than it saves at such rates.
+Elsewhere (Lion takes the sign of a first moment, Muon turns all its directions to one size) small elements
+count as much as large ones, and they are codes. The class of an element is then the magnitude of the second
+moment that the same file restores, so that steps follow its root. Without second moments it is a label of the
+row, by the row's spread.
 """
 
 from __future__ import annotations
@@ -23,30 +21,27 @@ from numpy.typing import NDArray
 
 from ckptz.class_rules import MAX_INDICES, Magnitude, Row, labels_of_rows
 from ckptz.codec.frame import pack_plan
-from ckptz.codec.plan import Domain, Plan
+from ckptz.codec.plan import Domain, ExplicitTable, LowRank, Plan, Predictor, QuantizationMap
 from ckptz.codec.units import TensorSource, n_rows_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.draft import ClassCounts, Draft, stream_tables
 from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats, moments
+from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
-from ckptz.methods.method import DRAWN, Recipe, Setting
+from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, sketch_of, sums_by
+from ckptz.quant.low_rank import low_rank
 from ckptz.quant.moment_codes import Labels, StepClasses, StepQuantizer, values_of
 from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, class_roots, first_map, row_labels
+from ckptz.quant.quantizer import Quantizer
 
 Floats = NDArray[np.float64]
 Bounds = tuple[int, int]
 
 MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
 RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
-# Moves to come of a first moment that is kept, and of one of its steps, in root mean squares of the weight.
-# On the fine-tunes of bench/studies/momentum.py, what steps of 0.08 add is hardly seen; with larger moves
-# they take more than 0.2 bits.
-KEPT_MOVES: Final = 0.0025
-KEPT_REACH: Final = 0.08
-MAX_KEPT_STEP: Final = 64.0  # roots
 USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
 MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than these save
 
@@ -56,18 +51,17 @@ class FirstMoment(Recipe):
     """A first moment, or a momentum, as levels of steps by class.
 
     Attributes:
-        step: in roots of the restored second moment; without one, in root mean squares of the row.
+        step: in roots of the restored second moment; without one, in root mean squares of the row. Of outer
+            products, beside the usual step.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero.
         source: name of the tensor of second moments, or None.
-        is_kept: whether it is kept on average where that takes few bits: by thresholds that are drawn, and
-            without a dead zone.
     """
 
     step: float
     dead_zone: float
     source: str | None = None
-    is_kept: bool = False
     name: ClassVar[str] = "first-moment"
+    may_be_low_rank: ClassVar[bool] = True
 
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step, "dead_zone": self.dead_zone}
@@ -87,13 +81,11 @@ class FirstMoment(Recipe):
             return plan_lossless(source, subject.base, run)
         if not sketch_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
+        if subject.guide.reach is not None:
+            return _low_rank_plan(subject, second, subject.guide.reach, self.step)
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
             return _first_plan(subject, self._quantizer(source, _by_row(source, self, run)))[0]
-        reach = subject.guide.reach
-        if self.is_kept and reach is not None and reach * ratio < KEPT_MOVES:
-            step = KEPT_REACH / max(reach, KEPT_REACH / MAX_KEPT_STEP)
-            return self._kept(subject, _by_second(second, replace(self, step=step)), step)
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         candidates = [_by_second(second, wanted)]
@@ -105,10 +97,29 @@ class FirstMoment(Recipe):
     def _quantizer(self, source: TensorSource, classes: StepClasses) -> StepQuantizer:
         return StepQuantizer(KINDS[source.dtype.name], classes, self.dead_zone)
 
-    def _kept(self, subject: Subject, classes: StepClasses, step: float) -> Draft:
-        quantizer = replace(self._quantizer(subject.source, classes), key=subject.seed)
-        draft, _ = _first_plan(subject, quantizer)
-        return replace(draft, found={"step": step, "dead_zone": 0.0, DRAWN: subject.seed})
+
+@dataclass(frozen=True, slots=True)
+class _Zeros(Quantizer):
+    """Gives every unit the one code that there is."""
+
+    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
+        del units
+        return np.zeros(end - begin, np.uint8)
+
+
+def _low_rank_plan(subject: Subject, second: TensorSource | None, reach: float, step: float) -> Draft:
+    """Plan the outer products that are worth their bits, or zeros where none is."""
+    before = None if subject.base is None or subject.base.stored is None else subject.base.stored.plan.outer
+    warm = before if isinstance(before, LowRank) else None
+    found = low_rank(subject.source, second, reach, warm, subject.seed, step)
+    plan = Plan(
+        quant_map=QuantizationMap(ExplicitTable(np.zeros((1, 1), np.uint32)), np.zeros(1, np.int64)),
+        domain=Domain.LINEAR,
+        predictor=Predictor.ZERO if found is None else Predictor.LOW_RANK,
+        outer=found,
+    )
+    rank = 0 if found is None else len(found.scales)
+    return Draft(plan, _Zeros(), found={"dead_zone": 0.0, "rank": rank})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:

@@ -293,22 +293,19 @@ class Grid(Method):
             return Method.recipes(weights, tensors, roles)
         return state_recipes(tensors, roles, trained, self.moments, weights)
 
-    def searched(self, *, trains: bool) -> Self:
+    def searched(self, *, trains: bool, restarts: bool = False) -> Self:
         """Keep moments exact where no budget would notice what becomes of them."""
-        return self if trains else replace(self, moments=None)
+        purpose = "resume" if restarts and self.purpose == "auto" else self.purpose
+        return replace(self, moments=self.moments if trains else None, purpose=purpose)
 
     def expecting(self, restores: int) -> Self:
         """Give finer steps the more restores there will be: what each costs grows with the step.
 
-        Anchors are finer still: the error of the first stays in the run, however often it restarts. Momentum
-        is kept on average where that takes few bits.
+        Anchors are finer still: the error of the first stays in the run, however often it restarts.
         """
         share = min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
         finer = self._with_step(self.step * share, share)
-        moments = finer.moments
-        if moments is not None:
-            moments = replace(moments, keeps_first=True)
-        return replace(finer, moments=moments, anchor_step=self.anchor_step or finer.step * ANCHOR_SHARE)
+        return replace(finer, anchor_step=self.anchor_step or finer.step * ANCHOR_SHARE)
 
     @property
     def multiplier(self) -> float:
@@ -410,7 +407,7 @@ class _Grid(OnGrid):
         """
         all_bounds = list(chunk_bounds(self.source.n_units))
         bounds = all_bounds[len(all_bounds) // 2]
-        values, base, _, steps, labels, row_units = self.inputs(*bounds, self.source.units(*bounds))
+        values, base, steps, labels, row_units = self.inputs(*bounds, self.source.units(*bounds))
         at = sampled(*bounds)
         of_rows = steps[labels[at // row_units]]
         places = (values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]) / of_rows
@@ -447,8 +444,8 @@ class _Grid(OnGrid):
         codes = self.codes(*bounds, units)
         sums = np.zeros((self.rows.n_classes, 256))
         if self.fits_levels:
-            values, base, has_base, _, row_labels, row_units = self.inputs(*bounds, units)
-            rounding().residual_sums(values, base, has_base, row_labels, row_units, bounds[0], codes, sums)
+            values, base, _, row_labels, row_units = self.inputs(*bounds, units)
+            rounding().residual_sums(values, base, row_labels, row_units, bounds[0], codes, sums)
         n_base_codes = self.n_base_codes
         classes: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, self.row_units)
         base_codes = None if self.base is None or n_base_codes == 1 else self.base.codes(*bounds)

@@ -37,11 +37,13 @@ class Recipe:
     Attributes:
         name: in the file's record of the tensor.
         is_lossy: whether the tensor may come back changed.
+        may_be_low_rank: whether the tensor may become a sum of outer products, where a guide has its reach.
     """
 
     __slots__ = ()
     name: ClassVar[str]
     is_lossy: ClassVar[bool] = True
+    may_be_low_rank: ClassVar[bool] = False
 
     @property
     def prunes(self) -> bool:
@@ -191,9 +193,14 @@ class Method:
         """Give the settings around which a search looks, unless it is told others."""
         return cls()
 
-    def searched(self, *, trains: bool) -> Self:
-        """Give the template of a search; `trains`: a budget notices what becomes of optimizer state."""
-        del trains
+    def searched(self, *, trains: bool, restarts: bool = False) -> Self:
+        """Give the template of a search.
+
+        Args:
+            trains: a budget notices what becomes of optimizer state.
+            restarts: training goes on from the files, which then keep on average what it has moved.
+        """
+        del trains, restarts
         return self
 
     @property

@@ -23,17 +23,13 @@ class Moments:
     Attributes:
         second_step: of exp_avg_sq, in octaves: a restored second moment is within one of it.
         first_step: of exp_avg, in roots of the restored second moment; of momentum and where there is no
-            second moment, in root mean squares of the row.
+            second moment, in root mean squares of the row; where few directions are kept, 1 is usual.
         first_dead_zone: additional share of a step, on both sides of zero, that becomes zero.
-        keeps_first: whether Adam's first moments are kept on average, by thresholds that are drawn, where the
-            optimizer's settings are known and rates so low that this takes few bits. A Checkpointer whose run
-            restarts from lossy files sets it.
     """
 
     second_step: float = 4.0
     first_step: float = 1.0
     first_dead_zone: float = 0.35
-    keeps_first: bool = False
 
     def __post_init__(self) -> None:
         own_numbers(self)
@@ -84,5 +80,5 @@ def _of_state(
     if role.role in ("exp_avg", "momentum"):
         # RMSprop's momentum is divided by the root already.
         source = second.get((role.parameter, shape)) if role.role == "exp_avg" else None
-        return FirstMoment(moments.first_step, moments.first_dead_zone, source, moments.keeps_first)
+        return FirstMoment(moments.first_step, moments.first_dead_zone, source)
     return Rounding() if role.role == "factor" else None

@@ -108,12 +108,12 @@ class OnGrid(Quantizer):
         return np.minimum(codes, np.uint8(2 * self.most + 1))
 
     def inputs(self, begin: int, end: int, units: Units) -> tuple[Any, ...]:
-        """Give what the kernels round: values, base, whether there is one, steps, labels, units of a row."""
+        """Give what the kernels round: values, their base or None, steps, labels, units of a row."""
         kind = KINDS[self.source.dtype.name]
         values = floats_of(units, kind)
-        base = values if self.base is None else floats_of(self.base.units(begin, end), kind)
+        base = None if self.base is None else floats_of(self.base.units(begin, end), kind)
         steps = self.rows.steps.astype(np.float32)
-        return values, base, self.base is not None, steps, self.rows.labels, self.row_units
+        return values, base, steps, self.rows.labels, self.row_units
 
     @property
     def row_units(self) -> int:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ckptz.class_rules import ClassRule
 from ckptz.codec.plan import Outer, Predictor
 from ckptz.codec.units import TensorSource
-from ckptz.kernels import cpu, floats, moments, rounding
-from ckptz.kernels.floats import NEAREST, Integers, Units
+from ckptz.kernels import cpu, floats, moments
+from ckptz.kernels.floats import Integers, Units
 from ckptz.quant.moments import (
     MANTISSA_BITS,
     MAX_INDEX,
@@ -153,37 +153,22 @@ class StepQuantizer(Quantizer):
     kind: int
     classes: StepClasses
     dead_zone: float
-    key: int = NEAREST
     rungs: Rungs | None = None
 
     def found(self, begin: int, end: int, units: Units) -> LevelSums:
         """Sum the levels of units begin..end by class."""
         labels, steps = self.classes.labels(begin, end), self.classes.steps
-        if self.key == NEAREST:
-            return LevelSums.of(cpu().to_f32(units, self.kind), labels, steps, self.dead_zone)
-        return LevelSums.of_levels(self._drawn(begin, units, labels), labels, len(steps))
+        return LevelSums.of(cpu().to_f32(units, self.kind), labels, steps, self.dead_zone)
 
     def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
         """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
         rungs, labels = self.rungs, self.classes.labels(begin, end)
         assert rungs is not None
-        escape_code = rungs.escape_code or 0
-        if self.key != NEAREST:
-            found = self._drawn(begin, units, labels) - rungs.lowest
-            return np.where((found >= 0) & (found < rungs.n_levels), found, escape_code).astype(np.uint8)
         codes = np.empty(len(units), np.uint8)
-        codes_of = (rungs.lowest, rungs.n_levels, escape_code, MAX_INDEX + 1)
+        codes_of = (rungs.lowest, rungs.n_levels, rungs.escape_code or 0, MAX_INDEX + 1)
         steps = self.classes.steps
         moments().level_codes(*values_of(units, self.kind), labels, steps, self.dead_zone, codes_of, codes)
         return codes
-
-    def _drawn(self, begin: int, units: Units, labels: Labels) -> Integers:
-        """Round units [n] from `begin` on to levels by thresholds that are drawn."""
-        levels = np.empty(len(units), np.int64)
-        thresholds = rounding().thresholds(self.key, begin, len(units))
-        given = labels, self.classes.steps, thresholds, MAX_INDEX + 1
-        moments().drawn_levels(*values_of(units, self.kind), *given, levels)
-        return levels
 
 
 def values_of(units: Units, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:

@@ -241,14 +241,6 @@ class LevelSums:
         moments().level_sums(patterns, values, labels, steps, dead_zone, counts, sums)
         return cls(counts, sums)
 
-    @classmethod
-    def of_levels(cls, levels: Integers, labels: NDArray[np.uint8], n_labels: int) -> LevelSums:
-        """Count levels [n] with labels [n], which stand for themselves."""
-        numbers = np.arange(-MAX_INDEX - 1, MAX_INDEX + 2)
-        cells = labels.astype(np.int64) * len(numbers) + (levels + MAX_INDEX + 1)
-        counts = np.bincount(cells, minlength=n_labels * len(numbers)).reshape(n_labels, -1)
-        return cls(counts, np.multiply(counts, numbers, dtype=np.float64))
-
     def __add__(self, other: LevelSums) -> LevelSums:
         return LevelSums(self.counts + other.counts, self.sums + other.sums)
 

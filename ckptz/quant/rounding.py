@@ -51,7 +51,7 @@ class ColumnGrid:
         at = min(column, len(self.steps) - 1)
         codes, scaled = np.empty(len(target), np.uint8), target / self.steps[at]
         one = np.ones(1, np.float32), np.zeros(1, np.uint8), len(target)
-        rounding().residual_codes(scaled, scaled, False, *one, self.dead_zone, NEAREST, 0, codes)
+        rounding().residual_codes(scaled, None, *one, self.dead_zone, NEAREST, 0, codes)
         codes[codes > 2 * self.most] = ESCAPE
         is_escaped = codes == ESCAPE
         restored = self.values[self.labels[at], np.where(is_escaped, 0, codes)]

@@ -1,4 +1,4 @@
-"""Budgets: how much of a quality may be lost, and how much of it a measurement used."""
+"""Budgets: how much of a quality may be lost, and what is read of what an evaluation returns."""
 
 from __future__ import annotations
 
@@ -8,46 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from ckptz.errors import ConfigError, own_numbers
-from ckptz.search.measures import Comparing, Quality, digest_of, name_of, number
+from ckptz.search.judgement import Limit, Reading
+from ckptz.search.measures import Comparing, Quality, digest_of, name_of, unit_of, values_of
 
 SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
 _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One measured value of a metric."""
-
-    metric: str
-    value: float
-    lower_is_better: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The largest loss of a value: a share of the exact one, or a difference."""
-
-    max_drop: float
-    is_relative: bool
-
-    def drop(self, exact: Reading, measured: Reading) -> float:
-        """Give how much worse `measured` is, in the unit of `max_drop`; infinite if it is not finite."""
-        if not math.isfinite(measured.value):
-            return math.inf
-        worse = measured.value - exact.value if exact.lower_is_better else exact.value - measured.value
-        return worse / abs(exact.value) if self.is_relative else worse
-
-    def in_units(self, exact: Reading) -> float:
-        """Give the limit in the unit of the value."""
-        return self.max_drop * abs(exact.value) if self.is_relative else self.max_drop
-
-    def used(self, exact: Reading, measured: Reading) -> float:
-        """Give the share of the limit that is used: at most 1 keeps it, negative is an improvement."""
-        drop = self.drop(exact, measured)
-        if self.max_drop:
-            return drop / self.max_drop
-        return math.inf if drop > 0 else drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +23,17 @@ class Budget:
     """The part of a quality that a lossy checkpoint may lose.
 
     Attributes:
-        quality: called with a state (name -> CPU torch tensor, the caller's to change) and returns a number,
-            or a dict with "loss" or "accuracy". It builds its own model. Attributes `metric` (what to call
-            the number) and `data_digest` (a string, or a callable that returns one) go into the file. Or an
-            `Agreement` or a `ResumeProbe`, which compare with the exact state.
-        max_drop: how much worse the value may be: a share of the exact state's own if `relative`.
+        quality: called with a state (name -> CPU torch tensor, the caller's to change) and returns the loss
+            of each answer [n_answers] (a torch tensor or an array), always of the same answers in the same
+            order, or 1 and 0 for right and wrong ones. Or their mean, a number, of which less can be told.
+            Or a dict with one of these as "loss" or "accuracy"; with "counts" [n_sums] beside them they are
+            sums over so many answers each. It builds its own model. Attributes `metric` (what to call the
+            value), `unit` (what an answer is, such as "token") and `data_digest` (a string, or a callable
+            that returns one) go into the file. Or an `Agreement` or a `ResumeProbe`, which compare with the
+            exact state.
+        max_drop: how far the mean may move, for better or worse: a share of the exact state's own if
+            `relative`, which must be above 0. Half the mean square of the changes of single answers may be
+            twice that; see `ckptz.search.judgement`.
         relative: False for an absolute difference, which values near zero require.
         lower_is_better: of a number; "loss", "accuracy", "kl" and "top1" know it themselves.
         metric: which value of the dict counts, where the quality returns several; of a number, "loss",
@@ -89,15 +63,17 @@ class Budget:
         if self.in_steps and not getattr(self.quality, "trains", False):
             raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")
 
-    def limit(self, per_step: float | None) -> Limit:
-        """Give the largest loss allowed, in units of the value; NaN for steps that cannot be measured.
+    def limit(self, per_step: float | None, restores: int = 0) -> Limit:
+        """Give what one restore may use, in units of the value; NaN for steps that cannot be measured.
 
         Args:
             per_step: what a step of training lowers the value by, or None.
+            restores: how many share the budget, as what they lose adds up; 0 for one.
         """
+        most = self.max_drop / max(restores, 1)
         if self.in_steps:
-            return Limit(self.max_drop * (math.nan if per_step is None else per_step), False)
-        return Limit(float(self.max_drop), self.relative)
+            return Limit(most * (math.nan if per_step is None else per_step), False)
+        return Limit(most, self.relative)
 
     @property
     def data_digest(self) -> str | None:
@@ -116,25 +92,36 @@ class Budget:
             ConfigError: there is no number in it, or none of the budget's metric.
         """
         if not isinstance(result, Mapping):
-            value = number(result, self.name)
             self._check_is_of_number()
             known = self.lower_is_better if self.metric is None else self._is_lower_better(self.metric)
-            return Reading(self.metric or self.name, value, known)
+            return self._reading(self.metric or self.name, result, None, known)
         keys = ["loss", "accuracy"] if self.lower_is_better else ["accuracy", "loss"]
         if self.metric is not None:
             keys = [self.metric]
         for key in keys:
             if key in result:
-                return Reading(key, number(result[key], self.name), self._is_lower_better(key))
+                return self._reading(key, result[key], result.get("counts"), self._is_lower_better(key))
         wanted = " or ".join(map(repr, sorted(keys, reverse=True)))
         found = ", ".join(sorted(map(repr, result))) or "nothing"
         raise ConfigError(f"{self.name} returned a dict without {wanted}; it has {found}: name one of these")
 
+    def _reading(self, metric: str, given: Any, counts: Any, lower_is_better: bool) -> Reading:
+        values = values_of(given, self.name)
+        if len(values) == 1 or counts is None:  # of a number, "counts" is an entry like any other
+            return Reading(metric, values, lower_is_better, None, unit_of(self.quality))
+        found = values_of(counts, f"{self.name}, counts:")
+        if len(found) != len(values) or not (np.isfinite(found) & (found > 0)).all():
+            raise ConfigError(
+                f"{self.name} returned {len(values)} sums and {len(found)} counts, of which "
+                f"{int((found > 0).sum())} are above 0; give one above 0 for each sum"
+            )
+        return Reading(metric, values, lower_is_better, found, unit_of(self.quality))
+
     def _check_is_of_number(self) -> None:
-        """Refuse a metric that a plain number may not be, as one that is written wrong."""
+        """Refuse a metric that what has no name of its own may not be, as one that is written wrong."""
         if self.metric is not None and self.metric not in (*_IS_LOWER_BETTER, self.name):
             raise ConfigError(
-                f"{self.name} returned a plain number, and the budget is about {self.metric!r}; write "
+                f"{self.name} returned values without a name, and the budget is about {self.metric!r}; write "
                 f"'loss' or 'accuracy' (as in --budget 'loss<=1%'), or return a dict with {self.metric!r}"
             )
 
@@ -145,21 +132,19 @@ class Budget:
         """Refuse values of the exact state that no drop can be measured from.
 
         Raises:
-            ConfigError: not finite, or too close to zero for a relative drop.
+            ConfigError: not finite, or not above zero for a relative drop.
         """
-        if not math.isfinite(exact.value):
-            raise ConfigError(f"{self.name}: the {exact.metric} of the exact tensors is {exact.value}")
-        if self.relative and not self.in_steps and abs(exact.value) < SMALLEST_RELATIVE:
+        n_bad = int((~np.isfinite(exact.values)).sum())
+        if n_bad:
+            where = "" if len(exact.values) == 1 else f" in {n_bad} of {len(exact.values)} values"
+            bad = exact.values[~np.isfinite(exact.values)][0]
+            raise ConfigError(f"{self.name}: the {exact.metric} of the exact tensors is {bad}{where}")
+        if self.relative and not self.in_steps and exact.value < SMALLEST_RELATIVE:
             raise ConfigError(
-                f"{self.name}: the {exact.metric} of the exact tensors is {exact.value:.3g}, too close to "
-                "zero for a relative budget; give an absolute one (relative=False, --max-drop 0.01 without %)"
+                f"{self.name}: the {exact.metric} of the exact tensors is {exact.value:.3g}, and a relative "
+                f"budget needs {SMALLEST_RELATIVE:g} or more; give an absolute one (relative=False, "
+                "--max-drop 0.01 without %)"
             )
-
-
-def share_used(limits: Sequence[Limit], exact: Sequence[Reading], measured: Sequence[Reading]) -> float:
-    """Give the share that is used of the tightest of several limits."""
-    rows = zip(limits, exact, measured, strict=True)
-    return max(limit.used(was, now) for limit, was, now in rows)
 
 
 def check_consistent(budgets: Sequence[Budget], exact: Sequence[Reading]) -> None:

@@ -29,6 +29,7 @@ MIN_GAIN: Final = 0.005  # a trial must promise to be so much smaller than the b
 # Measurements are noisy: a trial that uses up to 1 + DOUBT of the budget does not exclude configurations
 # within NEAR steps of it.
 DOUBT, NEAR = 0.5, 2
+ENOUGH: Final = 20  # rounds, once a trial keeps the budget: more gain under 0.1 % on average
 MAX_SHARE: Final = 0.25  # of the configurations: the descent ends there at the latest
 
 
@@ -46,6 +47,8 @@ class Guided:
 
     def propose(self, history: History, n: int) -> Sequence[Method]:
         grid = self._grid
+        if best_of(history) is not None:
+            n = max(min(n, ENOUGH * n - len(history)), 0)
         open_ = np.ones(len(grid.configs), np.bool_)
         for outcome in history:
             self._exclude(grid, open_, outcome)
@@ -168,6 +171,7 @@ class Neighbourhood:
     """
 
     parent: Method  # the previous checkpoint's configuration
+    keeps: bool = False  # try the parent's own settings first, with which its levels stay
     cubes: Sequence[Cube]  # one for each prune metric
     predict: Predict  # bytes of a configuration's file
     name: str = "neighbourhood"
@@ -188,7 +192,8 @@ class Neighbourhood:
             near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH)
             rest.update(map(cube.config, near))
         by_ratio = sorted(rest, key=lambda config: (self.predict(config), repr(config)))
-        return list(dict.fromkeys([*same_knobs, *by_ratio]))
+        kept = [self.parent] if self.keeps and self.parent in rest else []
+        return list(dict.fromkeys([*kept, *same_knobs, *by_ratio]))
 
     def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
         """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.kernels.floats import Reals
+from ckptz.search.judgement import ANSWER
 
 State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, the callee's to change
 Quality: TypeAlias = Callable[[State], Any]
@@ -101,9 +102,32 @@ def number(value: Any, name: str) -> float:
     raise ConfigError(f"{name} returned {shown}, which is not a number")
 
 
+def values_of(given: Any, name: str) -> Reals:
+    """Read the result of a function as values in double precision: those of a vector [n], or a number [1].
+
+    Raises:
+        ConfigError: it is neither; names the function.
+    """
+    if hasattr(given, "detach"):
+        given = given.detach().cpu().double().numpy()  # numpy has no bfloat16
+    if isinstance(given, np.ndarray) and given.dtype.kind in "bfiu":
+        if given.size != 1 and (given.ndim != 1 or not given.size):
+            raise ConfigError(
+                f"{name} returned values of shape {list(given.shape)}; return one number, or those of all "
+                "answers in one dimension [n_answers]"
+            )
+        return given.reshape(-1).astype(np.float64)
+    return np.array([number(given, name)])
+
+
 def name_of(function: Any) -> str:
     """Name a function: by its `metric`, or its own name."""
     return str(getattr(function, "metric", getattr(function, "__name__", "quality")))
+
+
+def unit_of(function: Any) -> str:
+    """Ask a function what one of its values is, such as "token"."""
+    return str(getattr(function, "unit", None) or ANSWER)
 
 
 def digest_of(function: Any) -> str | None:
@@ -325,6 +349,11 @@ class NamedFunction:
     def metric(self) -> str:
         """The metric's name in messages."""
         return name_of(self.load())
+
+    @property
+    def unit(self) -> str:
+        """The name of what one value is, as the function says."""
+        return unit_of(self.load())
 
     @property
     def data_digest(self) -> Any:

@@ -33,6 +33,7 @@ POWERS: Final = (1.0, 4.0)  # what is believed of two measurements, which are no
 LEAST_USED: Final = 0.02  # less may be noise, or an improvement
 LONGEST: Final = math.log(4)  # of one extrapolation
 MARGIN: Final = 0.15  # of a bracket, at either end: a trial must narrow it
+SAME: Final = 5e-3  # multipliers that differ by less are one
 APART: Final = 0.12  # in logarithms, of trials side by side
 
 
@@ -55,11 +56,17 @@ class OneKnob:
         if room < 1 or points.is_done(self.close):
             return ()
         tried = {outcome.config for outcome in history}
-        # Multipliers of three digits, which plans and records show as they are.
-        multipliers = (float(f"{math.exp(x):.3g}") for x in points.around(math.log(self.start)))
-        found = map(self.template.scaled, multipliers)
+        found = map(self.template.scaled, map(self._multiplier, points.around(math.log(self.start))))
         configs = dict.fromkeys(config for config in found if config not in tried)
         return list(configs)[:room]
+
+    def _multiplier(self, x: float) -> float:
+        """Give a multiplier of three digits, which plans and records show as they are; or the parent's own.
+
+        Only at the very same one does the grid of the parent's file stay.
+        """
+        found = float(f"{math.exp(x):.3g}")
+        return self.start if math.isclose(found, self.start, rel_tol=SAME) else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,20 +16,28 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.byte_source import FileBytes
-from ckptz.container.index import STEPS_LOST, Promise, QualityRecord
+from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.container.reader import Container
 from ckptz.encoding.subject import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.parallel import default_jobs
-from ckptz.search.budget import Budget, Limit, share_used
-from ckptz.search.trials import FULL
-from ckptz.search_run.quality import Readings, Scope, measure_exact, measure_trial, promise_of
+from ckptz.search.budget import Budget
+from ckptz.search.judgement import ALLOWED, Judgement, Limit, judge
+from ckptz.search.measures import KL, TOP1
+from ckptz.search_run.quality import (
+    Readings,
+    Scope,
+    check_repeats,
+    measure_exact,
+    measure_trial,
+    promise_of,
+)
 from ckptz.store.resolve import open_checkpoint, open_file
 
 
@@ -72,7 +80,7 @@ class Judge:
     """Says what a trial used of its budgets."""
 
     limits: tuple[Limit, ...]  # at least one
-    exact: Readings  # what drops are measured from, one a limit
+    exact: Readings  # what changes are measured from, one a limit
     promises: tuple[Promise, ...]  # what a file that keeps them promises, by each
     begin: Callable[[TrialFile], Waiting]  # starts to measure a trial; what it returns waits for the result
     digests: tuple[str | None, ...]  # of the data of each
@@ -91,26 +99,53 @@ class Judge:
                     "average over more data, or give a share of the loss as in 'resume<=0.2%'"
                 )
             elif noise > limit.in_units(exact):
-                is_share, value = limit.is_relative, abs(exact.value)
-                shown = f"{noise / value:.2%}" if is_share else f"{noise:.3g}"
-                allowed = f"{limit.max_drop:.2%}" if is_share else f"{limit.max_drop:.3g}"
+                floor = _amount(noise / exact.value if limit.is_relative else noise, limit)
                 faults.append(
-                    f"{exact.metric} cannot be measured to its budget of {allowed}: exact states differ by "
-                    f"{shown} (the noise floor), so nothing counts as keeping it; allow more, or average "
-                    "over more steps or data"
+                    f"{exact.metric} cannot be measured to its budget of {_amount(limit.max_drop, limit)}: "
+                    f"exact states differ by {floor} (the noise floor), so nothing counts as keeping it; "
+                    "allow more, or average over more steps or data"
                 )
         return tuple(faults)
 
-    def used(self, readings: Readings) -> float:
-        """Give the share that is used of the tightest limit."""
-        return share_used(self.limits, self.exact, readings)
+    def judgements(self, readings: Readings) -> tuple[Judgement, ...]:
+        """Compare a trial with the exact state, for each limit.
+
+        Raises:
+            ConfigError: its values are not those of the same answers as the exact state's.
+        """
+        return tuple(map(judge, self.limits, self.exact, readings))
+
+    def doubts(self, judgements: Sequence[Judgement]) -> tuple[str, ...]:
+        """Name the budgets of which too few answers were measured to tell what became of the mean."""
+        found = []
+        for promise, limit, judged in zip(self.promises, self.limits, judgements, strict=True):
+            allowed = _amount(limit.max_drop, limit)
+            if not judged.is_resolved and judged.error is not None:
+                wanted = (
+                    f"; about {float(f'{judged.n_wanted:.2g}'):,.0f} would tell" if limit.max_drop else ""
+                )
+                found.append(
+                    f"{judged.metric}: {judged.n_values} values tell the change of their mean to a standard "
+                    f"error of {_amount(judged.error, limit)}, more than half the budget of {allowed}, so "
+                    f"not the mean but the changes of single values decide{wanted}"
+                )
+            elif judged.n_values == 1 and promise == "quality-drop" and judged.metric not in (KL, TOP1):
+                found.append(
+                    f"{judged.metric} is a single number, of which nobody can know whether its data tell a "
+                    f"change of {allowed}; return the losses of all answers in one tensor [n_answers]"
+                )
+        return tuple(found)
 
     def records(self, readings: Readings) -> tuple[QualityRecord, ...]:
         """Give what the file says of its budgets; values that are not finite have no place in it."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         records = []
-        rows = zip(self.promises, self.limits, self.exact, readings, self.digests, self.per_step, strict=True)
-        for promise, limit, exact, found, digest, per_step in rows:
+        rows = zip(
+            *(self.promises, self.limits, self.exact, readings, self.judgements(readings)),
+            *(self.digests, self.per_step),
+            strict=True,
+        )
+        for promise, limit, exact, found, judged, digest, per_step in rows:
             record = QualityRecord(
                 promise=promise,
                 metric=found.metric,
@@ -119,16 +154,28 @@ class Judge:
                 lower_is_better=found.lower_is_better,
                 exact=exact.value,
                 measured=found.value,
-                is_met=limit.used(exact, found) <= FULL,
+                is_met=judged.is_kept,
                 date=date,
                 data_digest=digest,
             )
             records.append(record)
+            allowed = limit.in_units(exact)
+            beside: dict[str, Any] = {"is_relative": False, "exact": 0.0}
+            if judged.changes is not None:
+                measured = judged.changes * (exact.value if limit.is_relative else 1.0)
+                beside |= {"metric": f"{found.metric}{CHANGES}{found.unit}", "lower_is_better": True}
+                beside |= {"max_drop": ALLOWED * allowed, "measured": measured}
+                records.append(msgspec.structs.replace(record, **beside))
             if per_step is not None:
-                lost, allowed = (found.value - exact.value) / per_step, limit.in_units(exact) / per_step
-                beside = {"metric": STEPS_LOST, "max_drop": allowed, "exact": 0.0, "measured": lost}
-                records.append(msgspec.structs.replace(record, is_relative=False, **beside))
+                lost = (found.value - exact.value) / per_step
+                beside |= {"metric": STEPS_LOST, "max_drop": allowed / per_step, "measured": lost}
+                records.append(msgspec.structs.replace(record, **beside))
         return tuple(records)
+
+
+def _amount(value: float, limit: Limit) -> str:
+    """Write a value in the unit of a limit."""
+    return f"{100 * value:.3g}%" if limit.is_relative else f"{value:.3g}"
 
 
 def measured_here(read: Callable[[TrialFile], Readings]) -> Callable[[TrialFile], Waiting]:
@@ -206,21 +253,32 @@ def judging(
     scope: Scope,
     n_workers: int,
     run: MapFunction,
+    *,
+    restores: int = 0,
+    repeats: bool = False,
 ) -> Iterator[Judge]:
-    """Make a judge by quality; the exact `tensors` are measured, once, and `n_workers` trials side by side.
+    """Make a judge by quality; the exact `tensors` are measured, and `n_workers` trials side by side.
 
     One evaluation at a time runs on the caller's thread, more in processes; `run` maps over chunks.
 
+    Args:
+        restores: see `Budget.limit`.
+        repeats: measure the exact tensors a second time, to see that their values are the same.
+
     Raises:
-        ConfigError: the exact tensors have no quality that a drop can be measured from.
+        ConfigError: the exact tensors have no quality that a change can be measured from, or others the
+            second time.
     """
     baseline = measure_exact(budgets, scope, tensors, run)
+    limits = tuple(b.limit(step, restores) for b, step in zip(budgets, baseline.per_step, strict=True))
+    if repeats:
+        check_repeats(baseline, limits, scope, tensors, run)
     with contextlib.ExitStack() as held:
         begin = measured_here(functools.partial(read_file, baseline.budgets, scope, run))
         if n_workers > 1:
             begin = held.enter_context(Processes(n_workers, baseline.budgets, scope)).begin
         yield Judge(
-            limits=tuple(map(Budget.limit, budgets, baseline.per_step)),
+            limits=limits,
             exact=baseline.exact,
             promises=tuple(map(promise_of, budgets)),
             begin=begin,

@@ -13,6 +13,7 @@ from ckptz.methods.method import Method
 from ckptz.methods.table import REFERENCE
 from ckptz.pages.shown import Shown
 from ckptz.search.budget import Budget
+from ckptz.search.judgement import Judgement
 
 MAX_WORKERS: Final = 1024  # processes, which all start with the first evaluation
 StrategyName = Literal["auto", "one-knob", "guided", "neighbourhood", "exhaustive"]
@@ -53,7 +54,8 @@ class TrialReport:
     # share of the tightest budget that is used; at most 1 keeps it, None if a value is not finite
     drop: float | None
     is_feasible: bool  # whether all budgets are kept
-    values: tuple[float | None, ...]  # one a budget, measured on the decoded tensors; None where not finite
+    values: tuple[float | None, ...]  # means, one a budget, of the decoded tensors; None where not finite
+    judgements: tuple[Judgement, ...]  # how they stand to each budget
     seconds: float  # taken to write and to measure it
     evaluation_seconds: float  # taken to decode and evaluate alone
 
@@ -73,6 +75,10 @@ class SearchOptions:
             budget that trains on: no other would notice.
         parent: where the search begins, of the template's method; by default what the base records.
         workers: evaluations side by side, at most 1024; more than one run in processes of their own.
+        restores: how often a run will restart from such files: each may use the budget divided by it, as
+            losses add up. Weights are then rounded so that what training moves is kept on average, on the
+            grid or the levels of the base as long as these keep the budget. 0 for files that are only looked
+            at.
         max_evaluations: stop there and keep the best so far. With 0 the parent's settings are used as they
             are: nothing is measured, and the file promises nothing.
         on_trial: told of each trial.
@@ -86,6 +92,7 @@ class SearchOptions:
     template: Method = REFERENCE
     parent: Method | None = None
     workers: int = 1
+    restores: int = 0
     max_evaluations: int | None = None
     on_trial: Callable[[TrialReport], None] = lambda trial: None
     is_dry_run: bool = False
@@ -102,6 +109,10 @@ class SearchOptions:
             raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ConfigError(f"workers must be 1..{MAX_WORKERS}, got {self.workers}")
+        if self.restores < 0:
+            raise ConfigError(f"restores must be at least 0, got {self.restores}")
+        if self.restores and self.proxy_error is not None:
+            raise ConfigError("restores divide a budget; a proxy error is none")
         if self.max_evaluations is not None and self.max_evaluations < 0:
             raise ConfigError(f"max_evaluations must be at least 0, got {self.max_evaluations}")
 
@@ -134,7 +145,23 @@ class SearchReport(Shown):
     # differences of each budget's value that say nothing, 0 where that was not measured
     noise: tuple[float, ...] = ()
     unmeasurable: tuple[str, ...] = ()  # what to tell of budgets below their noise, which count as not kept
+    doubts: tuple[str, ...] = ()  # what to tell of budgets whose mean was measured on too few answers
     quality: tuple[QualityRecord, ...] = ()  # what the file records of its budgets
     seconds: float  # taken in all
     # taken to decode and evaluate, in all processes, the exact tensors included
     evaluation_seconds: float = 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes on how the search went and on what its evaluations can tell."""
+        return (*self._interruption, *self.unmeasurable, *self.doubts)
+
+    @property
+    def _interruption(self) -> tuple[str, ...]:
+        kept = [trial for trial in self.trials if trial.is_feasible and trial.config == self.config]
+        return tuple(
+            f"interrupted after {len(self.trials)} evaluations; kept is the smallest file of them that keeps "
+            f"the budget, of {trial.n_bytes:,} bytes, with {trial.drop:.0%} of it used"
+            for trial in kept
+            if self.is_interrupted
+        )

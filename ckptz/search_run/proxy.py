@@ -18,7 +18,7 @@ from ckptz.codec.units import TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.encoding.subject import NO_GUIDE, Guide, GuidedSensitivities, MapFunction, sensitivities_of
 from ckptz.quant.sensitivity import floats_of
-from ckptz.search.budget import Limit, Reading
+from ckptz.search.judgement import Limit, Reading
 from ckptz.search_run.evaluation import Judge, TrialFile, measured_here
 from ckptz.search_run.quality import Readings
 
@@ -62,7 +62,7 @@ class ProxyMeter:
         """Measure the error of the tensors decoded from a trial."""
         with file.opened() as decoded:
             error = self._sum(decoded)
-        return (Reading(METRIC, math.sqrt(error / self._power) if self._power else 0.0, True),)
+        return (_reading(math.sqrt(error / self._power) if self._power else 0.0),)
 
     def _sum(self, decoded: Mapping[str, TensorSource]) -> float:
         """Weighted sum of squares of the errors, or of the originals where nothing is decoded."""
@@ -71,6 +71,10 @@ class ProxyMeter:
             return self._scale[name] * _weighted(*self._tensors[name], decoded.get(name))
 
         return sum(self._run(one, self._tensors))
+
+
+def _reading(error: float) -> Reading:
+    return Reading(METRIC, np.array([error]), lower_is_better=True)
 
 
 def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float:
@@ -91,5 +95,5 @@ def proxy_judge(
 ) -> Judge:
     """Make a judge that wants the error to be at most `limit`."""
     meter = ProxyMeter(tensors, guides, run)
-    exact = (Reading(METRIC, 0.0, True),)
+    exact = (_reading(0.0),)
     return Judge((Limit(limit, False),), exact, ("rmse",), measured_here(meter), (None,), (0.0,), (None,))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from ckptz.container.index import Promise
 from ckptz.encoding.subject import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.frameworks import framework
-from ckptz.search.budget import Budget, Reading, check_consistent
+from ckptz.search.budget import Budget, check_consistent
+from ckptz.search.judgement import Limit, Reading, judge
 from ckptz.search.measures import Prepared, State, prepare
 
 Readings = tuple[Reading, ...]
@@ -150,6 +151,37 @@ def measure_trial(
             state = Decoder(tensors, scope.names(budget), scope, run).state()
             results[id(quality)] = _called(budget, quality, state)
     return tuple(budget.read(results[id(budget.quality)]) for budget in budgets)
+
+
+REPEATABLE: Final = 0.01  # of a budget, which a second look at the exact tensors may use
+
+
+def check_repeats(
+    baseline: Baseline,
+    limits: Sequence[Limit],
+    scope: Scope,
+    tensors: Mapping[str, TensorSource],
+    run: MapFunction = map,
+) -> None:
+    """Measure the exact tensors once more; those that train on have measured their noise.
+
+    The arguments are those of `measure_exact`, and what it gave.
+
+    Raises:
+        ConfigError: a quality gives other values than before.
+    """
+    every = zip(baseline.budgets, limits, baseline.exact, strict=True)
+    rows = [row for row in every if not is_of_training(row[0])]
+    again = measure_trial([budget for budget, _, _ in rows], scope, tensors, run)
+    for (budget, limit, exact), found in zip(rows, again, strict=True):
+        used = judge(limit, exact, found).used
+        if used is None or used > REPEATABLE:
+            unequal = int((found.values != exact.values).sum())
+            of = f", and {unequal} of {len(exact.values)} values differ" if len(exact.values) > 1 else ""
+            raise ConfigError(
+                f"{budget.name}: the {exact.metric} of the same exact tensors is {exact.value:.8g} and then "
+                f"{found.value:.8g}{of}; fix the data and the seed, and call model.eval()"
+            )
 
 
 def _called(budget: Budget, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

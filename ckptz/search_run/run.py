@@ -38,7 +38,8 @@ __all__ = ["SearchOptions", "SearchReport", "SearchRun", "TrialReport", "search_
 
 def searched_template(options: SearchOptions) -> Method:
     """Give the template of a search, as its budgets need it."""
-    return options.template.searched(trains=any(map(is_of_training, options.budgets)))
+    trains = any(map(is_of_training, options.budgets))
+    return options.template.searched(trains=trains, restarts=options.restores > 0)
 
 
 def parent_config(options: SearchOptions, job: Job) -> Method | None:
@@ -75,17 +76,19 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
         subjects[name] = Subject(tensor, base, ready.guides.get(name, NO_GUIDE))
     configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
     predict = SizeModel(subjects, ready.roles, configs, run)
-    return _cube_stages(options.strategy, parent, cubes, predict), predict, len(configs)
+    return _cube_stages(options, parent, cubes, predict), predict, len(configs)
 
 
 def _cube_stages(
-    strategy: str, parent: Method | None, cubes: Sequence[Cube], predict: Predict
+    options: SearchOptions, parent: Method | None, cubes: Sequence[Cube], predict: Predict
 ) -> list[Strategy]:
+    strategy = options.strategy
     if strategy == "exhaustive":
         return [Exhaustive(cubes=cubes, predict=predict)]
     guided = Guided(cubes=cubes, predict=predict)
     if strategy != "guided" and parent is not None:
-        return [Neighbourhood(parent=parent, cubes=cubes, predict=predict), guided]
+        keeps = options.restores > 0
+        return [Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps), guided]
     if strategy == "neighbourhood":
         raise ConfigError("strategy neighbourhood begins at settings of a base or a plan, and there are none")
     return [guided]
@@ -122,6 +125,7 @@ def _searched(
         is_interrupted = _search(searcher, stages if lossy and not judge.unmeasurable else [])
         written, records = searcher.publish()
     best, trials = searcher.best, searcher.trials
+    last = best.trial if best else trials[-1] if trials else None
     tried_by = trials[-1].strategy if trials else stages[0].name
     report = SearchReport(
         method=template.name,
@@ -136,6 +140,7 @@ def _searched(
         n_predicted=n_predicted,
         noise=judge.noise,
         unmeasurable=judge.unmeasurable if lossy else (),
+        doubts=judge.doubts(last.judgements) if last else (),
         quality=records,
         seconds=time.perf_counter() - start,
         evaluation_seconds=exact_seconds + sum(t.evaluation_seconds for t in trials),
@@ -174,7 +179,9 @@ def _search(searcher: Searcher, stages: Sequence[Strategy]) -> bool:
             pass
     except KeyboardInterrupt:
         if searcher.best is None:
-            raise
+            n = len(searcher.trials)
+            what = f"{n} evaluations of trials, none of which keeps the budget; nothing is written"
+            raise KeyboardInterrupt(what) from None
         return True
     return False
 
@@ -189,7 +196,12 @@ def _judge(ready: Prepared, lossy: Sequence[str], options: SearchOptions, run: S
     weights = tuple(name for name in tensors if _is_of_model(name, ready))
     others = tuple(name for name in tensors if name not in set(weights))
     scope = Scope(weights, others, tied_names(ready.job.tree, tensors), run.prefix)
-    with judging(options.budgets, tensors, scope, options.workers, run.workers.map) as judge:
+    with judging(
+        *(options.budgets, tensors, scope, options.workers, run.workers.map),
+        restores=options.restores,
+        # A later checkpoint, which begins at a parent's settings, is found in one or two evaluations.
+        repeats=parent_config(options, ready.job) is None,
+    ) as judge:
         yield judge
 
 

@@ -148,7 +148,9 @@ class Searcher:
         self, strategy: str, config: Method, staged: Staged, wait: Waiting, seconds: float
     ) -> Outcome:
         readings, evaluation_seconds = wait()
-        outcome = Outcome(config, self.judge.used(readings), staged.written.stored_bytes)
+        judgements = self.judge.judgements(readings)
+        used = max(math.inf if one.used is None else one.used for one in judgements)
+        outcome = Outcome(config, used, staged.written.stored_bytes)
         is_in_process = self.options.workers == 1
         trial = TrialReport(
             config=asdict(config),
@@ -158,6 +160,7 @@ class Searcher:
             drop=_finite(outcome.used),
             is_feasible=outcome.is_feasible,
             values=tuple(_finite(reading.value) for reading in readings),
+            judgements=judgements,
             seconds=seconds if is_in_process else seconds + evaluation_seconds,
             evaluation_seconds=evaluation_seconds,
         )

@@ -150,9 +150,11 @@ class FileLock:
 
     def release(self) -> None:
         """Release the lock, so that others may write."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if (
+            descriptor is not None
+        ):  # interrupted here, it must not be closed twice: the number may be another's
+            os.close(descriptor)
 
 
 def _open_lock(path: Path) -> int:
@@ -316,10 +318,11 @@ class Spool:
                 path.unlink()
 
     def close(self) -> None:
-        """Remove the folder with all files in it."""
+        """Remove the folder with all files in it; in a forked process it stays, as it is its parent's."""
+        if self._lock is None or not self._lock.is_lost:
+            shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.release()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _remove_abandoned(parent: Path) -> None:

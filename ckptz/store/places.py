@@ -30,9 +30,11 @@ class LocalFolder:
             for entry in entries:
                 try:
                     found[entry.name] = entry.stat().st_size
-                except FileNotFoundError:  # removed meanwhile, or a link to what is not here now
+                except OSError as error:  # removed meanwhile, or a link to what is not here now
                     if entry.is_symlink():
                         found[entry.name] = 0
+                    elif not isinstance(error, FileNotFoundError):
+                        raise
         return found
 
     def open(self, name: str) -> ByteSource:

@@ -17,6 +17,8 @@ may read while one process writes. Knows no torch.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -35,8 +37,8 @@ from ckptz.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
-    MissingBaseError,
     TruncatedError,
+    WriteError,
 )
 from ckptz.store.links import link_origin
 from ckptz.store.lock import Lock, Spool, acquire
@@ -65,6 +67,8 @@ MOVED: Final = (
 )
 
 Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
+# The same for weights, with the state of the same step as its file restores it; None where it loses nothing.
+WeightsEncoder = Callable[[Checkpoint | None, BinaryIO, Checkpoint | None, int], Written]
 # Writes the residual of a file of a kind, against that lossy file, with some metadata.
 ExactEncoder = Callable[[FileKind, BinaryIO, Checkpoint, Mapping[str, str]], Written]
 
@@ -250,7 +254,8 @@ class StepStore:
             self._inode = found.st_dev, found.st_ino
         self._lock = acquire(self._place, self._folder)
         for name in (*self.listing().leftovers, *self._abandoned()):
-            self._place.remove(name)
+            with contextlib.suppress(OSError):  # a folder of that name, or of somebody who lets nobody else
+                self._place.remove(name)
 
     def _abandoned(self) -> Iterator[str]:
         """Unfinished files of others, such as a rebase, to which nobody has written for long."""
@@ -286,7 +291,7 @@ class StepStore:
     def write(
         self,
         step: int,
-        encode_weights: Encoder,
+        encode_weights: WeightsEncoder,
         encode_state: Encoder,
         rule: ChainRule,
         encode_exact: ExactEncoder | None = None,
@@ -304,7 +309,6 @@ class StepStore:
             OSError: the disk is full or fails; all that was there stays.
             FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
         """
-        assert self._lock is not None, "write without a lock"
         notes, self._moved = [*self._moved], ()
         weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
         for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
@@ -318,14 +322,16 @@ class StepStore:
                 with files.file(folder / state_file.name) as state_sink:
                     state = self._encode("state", state_sink, encode_state, rule, notes)
                 written = Path(state_sink.name)
-                weights = self._encode("weights", weights_sink, encode_weights, rule, notes)
+                with self._lossy(written, state) as restored:
+                    encode = functools.partial(encode_weights, restored)
+                    weights = self._encode("weights", weights_sink, encode, rule, notes)
                 weights_sink.flush()
                 n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
                 state = replace(state, stored_bytes=n_bytes)
                 if encode_exact is not None:
                     lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
                     exact = self._write_exact(files, folder, lossy, encode_exact)
-            self._lock.check()
+            self.check_lock()
         self._upload(state_file, *exact, weights_file)
         return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
 
@@ -338,17 +344,23 @@ class StepStore:
                 reach = position and (0 if base is None else position - _position_of(base))
                 self._written[kind].append((reach, written.stored_bytes))
                 return written
-            except (
-                FormatError,
-                MissingBaseError,
-                OSError,
-            ) as error:  # of the base: what is saved is in memory
+            except (CkptzError, OSError) as error:  # of the base: what is saved is in memory
                 if base is None:
                     raise
                 notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
         sink.seek(0)
         sink.truncate()
         return encode(sink, None, 0)
+
+    @contextlib.contextmanager
+    def _lossy(self, path: Path, written: Written) -> Iterator[Checkpoint | None]:
+        """Open a file that has just been written, if it loses something."""
+        if not written.n_lossy:
+            yield None
+            return
+        with contextlib.closing(open_checkpoint(path)) as opened:
+            opened.hold(self._last)
+            yield opened
 
     def _write_exact(
         self,
@@ -459,9 +471,10 @@ class StepStore:
         """Require to be the folder's one writer.
 
         Raises:
-            WriteError: another one took it.
+            WriteError: another one took it, or the store is closed.
         """
-        assert self._lock is not None, "changes without a lock"
+        if self._lock is None:
+            raise WriteError(errno.EBUSY, f"{self.name}: is closed; another may write here now")
         self._lock.check()
 
     def hide(self, file: StepFile) -> None:

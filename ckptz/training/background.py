@@ -14,12 +14,13 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
 from ckptz.errors import ConfigError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 # The writer takes what training leaves over. Linux has a niceness for every thread.
 WRITER_NICENESS: Final = 5
@@ -42,8 +43,7 @@ def pause(lock: Any) -> None:
 class _Running:
     """A job under way: `is_done` is set last, whatever it raised."""
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self) -> None:
         self.is_done = False
         self.thread: int | None = None
         self._lock = _thread.allocate_lock()
@@ -51,16 +51,16 @@ class _Running:
         self._claim = _thread.allocate_lock()
 
     def claim(self) -> bool:
-        """Tell the first who asks, and nobody else, that the job is his: the thread, or who gives it up."""
+        """Let the first caller have the job, and no other: its thread, or whoever gives it up."""
         return self._claim.acquire(blocking=False)
 
     def finish(self) -> None:
-        """Let those go on who wait; on the job's thread."""
+        """Let those go on who wait; called where the job ran."""
         self.is_done = True
         self._lock.release()
 
     def wait(self) -> None:
-        """Wait until the job is done; what interrupts it leaves the job as it is."""
+        """Wait until the job is done; an interrupt of the waiting leaves the job as it is."""
         while not self.is_done:
             pause(self._lock)
 
@@ -70,13 +70,23 @@ class Background(Generic[T]):
 
     The thread is no daemon: a program that ends waits for it. What is lost all the same, since nobody asked
     for its error or Ctrl-C ended the waiting, is said on standard error.
+
+    Attributes:
+        label: what the last job makes, for messages.
+        result: what the last job that was waited for returned, until somebody takes it.
+        error: what it raised. Whoever reports it sets this to None, as the last thing before he does: an
+            interrupt must not come between.
     """
 
     def __init__(self) -> None:
+        self.label = ""
+        self.result: T | None = None
+        self.error: BaseException | None = None
         self._running: _Running | None = None
-        self._result: T | None = None
-        self._error: BaseException | None = None
         _alive.add(self)
+
+    def __del__(self) -> None:
+        self.report_loss()
 
     def start(self, label: str, job: Callable[[], T]) -> None:
         """Run a job; the one before must have been waited for.
@@ -86,59 +96,67 @@ class Background(Generic[T]):
             job: what to do.
         """
         if self._running is not None:
-            raise RuntimeError(f"{self._running.label} was not waited for")
-        running, self._result = _Running(label), None
-        thread = threading.Thread(target=self._run, args=(job, running), name="ckptz-writer", daemon=False)
-        self._running = running  # before it starts: an interrupt must not lose sight of it
+            raise RuntimeError(f"{self.label} was not waited for")
+        running, is_ending = _Running(), not threading.main_thread().is_alive()
+        what = job, running
+        thread = threading.Thread(target=self._run_beside, args=what, name="ckptz-writer", daemon=False)
+        self.label, self._running = label, running  # before it starts: an interrupt must not lose sight of it
         try:
-            thread.start()
+            if is_ending:  # the interpreter, and it waits for no new thread
+                self._run(job, running)
+            else:
+                thread.start()
         except BaseException:  # no thread can be started, or an interrupt: it may run, or will never
             if running.claim():
                 self._running = None
             raise
+
+    def _run_beside(self, job: Callable[[], T], running: _Running) -> None:
+        yield_priority()
+        self._run(job, running)
 
     def _run(self, job: Callable[[], T], running: _Running) -> None:
         if not running.claim():
             return
         running.thread = threading.get_ident()
         try:
-            yield_priority()
-            self._result = job()
+            self.result = job()
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             running.finish()
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is the one that runs the job."""
-        return self._running is not None and self._running.thread == threading.get_ident()
+        """Whether the calling thread is running the job now."""
+        running = self._running
+        return running is not None and not running.is_done and running.thread == threading.get_ident()
 
     @property
     def is_idle(self) -> bool:
         """Whether no job is under way that has not been waited for."""
         return self._running is None
 
-    def wait(self) -> tuple[T | None, BaseException | None]:
-        """Wait for the job; give what it returned or raised, if there was one that nobody waited for.
+    def wait(self) -> None:
+        """Wait for the job, if there is one; `result` and `error` are its own then.
 
         What is raised here comes from the handler of a signal: the job goes on, and can be waited for again.
         """
-        if (running := self._running) is not None:
-            running.wait()
+        if self._running is not None:
+            self._running.wait()
             self._running = None
-        found = self._result, self._error
-        self._result = self._error = None
-        return found
 
     def report_loss(self) -> None:
         """Say on standard error what was lost: a job that did not end, an error that nobody asked for."""
         if self._running is not None and not self._running.is_done:
-            print(f"ckptz: {self._running.label} was lost: interrupted while it was written", file=sys.stderr)
-        elif self._error is not None:
-            label = "a save" if self._running is None else self._running.label
-            print(f"ckptz: {label} was lost: {self._error}", file=sys.stderr)
-            self._error = None
+            print(f"ckptz: {self.label} was lost: interrupted while it was written", file=sys.stderr)
+        elif self.error is not None:
+            print(f"ckptz: {self.label} was lost: {self.error}", file=sys.stderr)
+            self.error = None
+
+    def forget(self) -> None:
+        """Forget the job, in a forked process, which has no thread that could end it."""
+        self._running = self.error = None
 
 
 class Turns:
@@ -152,9 +170,8 @@ class Turns:
         self._lock = threading.RLock()
         self._doing: str | None = None
 
-    @contextlib.contextmanager
-    def take(self, what: str, writer: Background[Any]) -> Iterator[None]:
-        """Take the turn for `what`, in a `with` block.
+    def take(self, what: str, writer: Background[Any], call: Callable[[], R]) -> R:
+        """Make a call, which messages name `what`, when it is its turn.
 
         Raises:
             ConfigError: the calling thread is in the midst of another call, or it is the writer's.
@@ -171,9 +188,10 @@ class Turns:
                 )
             try:
                 self._doing = what
-                yield
+                result = call()
             finally:
                 self._doing = None
+        return result
 
 
 _alive: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
@@ -184,3 +202,12 @@ def _report_losses() -> None:
     # The interpreter has waited for threads by now, unless Ctrl-C ended that, too.
     for background in list(_alive):
         background.report_loss()
+
+
+def _forget_in_child() -> None:
+    for background in list(_alive):
+        background.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -88,16 +88,17 @@ class BudgetSearch:
     Args:
         budget: one or several, all of which are kept.
         config: the method, and everything that is not searched; without loss for the default method.
+        restores: how many restarts share the budget; 0 if each file may use all of it.
 
     Raises:
         ConfigError: they are none, or name no method.
     """
 
-    def __init__(self, budget: Budget | Sequence[Budget], config: Method) -> None:
+    def __init__(self, budget: Budget | Sequence[Budget], config: Method, restores: int) -> None:
         budgets = tuple(budget) if isinstance(budget, Sequence) else (budget,)
         if not budgets or not all(isinstance(one, Budget) for one in budgets):
             raise ConfigError(f"budget must be a ckptz.Budget or several, got {budget!r}")
-        options = SearchOptions(budgets=budgets)
+        options = SearchOptions(budgets=budgets, restores=restores)
         if config == LOSSLESS:
             config = options.template
         if not config.is_lossy:

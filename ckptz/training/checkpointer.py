@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from ckptz.training.budget_search import (
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
+from ckptz.training.moves import Trail
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
 from ckptz.training.snapshot import Snapshot
@@ -62,6 +63,7 @@ from ckptz.training.state import (
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
+T = TypeVar("T")
 NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
 
 
@@ -94,7 +96,7 @@ class SaveReport(Shown):
 
 
 def _notes(search: SearchReport) -> tuple[str, ...]:
-    return (*search.unmeasurable, *((NOTHING_KEPT,) * (not search.is_met)))
+    return (*search.notes, *((NOTHING_KEPT,) * (not search.is_met)))
 
 
 class Checkpointer:
@@ -134,7 +136,8 @@ class Checkpointer:
             need no other where old steps go so soon that less disk is taken without; 1 stores no deltas.
         restores: how often the run will restart from steps that lost something; steps of grids follow, and
             are made finer again each time that as many restarts are used up. By default 10 if no step is kept
-            exact, else none. With a budget it says nothing: that is kept by every file.
+            exact, else none. A budget is divided by it, as what restarts lose adds up; by default each file
+            may use all of the budget.
         background: write beside training; otherwise `save` returns when the step is complete.
         on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
             log it, for example. What it raises is a warning, for the step is there.
@@ -202,7 +205,7 @@ class Checkpointer:
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
         self.restored: Restored | None = None
-        self._search = None if budget is None else BudgetSearch(budget, config)
+        self._search = None if budget is None else BudgetSearch(budget, config, restores or 0)
         self._config, self._keep = config, keep
         self._expected = (USUAL_RESTORES if keep.exact == 0 else 0) if restores is None else restores
         self._n_restores = 0
@@ -222,10 +225,11 @@ class Checkpointer:
         directory = directory if is_url(directory) else Path(directory).absolute()
         self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
         self._snapshot = Snapshot()
+        # What a budget was measured on is what is written.
+        self._trail = Trail() if config.loses_state and budget is None else None
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
         self._at: int | None = None
-        self._saving: int | None = None
         self._last: SaveReport | None = None
 
     def save(self, step: int, *, metric: float | None = None) -> None:
@@ -245,12 +249,13 @@ class Checkpointer:
             WriteError: the save before this one failed; this step is not saved, and may be tried again.
         """
         step, metric = checked_step(step), None if metric is None else float(real("metric", metric))
-        with self._turns.take(f"save({step})", self._writer):
-            self._save(step, metric)
+        self._in_turn(f"save({step})", lambda: self._save(step, metric))
+
+    def _in_turn(self, what: str, call: Callable[[], T]) -> T:
+        return self._turns.take(what, self._writer, call)
 
     def _save(self, step: int, metric: float | None) -> None:
         start = time.perf_counter()
-        self._lock()
         self._wait()
         self._store.lock()
         waited = time.perf_counter() - start
@@ -265,7 +270,6 @@ class Checkpointer:
         search = None
         if self._search is not None:
             method, search = self._searched(self._search, taken, method, step)
-        self._saving = step
         begun = SaveReport(
             step=step,
             stall_seconds=time.perf_counter() - start,
@@ -277,7 +281,6 @@ class Checkpointer:
             search=search,
         )
         self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
-        self._at = step  # not before: what is interrupted until then may be saved again
         if not self._is_background:
             report = self._wait() or begun
             self._last = replace(report, stall_seconds=time.perf_counter() - start)
@@ -293,14 +296,21 @@ class Checkpointer:
         """
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
-        self._lock()  # a second writer shall be noticed at the first step
-        if checked_step(step) % self._every:
+        step = checked_step(step)
+        self._in_turn(f"maybe_save({step})", functools.partial(self._look, step))
+        if step % self._every:
             return False
         self.save(step, metric=metric)
         return True
 
+    def _look(self, step: int) -> None:
+        """Be the folder's one writer from the first step on, and know where that has left the weights."""
+        self._lock()
+        if self._trail is not None and not self._trail.is_marked and self._writer.is_idle:
+            self._trail.mark(self._weights_and_optimizer(), step, is_restored=False)
+
     def _lock(self) -> None:
-        """Make this the folder's one writer, but for a save under way, whose unfinished files are there."""
+        """Let a second writer be noticed at the first step; a save under way has unfinished files there."""
         if self._writer.is_idle:
             self._store.lock()
 
@@ -313,17 +323,18 @@ class Checkpointer:
         Raises:
             WriteError: it could not be written; the steps before it are as they were.
         """
-        with self._turns.take("wait()", self._writer):
-            return self._wait()
+        return self._in_turn("wait()", self._wait)
 
     def _wait(self) -> SaveReport | None:
-        report, error = self._writer.wait()
-        if error is not None:
-            step, self._saving, self._at = self._saving, None, None
-            if not isinstance(error, Exception):
-                raise error
-            raise _about(error, f"{self._store.name}: step {step} was not saved") from error
-        self._last = report or self._last
+        writer = self._writer
+        writer.wait()
+        if writer.result is not None:
+            self._last, writer.result = writer.result, None
+            self._at = self._last.step
+        if (error := writer.error) is not None:
+            loss = _about(error, f"{self._store.name}: {writer.label} was not saved")
+            self._at = writer.error = None
+            raise loss from error
         return self._last
 
     def _method(self) -> WhatMayBeLost:
@@ -378,12 +389,14 @@ class Checkpointer:
 
     def _state(self) -> dict[str, Any]:
         return {
-            MODEL: model_state(self.model),
-            **optimizer_state(self.model, self._optimizers),
+            **self._weights_and_optimizer(),
             "extra": extra_state(self.extra),
             "rng": random_state(),
             **({RESTORES: self._n_restores} if self._n_restores else {}),
         }
+
+    def _weights_and_optimizer(self) -> dict[str, Any]:
+        return {MODEL: model_state(self.model), **optimizer_state(self.model, self._optimizers)}
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -398,6 +411,8 @@ class Checkpointer:
         start = time.perf_counter()
         self._snapshot.synchronize()
         written = self._written(taken, method, metric, begun.step)
+        if self._trail is not None:
+            self._trail.mark(taken.nested, begun.step, is_restored=False)
         try:
             pruned = prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
@@ -428,12 +443,12 @@ class Checkpointer:
         self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int
     ) -> WrittenStep:
         try:
-            return self._write_step(StepEncoder(state, step, metric, method, self._jobs), step)
+            return self._write_step(StepEncoder(state, step, metric, method, self._jobs, self._trail), step)
         except RuntimeError:
             # At the end of the program no pool takes new work; this thread alone still can.
             if threading.main_thread().is_alive() or self._jobs == 1:
                 raise
-            return self._write_step(StepEncoder(state, step, metric, method, 1), step)
+            return self._write_step(StepEncoder(state, step, metric, method, 1, self._trail), step)
 
     def _write_step(self, encoder: StepEncoder, step: int) -> WrittenStep:
         exact = encoder.exact if self._keep.exact != 0 else None
@@ -450,10 +465,12 @@ class Checkpointer:
 
     def restore_latest(self) -> int | None:
         """Restore the newest step; None, and nothing changed, if there is none."""
-        with self._turns.take("restore_latest()", self._writer):
-            self._wait()
-            steps = self.steps()
-            return self._restore(steps[-1], weights_only=False) if steps else None
+        return self._in_turn("restore_latest()", self._restore_latest)
+
+    def _restore_latest(self) -> int | None:
+        self._wait()
+        steps = self.steps()
+        return self._restore(steps[-1], weights_only=False) if steps else None
 
     def restore(self, step: int, *, weights_only: bool = False) -> int:
         """Bring the run back to a step, random numbers included.
@@ -474,11 +491,10 @@ class Checkpointer:
             FormatError: a file is damaged.
             MissingBaseError: a file that others are stored against is missing.
         """
-        with self._turns.take(f"restore({step})", self._writer):
-            self._wait()
-            return self._restore(step, weights_only=weights_only)
+        return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only=weights_only))
 
     def _restore(self, step: int, *, weights_only: bool) -> int:
+        self._wait()
         check_there(self._store, step, weights_only)
         (model, rest), restored = read_step(self._store, step, weights_only, self._read)
         where = f"{self._store.name}: step {step}"
@@ -497,6 +513,8 @@ class Checkpointer:
             self._at, found = step, rest.get(RESTORES)
             before = found if isinstance(found, int) and 0 <= found < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
+            if self._trail is not None:
+                self._trail.mark(self._weights_and_optimizer(), step, is_restored=True)
         self.restored = restored
         return step
 
@@ -521,11 +539,13 @@ class Checkpointer:
         Raises:
             ConfigError: neither it nor an earlier one is there, or it cannot be read; nothing is removed.
         """
-        with self._turns.take(f"discard_after({step})", self._writer):
-            self._wait()
-            self._store.lock()
-            self._at = None
-            prune(self._store, KEEP_ALL, after=whole("step", step))
+        self._in_turn(f"discard_after({step})", lambda: self._discard_after(whole("step", step)))
+
+    def _discard_after(self, step: int) -> None:
+        self._wait()
+        self._store.lock()
+        self._at = None
+        prune(self._store, KEEP_ALL, after=step)
 
     def close(self) -> None:
         """Wait for the save that is under way, and let others write to the folder.
@@ -533,12 +553,14 @@ class Checkpointer:
         Raises:
             WriteError: it could not be written.
         """
-        with self._turns.take("close()", self._writer):
-            try:
-                self._wait()
-            finally:
-                if self._writer.is_idle:  # else an interrupt: the writer goes on, and needs the store
-                    self._store.close()
+        self._in_turn("close()", self._close)
+
+    def _close(self) -> None:
+        try:
+            self._wait()
+        finally:
+            if self._writer.is_idle:  # else an interrupt: the writer goes on, and needs the store
+                self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -552,7 +574,7 @@ class Checkpointer:
             error.add_note(str(loss))  # what ended training is not to be hidden
 
 
-def _about(error: Exception, what: str) -> Exception:
+def _about(error: BaseException, what: str) -> BaseException:
     """The same kind of error that says what was lost."""
     if isinstance(error, OSError):
         remedy = "the steps before it are whole; make room or repair the disk, and save again"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
-import numpy as np
 import torch
 
 from ckptz.api.read import available_memory, check_limit, read_tensors
@@ -18,7 +17,8 @@ from ckptz.container.writer import Written
 from ckptz.encoding.subject import Guide
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.frameworks.torch import TorchTensors, torch_dtype
-from ckptz.guidance.guides import Calibrated, GuideFiles, rate_of, rms_of
+from ckptz.guidance.guides import Calibrated, GuideFiles
+from ckptz.guidance.moves import Course
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
@@ -34,6 +34,7 @@ from ckptz.store.step_files import (
     FileKind,
     StepFile,
 )
+from ckptz.training.moves import UNKNOWN, Lost, Trail, can_move, moved
 from ckptz.tree.flatten import flatten
 from ckptz.tree.leaves import DTypeName, Size, TensorRef
 from ckptz.tree.skeleton import parse_tree
@@ -146,16 +147,35 @@ class StepState:
         """Parameters that have moments."""
         return frozenset(role.parameter for role in self.roles.values() if role.role in _MOMENTS)
 
-    def reaches(self) -> Iterator[tuple[str, float]]:
-        """Give `Guide.reach` of Adam's first moments, by their names, where it is known."""
-        state = self._given[0]
-        for group in state.get("groups", ()):
-            for parameter in group.get("params", ()):
-                weight = self.weights.tensors.get(f"{self.prefix}{parameter}")
-                step = _step(state.get(OPTIMIZER, {}), parameter, self.rest.tensors)
-                rate, size = rate_of(group, step), 0.0 if weight is None else rms_of(weight)
-                if rate is not None and size:
-                    yield f"{OPTIMIZER}.{parameter}.exp_avg", rate / size
+    @property
+    def nested(self) -> Mapping[str, Any]:
+        """The snapshot as it was given."""
+        return self._given[0]
+
+    def momenta(self, courses: Iterable[tuple[str, Course]]) -> dict[str, Lost]:
+        """Give the first moments whose weights can be moved, by parameter, all of each as lost."""
+        found = {}
+        for parameter, course in courses:
+            weight = self.weights.tensors.get(f"{self.prefix}{parameter}")
+            moment = self.rest.tensors.get(f"{OPTIMIZER}.{parameter}.{course.moment}")
+            second = self.rest.tensors.get(f"{OPTIMIZER}.{parameter}.{course.second}")
+            given = [moment, *[second] * (course.second is not None)]
+            if not can_move(weight) or not all(map(can_move, given)):
+                continue
+            if weight is not None and moment is not None and weight.shape == moment.shape:
+                found[parameter] = Lost(course, moment, None, second)
+        return found
+
+    def lost(self, restored: Checkpoint, courses: Iterable[tuple[str, Course]]) -> dict[str, Lost]:
+        """Give what a file of this state loses of them."""
+        records = () if restored.container is None else restored.container.index.tensors
+        lossy = {one.name for one in records if one.lossy is not None}
+        found = {}
+        for parameter, one in self.momenta(courses).items():
+            name = f"{OPTIMIZER}.{parameter}.{one.course.moment}"
+            if name in lossy:
+                found[parameter] = replace(one, restored=restored.tensors[name])
+        return found
 
     def job(self, part: Part, method: WhatMayBeLost) -> Job:
         """Describe one of the two files.
@@ -196,17 +216,6 @@ def moment_roles(
                 yield name, role if BASES.isdisjoint(state) else replace(role, role="other")
 
 
-def _step(optimizer: Mapping[str, Any], parameter: str, tensors: Mapping[str, TensorSource]) -> float | None:
-    """Find the updates that a parameter has had: a number, or a tensor of one."""
-    step = optimizer.get(parameter, {}).get("step")
-    if isinstance(step, int | float):
-        return float(step)
-    source = tensors.get(f"{OPTIMIZER}.{parameter}.step")
-    if source is None or source.dtype.name != "F32":
-        return None
-    return float(source.units(0, 1).view(np.float32)[0])
-
-
 class StepEncoder:
     """Writes the files of one snapshot.
 
@@ -216,11 +225,19 @@ class StepEncoder:
         metric: by which the best steps are kept, or None.
         method: what may be lost.
         jobs: threads.
+        trail: of the run, by which weights are moved; None where they are not.
     """
 
     def __init__(
-        self, state: StepState, step: int, metric: float | None, method: WhatMayBeLost, jobs: int
+        self,
+        state: StepState,
+        step: int,
+        metric: float | None,
+        method: WhatMayBeLost,
+        jobs: int,
+        trail: Trail | None = None,
     ) -> None:
+        self._trail = trail
         self._state, self._step, self._metric, self._method, self._jobs = state, step, metric, method, jobs
         self._notes: dict[FileKind, list[str]] = {}
 
@@ -229,14 +246,18 @@ class StepEncoder:
         """Notes for the user on the files that are written."""
         return [note for notes in self._notes.values() for note in notes]
 
-    def weights(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
-        """Write the weights; see `ckptz.store.steps.Encoder`."""
+    def weights(
+        self, restored: Checkpoint | None, sink: BinaryIO, base: Checkpoint | None, position: int
+    ) -> Written:
+        """Write the weights; see `ckptz.store.steps.WeightsEncoder`."""
         state = self._state.like(base)
         metadata = {POSITION_KEY: str(position), **state.metadata}
         if self._metric is not None:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
         job = replace(state.job(state.weights, method), quality=method.quality)
+        if restored is not None and self._trail is not None:
+            job = replace(job, tensors={**job.tensors, **self._moved(state, restored, self._trail)})
         return self._write("weights", sink, job, base, _bases(base), metadata)
 
     def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
@@ -244,9 +265,32 @@ class StepEncoder:
         metadata = {POSITION_KEY: str(position)}
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
-        guides = {name: Guide(reach=reach) for name, reach in self._state.reaches()}
-        job = replace(self._state.job(self._state.rest, method), guides=guides, beside={}, quality=quality)
+        job = replace(
+            self._state.job(self._state.rest, method), guides=self._reaches(), beside={}, quality=quality
+        )
         return self._write("state", sink, job, base, _bases(base), metadata)
+
+    def _reaches(self) -> dict[str, Guide]:
+        """What is known of first moments, by their names."""
+        if self._trail is None:
+            return {}
+        state, trail = self._state, self._trail
+        momenta = state.momenta(trail.courses(state.nested, self._step))
+        reaches = trail.reaches(state.nested, self._step, momenta)
+        return {
+            f"{OPTIMIZER}.{name}.{momenta[name].course.moment}": Guide(reach=reach)
+            for name, reach in reaches.items()
+        }
+
+    def _moved(self, state: StepState, restored: Checkpoint, trail: Trail) -> dict[str, TensorSource]:
+        """The weights, by name in the file, that are moved by momentum that the file of the state loses."""
+        lost = state.lost(restored, trail.courses(state.nested, self._step))
+        shares = trail.shares(state.nested, self._step, lost)
+        if unknown := [name for name in lost if name not in shares]:
+            first = f"first {state.prefix + unknown[0]!r}"
+            self._notes["weights"].append(f"weights: {len(unknown)}, {first}, {UNKNOWN}")
+        by_name = {name: state.weights.tensors[state.prefix + name] for name in shares}
+        return {state.prefix + name: source for name, source in moved(by_name, lost, shares).items()}
 
     def exact(
         self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]

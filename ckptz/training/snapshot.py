@@ -69,8 +69,10 @@ class Snapshot:
             ConfigError: a tensor without memory of its own; the message names it.
         """
         copying = _Copying(self._buffers)
-        taken = copying.node(state, ())
-        copying.transfer.finish()
+        try:
+            taken = copying.node(state, ())
+        finally:  # an error or an interrupt does not end the copies that are under way
+            copying.transfer.finish()
         self._buffers, self._done = copying.used, copying.transfer.done
         return taken
 

@@ -153,11 +153,18 @@ def check_optimizers_fit(
             f"{where}: parameter {differing[0]!r}{_more(differing)} is {which}; give the optimizer the same "
             "parameters, or restore with weights_only=True"
         )
-    if moved := [name for name, group in theirs.items() if ours[name] != group]:
-        raise ConfigError(
-            f"{where}: parameter {moved[0]!r}{_more(moved)} was saved in group {theirs[moved[0]]}, and is in "
-            f"group {ours[moved[0]]} now; give the same groups, or restore with weights_only=True"
-        )
+    # Groups may change places: a parameter's is told by who else is in it, and by the names of its options.
+    now_of, was_of = dict[int, int](), dict[int, int]()
+    for name, was in theirs.items():
+        now = ours[name]
+        is_same = now_of.setdefault(was, now) == now and was_of.setdefault(now, was) == was
+        old, new = saved["groups"][was].keys(), live["groups"][now].keys()
+        if not is_same or not (old <= new or new <= old):  # versions of PyTorch add options
+            how = "which is of another optimizer" if is_same else "with other parameters"
+            raise ConfigError(
+                f"{where}: parameter {name!r} was saved in group {was}, and is in group {now} now, {how}; "
+                "give the same groups, or restore with weights_only=True"
+            )
 
 
 def check_saved(saved: Any, where: str) -> None:
@@ -307,19 +314,23 @@ def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -
     for name, load in parts:
         try:
             load()
-        except Exception as error:
+        except BaseException as error:
             before = f"{', '.join(changed)} had been restored" if changed else "nothing else had been changed"
-            raise ConfigError(
+            what = (
                 f"{where}: {name} did not take its state, and may have half of it ({type(error).__name__}: "
                 f"{error}); {before}: restore another step, or start the process anew"
-            ) from error
+            )
+            if not isinstance(error, Exception):  # an interrupt stays one
+                error.add_note(what)
+                raise
+            raise ConfigError(what) from error
         changed.append(name)
 
 
 def plain(value: Any) -> Any:
     """Turn the collections and numbers of libraries in a value into Python's own.
 
-    A file has no place for their types; `like` brings them back.
+    A file has no place for their types. `like` brings the collections back; numbers stay Python's.
     """
     if isinstance(value, np.generic):
         return value.item()

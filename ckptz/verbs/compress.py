@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
 from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
 from ckptz.guidance.guides import GuideFiles, check_files
 from ckptz.guidance.owners import ParameterNames
+from ckptz.kernels.clock import working_seconds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import REFERENCE
@@ -58,7 +58,7 @@ class CompressReport(Shown):
     base: str | None  # file name of the base, or None
     depth: int  # deltas between the output and its full file
     step: int | None  # training step, as given, or as metadata or names have it
-    seconds: float  # time taken
+    seconds: float  # time taken, without that of compiling kernels
     notes: tuple[str, ...] = ()  # what the user should know
     search: SearchReport | None = None  # how the configuration was found, if it was searched for
 
@@ -279,9 +279,7 @@ def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
 
 def _search_notes(search: SearchReport) -> Iterator[str]:
     n = len(search.trials)
-    if search.is_interrupted:
-        yield f"interrupted after {n} evaluations; this is the best of them"
-    yield from search.unmeasurable
+    yield from search.notes
     if search.is_met is None:
         yield "nothing was measured: the settings of the checkpoint before were used as they are"
     if search.is_met is False and not search.unmeasurable:
@@ -436,7 +434,7 @@ class _Compression:
         read: tuple[Mapping[Path, Stamp], Sequence[Path]],
     ) -> CompressReport:
         """Write one file; `read` has the stamps of all files it is made from, and the files of the input."""
-        start, (stamps, like), search = time.perf_counter(), read, None
+        start, (stamps, like), search = working_seconds(), read, None
         container = opened.checkpoint.container if opened.checkpoint is not None else None
         recorded = container.index.step if container is not None and self.step is None else self.step
         job = Job(
@@ -493,7 +491,7 @@ class _Compression:
             base=base.ref.file if base else None,
             depth=base.ref.depth if base else 0,
             step=job.step,
-            seconds=time.perf_counter() - start,
+            seconds=working_seconds() - start,
             notes=tuple(notes),
             search=search,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from ckptz.container.reader import FrameSource, check_empty
 from ckptz.errors import ConfigError, whole
 from ckptz.formats.inputs import MODEL, Input, open_whole
 from ckptz.formats.targets import PathLike, paths
+from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Units
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
@@ -139,7 +139,7 @@ def diff(
         >>> ckptz.diff("step-1.ckptz", "step-2.ckptz").values
         (ValueDiff(name='lr', value_a='0.1', value_b='0.05'),)
     """
-    start = time.perf_counter()
+    start = working_seconds()
     if sort not in _ORDERS:
         raise ConfigError(f"sort must be one of {', '.join(_ORDERS)}, got {sort!r}")
     if top is not None and (top := whole("top", top)) < 0:
@@ -477,7 +477,7 @@ def _report(
         values=tuple(values[:top]),
         random_states=tuple(sorted(random)),
         not_compared=tuple(sorted(a.not_read | b.not_read)),
-        seconds=time.perf_counter() - start,
+        seconds=working_seconds() - start,
     )
 
 

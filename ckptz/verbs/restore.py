@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from ckptz.formats.targets import (
     places_for,
     stem_of,
 )
+from ckptz.kernels.clock import working_seconds
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
@@ -56,7 +56,7 @@ class RestoreReport(Shown):
     n_files: int  # how many there are
     content_id: str  # identity of the values
     depth: int  # deltas between the input and its full file
-    seconds: float  # time taken
+    seconds: float  # time taken, without that of compiling kernels
     notes: tuple[str, ...] = ()  # what the user should know
 
 
@@ -96,7 +96,7 @@ def restore(
         ConfigError: a plain file, or the output exists or would replace a file that is read.
         UnsupportedError: a folder whose file names this system cannot hold.
     """
-    start, path = time.perf_counter(), path_of(path)
+    start, path = working_seconds(), path_of(path)
     weights = weights_at(path)
     if weights is not None and output is None:
         raise ConfigError(f"{path}: name an output (-o) for a step of a run, whose folder stays as it is")
@@ -131,7 +131,7 @@ def restore(
             n_files=len(checkpoint.files),
             content_id=checkpoint.content_id(),
             depth=checkpoint.depth,
-            seconds=time.perf_counter() - start,
+            seconds=working_seconds() - start,
             notes=_notes(opened, kind, beside_weights(weights) if weights else ()),
         )
 

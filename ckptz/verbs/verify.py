@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import Input, checked_kind, exact_of, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
+from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Units
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
@@ -70,7 +70,7 @@ def verify(
         CorruptionError: values decode to others than were written, or differ from the original.
         MissingBaseError: the chain is incomplete.
     """
-    start, weights = time.perf_counter(), weights_at(path_of(path))
+    start, weights = working_seconds(), weights_at(path_of(path))
     file = checked_kind(path_of(path)) if weights is None else exact_of(weights)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
         checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, paths(search_path))))
@@ -96,7 +96,7 @@ def verify(
             content_id=checkpoint.content_id(),
             against=None if against is None else str(against),
             n_lossy=sum(_recorded_error(source) is not None for source in checkpoint.tensors.values()),
-            seconds=time.perf_counter() - start,
+            seconds=working_seconds() - start,
         )
 
 

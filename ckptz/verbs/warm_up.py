@@ -16,8 +16,7 @@ import numpy as np
 
 from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
 from ckptz.dtypes import dtype_of
-from ckptz.kernels import compiled, kept_in
-from ckptz.kernels.cache import be_silent
+from ckptz.kernels import compiled, kept_in, silently
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 from ckptz.methods.table import METHODS
@@ -64,14 +63,16 @@ def warm_up(*, jobs: int | None = None) -> WarmUpReport:
     else:
         # One process compiles one kernel at a time. A forked one may wait for locks of threads that it lacks.
         with ProcessPoolExecutor(n_jobs, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(_write_and_read, CONFIGS))
+            first, *others = CONFIGS
+            pool.submit(_write_and_read, first).result()  # most of its kernels serve every method
+            list(pool.map(_write_and_read, others))
     return WarmUpReport(methods=tuple(CONFIGS), folder=kept_in(), seconds=time.perf_counter() - start)
 
 
 def _write_and_read(method: str) -> None:
     """Write and read a full file and a delta by a method, of weights and of whole states."""
     compiled()
-    be_silent()
+    silently()
     config = CONFIGS[method]
     for whole in (False, True):
         old, new = ({name: s for name, s in _state(step) if whole or "model" in name} for step in (0, 1))

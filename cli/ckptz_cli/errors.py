@@ -49,7 +49,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
         where = f"; see {context.command_path} --help" if context is not None else ""
         return USAGE, " ".join(error.format_message().split()).rstrip(".") + where
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return INTERRUPTED, "interrupted"
+        return INTERRUPTED, f"interrupted after {error}" if str(error) else "interrupted"
     if isinstance(error, OSError):
         return _explain_os_error(error)
     if isinstance(error, MemoryError):

@@ -40,7 +40,7 @@ EXAMPLES: Final = (
 )
 FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
 STRATEGIES: Final = ("auto", "one-knob", "guided", "neighbourhood", "exhaustive")
-EVAL_ONLY: Final = ("max_drop", "budget", "lower_is_better", "resume_steps", "eval_workers")
+EVAL_ONLY: Final = ("max_drop", "budget", "lower_is_better", "resume_steps", "eval_workers", "restores")
 SEARCH_ONLY: Final = ("strategy", "max_evaluations", "dry_run", *EVAL_ONLY[1:])
 NAMES: Final = ("eval", "max_drop", "proxy_error", *SEARCH_ONLY, "plan", "save_plan", "verbose")
 
@@ -210,9 +210,10 @@ search_options = together(
         multiple=True,
         metavar="WHAT",
         help="Search for the smallest file that keeps a budget. WHAT is package.module:function or "
-        "file.py:function. The function gets the tensors by name and returns a loss or an accuracy. A "
-        "function called logits returns logits; one called resume trains on and returns a loss. Or write "
-        "logits=WHAT, resume=WHAT. Repeatable, with --budget.",
+        "file.py:function. The function gets the tensors by name and returns the loss of each answer, or "
+        "1 and 0 for right and wrong ones, or their mean. A function called logits returns logits; one "
+        "called resume trains on and returns a loss. Or write logits=WHAT, resume=WHAT. Repeatable, with "
+        "--budget.",
     ),
     click.option(
         "--budget",
@@ -231,8 +232,13 @@ search_options = together(
         "--max-drop",
         callback=_drop,
         metavar="D",
-        help="How much worse the value of --eval may be: 1% of it, or a difference such as 0.01 "
-        "(default 0.5%).",
+        help="How far the value of --eval may move: 1% of it, or a difference such as 0.01 (default 0.5%).",
+    ),
+    click.option(
+        "--restores",
+        type=COUNT,
+        metavar="N",
+        help="How often the run will restart from such files: each may lose 1/N of the budget.",
     ),
     click.option(
         "--lower-is-better/--higher-is-better",
@@ -342,6 +348,7 @@ def _search(given: Mapping[str, Any], method: dict[str, Any]) -> SearchOptions:
         "strategy": given["strategy"],
         "workers": given["eval_workers"],
         "max_evaluations": given["max_evaluations"],
+        "restores": given["restores"],
         "cubes": cubes,
         "parent": parent,
         "proxy_error": given["proxy_error"],

@@ -20,7 +20,7 @@ from ckptz.api.describe import InspectReport, TensorReport
 from ckptz.pages.words import cut, printable, ratio, size, times
 from ckptz.verbs.diff import DiffReport, TensorDiff
 from ckptz.verbs.log import LogEntry, LogReport
-from ckptz_cli.render import plural, quality_text
+from ckptz_cli.render import judged_text, plural, quality_text
 from ckptz_cli.session import is_terminal
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def trials_table(trials: Sequence[TrialReport]) -> Table:
     kept = [trial for trial in trials if trial.is_feasible]
     best = min(kept, key=lambda trial: trial.n_bytes, default=None)
     table = Table(box=None, pad_edge=False, title=f"{len(trials)} evaluations", title_justify="left")
-    for column in ("", "settings", "predicted", "size", "quality", "budget used", "seconds"):
+    for column in ("", "settings", "predicted", "size", "quality", "change", "budget used", "seconds"):
         table.add_column(column)
     shown = trials[-LAST_SHOWN:]
     for trial in shown if best is None or best in shown else [best, *shown]:
@@ -361,7 +361,8 @@ def _settings(trial: TrialReport) -> list[str]:
     return [*levels, *([f"protect {config['protect']:g}"] if "protect" in config else [])]
 
 
-def _outcome(trial: TrialReport) -> tuple[str, str, str, str]:
+def _outcome(trial: TrialReport) -> tuple[str, ...]:
     values = " ".join("not finite" if value is None else f"{value:.6g}" for value in trial.values)
+    changes = "; ".join(map(judged_text, trial.judgements))
     used = "-" if trial.drop is None else f"{trial.drop:.0%} of the budget"
-    return size(trial.n_bytes), values, used, f"{trial.seconds:.1f} s"
+    return size(trial.n_bytes), values, changes, used, f"{trial.seconds:.1f} s"

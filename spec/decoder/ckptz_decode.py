@@ -39,7 +39,7 @@ from ckptz_frame import (
     xxh64,
 )
 
-FEATURES = {"lossless", "delta", "inline", "maps"}  # registry#features
+FEATURES = {"lossless", "delta", "inline", "low-rank", "maps"}  # registry#features
 MAX_INDEX = 67_108_864  # registry#limits
 
 # --- 06-container ---------------------------------------------------------------------------------------
@@ -274,6 +274,7 @@ class Tensor:
         plan = Plan(self.read(0, self.end - self.begin), self.file.shelf.limit)
         need((plan.dtype, plan.shape) == (self.dtype, self.shape), "C15")
         need(plan.map is None or "maps" in self.file.features, "C20")
+        need(not plan.terms or "low-rank" in self.file.features, "C20")
         need(checksum_of(decoded for _, decoded, *_ in plan.records) == self.checksum, "C15")
         return plan
 

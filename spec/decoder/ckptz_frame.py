@@ -71,7 +71,7 @@ DTYPE_OF_NAME = {dtype.name: dtype for dtype in DTYPE_OF_ID.values()}
 CONSTANT, STORED, ZSTD, RANS_SHARED, RANS_OWN, SPARSE = range(6)  # registry#coders
 LANES = (1, 4, 32)  # registry#lanes
 PLANES, LINEAR, BITS = range(3)  # registry#domains
-ZERO, BASE, OUTER = range(3)  # registry#predictors
+ZERO, BASE, OUTER, LOW_RANK = 0, 1, 2, 4  # registry#predictors
 FLAG_ZERO, FLAG_ESCAPE = 1, 2  # registry#frame-flags
 RAW, ROTATED, XOR, DIFFERENCE = range(4)  # registry#plane-modes
 MAGNITUDE, ROW, BLOCK, BASE_CODE = range(1, 5)  # registry#class-rules
@@ -458,6 +458,12 @@ class Rule:
             need(max(self.labels, default=0) < self.radix, "T3")
 
 
+def product_at(row: list[int], column: list[int], i: int) -> int:
+    """04-quantization#product: "It is exact in binary64 before it is rounded."."""
+    n = len(column)
+    return nearest(number(row[i // n]) * number(column[i % n]))
+
+
 class Plan:
     """05-frame#decoding, "The header": the plan, field by field, and the chunk records behind it."""
 
@@ -480,7 +486,8 @@ class Plan:
         version, dtype, self.domain, self.predictor = cursor.many(4, "B")
         self.flags, dimensions = cursor.one("I"), cursor.one()
         need(version == 1, "F3", f"frame version {version}")
-        need(dtype in DTYPE_OF_ID and self.domain <= BITS and self.predictor <= OUTER, "F4")
+        need(dtype in DTYPE_OF_ID and self.domain <= BITS, "F4")
+        need(self.predictor in (ZERO, BASE, OUTER, LOW_RANK), "F4")
         need(self.flags < 4, "F5", f"frame flags {self.flags:#x}")
         need(self.flags == 0 or self.domain != PLANES, "F6")
         need(dimensions <= 64, "F7")
@@ -514,9 +521,22 @@ class Plan:
         # "the lowest byte of all elements, then the next, and the highest last"
         self.vectors = [join([embedded(cursor, n) for _ in range(4)]) for n in sizes]
         need(all(finite(x, "F32") for vector in self.vectors for x in vector), "Q8")
+        self.terms = list(self.read_terms(cursor)) if self.predictor == LOW_RANK else []
         self.reads_base_codes = any(rule.kind == BASE_CODE for rule in self.rules)
         unnamed = any(rule.kind == MAGNITUDE and not rule.source for rule in self.rules)
         self.needs_base = self.predictor == BASE or self.reads_base_codes or unnamed
+
+    def read_terms(self, cursor: Cursor) -> Iterator[tuple[list[int], list[int]]]:
+        """05-frame#low-rank: the vectors of each term, its row times its scale."""
+        n, m, rank = math.prod(self.shape[:1]), math.prod(self.shape[1:]), cursor.varint()
+        need(rank * (n + m) <= 2**24, "Q9")
+        need(1 <= rank <= 64, "Q10")
+        scales = cursor.many(rank, "I")
+        need(all(finite(s, "F32") and abs(number(s)) <= 2.0**100 for s in scales), "Q11")
+        codes = iter(embedded(cursor, rank * (n + m)))
+        for s in scales:  # "A code c stands for the *level* c, or c - 256 if c is over 127."
+            a, b = ([float(c - 256 if c > 127 else c) for c in itertools.islice(codes, k)] for k in (n, m))
+            yield [nearest(number(s) * x) for x in a], [nearest(x) for x in b]
 
     def read_tables(self, cursor: Cursor) -> list[Table]:
         """02-entropy#tables: "tables that all chunks share"; here the one of each class."""
@@ -612,10 +632,20 @@ class Decoding(Cursor):
             return [0] * self.n
         if plan.predictor == BASE:
             return (widen(u, name) if linear else u for u in self.base.units)
-        row, column = plan.vectors
-        n = len(column)  # "row[i / n], column[i mod n]"; "It is exact in binary64 before it is rounded."
-        products = (nearest(number(row[i // n]) * number(column[i % n])) for i in self.where)
-        return products if linear else (cast(p, name) for p in products)
+        outer = map(self.sum_of_terms if plan.predictor == LOW_RANK else self.outer, self.where)
+        return outer if linear else (cast(p, name) for p in outer)
+
+    def outer(self, i: int) -> int:
+        """04-quantization#decoding: "row[i / m], column[i mod m]"."""
+        row, column = self.plan.vectors
+        return product_at(row, column, i)
+
+    def sum_of_terms(self, i: int) -> int:
+        """04-quantization#low-rank: "Each of these operations rounds; none is fused with another."."""
+        total = 0
+        for row, column in self.plan.terms:
+            total = nearest(number(total) + number(product_at(row, column, i)))
+        return total
 
     def unit(self, p: int, entry: int) -> int:
         """04-quantization#decoding: the unit of a prediction and an entry, "must be finite"."""

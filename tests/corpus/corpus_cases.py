@@ -23,13 +23,14 @@ import zstandard
 from click.testing import CliRunner
 from corpus_inputs import N_STEPS, Net, adam, arrays, bell, floats, nested, state_of, write_inputs
 from safetensors.numpy import load_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckptz.numpy
 import ckptz.torch
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, Lossless
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageWriter
-from ckptz.integrations.sharded import ShardedCheckpointer
 from ckptz.sync import Publisher
+from ckptz.training.state import random_state
 from ckptz_cli.main import main
 
 JOBS = int(os.environ.get("CORPUS_JOBS", "1"))
@@ -395,10 +396,12 @@ def sharded(here: Path, given: Path) -> None:
     seed()
     net = Net()
     optimizer = adam(net)
-    with ShardedCheckpointer(here, net, optimizer, options=CHAIN, background=False) as checkpointer:
-        for step in (1, 2):
-            train(net, optimizer, step)
-            checkpointer.save(step)
+    writer = CkptzStorageWriter(options=CHAIN, keep_last=3)
+    for step in (1, 2):
+        train(net, optimizer, step)
+        model, states = get_state_dict(net, optimizer)
+        state = {"model": model, "optimizer": states, "extra": {}, "rng-0-of-1": random_state()}
+        dcp.save(state, checkpoint_id=here / f"step-{step:08d}", storage_writer=writer, no_dist=True)
 
 
 @case()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file as save_plain
 
-from ckptz import Grid, KMeans, compress, rebase
+from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, rebase
 from ckptz.container.index import FORMAT_VERSION
 from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
@@ -75,6 +75,28 @@ def write(folder: Path) -> None:
         compress([shards], folder / "sharded.ckptz")
 
 
+def write_low_rank(folder: Path) -> None:
+    """What version 1.1 has more: states of a run whose first moments are of low rank."""
+    model = torch.nn.Linear(64, 96)
+    optimizer = torch.optim.AdamW(model.parameters())
+    i = torch.arange(64 * 96, dtype=torch.float32).reshape(96, 64)
+    with Checkpointer(
+        folder / "run", model, optimizer, config=Grid(), keep=KeepPolicy(exact=0), background=False
+    ) as saver:
+        for step in range(1, 31):
+            model.weight.grad = torch.sin(i // 64) * torch.cos(i % 64) + torch.sin(i * 78.233 + step)
+            model.bias.grad = torch.sin(i[:, 0])
+            optimizer.step()
+            if step % 15 == 0:
+                saver.save(step)
+    for path in (folder / "run").glob("*.state.ckptz"):
+        path.rename(folder / path.name)
+    shutil.rmtree(folder / "run")
+
+
+WRITERS = {"1.0": write, "1.1": write_low_rank}
+
+
 def digests(folder: Path) -> dict[str, dict[str, str]]:
     """SHA-256 of every tensor of every file."""
     return {
@@ -91,7 +113,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         made = Path(name) / FORMAT_VERSION
         made.mkdir()
-        write(made)
+        WRITERS[FORMAT_VERSION](made)
         (made / "digests.json").write_text(json.dumps(digests(made), indent=1) + "\n")
         shutil.copytree(made, folder, copy_function=shutil.copyfile)
 

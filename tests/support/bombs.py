@@ -56,6 +56,17 @@ def outer_vectors_of_rows() -> bytes:
     return _file({f"t{i:05d}": frame for i in range(2)})
 
 
+def term_codes() -> bytes:
+    """Tensors of 64 terms, of which a few bytes are 16 MiB of codes and 128 MiB of vectors."""
+    n = (1 << 24) // 64 - 4
+    body = explicit_map(bytes(4)) + varint(64) + ONE * 64 + embedded(b"\1", CONSTANT)
+    made = plan(dtype="F32", domain=1, predictor=4, shape=(n, 4), rest=body)
+    decoded = struct.pack("<f", 64.0) * CHUNK_UNITS
+    frame = Frame(made, [(CONSTANT, b"\0")], decoded[: 16 * n], "F32", (n, 4))
+    version = {"ckptz.version": "1.1"}
+    return _file({f"t{i:05d}": frame for i in range(20)}, "lossless,low-rank,maps", metadata=version)
+
+
 def expanded_maps() -> bytes:
     """Maps of 4096 rows and 256 codes, of which a header holds scales, levels and offsets."""
     labels = [b"\3" + varint(radix) + varint(4) + embedded(b"\0", CONSTANT) for radix in (256, 16)]
@@ -128,6 +139,7 @@ BOMBS: Final[Mapping[str, Callable[[], bytes]]] = {
     for made in (
         outer_vectors,
         outer_vectors_of_rows,
+        term_codes,
         expanded_maps,
         labels,
         metadata_keys,

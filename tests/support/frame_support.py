@@ -12,10 +12,12 @@ from ckptz.class_rules import BaseCode, Block, ClassRule, Magnitude, Row, n_clas
 from ckptz.codec.decode import decode_chunk, decode_codes
 from ckptz.codec.frame import FrameHeader, header_bytes, pack_plan
 from ckptz.codec.plan import (
+    AnyOuter,
     AnyTable,
     Domain,
     ExplicitTable,
     LinearTable,
+    LowRank,
     Outer,
     Plan,
     Predictor,
@@ -28,6 +30,7 @@ from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
 from ckptz.encoding.draft import ClassCounts, Draft, share_tables
 from ckptz.entropy.frequency import normalise
+from ckptz.entropy.streams import Embedded
 from ckptz.quant.quantizer import Quantizer
 from tests.support import reference
 
@@ -150,12 +153,27 @@ def _prediction(case: Case, i: int, kind: int) -> int:
     if case.plan.predictor is Predictor.BASE:
         assert case.base is not None
         return int(reference.to_f32(case.base.units(i, i + 1), kind)[0])
+    if isinstance(case.plan.outer, LowRank):
+        return _sum_of_terms(case.plan.outer, i)
     if case.plan.outer is not None:
         n_columns = len(case.plan.outer.columns)
         a = reference.widen_f64(case.plan.outer.rows[i // n_columns : i // n_columns + 1])
         b = reference.widen_f64(case.plan.outer.columns[i % n_columns : i % n_columns + 1])
         return int(reference.round_f64(a * b)[0])
     return 0
+
+
+def _sum_of_terms(outer: LowRank, i: int) -> int:
+    """F32 pattern of element i, by doubles that hold each product and each sum exactly or rounded alike."""
+    levels = outer.stored.codes(outer.n_elements).view(np.int8).reshape(len(outer.scales), -1)
+    total = np.zeros(1, np.uint32)
+    for scale, term in zip(outer.scales, levels, strict=True):
+        places = i // outer.n_columns, outer.n_rows + i % outer.n_columns
+        a, b = (term[[at]].astype(np.float64) for at in places)
+        row = reference.round_f64(reference.widen_f64(scale[None]) * a)
+        product = reference.round_f64(reference.widen_f64(row) * b)
+        total = reference.round_f64(reference.widen_f64(total) + reference.widen_f64(product))
+    return int(total[0])
 
 
 def expected_labels(case: Case) -> Array:
@@ -267,9 +285,13 @@ def build_case(
         escape_code=n_codes - 1 if rng.random() < 0.5 else None,
     )
     codes = rng.integers(0, n_codes, n).astype(np.uint8)
-    outer = None
+    outer: AnyOuter | None = None
+    sizes = shape[0], n // shape[0]
+    if predictor is Predictor.LOW_RANK:
+        codes_of_terms = rng.integers(0, 256, 3 * sum(sizes)).astype(np.uint8)
+        scales = reference.round_f64(rng.standard_normal(3) * 1e-6)
+        outer = LowRank(*sizes, scales, Embedded.of(codes_of_terms))
     if predictor is Predictor.OUTER:
-        sizes = shape[0], n // shape[0]
         outer = Outer(*(reference.round_f64(rng.standard_normal(size) * 1e-2) for size in sizes))
     has_codes = rng.random() < 0.7
     base: TensorSource = ArraySource(dtype, shape, base_units)

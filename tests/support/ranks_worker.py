@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,19 +28,20 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptz import Grid, KMeans
 from ckptz.codec.units import SourceOf
-from ckptz.errors import WriteError
 from ckptz.integrations import dcp_write
-from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
-from ckptz.integrations.sharded import ShardedCheckpointer
+from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
 
 WAIT = timedelta(minutes=5)  # on a machine with other work to do
 TIMEOUT = timedelta(seconds=120)
@@ -138,53 +139,78 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return full(dict(model.state_dict()))
 
 
+class Training(Stateful):
+    """A model and its optimizer by names that do not depend on the number of ranks."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
 def fsdp_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """A run of FSDP2 that is saved at every step, in the background, and compared with its own end."""
     model, optimizer = a_model(n_ranks)
-    extra = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
-    with ShardedCheckpointer(
-        folder / "fsdp", model, optimizer, extra=extra, options=LOSSLESS, keep_last=2, timeout=TIMEOUT
-    ) as checkpointer:
-        for step in range(4):
-            train(model, optimizer, range(step, step + 1))
-            extra["scheduler"].step()
-            checkpointer.save(step)
-    steps = checkpointer.steps()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    writer = CkptzStorageWriter(options=LOSSLESS, keep_last=2, group=group)
+    saving: Any = None
+    for step in range(4):
+        train(model, optimizer, range(step, step + 1))
+        scheduler.step()
+        if saving is not None:
+            saving.result()
+        saving = dcp.async_save(
+            {"training": Training(model, optimizer), "scheduler": scheduler, "step": step},
+            checkpoint_id=folder / "fsdp" / f"step-{step}",
+            storage_writer=writer,
+            process_group=group,
+        )
+    saving.result()
     saved, state = weights(model), optimizer.state_dict()["state"]
     moments = {str(i): full(dict(one)) for i, one in state.items()}
     if rank == 0:
         torch.save((saved, moments), folder / "fsdp.pt")
-    return {"steps": steps, "deltas": len(list((folder / "fsdp" / "step-00000003").glob("base-*")))}
+    return {
+        "steps": names_in(folder / "fsdp"),
+        "deltas": len(list((folder / "fsdp" / "step-3").glob("base-*"))),
+    }
 
 
 def fsdp_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """The same on another number of ranks; the next step is an anchor, for the layout is another."""
     model, optimizer = a_model(n_ranks)
-    extra = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
-    checkpointer = ShardedCheckpointer(
-        folder / "fsdp",
-        model,
-        optimizer,
-        extra=extra,
-        options=LOSSLESS,
-        keep_last=2,
-        timeout=TIMEOUT,
-        background=False,
-    )
-    step = checkpointer.restore_latest()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    state: dict[str, Any] = {"training": Training(model, optimizer), "scheduler": scheduler, "step": -1}
+    dcp.load(state, checkpoint_id=latest(folder / "fsdp"), storage_reader=CkptzStorageReader(jobs=1))
     saved, moments = torch.load(folder / "fsdp.pt")
     found = optimizer.state_dict()["state"]
     is_same = same(weights(model), saved) and all(
         same(full(dict(found[int(i)])), one) for i, one in moments.items()
     )
     train(model, optimizer, range(4, 5))
-    checkpointer.save(4)
+    writer = CkptzStorageWriter(options=LOSSLESS, keep_last=2, timeout=TIMEOUT)
+    dcp.save(state, checkpoint_id=folder / "fsdp" / "step-4", storage_writer=writer)
     return {
-        "step": step,
+        "step": state["step"],
         "same": is_same,
-        "scheduler": extra["scheduler"].last_epoch,
-        "bases": len(list((folder / "fsdp" / "step-00000004").glob("base-*"))),
-        "steps": checkpointer.steps(),
+        "scheduler": scheduler.last_epoch,
+        "bases": len(list((folder / "fsdp" / "step-4").glob("base-*"))),
+        "steps": names_in(folder / "fsdp"),
     }
 
 
@@ -239,60 +265,55 @@ class _Unreadable(SourceOf):
 def saves_beside_training(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """Fifty saves with merged sketches while the ranks run collectives of their own."""
     state = sharded(whole(), n_ranks)
-    model = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in state.items()})
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    writer = CkptzStorageWriter(options=KMEANS, keep_last=1, group=group)
     n_reduced = 0
-    with ShardedCheckpointer(
-        folder / "busy", model, options=KMEANS, keep_last=1, timeout=TIMEOUT
-    ) as checkpointer:
-        for step in range(50):
-            checkpointer.save(step)
-            for _ in range(1 + (step * (rank + 1)) % 3):  # ranks come late by turns
-                time.sleep(0.001)
-            for _ in range(3):
-                dist.all_reduce(torch.ones(64))
-                n_reduced += 1
-    return {"steps": checkpointer.steps(), "reduced": n_reduced}
+    saving: Any = None
+    for step in range(50):
+        if saving is not None:
+            saving.result()
+        place = folder / "busy" / f"step-{step}"
+        saving = dcp.async_save(state, checkpoint_id=place, storage_writer=writer, process_group=group)
+        for _ in range(1 + (step * (rank + 1)) % 3):  # ranks come late by turns
+            time.sleep(0.001)
+        for _ in range(3):
+            dist.all_reduce(torch.ones(64))
+            n_reduced += 1
+    saving.result()
+    return {"steps": names_in(folder / "busy"), "reduced": n_reduced}
+
+
+def a_lost_rank(run: Path, steps: Sequence[int], n_ranks: int, timeout: timedelta) -> dict[str, Any]:
+    """Save steps, the last of which fails; what the error says, and what is there."""
+    state = sharded(whole(), n_ranks)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    writer = CkptzStorageWriter(options=KMEANS, keep_last=3, group=group)
+    start = time.monotonic()
+    try:
+        for step in steps:
+            start = time.monotonic()
+            place = run / f"step-{step}"
+            dcp.save(state, checkpoint_id=place, storage_writer=writer, process_group=group)
+            if dist.get_rank() == n_ranks - 1:
+                dcp_write.write_index = dcp_write.merged_guides = _die  # type: ignore[assignment]
+    except (CheckpointException, RuntimeError) as error:
+        return {"error": str(error), "seconds": time.monotonic() - start, "newest": latest(run)}
+    return {}
 
 
 def killed(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """The last rank dies in the midst of the second save."""
-    state = sharded(whole(), n_ranks)
-    model = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in state.items()})
-    checkpointer = ShardedCheckpointer(
-        folder / "killed", model, options=KMEANS, background=False, timeout=SHORT
-    )
-    checkpointer.save(1)
-    if rank == n_ranks - 1:
-        dcp_write.write_index = dcp_write.merged_guides = _die  # type: ignore[assignment]
-    start = time.monotonic()
-    try:
-        checkpointer.save(2)
-    except WriteError as error:
-        return {
-            "error": type(error).__name__,
-            "seconds": time.monotonic() - start,
-            "steps": checkpointer.steps(),
-        }
-    return {}
+    return a_lost_rank(folder / "killed", (1, 2), n_ranks, SHORT)
 
 
 def hung(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """The last rank lives, and does not come to the save."""
-    state = sharded(whole(), n_ranks)
-    model = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in state.items()})
-    patience = timedelta(seconds=5)
-    checkpointer = ShardedCheckpointer(
-        folder / "hung", model, options=KMEANS, background=False, timeout=patience
-    )
-    start = time.monotonic()
     if rank == n_ranks - 1:
+        sharded(whole(), n_ranks)
+        dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
         time.sleep(60)
         return {}
-    try:
-        checkpointer.save(1)
-    except WriteError as error:
-        return {"error": str(error), "seconds": time.monotonic() - start, "steps": checkpointer.steps()}
-    return {}
+    return a_lost_rank(folder / "hung", (1,), n_ranks, timedelta(seconds=5))
 
 
 def _die(*_: object) -> None:

@@ -312,23 +312,6 @@ def level_indices(
     return (np.sign(values) * np.where(ratios < 0.5 + dead_zone, 0, whole)).astype(np.int64)
 
 
-def drawn_levels(
-    values: NDArray[np.float64], steps: NDArray[np.float64], thresholds: NDArray[np.float32]
-) -> NDArray[np.int64]:
-    """Find the level of each value by its threshold, and 128 or -128 beyond the last level.
-
-    Args:
-        values: finite [n].
-        steps: of each [n], 0 where there is none: such values are level 0 if they are zero.
-        thresholds: of each [n], from 0 to 1.
-    """
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratios = np.where(values == 0, 0.0, values / steps)
-    scaled = np.clip(ratios, -MAX_MAGNITUDE - 1, MAX_MAGNITUDE + 1)
-    below = np.floor(scaled)
-    return (below + (thresholds >= 1 - (scaled - below))).astype(np.int64)
-
-
 # --- Exp-Golomb codes ---------------------------------------------------------------------------
 
 

@@ -136,6 +136,11 @@ def over(base: Frame, frame: Frame, **ref: Any) -> Folder:
     return Folder({"w.ckptz": made.bytes(), "anchor.ckptz": anchor.bytes()})
 
 
+def as_low_rank(frame: Frame) -> File:
+    """A file of one frame that may be of low rank."""
+    return File({"w": frame}, features="lossless,low-rank,maps", metadata={"ckptz.version": "1.1"})
+
+
 def quantized(
     entries: bytes = ONE,
     codes: bytes = b"\0\0\0\0",
@@ -175,6 +180,26 @@ def outer_frame(shape: tuple[int, ...], outer: bytes) -> Frame:
     units = math.prod(shape)
     made = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=b"\0\1\1" + ONE + outer)
     return Frame(made, [(CONSTANT, b"\0")], b"", "F32", shape, n_chunks=-(-units // CHUNK_UNITS))
+
+
+def terms(*scales: bytes, codes: bytes, coder: int = STORED, rank: int | None = None) -> bytes:
+    """What the predictor low-rank has behind the map."""
+    rank = len(scales) if rank is None else rank
+    return varint(rank) + b"".join(scales) + embedded(codes, coder)
+
+
+def low_rank(behind: bytes, shape: tuple[int, ...] = (4,), **fields: Any) -> Frame:
+    """Ones of F32, of the sum of some terms and 0."""
+    rest = b"\0\1\1" + bytes(4) + behind
+    made = plan(dtype="F32", domain=1, predictor=4, shape=shape, rest=rest)
+    units = math.prod(shape)
+    streams = [(CONSTANT, b"\0")] if units else []
+    return Frame(made, streams, ONE * units, "F32", shape, n_chunks=int(units > 0), **fields)
+
+
+def of_rank(n: int) -> Frame:
+    """A frame of terms without codes, as no vector has an element."""
+    return low_rank(terms(ONE * min(n, 65), codes=b"", rank=n), (0, 0))
 
 
 def expanded(scale: float, level: float, offset: float) -> Frame:
@@ -395,6 +420,12 @@ QUANTIZATION: dict[str, list[Input]] = {
     "Q9": [
         outer_frame((0, (1 << 24) + 1), vectors(b"") + constant_vector(ONE)),
         outer_frame((1 << 24, 1), constant_vector(ONE) * 2),
+        as_low_rank(low_rank(terms(ONE, ONE, codes=b"\1", coder=CONSTANT), (0, (1 << 23) + 1))),
+    ],
+    "Q10": [as_low_rank(of_rank(n)) for n in (0, 65, 1 << 40)],
+    "Q11": [
+        as_low_rank(low_rank(terms(bytes.fromhex(scale), codes=bytes((1,) * 5))))
+        for scale in ("0100c07f", "0000807f", "01008071", "010080f1")
     ],
 }
 
@@ -428,6 +459,7 @@ FRAME: dict[str, list[Input]] = {
         Frame(plan(mode=2)),
         Frame(plan(predictor=1)),
         Frame(plan(predictor=2, rest=vectors(bytes(16), bytes(4)))),
+        as_low_rank(Frame(plan(predictor=4, rest=terms(ONE, codes=bytes(5))))),
     ],
     "F10": [Frame(n_chunks=0), Frame(n_chunks=2), Frame(behind_records=b"\0")],
     "F11": [File({"w": Frame(behind=b"\0")})],

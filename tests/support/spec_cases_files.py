@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptz.bits import xxh64
-from tests.support.spec_cases import delta, empty, over, quantized
+from tests.support.spec_cases import ONE, delta, empty, low_rank, over, quantized, terms
 from tests.support.spec_files import ABSENT, STORED, File, Folder, Frame, Input, Raw, plain_file, plan
 
 
@@ -216,7 +216,11 @@ CONTAINER: dict[str, list[Input]] = {
         ),
         inlined({"w": delta()}, {"v": full()}),
     ],
-    "C20": [File({"w": quantized()}), inlined({"w": quantized()})],
+    "C20": [
+        File({"w": quantized()}),
+        inlined({"w": quantized()}),
+        File({"w": low_rank(terms(ONE, codes=bytes((1,) * 5)))}, features="lossless,maps"),
+    ],
     "C21": [
         *(
             sharded(f"{file}.bin")

@@ -22,6 +22,7 @@ from tests.support.spec_cases import (
     LANE,
     ONE,
     SIZED,
+    as_low_rank,
     base,
     block_rule,
     classed,
@@ -36,6 +37,7 @@ from tests.support.spec_cases import (
     row_rule,
     sparse,
     tables,
+    terms,
     windowed,
     zstd_frame,
 )
@@ -103,6 +105,19 @@ class Plain(Valid):
 def one(needs: str, frame: Frame) -> Valid:
     """A file of one frame."""
     return Valid(needs, File({"w": frame}, features="lossless,maps"))
+
+
+def low(
+    needs: str,
+    made: bytes,
+    streams: Sequence[tuple[int, bytes]],
+    decoded: bytes,
+    shape: tuple[int, ...],
+    dtype: str = "F32",
+) -> Valid:
+    """A file of one frame of low rank."""
+    frame = Frame(made, streams, decoded, dtype, shape, n_chunks=int(bool(decoded)))
+    return Valid(needs, as_low_rank(frame))
 
 
 def file(needs: str, *args: Any, **fields: Any) -> Valid:
@@ -472,6 +487,102 @@ MAPS: dict[str, Valid] = {
             (0, 2),
             0,
         ),
+    ),
+    "map-low-rank-linear": low(
+        "Q9 Q10 Q11 C20 F4",
+        plan(
+            dtype="F32",
+            domain=1,
+            predictor=4,
+            shape=(2, 3),
+            rest=b"\0\1\2"
+            + f32s(0, 0x3F800000)  # 0.5 * [-2, 127] * [1, 0, -128] + 2 * [3, 1] * [0, 1, 2]
+            + terms(f32s(0x3F000000), f32s(0x40000000), codes=bytes((254, 127, 1, 0, 128, 3, 1, 0, 1, 2))),
+        ),
+        [(STORED, b"\0\0\0\1\0\0")],
+        f32s(0xBF800000, 0x40C00000, 0x430C0000, 0x42810000, 0x40000000, 0xC5FDE000),
+        (2, 3),
+    ),
+    "map-low-rank-in-order": low(
+        "Q7",
+        plan(
+            dtype="F32",
+            domain=1,
+            predictor=4,
+            shape=(),
+            rest=b"\0\1\1"
+            + f32s(0)  # 2^24 + 1 - 2^24
+            + terms(f32s(0x4B800000), f32s(0x3F800000), f32s(0xCB800000), codes=bytes((1,) * 6)),
+        ),
+        [(CONSTANT, b"\0")],
+        f32s(0),
+        (),
+    ),
+    "map-low-rank-rounds-twice": low(
+        "Q7",
+        plan(
+            dtype="F32",
+            domain=1,
+            predictor=4,
+            shape=(1, 2, 1),
+            rest=b"\0\1\1" + f32s(0) + terms(f32s(0x3DCCCCCD), codes=bytes((3, 3, 9))),
+        ),
+        [(CONSTANT, b"\0")],
+        f32s(0x3F666667, 0x402CCCCD),
+        (1, 2, 1),
+    ),
+    "map-low-rank-not-fused": low(
+        "Q7",
+        plan(
+            dtype="F32",
+            domain=1,
+            predictor=4,
+            shape=(),
+            rest=b"\0\1\1" + f32s(0) + terms(f32s(0xC0066667), f32s(0x3DCCCCCD), codes=bytes((1, 1, 3, 7))),
+        ),
+        [(CONSTANT, b"\0")],
+        f32s(0),
+        (),
+    ),
+    "map-low-rank-subnormal": low(
+        "Q7 Q11",
+        plan(
+            dtype="F32",
+            domain=1,
+            predictor=4,
+            shape=(2,),
+            rest=b"\0\1\1" + f32s(0) + terms(f32s(1), f32s(0x71800000), codes=bytes((255, 3, 1, 0, 1, 1))),
+        ),
+        [(CONSTANT, b"\0")],
+        f32s(0x80000001, 0x71800000),
+        (2,),
+    ),
+    "map-low-rank-bits": low(
+        "Q7 E1 E3",
+        plan(
+            dtype="BF16",
+            domain=2,
+            predictor=4,
+            shape=(2, 2),
+            rest=b"\0\1\2" + u16s(0, 3) + terms(f32s(0x3F818000), codes=b"\1", coder=CONSTANT),
+        ),
+        [(STORED, b"\0\1\1\0")],
+        u16s(0x3F82, 0x3F85, 0x3F85, 0x3F82),
+        (2, 2),
+        "BF16",
+    ),
+    "map-low-rank-of-nothing": low(
+        "Q9 Q10 Q11",
+        plan(
+            dtype="F32",
+            domain=1,
+            predictor=4,
+            shape=(0, 2),
+            rest=b"\0\1\1" + f32s(0) + terms(f32s(0x3F800000), codes=bytes(2)),
+        ),
+        [],
+        b"",
+        (0, 2),
     ),
     # what flush-to-zero, fused arithmetic, another rounding or another cast would get wrong
     "float-fused": one("Q5", expanded(f32s(0), 1 + 2.0**-30, 1 - 2.0**-30, -1.0)),

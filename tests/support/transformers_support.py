@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
 import ckptz  # noqa: E402
-from ckptz.integrations.transformers import disable, enable, from_pretrained  # noqa: E402
+from ckptz.integrations.transformers import from_pretrained  # noqa: E402
 from ckptz.verbs.compress import CompressReport  # noqa: E402
 
 Model = Any
 IDS = torch.arange(12).reshape(2, 6)
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-WAYS = ("own", "low memory", "enabled")
+WAYS = ("own", "low memory")
 
 
 def a_gpt2() -> Model:
@@ -110,21 +109,8 @@ def torch_folder(name: str, at: Path) -> tuple[Path, Path]:
     return original, packed
 
 
-@contextlib.contextmanager
-def enabling(**options: Any) -> Iterator[None]:
-    """`enable`, undone at the end."""
-    enable(**options)
-    try:
-        yield
-    finally:
-        disable()
-
-
 def load(way: str, loader: Any, folder: Path, reading: Any = None, **arguments: Any) -> Model:
     """A model from a packed folder; `reading` are the arguments that are ckptz's own."""
-    if way == "enabled":
-        with enabling(**(reading or {})):
-            return loader.from_pretrained(folder, **arguments)
     return from_pretrained(loader, folder, low_memory=way == "low memory", **(reading or {}), **arguments)
 
 

@@ -1,0 +1,249 @@
+"""How far a first moment will still move its weight, as the update rules of torch's optimizers say.
+
+What a file loses of a first moment m at update t is movement that a restart does not make. Without gradients
+m would move its weight by
+
+    P = - total * m / (root * sqrt(v) + eps)
+
+where `total` is the sum over the updates to come, k = 1, 2 and so on, of the rate and of what is left of m
+by then: rate_k * b^k / (1 - b^(t + k)) for Adam. Which share of P training follows is measured, not assumed:
+see `Products`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEFT: Final = 1e-6  # of a first moment, that no update to come is counted for
+MOST_UPDATES: Final = 1 << 16
+NADAM_DECAY: Final = 0.96  # of torch's NAdam
+PRECISE: Final = 0.1  # standard error of a share that a tensor may have by itself
+TELLING: Final = 0.5  # the same of all tensors together, above which it tells nothing
+
+Rates = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """The way that a first moment has before it.
+
+    Attributes:
+        moment: key of the first moment in the state of a parameter.
+        second: key of the second moment that moves are divided by the root of, or None.
+        decay: what an update leaves of the first moment.
+        total: sum of the moves to come of a first moment of 1 and a root of 1.
+        root: what the root of the stored second moment is multiplied by.
+        eps: what is added to it.
+        rate: of the next update.
+        weight_decay: what an update takes of the weight, beside the gradients, at a rate of 1.
+        at_once: what a gradient moves beside its part of the first moment, as a share of what a first moment
+            of its size moves.
+    """
+
+    moment: str
+    second: str | None = None
+    decay: float
+    total: float
+    root: float = 1.0
+    eps: float = 0.0
+    rate: float
+    weight_decay: float = 0.0
+    at_once: float = 0.0
+
+    def moves(self, moments: NDArray[np.float32], squares: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        """Compute the moves to come, float32 [n], of moments [n] with second moments [n]; 0 if not finite."""
+        with np.errstate(all="ignore"):
+            found = moments * np.float32(-self.total)
+            if squares is not None:
+                found = found / (np.sqrt(squares) * np.float32(self.root) + np.float32(self.eps))
+        found[~np.isfinite(found)] = 0
+        return found
+
+    def in_noise(self, n_updates: float) -> float:
+        """Give <P, D> / <P, P> where gradients are noise, for the moves D of the last updates, 1 or more.
+
+        Each of those moved by what m still holds of it.
+        """
+        return (1 - self.decay**n_updates) / self.decay * (1 + self.at_once * (1 + self.decay))
+
+
+def course_of(
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    *,
+    is_adamw: bool = False,
+    before: tuple[float, float] | None = None,
+) -> Course | None:
+    """Read the course of a parameter's first moment from what its optimizer says.
+
+    Args:
+        group: settings of its parameter group, as torch's Adam, AdamW, NAdam, SGD and RMSprop name them;
+            numbers, no tensors.
+        state: of the parameter: keys of its tensors, and its numbers, `step` among them.
+        is_adamw: whether the optimizer is an AdamW, which older versions of torch do not tell from Adam.
+        before: (rate, number of updates since), from which rates go on in a line; None where they stay.
+
+    Returns:
+        None for other optimizers, for what is not known, and where there is no momentum.
+    """
+    if "momentum_decay" in group or "amsgrad" in group:
+        return _of_adam(group, state, is_adamw, before)
+    is_sgd, is_rmsprop = (
+        "nesterov" in group and "dampening" in group,
+        "alpha" in group and "centered" in group,
+    )
+    if not (is_sgd or is_rmsprop) or "momentum_buffer" not in state:
+        return None
+    rate, decay = _number(group.get("lr")), _number(group.get("momentum"))
+    if rate is None or not _is_share(decay):
+        return None
+    is_nesterov = bool(group.get("nesterov"))
+    k = _updates(decay)
+    left = decay ** (k + is_nesterov)
+    return Course(
+        moment="momentum_buffer",
+        decay=decay,
+        total=float(_rates(rate, before, k) @ left),
+        rate=rate,
+        at_once=(1 - decay) / decay if is_nesterov else 0.0,
+    )
+
+
+def _of_adam(
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    is_adamw: bool,
+    before: tuple[float, float] | None,
+) -> Course | None:
+    second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+    rate, betas, eps = _number(group.get("lr")), group.get("betas"), _number(group.get("eps"))
+    step, decay = _number(state.get("step")), _number(group.get("weight_decay", 0.0))
+    if not {"exp_avg", second} <= state.keys() or not isinstance(betas, list | tuple) or len(betas) != 2:
+        return None
+    b1, b2 = map(_number, betas)
+    if rate is None or eps is None or decay is None or step is None or step < 1:
+        return None
+    if not (_is_share(b1) and _is_share(b2)):
+        return None
+    k = _updates(b1)
+    rates = _rates(rate, before, k)
+    at_once = 0.0
+    if "momentum_decay" in group:
+        slowing, product = _number(group["momentum_decay"]), _number(state.get("mu_product"))
+        if slowing is None or product is None:
+            return None
+        shares = b1 * (1 - 0.5 * NADAM_DECAY ** ((step + np.arange(1, len(k) + 2)) * slowing))
+        left = b1**k * shares[1:] / (1 - product * np.cumprod(shares)[1:])
+        at_once = float((1 - shares[0]) / shares[1])
+    else:
+        left = b1**k / (1 - b1 ** (step + k))
+    return Course(
+        moment="exp_avg",
+        second=second,
+        decay=b1,
+        total=float(rates @ left),
+        root=1 / math.sqrt(1 - b2**step),
+        eps=eps,
+        rate=rate,
+        weight_decay=decay if group.get("decoupled_weight_decay", is_adamw) else 0.0,
+        at_once=at_once,
+    )
+
+
+def _updates(decay: float) -> Rates:
+    """Number the updates to come that a first moment still counts in, from 1 on."""
+    return np.arange(1.0, min(math.ceil(math.log(LEFT) / math.log(decay)), MOST_UPDATES) + 1)
+
+
+def _rates(rate: float, before: tuple[float, float] | None, k: Rates) -> Rates:
+    """Draw on the line that rates were on, never below zero; `rate` is that of update 1."""
+    slope = 0.0 if before is None or before[1] <= 0 else (rate - before[0]) / before[1]
+    return np.maximum(rate + slope * (k - 1), 0.0)
+
+
+def _number(value: Any) -> float | None:
+    """Give a finite number as a float; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _is_share(value: float | None) -> TypeGuard[float]:
+    return value is not None and 0 < value < 1
+
+
+# --- which share of them training follows ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Products of what training has moved, D, with what a lost first moment would move, P; tensors add up.
+
+    The share of P that training follows is <P, D> / <P, P>, divided by what that is in noise. Where gradients
+    undo what momentum does, D has less of P in it.
+
+    Attributes:
+        both: <P, D>.
+        own: <P, P> times what the share is in noise.
+        variance: of `both`, by what P does not explain of D.
+    """
+
+    both: float
+    own: float
+    variance: float
+
+    @classmethod
+    def of(
+        cls,
+        to_come: NDArray[np.float32],
+        moved: NDArray[np.float32],
+        in_noise: float,
+        n_free: int | None = None,
+    ) -> Self:
+        """Measure P and D [n] on a sample of one tensor.
+
+        P and D are of low rank, so that elements of a matrix tell no more than its rows and columns: `n_free`
+        of them, by default n.
+        """
+        p, d = to_come.astype(np.float64), moved.astype(np.float64)
+        both, own, power = float(p @ d), float(p @ p), float(d @ d)
+        rest = max(power - both * both / own, 0.0) if own else power
+        return cls(both, own * in_noise, own * rest / max(n_free or len(p), 1))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.both + other.both, self.own + other.own, self.variance + other.variance)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the share."""
+        return math.sqrt(self.variance) / self.own if self.own else math.inf
+
+    @property
+    def share(self) -> float:
+        """The share, 0 to 1."""
+        return min(max(self.both / self.own, 0.0), 1.0) if self.own else 0.0
+
+
+def shares_of(found: Mapping[str, Products]) -> dict[str, float]:
+    """Give the share of each tensor; those that are too small to tell have one together.
+
+    They are left out where even all tensors together do not tell.
+    """
+    rough = [name for name, one in found.items() if one.error > PRECISE]
+    pool = _sum(found[name] for name in rough)
+    if pool.error > PRECISE:
+        pool = _sum(found.values())
+    shares = {name: one.share for name, one in found.items() if name not in rough}
+    return shares | dict.fromkeys(rough, pool.share) if pool.error <= TELLING else shares
+
+
+def _sum(products: Iterable[Products]) -> Products:
+    total = Products(0.0, 0.0, 0.0)
+    for one in products:
+        total += one
+    return total

@@ -1,0 +1,125 @@
+"""The steps of a run that `CkptzStorageWriter` keeps beside one another: which are there, and which may go.
+
+    run/step-100/      complete by itself; a step when its index is there
+    run/step-150/
+
+Folders that have another name, or no index and files of something else, are not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ckptz.api.safe_open import PathLike
+from ckptz.container.publish import TEMPORARY_SUFFIX
+from ckptz.errors import ConfigError
+from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
+from ckptz.store.needs import needs_of
+from ckptz.store.resolve import SUFFIX
+from ckptz.store.runs import EXACT, step_of_folder
+
+
+def latest(run: PathLike) -> Path | None:
+    """Find the newest step of a run that can be resumed from.
+
+    Args:
+        run: the folder with one folder for each step, as `CkptzStorageWriter(keep_last=...)` writes them.
+
+    Returns:
+        The step's folder; None if there is no step, or no run.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return next((path for _, path in reversed(_folders(Path(run))) if _is_there(path / INDEX_FILE)), None)
+
+
+def begin_step(folder: Path) -> Path | None:
+    """Delete what a save that was cut off left in a step's folder.
+
+    Returns:
+        The newest step before this one; None if it is the first.
+
+    Raises:
+        ConfigError: the folder is not called after a step, the step is not new, or something else is there.
+    """
+    step, newest = step_of_folder(folder), latest(folder.parent)
+    if step is None:
+        raise ConfigError(f"{folder}: keep_last needs folders that are called after steps, as run/step-100")
+    if newest is not None and step <= (before := step_of_folder(newest) or 0):
+        raise ConfigError(f"{folder}: step {step} is not after {before}, the newest that is there")
+    if not _is_ours(folder):
+        raise ConfigError(f"{folder}: holds files of something else; save to another folder")
+    for path in folder.iterdir():
+        path.unlink(missing_ok=True)
+    return newest
+
+
+def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
+    """Delete all but the newest steps, as far as these can be read, and what saves that failed left.
+
+    Args:
+        run: the folder of all steps.
+        keep_last: so many newest steps stay.
+        exact: so many of these keep their residuals.
+
+    Returns:
+        What the user should know of what stays.
+    """
+    try:
+        folders = [path for _, path in _folders(run)]
+        kept = [path for path in folders if _is_there(path / INDEX_FILE)][-keep_last:]
+        for path in kept[: max(0, len(kept) - exact)]:
+            for residual in path.glob(f"*{EXACT}*{SUFFIX}"):
+                residual.unlink(missing_ok=True)
+        needs = needs_of(kept, _checked, lambda path: folders[: folders.index(path)])
+        for path in folders[: folders.index(kept[-1])] if kept else ():
+            if path not in kept and path not in needs.doubtful and _is_ours(path):
+                _remove(path)
+    except OSError as error:
+        return (f"older steps stay until the next save: {error}",)
+    return needs.notes
+
+
+def _folders(run: Path) -> list[tuple[int, Path]]:
+    """The entries that are called after steps, in their order."""
+    try:
+        names = os.listdir(run)
+    except FileNotFoundError:
+        return []
+    return sorted((step, run / name) for name in names if (step := step_of_folder(run / name)) is not None)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file; `Path.is_file` takes some errors for a no."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is a step, or what a save that was cut off left of one."""
+    if _is_there(folder / INDEX_FILE):
+        return True
+    return folder.is_dir() and all(name.endswith((SUFFIX, TEMPORARY_SUFFIX)) for name in os.listdir(folder))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a step; of one that was moved away and linked, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    (folder / INDEX_FILE).unlink(missing_ok=True)  # first, so that half of it is no step
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checked(folder: Path) -> tuple[Path, ...]:
+    """Require that a step can be read, as far as its index tells; it needs no other."""
+    index = read_index(folder)
+    for number in range(len(index.files)):
+        shard_path(folder, index, number)
+    return ()

@@ -1,0 +1,427 @@
+"""The judge: losses of single answers, what their changes say, and what an evaluation may not return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file as save_plain
+
+from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
+from ckptz.errors import ConfigError
+from ckptz.methods.method import Method
+from ckptz.search.guided import Neighbourhood
+from ckptz.search.judgement import Judgement, Limit, Reading, judge
+from ckptz.search.one_knob import OneKnob
+from ckptz.search_run.run import SearchOptions
+from ckptz.torch import load_file
+from ckptz.verbs.compress import CompressReport
+from tests.support.cli_support import ckptz
+from tests.support.search_support import BOTH, CUBE
+
+State = dict[str, torch.Tensor]
+ONE_PERCENT = Limit(0.01, True)
+N_ANSWERS, WIDTH = 64, 96
+
+# Losses that follow the error of a weight; the exact file lies beside.
+EVALUATION = f"""
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+
+EXACT = load_file(Path(__file__).parent / "model.safetensors")["head.weight"]
+LOOKS = torch.randn({N_ANSWERS}, {WIDTH}, generator=torch.Generator().manual_seed(1))
+
+
+def losses(state):
+    return 2 + (LOOKS @ (state["head.weight"] - EXACT)).mean(1)
+
+
+def loss(state):
+    return losses(state).mean()
+
+
+def right(state):
+    return {{"accuracy": losses(state) < 2.05}}
+
+
+losses.metric, losses.unit = "loss", "token"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    save_plain({"head.weight": weight}, tmp_path / "model.safetensors")
+    (tmp_path / "evaluate.py").write_text(EVALUATION)
+    return tmp_path
+
+
+@pytest.fixture
+def functions(folder: Path) -> dict[str, Any]:
+    names: dict[str, Any] = {"__file__": str(folder / "evaluate.py")}
+    exec(compile(EVALUATION, "evaluate.py", "exec"), names)
+    return names
+
+
+def search(
+    folder: Path, quality: Callable[[State], Any], drop: float = 0.01, **options: Any
+) -> CompressReport:
+    budget = Budget(quality, drop, **options.pop("budget", {}))
+    asked = SearchOptions(budgets=(budget,), **options)
+    (report,) = compress(
+        [folder / "model.safetensors"], folder / "out.ckptz", jobs=1, search=asked, force=True
+    )
+    return report
+
+
+def judged(
+    exact: Sequence[float] | np.ndarray[Any, Any],
+    apart: Sequence[float] | np.ndarray[Any, Any],
+    limit: Limit = ONE_PERCENT,
+    lower: bool = True,
+    counts: np.ndarray[Any, Any] | None = None,
+) -> Judgement:
+    values = np.asarray(exact, np.float64)
+    return judge(
+        limit, Reading("loss", values, lower, counts), Reading("loss", values + apart, lower, counts)
+    )
+
+
+# --- the two numbers ----------------------------------------------------------------------------
+
+
+def test_both_numbers_and_the_standard_error_are_those_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    exact, apart = rng.uniform(1, 3, 500), 0.001 * rng.standard_normal(500)
+    found, mean = judged(exact, apart), exact.mean()
+    assert found.change == pytest.approx(apart.mean() / mean)
+    assert found.error == pytest.approx(apart.std(ddof=1) / np.sqrt(500) / mean)
+    assert found.changes == pytest.approx((apart**2).mean() / 2 / mean)
+    absolute = judged(exact, apart, Limit(0.01, False))
+    assert absolute.changes == pytest.approx((apart**2).mean() / 2)
+    assert absolute.change == pytest.approx(apart.mean())
+
+
+@pytest.mark.parametrize(("sign", "lower"), [(1, True), (-1, True), (1, False), (-1, False)])
+def test_the_mean_may_move_by_the_budget_in_either_direction(sign: int, lower: bool) -> None:
+    kept, broken = (judged([2.0] * 100, [sign * 0.02 * share] * 100, lower=lower) for share in (0.99, 1.01))
+    assert kept.is_kept
+    assert not broken.is_kept
+    assert kept.used == pytest.approx(0.99)
+    assert kept.change is not None
+    assert (kept.change > 0) == (lower == (sign > 0))
+
+
+def test_changes_that_cancel_in_the_mean_use_the_budget_all_the_same() -> None:
+    signs = np.tile([1.0, -1.0], 5000)
+    kept, broken = (judged(np.full(10_000, 2.0), size * signs) for size in (0.28, 0.29))
+    assert kept.change == pytest.approx(0)
+    assert kept.is_resolved
+    assert kept.is_kept
+    assert not broken.is_kept
+    assert kept.used == pytest.approx(0.28**2 / 2 / 2 / 0.02)
+
+
+def test_a_mean_that_too_few_answers_tell_does_not_decide_and_the_changes_do() -> None:
+    rng = np.random.default_rng(3)
+    apart = 0.25 * rng.standard_normal(64)
+    apart += 0.04 - apart.mean()  # 2 % of the mean, 1.3 standard errors
+    found = judged(np.full(64, 2.0), apart)
+    assert found.change == pytest.approx(0.02)
+    assert not found.is_resolved
+    assert found.is_kept
+    assert found.used == pytest.approx((found.changes or 0) / 0.02)
+    assert found.n_wanted == pytest.approx(64 * ((found.error or 0) / 0.005) ** 2)
+    many = judged(np.full(64 * 40, 2.0), np.tile(apart, 40))
+    assert many.is_resolved
+    assert not many.is_kept
+
+
+def test_a_mean_beyond_the_budget_by_more_than_chance_breaks_it_with_few_answers_too() -> None:
+    rng = np.random.default_rng(3)
+    apart = 0.1 * rng.standard_normal(64)
+    apart += 0.2 - apart.mean()  # 10 % of the mean, 16 standard errors
+    found = judged(np.full(64, 2.0), apart)
+    assert not found.is_resolved
+    assert found.changes is not None
+    assert found.changes < 0.02
+    assert not found.is_kept
+
+
+def test_of_right_and_wrong_answers_those_that_changed_count_and_not_their_balance() -> None:
+    exact = np.tile([1.0, 1.0, 1.0, 0.0], 2000)
+    apart = np.zeros(8000)
+    apart[3:1000:4], apart[1000:2000:8] = 1.0, -1.0
+    apart[1002:2000:8] = -1.0  # as many right ones became wrong as wrong ones right
+    found = judged(exact, apart, lower=False)
+    assert found.change == pytest.approx(0)
+    assert found.changes == pytest.approx((apart != 0).mean() / 2 / 0.75)
+    assert not found.is_kept
+
+
+def test_sums_with_their_counts_say_what_their_single_answers_would() -> None:
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(4, 60, 4000)
+    exact, apart = rng.uniform(1, 3, lengths.sum()), 0.1 * rng.standard_normal(lengths.sum())
+    begins = np.cumsum(lengths) - lengths
+    tokens = judged(exact, apart)
+    sums = judged(*(np.add.reduceat(x, begins) for x in (exact, apart)), counts=lengths.astype(float))
+    assert sums.change == pytest.approx(tokens.change)
+    assert sums.changes == pytest.approx(tokens.changes, rel=0.1)
+    assert sums.error == pytest.approx(tokens.error, rel=0.1)
+    means = judged(*(np.add.reduceat(x, begins) / lengths for x in (exact, apart)))
+    assert (means.changes or 0) < (tokens.changes or 0) / 5
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e200])
+def test_a_trial_of_which_one_answer_is_no_number_or_overflows_breaks_the_budget(value: float) -> None:
+    found = judge(
+        ONE_PERCENT, Reading("loss", np.ones(3), True), Reading("loss", np.array([1.0, value, 1]), True)
+    )
+    assert found.used is None
+    assert not found.is_kept
+
+
+# --- what an evaluation returns -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor([1.0, 0.0, 1.0], dtype=torch.bfloat16, requires_grad=True),
+        torch.tensor([True, False, True]),
+        np.array([1, 0, 1]),
+    ],
+)
+def test_vectors_of_any_kind_are_read(given: Any) -> None:
+    reading = Budget(lambda state: given, metric="accuracy").read({"accuracy": given})
+    assert reading.values.tolist() == [1.0, 0.0, 1.0]
+    assert reading.value == pytest.approx(2 / 3)
+    assert (reading.lower_is_better, reading.unit) == (False, "answer")
+
+
+def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
+    def loss(state: State) -> None: ...
+
+    loss.unit = "token"  # type: ignore[attr-defined]
+    given = {"loss": torch.tensor([6.0, 2.0]), "counts": torch.tensor([3, 1])}
+    reading = Budget(loss).read(given)
+    assert (reading.value, reading.total, reading.unit) == (2.0, 4.0, "token")
+    assert Budget(loss).read({"loss": 2.0, "counts": "many"}).value == 2.0
+
+
+@pytest.mark.parametrize("counts", [[1.0], [1.0, 0.0], [1.0, -1.0], [np.nan, 1.0]])
+def test_counts_that_do_not_fit_are_refused(counts: list[float]) -> None:
+    with pytest.raises(ConfigError, match=r"2 sums and \d counts"):
+        Budget(lambda state: 0).read({"loss": np.ones(2), "counts": np.array(counts)})
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ([torch.zeros(0)], r"values of shape \[0\]"),
+        ([torch.ones(4, 8)], r"values of shape \[4, 8\]"),
+        ([torch.tensor([1.0, np.nan, 2.0])], "exact tensors is nan in 1 of 3 values"),
+        ([torch.ones(4), torch.ones(5)], "returned 5 values for a trial and 4 for the exact tensors"),
+        ([2.0, 2.1], "of the same exact tensors is 2 and then 2.1; fix the data and the seed"),
+        ([torch.tensor([2.0, 3.0]), torch.tensor([3.0, 2.0])], "2.5 and then 2.5, and 2 of 2 values differ"),
+        ([torch.ones(4), torch.ones(4), torch.ones(3)], "returned 3 values for a trial and 4"),
+        ([-torch.ones(4)], "is -1, and a relative budget needs"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_with_its_numbers(
+    folder: Path, results: list[Any], said: str
+) -> None:
+    left = iter(results)
+    with pytest.raises(ConfigError, match=said):
+        search(folder, lambda state: next(left))
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "evaluate.py"}
+
+
+def test_other_counts_the_second_time_are_refused() -> None:
+    exact, found = (Reading("loss", np.ones(2), True, np.array([3.0, n])) for n in (4.0, 5.0))
+    with pytest.raises(ConfigError, match="a sum over 5 at place 1 for a trial and over 4"):
+        judge(ONE_PERCENT, exact, found)
+
+
+def test_an_evaluation_that_differs_by_far_less_than_its_budget_is_no_error(folder: Path) -> None:
+    left = iter([2.0, 2.0 + 1e-6])
+    assert search(folder, lambda state: next(left, 2.0)).search is not None
+
+
+def test_a_later_checkpoint_does_not_pay_for_a_second_look_at_the_exact_state(
+    folder: Path, functions: dict[str, Any]
+) -> None:
+    n_calls = [0]
+
+    def losses(state: State) -> Any:
+        n_calls[0] += 1
+        return functions["losses"](state)
+
+    first = search(folder, losses, 0.05).search
+    assert first is not None
+    assert n_calls[0] == 2 + len(first.trials)
+    n_calls[0] = 0
+    later = search(folder, losses, 0.05, parent=Grid()).search
+    assert later is not None
+    assert n_calls[0] == 1 + len(later.trials)
+
+
+# --- searches, records and words ----------------------------------------------------------------
+
+
+def test_a_search_by_single_losses_keeps_what_their_mean_lets_go(
+    folder: Path, functions: dict[str, Any]
+) -> None:
+    def losses(state: State) -> Any:
+        apart = functions["losses"](state) - 2
+        return 2 + torch.cat([apart, -apart])  # of which the mean never moves
+
+    by_mean = search(folder, lambda state: losses(state).mean())
+    by_losses = search(folder, losses)
+    assert by_mean.search is not None
+    assert by_losses.search is not None
+    kept = next(t for t in by_losses.search.trials if t.config == by_losses.search.config)
+    assert by_losses.stored_bytes > by_mean.stored_bytes
+    [judgement] = kept.judgements
+    assert judgement.changes is not None
+    assert 0.01 < judgement.changes <= 0.02
+    assert kept.drop == judgement.used
+
+
+def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
+    output, where = folder / "out.ckptz", f"{folder}/evaluate.py:losses"
+    run = ckptz("compress", folder / "model.safetensors", "-o", output, "--eval", where, "-v")
+    mean, changes = inspect(output).quality
+    assert (mean.metric, changes.metric) == ("loss", "loss_changes_by_token")
+    assert (mean.max_drop, mean.is_relative) == (0.005, True)
+    assert changes.max_drop == pytest.approx(2 * 0.005 * mean.exact)
+    assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
+    assert 0 < changes.measured <= changes.max_drop
+    said = f"half the mean square of the changes of loss by token {changes.measured:.4g} ("
+    assert said in run.stdout
+    assert said in ckptz("inspect", output).stdout
+    assert f"changes by token {changes.measured:.3g} of" in ckptz("log", folder).stdout
+    lines = [line for line in run.stderr.splitlines() if "ckptz: tried " in line]
+    assert all(" +- " in line and "single changes" in line and " of 1.00%" in line for line in lines)
+
+
+def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions: dict[str, Any]) -> None:
+    report = search(folder, lambda state: functions["losses"](state)[:8], 1e-3)
+    assert report.search is not None
+    [doubt] = report.search.doubts
+    assert doubt in report.notes
+    kept = next(t for t in report.search.trials if t.config == report.search.config).judgements[0]
+    assert not kept.is_resolved
+    assert "8 values tell the change of their mean to a standard error of" in doubt
+    assert f"about {float(f'{kept.n_wanted:.2g}'):,.0f} would tell" in doubt
+
+
+def test_a_single_number_is_judged_with_a_warning(folder: Path, functions: dict[str, Any]) -> None:
+    report = search(folder, functions["loss"])
+    assert any("a single number, of which nobody can know" in note for note in report.notes)
+    assert len(inspect(folder / "out.ckptz").quality) == 1
+
+
+def test_accuracies_answer_by_answer_go_through_the_command(folder: Path) -> None:
+    options = ("--eval", f"{folder}/evaluate.py:right", "--max-drop", "20%", "--json")
+    (report,) = ckptz("compress", folder / "model.safetensors", "-o", folder / "o.ckptz", *options).json[
+        "files"
+    ]
+    mean, changes = report["search"]["quality"]
+    assert (mean["metric"], changes["metric"]) == ("accuracy", "accuracy_changes_by_answer")
+    assert not mean["lower_is_better"]
+    # Of answers that were all right, each that changed became wrong.
+    assert changes["measured"] == pytest.approx((mean["exact"] - mean["measured"]) / 2)
+
+
+# --- runs that restart --------------------------------------------------------------------------
+
+
+def test_restores_divide_the_budget(folder: Path, functions: dict[str, Any]) -> None:
+    once, often = (search(folder, functions["losses"], 0.05, restores=n) for n in (0, 5))
+    mean, changes = often.search.quality if often.search is not None else ()
+    assert mean.max_drop == pytest.approx(0.01)
+    assert changes.max_drop == pytest.approx(0.02 * mean.exact)
+    assert often.stored_bytes > once.stored_bytes
+
+
+def test_files_to_restart_from_keep_what_training_moves(folder: Path, functions: dict[str, Any]) -> None:
+    report = search(folder, functions["losses"], 0.05, restores=2)
+    assert report.search is not None
+    assert report.search.config is not None
+    assert report.search.config["purpose"] == "resume"
+    given = Grid(purpose="ship").searched(trains=True, restarts=True)
+    assert given.purpose == "ship"
+    assert given.moments is not None
+
+
+def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
+    parent = CUBE.config((2, 1, 1, 0))
+    sizes: Callable[[Method], float] = lambda config: float(config.knobs()["prune"])  # noqa: E731
+    for keeps in (False, True):
+        found = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, keeps=keeps).propose([], 3)
+        assert (found[0] == parent) == keeps
+
+
+def test_a_grid_begins_at_the_very_step_of_its_base() -> None:
+    [first] = OneKnob(template=Grid(), start=0.70710678).propose([], 1)
+    assert first.multiplier == 0.70710678
+
+
+def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Path) -> None:
+    settings = KMeans(levels=8, prune=0.0)
+    options: dict[str, Any] = {"jobs": 1, "force": True}
+    compress(folder / "model.safetensors", folder / "base.ckptz", config=settings, **options)
+    base = load_file(folder / "base.ckptz")["head.weight"]
+    moved = 0.01 * torch.randn(base.shape, generator=torch.Generator().manual_seed(2))
+    save_plain({"head.weight": base + moved}, folder / "next.safetensors")
+    looks = torch.randn(N_ANSWERS, base.numel(), generator=torch.Generator().manual_seed(3)) / WIDTH
+
+    def losses(state: State) -> torch.Tensor:
+        return 2 + looks @ (state["head.weight"] - base - moved).flatten()
+
+    asked = SearchOptions(budgets=(Budget(losses, 0.5),), template=KMeans(), restores=2)
+    given = {"base": folder / "base.ckptz", "search": asked, **options}
+    (report,) = compress(folder / "next.safetensors", folder / "next.ckptz", **given)
+    assert report.search is not None
+    assert len(report.search.trials) == 1
+    assert report.search.trials[0].config["levels"] == 8
+    back = load_file(folder / "next.ckptz")["head.weight"] - base
+    assert float((back * moved).sum() / moved.square().sum()) == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(("restores", "allowed"), [(None, 0.05), (5, 0.01)])
+def test_a_checkpointer_divides_its_budget_by_the_restores_that_it_is_told(
+    tmp_path: Path, restores: int | None, allowed: float
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(96, 96)
+    exact, looks = model.weight.detach().clone(), torch.randn(64, 96)
+
+    def losses(state: State) -> torch.Tensor:
+        return 2 + (looks @ (state["weight"] - exact)).mean(1)
+
+    with Checkpointer(
+        tmp_path, model, budget=Budget(losses, 0.05), restores=restores, keep=KeepPolicy(exact=0), jobs=1
+    ) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+    mean, changes = inspect(tmp_path / "step-00000001.ckptz").quality
+    assert (mean.max_drop, changes.max_drop) == (pytest.approx(allowed), pytest.approx(4 * allowed))
+
+
+@pytest.mark.parametrize("options", [{"restores": -1}, {"restores": 1.5}])
+def test_restores_are_a_whole_number(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="restores"):
+        SearchOptions(budgets=(Budget(lambda state: 2.0),), **options)
+
+
+def test_a_proxy_has_no_budget_that_restores_could_divide() -> None:
+    with pytest.raises(ConfigError, match="a proxy error is none"):
+        SearchOptions(proxy_error=0.1, template=KMeans(), restores=2)

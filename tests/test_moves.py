@@ -1,0 +1,473 @@
+"""Weights are moved by what lost momentum would still have moved, as far as training follows it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ckptz import Budget, Checkpointer, Grid, KeepPolicy, inspect
+from ckptz.codec.units import ArraySource
+from ckptz.dtypes import dtype_of
+from ckptz.guidance.moves import Course, Products, course_of, shares_of
+from ckptz.torch import load_file
+from ckptz.training.moves import Lost, Trail, courses_of
+from ckptz.training.state import model_state, optimizer_state
+from tests.support.checkpointer_support import LOSSY
+
+Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0),
+    "Adam": lambda p: torch.optim.Adam(p, 1e-3, betas=(0.8, 0.99), eps=1e-3),
+    "AMSGrad": lambda p: torch.optim.Adam(p, 1e-3, amsgrad=True),
+    "maximize": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0, maximize=True),
+    "rate in a tensor": lambda p: torch.optim.AdamW(p, torch.tensor(1e-3), weight_decay=0),
+    "NAdam": lambda p: torch.optim.NAdam(p, 1e-3),
+    "SGD": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, dampening=0.3),
+    "Nesterov": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, nesterov=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.9, centered=True),
+}
+MOMENTS = ("exp_avg", "momentum_buffer")
+UNKNOWN = "training follows is not known"
+
+
+class Run:
+    """A linear layer whose gradients are noise of one magnitude, so that second moments stay."""
+
+    def __init__(self, make: Make, size: int = 64) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(size, size)
+        self.optimizer = make(list(self.model.parameters()))
+        self._generator = torch.Generator().manual_seed(1)
+
+    def train(self, n: int, slope: float = 0.0) -> None:
+        for _ in range(n):
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    signs = torch.randint(2, parameter.shape, generator=self._generator) * 2 - 1
+                    parameter.grad = signs.to(parameter.dtype) * 0.01
+            self.optimizer.step()
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] + slope
+
+    def state(self) -> dict[str, Any]:
+        return {"model": model_state(self.model), **optimizer_state(self.model, [self.optimizer])}
+
+    def moments(self, name: str = "weight") -> tuple[Tensor, Tensor | None]:
+        own = self.optimizer.state[getattr(self.model, name)]
+        second = next((own[key] for key in ("max_exp_avg_sq", "exp_avg_sq") if key in own), None)
+        return next(own[key] for key in MOMENTS if key in own), second
+
+    def copy(self) -> Run:
+        """The same run from here, without first moments."""
+        other = Run(lambda p: type(self.optimizer)(p, lr=1.0), self.model.in_features)
+        other.model.load_state_dict(self.model.state_dict())
+        other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        other._generator.set_state(self._generator.get_state())
+        for own in other.optimizer.state.values():
+            for key in MOMENTS:
+                if key in own:
+                    own[key] = torch.zeros_like(own[key])
+        return other
+
+
+def flat(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().to(torch.float32).numpy().reshape(-1).copy()
+
+
+def source(tensor: Tensor) -> ArraySource:
+    return ArraySource(dtype_of("F32"), tuple(tensor.shape), flat(tensor).view(np.uint32))
+
+
+def lost_of(run: Run, course: Course) -> Lost:
+    """All of the first moment of the weight."""
+    first, second = run.moments()
+    zeros = source(torch.zeros_like(first))
+    return Lost(course, source(first), zeros, None if second is None else source(second))
+
+
+def courses(run: Run, before: Mapping[str, tuple[float, float]] | None = None) -> dict[str, Course]:
+    return dict(courses_of(run.state(), before or {}))
+
+
+# --- the moves to come ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("n_before", [2, 40])
+def test_moves_are_those_that_the_optimizer_would_make(name: str, n_before: int) -> None:
+    run = Run(OPTIMIZERS[name])
+    run.train(n_before)
+    first, second = run.moments()
+    to_come = courses(run)["weight"].moves(flat(first), None if second is None else flat(second))
+    lost, start = run.copy(), flat(run.model.weight)
+    run.train(200)
+    lost.train(200)
+    made = flat(run.model.weight) - flat(lost.model.weight)
+    assert np.abs(made).max() > 1e-4
+    np.testing.assert_allclose(to_come, made, rtol=0.01, atol=3e-6 * np.abs(start).max())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "SGD", "RMSprop", "rate in a tensor"])
+@pytest.mark.parametrize("slope", [-1e-5, 1e-5])
+def test_rates_go_on_in_their_line_but_not_below_zero(name: str, slope: float) -> None:
+    run = Run(OPTIMIZERS[name])
+    run.train(80, slope)  # down to 2e-4, so that the line ends in the midst of the moves to come
+    rate = 1e-3 + 80 * slope
+    before = {"weight": (1e-3, 80.0)}
+    first, second = run.moments()
+    to_come = courses(run, before)["weight"].moves(flat(first), None if second is None else flat(second))
+    lost = run.copy()
+    n_left = min(200, round(rate / -slope)) if slope < 0 else 200
+    run.train(n_left, slope)
+    lost.train(n_left, slope)
+    made = flat(run.model.weight) - flat(lost.model.weight)
+    assert np.linalg.norm(to_come - made) < 0.02 * np.linalg.norm(made)
+
+
+def test_settings_that_are_not_known_have_no_course() -> None:
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "weight_decay": 0.1}
+    state = {"step": 7.0, "exp_avg": 0, "exp_avg_sq": 0}
+    found = course_of(adam, state)
+    assert found is not None
+    assert found.weight_decay == 0
+    assert course_of(adam, state, is_adamw=True) == replace(found, weight_decay=0.1)
+    odd: list[dict[str, Any]] = [{"lr": None}, {"betas": 0.9}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}]
+    for more in (*odd, {"lr": math.nan}, {"eps": "small"}, {"weight_decay": None}):
+        assert course_of({**adam, **more}, state) is None
+    for fresh in ({**state, "step": 0.0}, {**state, "step": None}, {"step": 7.0}):
+        assert course_of(adam, fresh) is None
+    assert course_of({"lr": 1e-3, "betas": (0.9, 0.99)}, state) is None  # Lion
+    nadam = {**{k: v for k, v in adam.items() if k != "amsgrad"}, "momentum_decay": 4e-3}
+    assert course_of(nadam, state) is None  # without the product
+    assert course_of({**nadam, "momentum_decay": None}, {**state, "mu_product": 0.1}) is None
+    sgd = {"lr": 1e-3, "momentum": 0.9, "dampening": 0, "nesterov": False}
+    assert course_of(sgd, {"momentum_buffer": 0}) is not None
+    assert course_of(sgd, {}) is None
+    assert course_of({**sgd, "momentum": 0}, {"momentum_buffer": 0}) is None
+    assert course_of({**sgd, "lr": None}, {"momentum_buffer": 0}) is None
+
+
+# --- the share of them ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "SGD", "Nesterov"])
+@pytest.mark.parametrize(("n", "expected"), [(1, 0.11), (5, 0.46), (15, 0.88), (70, 1.11), (260, 1.11)])
+def test_noise_is_moved_whole_however_often_a_run_is_saved(name: str, n: int, expected: float) -> None:
+    run = Run(OPTIMIZERS[name], size=256)
+    run.train(100)
+    before = flat(run.model.weight)
+    run.train(n)
+    course = courses(run)["weight"]
+    moved, to_come = flat(run.model.weight) - before, lost_of(run, course).moves(0, 256 * 256)
+    raw = float(moved @ to_come / (to_come @ to_come))
+    in_noise = course.in_noise(n)
+    assert raw == pytest.approx(in_noise, abs=0.15)
+    if name in ("AdamW", "SGD"):
+        assert in_noise == pytest.approx(expected, abs=0.005)
+    assert Products.of(to_come, moved, in_noise).share > 0.85
+
+
+def test_what_gradients_undo_is_not_moved() -> None:
+    rng = np.random.default_rng(0)
+    to_come = rng.standard_normal(65536).astype(np.float32)
+    noise = rng.standard_normal(65536).astype(np.float32)
+    assert Products.of(to_come, 0.4 * to_come + noise, 0.8).share == pytest.approx(0.5, abs=0.02)
+    assert Products.of(to_come, -to_come, 0.8).share == 0
+    assert Products.of(to_come, 9 * to_come, 0.8).share == 1
+    assert Products.of(np.zeros_like(to_come), to_come, 0.8).share == 0
+
+
+def test_small_tensors_have_a_share_together_which_is_cut_off_then() -> None:
+    rng = np.random.default_rng(0)
+
+    def of(n: int, share: float) -> Products:
+        to_come, noise = rng.standard_normal((2, n)).astype(np.float32)
+        return Products.of(to_come, share * to_come + 3 * noise, 1.0)
+
+    small = {f"bias {i}": of(200, 0.5) for i in range(100)}
+    raw = [one.both / one.own for one in small.values()]
+    assert min(raw) < 0.1
+    assert max(raw) > 0.9
+    shares = shares_of({"weight": of(65536, 0.9), **small})
+    assert shares["weight"] == pytest.approx(0.9, abs=0.05)
+    assert {round(shares[name], 6) for name in small} == {round(shares["bias 0"], 6)}
+    assert shares["bias 0"] == pytest.approx(0.5, abs=0.1)
+    # A pool that is too small itself has that of all.
+    few = shares_of({"weight": of(65536, 0.9), "bias": of(20, 0.1)})
+    assert few["bias"] == pytest.approx(few["weight"], abs=0.02)
+    assert shares_of({}) == {}
+
+
+def trail_of(run: Run, n: int = 15) -> Trail:
+    """A run that has been saved and has trained on."""
+    run.train(50)
+    trail = Trail()
+    trail.mark(run.state(), 50, is_restored=False)
+    run.train(n)
+    return trail
+
+
+def test_decoupled_weight_decay_is_no_movement_of_training() -> None:
+    run = Run(lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=20.0), size=256)
+    with torch.no_grad():
+        run.model.weight *= 100
+    trail = trail_of(run)
+    lost = {"weight": lost_of(run, dict(trail.courses(run.state(), 65))["weight"])}
+    assert trail.shares(run.state(), 65, lost)["weight"] == pytest.approx(1, abs=0.1)
+
+
+def test_without_movement_the_share_is_the_last_one() -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=256)
+    trail, step = trail_of(run), 65
+    lost = {"weight": lost_of(run, courses(run)["weight"])}
+    measured = trail.shares(run.state(), step, lost)
+    assert measured["weight"] > 0.85
+    for n_more in (0, 3):  # no update at all, and some with a rate of 0
+        trail.mark(run.state(), step, is_restored=False)
+        for group in run.optimizer.param_groups:
+            group["lr"] = 0.0
+        run.train(n_more)
+        assert trail.shares(run.state(), step + n_more, lost) == measured
+    trail.mark(run.state(), step, is_restored=True)  # right after a restore nothing more is lost
+    assert trail.shares(run.state(), step, lost) == {"weight": 0.0}
+
+
+def test_optimizers_that_count_no_updates_are_measured_by_the_steps_of_saves() -> None:
+    run = Run(OPTIMIZERS["SGD"], size=256)
+    trail = trail_of(run)
+    course = dict(trail.courses(run.state(), 65))["weight"]
+    share = trail.shares(run.state(), 65, {"weight": lost_of(run, course)})["weight"]
+    assert share == pytest.approx(1, abs=0.15)
+
+
+# --- the Checkpointer -----------------------------------------------------------------------------
+
+
+def saved(folder: Path, run: Run, steps: tuple[int, ...] = (50, 65), **options: Any) -> Checkpointer:
+    """Save at steps, after as much training each time; the Checkpointer is closed."""
+    given = {"config": Grid(), "keep": LOSSY, "background": False, **options}
+    saver, done = Checkpointer(folder, run.model, run.optimizer, **given), 0
+    with saver:
+        for step in steps:
+            run.train(step - done)
+            saver.save(step)
+            done = step
+    return saver
+
+
+def moves_recorded(folder: Path, step: int) -> dict[str, float | None]:
+    tensors = inspect(folder / f"step-{step:08d}.ckptz").tensors
+    return {
+        t.name.removeprefix("model."): t.lossy.settings.get("moved") if t.lossy else None  # type: ignore[misc]
+        for t in tensors
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_files_hold_weights_that_have_moved_on(tmp_path: Path, name: str) -> None:
+    run = Run(OPTIMIZERS[name], size=256)
+    saver = saved(tmp_path, run, config=Grid(step=2**-6))
+    report = saver.wait()
+    assert report is not None
+    assert not [note for note in report.notes if UNKNOWN in note]
+    share = moves_recorded(tmp_path, 65)["weight"]
+    assert share is not None
+    assert share > 0.85
+    exact, now = flat(run.model.weight), load_file(tmp_path / "step-00000065.ckptz")["model.weight"]
+    first, second = run.moments()
+    kept = load_file(tmp_path / "step-00000065.state.ckptz")
+    key = next(k for k in MOMENTS if f"optimizer.weight.{k}" in kept)
+    lost = flat(first) - flat(kept[f"optimizer.weight.{key}"])
+    moves = share * courses(run)["weight"].moves(lost, None if second is None else flat(second))
+    made = flat(now) - exact
+    assert float(made @ moves / (moves @ moves)) == pytest.approx(1, abs=0.1)
+
+
+def test_errors_are_recorded_against_the_weights_themselves(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=256)
+    saved(tmp_path, run)
+    for tensor in inspect(tmp_path / "step-00000065.ckptz").tensors:
+        restored = load_file(tmp_path / "step-00000065.ckptz")[tensor.name]
+        exact = run.model.state_dict()[tensor.name.removeprefix("model.")]
+        error = (restored - exact).square().mean().sqrt().item()
+        assert tensor.lossy is not None
+        assert tensor.lossy.rms_error == pytest.approx(error, rel=1e-3)
+
+
+def test_moves_do_not_add_up_where_nothing_is_restored(tmp_path: Path) -> None:
+    run, other = (Run(OPTIMIZERS["AdamW"], size=256) for _ in range(2))
+    saved(tmp_path / "one", run, (50, 65, 80, 95))
+    saved(tmp_path / "other", other, (50, 80, 95))
+    a, b = (
+        flat(load_file(tmp_path / name / "step-00000095.ckptz")["model.weight"]) for name in ("one", "other")
+    )
+    assert torch.equal(run.model.weight, other.model.weight)
+    assert np.abs(a - b).mean() < 0.2 * np.abs(a).mean()
+    assert moves_recorded(tmp_path / "one", 95)["weight"] == moves_recorded(tmp_path / "other", 95)["weight"]
+
+
+def test_a_save_right_after_a_restore_moves_nothing(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=256)
+    saved(tmp_path, run)
+    with Checkpointer(tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY) as saver:
+        saver.restore(65)
+        saver.save(66)
+        report = saver.wait()
+    assert report is not None
+    assert not [note for note in report.notes if UNKNOWN in note]
+    assert moves_recorded(tmp_path, 66) == {"weight": None, "bias": None}
+
+
+def test_after_a_restart_movement_is_measured_from_what_was_restored(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=256)
+    saved(tmp_path, run)
+    with Checkpointer(tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY) as saver:
+        saver.restore(65)
+        run.train(15)
+        saver.save(80)
+    share = moves_recorded(tmp_path, 80)["weight"]
+    assert share is not None
+    assert 0.7 < share <= 1
+
+
+def test_the_newest_step_comes_back_as_it_was(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=256)
+    saver = saved(tmp_path, run, keep=KeepPolicy(last=None))
+    exact, kept = flat(run.model.weight), flat(run.moments()[0])
+    run.train(3)
+    with saver:
+        saver.restore(65)
+    np.testing.assert_array_equal(flat(run.model.weight), exact)
+    np.testing.assert_array_equal(flat(run.moments()[0]), kept)
+    assert saver.restored is not None
+    assert saver.restored.is_exact
+
+
+def test_weights_of_16_bits_are_rounded_once(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=128)
+    run.model.to(torch.bfloat16)
+    run.optimizer = OPTIMIZERS["AdamW"](list(run.model.parameters()))
+    saved(tmp_path, run, config=Grid(step=2**-6))
+    share = moves_recorded(tmp_path, 65)["weight"]
+    assert share is not None
+    restored = load_file(tmp_path / "step-00000065.ckptz")["model.weight"]
+    assert restored.dtype == torch.bfloat16
+    assert not torch.equal(restored, run.model.weight)
+
+
+def test_tied_weights_move_once(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(128, 128) / 16)
+            self.head = torch.nn.Linear(128, 128, bias=False)
+            self.head.weight = self.weight
+
+    run = Run(OPTIMIZERS["AdamW"], size=128)
+    run.model = Tied()  # type: ignore[assignment]
+    run.optimizer = OPTIMIZERS["AdamW"](list(run.model.parameters()))
+    saver = saved(tmp_path, run)
+    exact = flat(run.model.weight)
+    with saver:
+        saver.restore(65)
+    assert run.model.weight is run.model.head.weight  # type: ignore[union-attr]
+    tensors = inspect(tmp_path / "step-00000065.ckptz").tensors
+    assert len(tensors) == 1
+    assert tensors[0].lossy is not None
+    assert 0 < float(tensors[0].lossy.settings["moved"]) <= 1
+    assert 0 < np.abs(flat(run.model.weight) - exact).max() < 0.5
+
+
+class Unknown(torch.optim.AdamW):
+    """Settings that nobody knows."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr, weight_decay=0)
+        for group in self.param_groups:
+            del group["amsgrad"]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["amsgrad"] = False
+        super().step(closure)
+        del self.param_groups[0]["amsgrad"]
+
+
+def test_weights_stay_where_nothing_is_known_of_the_optimizer(tmp_path: Path) -> None:
+    run = Run(lambda p: Unknown(p), size=128)
+    saved(tmp_path, run)
+    assert moves_recorded(tmp_path, 65) == {"weight": None, "bias": None}
+
+
+def test_frozen_weights_and_rates_of_zero_move_nothing(tmp_path: Path) -> None:
+    run = Run(lambda p: torch.optim.AdamW(p[1:], 1e-3), size=128)
+    run.model.weight.requires_grad_(False)
+    saved(tmp_path / "frozen", run)
+    assert moves_recorded(tmp_path / "frozen", 65)["weight"] is None
+    run = Run(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), size=128)
+    saved(tmp_path / "zero", run)
+    assert moves_recorded(tmp_path / "zero", 65) == {"weight": None, "bias": None}
+
+
+def test_new_parameters_stay_and_a_note_says_so(tmp_path: Path) -> None:
+    run = Run(lambda p: torch.optim.AdamW(p[1:], 1e-3, weight_decay=0), size=128)
+    saver = Checkpointer(tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY, background=False)
+    with saver:
+        run.train(50)
+        saver.save(50)
+        run.optimizer.add_param_group({"params": [run.model.weight]})
+        run.train(15)
+        saver.save(65)
+        report = saver.wait()
+    assert moves_recorded(tmp_path, 65)["weight"] is None
+    assert report is not None
+    assert [note for note in report.notes if UNKNOWN in note]
+
+
+def test_what_a_budget_was_measured_on_is_what_is_written(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=128)
+    budget = Budget(lambda _: 1.0, 0.5)
+    saved(tmp_path, run, budget=budget)
+    assert set(moves_recorded(tmp_path, 65).values()) == {None}
+
+
+def test_a_loop_that_asks_at_every_step_is_known_from_its_first_step(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=128)
+    with Checkpointer(
+        tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY, every=15, background=False
+    ) as saver:
+        for step in range(1, 16):
+            run.train(1)
+            saver.maybe_save(step)
+    share = moves_recorded(tmp_path, 15)["weight"]
+    assert share is not None
+    assert share > 0.5
+
+
+def test_what_does_not_tell_is_not_taken_for_a_share() -> None:
+    """Weights that were loaded after the first sample have moved far, and not by training."""
+    run = Run(OPTIMIZERS["AdamW"], size=128)
+    run.train(20)
+    trail = Trail()
+    trail.mark(run.state(), 20, is_restored=False)
+    with torch.no_grad():
+        run.model.weight += 30 * torch.randn(128, 128)
+    run.train(5)
+    assert trail.shares(run.state(), 25, {"weight": lost_of(run, courses(run)["weight"])}) == {}
+
+
+def test_parameters_without_elements_are_left_alone(tmp_path: Path) -> None:
+    run = Run(OPTIMIZERS["AdamW"], size=128)
+    run.model.nothing = torch.nn.Parameter(torch.zeros(0, 128))
+    run.optimizer = OPTIMIZERS["AdamW"](list(run.model.parameters()))
+    saved(tmp_path, run)
+    assert moves_recorded(tmp_path, 65)["nothing"] is None
+    assert moves_recorded(tmp_path, 65)["weight"] is not None
