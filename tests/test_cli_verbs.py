@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import ckptz.numpy as ckptz_numpy
 from ckptz import compress, restore
+from ckptz.container.index import FORMAT_VERSION
 from ckptz.dtypes import DTYPES
 from ckptz.errors import ConfigError
 from ckptz_cli.main import main
@@ -325,7 +326,7 @@ def test_the_list_of_verbs_cuts_no_sentence() -> None:
 
 def test_the_version_names_the_format_too() -> None:
     assert ckptz("--version").stdout.startswith("ckptz 0.")
-    assert "(format 1.0)" in ckptz("--version").stdout
+    assert f"(format {FORMAT_VERSION})" in ckptz("--version").stdout
 
 
 def test_help_is_quick_and_loads_little() -> None:
