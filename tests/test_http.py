@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import http.server
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,6 +56,19 @@ def _stall(handler: Handler, data: bytes, n: int) -> None:
         time.sleep(1.5)
 
 
+def _trickle(handler: Handler, data: bytes, send: Callable[[Handler, bytes], None]) -> None:
+    """Send the body a byte now and then, so that the server is never silent for long."""
+    body = io.BytesIO()
+    handler.wfile, out = body, handler.wfile  # type: ignore[assignment]
+    send(handler, data)
+    handler.wfile = out
+    head, _, rest = body.getvalue().partition(b"\r\n\r\n")
+    out.write(head + b"\r\n\r\n")
+    for at in range(len(rest)):
+        out.write(rest[at : at + 1])
+        time.sleep(0.1)
+
+
 def _endless(handler: Handler, data: bytes) -> None:
     _send(handler, 200, b"", Content_Length=None)
     end = time.monotonic() + 20
@@ -86,6 +100,8 @@ BEHAVIOURS: dict[str, Callable[[Handler, bytes], None]] = {
     "gzip": lambda h, d: _send(h, 200, gzip.compress(d), Content_Encoding="gzip"),
     "stalled": lambda h, d: _stall(h, d, 5),
     "stalled at once": lambda h, d: _stall(h, d, 0),
+    "trickling": lambda h, d: _trickle(h, d, lambda h, d: _send(h, 200, d)),
+    "trickling ranges": lambda h, d: _trickle(h, d, _ranged),
     "endless": _endless,
     "a huge length": lambda h, d: _send(h, 200, d, Content_Length=1 << 50),
     "a huge length to ranges": lambda h, d: _ranged(h, d, Content_Range=f"bytes 0-{len(d)}/{1 << 50}"),
@@ -120,6 +136,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.fixture
 def served(request: pytest.FixtureRequest, data: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(byte_source, "PATIENCE", 0.5)
+    monkeypatch.setattr(byte_source, "LEAST_RATE", 1 << 24)
     monkeypatch.setattr(byte_source, "MAX_UNKNOWN", 1 << 26)
     behave = BEHAVIOURS[request.param]
 

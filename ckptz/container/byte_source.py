@@ -9,6 +9,7 @@ import os
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Final, ParamSpec, Protocol, TypeVar
@@ -21,6 +22,7 @@ from ckptz.kernels.floats import Bytes
 FILE_URL: Final = "file://"
 FILE_SUFFIXES: Final = (".ckptz", ".safetensors", ".pt", ".pth", ".bin")
 PATIENCE: Final = 20.0  # seconds
+LEAST_RATE: Final = 1 << 16  # bytes a second; a server that sends less is given up
 MAX_UNKNOWN: Final = 4 << 30  # bytes of a file behind a URL that has no length
 MAX_PIECE: Final = 1 << 22
 P = ParamSpec("P")
@@ -75,10 +77,44 @@ def url_options(url: str) -> dict[str, Any]:
     Raises:
         ImportError: the library that speaks the protocol is not installed.
     """
-    if not url.startswith(("http://", "https://")):
+    if not _is_http(url):
         return {}
     patience = importlib.import_module("aiohttp").ClientTimeout(sock_connect=PATIENCE, sock_read=PATIENCE)
     return {"client_kwargs": {"timeout": patience}}
+
+
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def seconds_for(url: str, n_bytes: int) -> float | None:
+    """Give the seconds after which a request for so many bytes is given up; None for other protocols.
+
+    Silence alone is no limit: a byte now and then would break it for ever.
+    """
+    return PATIENCE + n_bytes / LEAST_RATE if _is_http(url) else None
+
+
+class Pace:
+    """Watches how much of a body comes that is read piece by piece."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._since, self._n_bytes = time.monotonic(), 0
+
+    def add(self, n_bytes: int) -> None:
+        """Count a piece.
+
+        Raises:
+            OSError: less than `LEAST_RATE` came over `PATIENCE`.
+        """
+        now = time.monotonic()
+        self._n_bytes += n_bytes
+        seconds = now - self._since
+        if seconds > PATIENCE:
+            if self._n_bytes < LEAST_RATE * seconds:
+                raise failed(self._name, TimeoutError())
+            self._since, self._n_bytes = now, 0
 
 
 def failed(name: str, error: Exception) -> OSError:
@@ -86,6 +122,8 @@ def failed(name: str, error: Exception) -> OSError:
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror or str(error), name)
     what = str(error) or f"{type(error).__name__} of the connection"
+    if isinstance(error, TimeoutError):
+        what = "the server is too slow; try again, or download it first"
     return OSError(errno.EIO, f"cannot be read: {what}", name)
 
 
@@ -121,8 +159,10 @@ def local_copy(path: Path) -> BinaryIO:
     try:
         n_bytes = 0
         with path.open("rb") as file:
-            while data := file.read(MAX_PIECE):
+            pace = Pace(str(path))
+            while data := _read(file, path, MAX_PIECE):
                 n_bytes += copy.write(data)
+                pace.add(len(data))
                 if n_bytes > MAX_UNKNOWN:
                     raise OSError(
                         errno.EFBIG,
@@ -136,11 +176,23 @@ def local_copy(path: Path) -> BinaryIO:
     return copy  # type: ignore[return-value]  # a wrapper that reads, writes and seeks like a file
 
 
+def _read(file: BinaryIO, path: Path, n_bytes: int) -> bytes:
+    """Read from a file behind a URL, in time."""
+    ahead = getattr(
+        file, "blocksize", None
+    )  # of a file that is read by ranges, its library asks for so much more
+    seconds = None if ahead is None else seconds_for(str(path), n_bytes + ahead)
+    if seconds is not None:
+        patience = importlib.import_module("aiohttp").ClientTimeout(total=seconds, sock_read=PATIENCE)
+        file.kwargs["timeout"] = patience  # type: ignore[attr-defined]  # fsspec hands it to its requests
+    return file.read(n_bytes)
+
+
 class UrlBytes:
     """A file behind a URL, read by ranges, or brought here whole if there are none; threads share it."""
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
+        self.name, self._path = str(path), path
         self._lock = threading.Lock()
         try:
             self._file = self._opened(path)
@@ -163,7 +215,7 @@ class UrlBytes:
         try:
             with self._lock:
                 self._file.seek(offset)
-                data = self._file.read(n_bytes)
+                data = _read(self._file, self._path, n_bytes)
         except Exception as error:
             raise failed(self.name, error) from error
         if len(data) < n_bytes:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.container.byte_source import FILE_URL, ByteSource, FileBytes, url_options
+from ckptz.container.byte_source import FILE_URL, ByteSource, FileBytes, seconds_for, url_options
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.store.places import LocalFolder
@@ -105,7 +105,9 @@ class UploadFolder:
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Read bytes begin..end of a file."""
-        return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
+        seconds = seconds_for(self.name, end - begin)
+        limit = {} if seconds is None else {"timeout": seconds}
+        return bytes(self._fs.cat_file(self._path(name), start=begin, end=end, **limit))
 
     def upload(self, path: Path, name: str) -> None:
         """Put a local file there under its final name; nothing there is sought in."""
