@@ -76,8 +76,8 @@ def tensors(draw: st.DrawFn, memory: Any, dtypes: list[Any]) -> Any:
         shape, strides, span = [room], [1], room
     offset = draw(st.integers(0, room - span))
     made = torch.empty(0, dtype=dtype).set_(memory, offset, tuple(shape), tuple(strides))
-    # torch cannot load floats of a byte that need a gradient.
-    is_real = (dtype.is_floating_point and dtype.itemsize > 1) or dtype.is_complex
+    # torch cannot load tensors without a typed storage that need a gradient.
+    is_real = (dtype.is_floating_point or dtype.is_complex) and dtype not in UNTYPED
     needs_grad = is_real and draw(st.booleans())
     if draw(st.integers(0, 3)) == 0:
         return torch.nn.Parameter(made, needs_grad)
