@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
+from ckptz.frameworks.plain_types import from_plain, to_plain
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]
@@ -99,7 +99,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
     return {
         "optimizer": {name: dict(state) for name, state in found["state"].items() if state},
         "classes": [type(optimizer).__name__ for optimizer in optimizers],
-        "groups": [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]],
+        "groups": [{key: _plain(value) for key, value in group.items()} for group in found["param_groups"]],
     }
 
 
@@ -221,8 +221,13 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Ma
 
 
 def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
-    """Give the states of extras by name, in plain values and tensors."""
-    return {name: plain(_state_of(name, extra)) for name, extra in extras.items()}
+    """Give the states of extras by name, in plain values and tensors; `extras_to_load` brings types back."""
+    return {name: to_plain(_state_of(name, extra), _itself) for name, extra in extras.items()}
+
+
+def _itself(tensor: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
+    del path
+    return tensor
 
 
 def _state_of(name: str, extra: Extra) -> Any:
@@ -288,20 +293,23 @@ def _extra_fault(extra: Extra, saved: Any) -> str | None:
 def extras_to_load(
     extras: Mapping[str, Extra], saved: Mapping[str, Any]
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Give for each extra, by name, what gives it its saved state."""
+    """Give for each extra, by name, what gives it its saved state.
+
+    Raises:
+        CorruptionError: a state has a value of a type that is not known.
+    """
     for name, extra in extras.items():
-        yield name, functools.partial(_load_extra, extra, saved[name])
+        yield name, functools.partial(_load_extra, extra, from_plain(saved[name]))
 
 
 def _load_extra(extra: Extra, saved: Any) -> None:
     if isinstance(extra, torch.Generator):
         extra.set_state(saved)
     elif isinstance(extra, Stateful):
-        extra.load_state_dict(like(saved, extra.state_dict()))
+        extra.load_state_dict(saved)
     else:
-        restored = like(saved, dict(extra))
         extra.clear()
-        extra.update(restored)
+        extra.update(saved)
 
 
 def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -> None:
@@ -327,33 +335,11 @@ def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -
         changed.append(name)
 
 
-def plain(value: Any) -> Any:
-    """Turn the collections and numbers of libraries in a value into Python's own.
-
-    A file has no place for their types. `like` brings the collections back; numbers stay Python's.
-    """
+def _plain(value: Any) -> Any:
+    """Turn the numbers of NumPy in a setting of an optimizer into Python's own."""
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, dict):
-        kind = OrderedDict if type(value) is OrderedDict else dict
-        return kind((key, plain(item)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(plain(item) for item in value)
-    return value
-
-
-def like(saved: Any, live: Any) -> Any:
-    """Give a saved value the collections that the live one has in its places."""
-    if isinstance(saved, dict) and isinstance(live, Mapping):
-        items = {key: like(value, live.get(key)) for key, value in saved.items()}
-        if isinstance(live, Counter):
-            return Counter(items)
-        if isinstance(live, defaultdict):
-            return defaultdict(live.default_factory, items)
-        return type(saved)(items)
-    if type(saved) in (list, tuple) and isinstance(live, Sequence) and len(saved) == len(live):
-        return type(saved)(map(like, saved, live))
-    return saved
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 def random_state() -> RandomState:
