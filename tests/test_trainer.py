@@ -67,6 +67,28 @@ def test_every_kept_folder_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert len(bases) < n_names, "the folders share the room of their bases"
 
 
+@pytest.mark.parametrize("left", [None, b"", b'{"epoch": 0.5, "glo'])
+def test_a_checkpoint_that_a_kill_left_unfinished_is_passed_over(tmp_path: Path, left: bytes | None) -> None:
+    trainer(tmp_path, max_steps=N_SAVES - 1).train()
+    unfinished = Path(shutil.copytree(tmp_path / "checkpoint-9", tmp_path / "checkpoint-10"))
+    (unfinished / "trainer_state.json").unlink()
+    (unfinished / "state.ckptz").unlink()
+    if left is not None:
+        (unfinished / "trainer_state.json").write_bytes(left)
+    resumed = trainer(tmp_path)
+    with pytest.warns(RuntimeWarning, match="checkpoint-10: is passed over"):
+        resumed.train(resume_from_checkpoint=True)
+    check_equal(final(resumed), uninterrupted())
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    run = trainer(tmp_path)
+    with pytest.warns(RuntimeWarning, match="checkpoint-1: is passed over"):
+        run.train(resume_from_checkpoint=True)
+    check_equal(final(run), uninterrupted())
+
+
 def anchor_bytes(folder: Path) -> int:
     with safe_open(folder / "model.ckptz", "pt") as file:
         return sum(tensor.nbytes for tensor in file.get_tensors().values())

@@ -14,6 +14,8 @@ docs/frameworks.md.
 from __future__ import annotations
 
 import contextlib
+import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +112,12 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             STATE_NAME: Chain(replace(ckptz, base=None), RunFiles(kept)),
         }
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Run the training as Trainer does; True to resume passes over checkpoints that a kill left unfinished."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_complete(Path(self.args.output_dir))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a model as Trainer does; a checkpoint's weights become model.ckptz."""
         if not _internal_call or output_dir is None:
@@ -186,6 +194,24 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             super()._load_rng_state(checkpoint)
             return
         set_random_state(load_state(path, jobs=1).get("rng"))
+
+
+def _newest_complete(folder: Path) -> str | bool | None:
+    """Find the newest checkpoint that is whole: the Trainer writes its own state last.
+
+    None, to begin anew, where none is whole; True, for the Trainer to refuse, where there is none at all.
+    """
+    found = folder.glob("checkpoint-*") if folder.is_dir() else ()
+    steps = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdecimal()}
+    for _, path in sorted(steps.items(), reverse=True):
+        try:
+            json.loads((path / "trainer_state.json").read_bytes())
+        except (FileNotFoundError, ValueError):
+            what = f"{path}: is passed over, because it was not written to its end"
+            warnings.warn(what, RuntimeWarning, stacklevel=3)
+        else:
+            return str(path)
+    return None if steps else True
 
 
 def _kept(args: Any) -> Kept:
