@@ -1,6 +1,6 @@
 """The main job from end to end: train, save, compress, restore, and train on as if nothing had happened.
 
-    make demo                        about three minutes on two cores
+    make demo                        three to four minutes on two cores
     python -m bench.demo --quick     a toy model and a few steps, to see that everything runs
 
 A byte-level GPT learns the Python standard library's source and saves six checkpoints with its optimizer
