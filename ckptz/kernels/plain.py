@@ -1,7 +1,8 @@
 """What lossless files need, in plain numpy: the start of a process, and the definition of its compiled twin.
 
-Loading compiled kernels takes a third of a second, and compiling them several. Work that is done sooner is done here:
-`ckptz.kernels` turns to the compiled ones after `PATIENCE` seconds of it. Both write the same bytes.
+Loading compiled kernels takes a third of a second, and compiling them several. Work that is done sooner is
+done here: `ckptz.kernels` turns to the compiled ones after `PATIENCE` seconds of it. Both write the same
+bytes.
 """
 
 from __future__ import annotations

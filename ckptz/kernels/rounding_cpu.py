@@ -43,13 +43,11 @@ def _threshold(seeded: Any, low: Any) -> Any:
 def _thresholds(key: int, begin: int, out: Any) -> None:
     for i in range(len(out)):
         low = uint32(uint64(begin + i) & uint64(0xFFFFFFFF))
-        out[i] = _threshold(_seeded(key, begin + i), low)
+        out[i] = float32(0.5) if key == NEAREST else _threshold(_seeded(key, begin + i), low)
 
 
 def thresholds(key: int, begin: int, n: int) -> Floats:
     """Draw thresholds [n], uniform in [0, 1), of elements begin..begin+n; all one half for NEAREST."""
-    if key == NEAREST:
-        return np.full(n, 0.5, np.float32)
     out: Floats = np.empty(n, np.float32)
     _thresholds(key, begin, out)
     return out
