@@ -113,7 +113,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         }
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run the training as Trainer does; True to resume passes over checkpoints that a kill left unfinished."""
+        """Run the training as Trainer does; True to resume passes over checkpoints that are unfinished."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(Path(self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
