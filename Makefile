@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= passive
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' Makefile | expand -t 18
 
-demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-output/, three to four minutes
+demo: $(DEV) ## train, compress, restore, resume: a table and a picture in demo-output/, about three minutes
 	$(BIN)/python -m bench.demo
 
 test: $(DEV) ## the test suite, in two processes
