@@ -20,6 +20,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+import ckptz
+from ckptz import KeepPolicy
 from ckptz.errors import CkptzError, WriteError
 from ckptz.integrations import linked as linked_files
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
@@ -487,3 +489,20 @@ def test_a_step_is_published_whatever_becomes_of_the_older_ones(
         assert ("older stays" in done.note) == (failing == "sizes")
         assert follow(folder, 1) == 1
         assert follow(folder) == 6
+
+
+@pytest.mark.parametrize("last", ["ckptz-index.json", "trainer_state.json"])
+def test_prune_keeps_all_where_the_newest_step_was_not_written_to_its_end(tmp_path: Path, last: str) -> None:
+    for step in (1, 2, 3):
+        folder = tmp_path / f"checkpoint-{step}"
+        Chain(ChainOptions(jobs=1)).write(folder / "model.ckptz", job_of({"w": torch.full((9,), step)}, step))
+        if step < 3:
+            (folder / last).write_text("{}")
+    report = ckptz.prune(tmp_path, KeepPolicy(last=1))
+    assert report.removed == ()
+    assert (
+        f"checkpoint-3 cannot be read, so all that is older stays until it can: has no {last}"
+        in report.notes[0]
+    )
+    assert ckptz.prune(tmp_path, after=2).removed == ("checkpoint-3",)
+    assert ckptz.prune(tmp_path, KeepPolicy(last=1)).removed == ("checkpoint-1",)

@@ -7,14 +7,15 @@ import shutil
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 from ckptz.container.byte_source import open_bytes
 from ckptz.container.publish import abandoned
 from ckptz.container.reader import Container
-from ckptz.errors import CkptzError, ConfigError, MissingBaseError, whole
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError, whole
 from ckptz.store.needs import needs_of
 from ckptz.store.places import LocalFolder
 from ckptz.store.remote import place_of
@@ -23,6 +24,9 @@ from ckptz.store.retention import KEEP_ALL, KeepPolicy, PruneReport, check_best,
 from ckptz.store.runs import EXACT, inode_of, is_base_name, run_files, step_of
 from ckptz.store.step_files import METRIC_KEY, StepFile
 from ckptz.store.steps import number_of
+
+# Files that are written into a step's folder last: without them it was not written to its end.
+LAST_FILES: Final = ("ckptz-index.json", "trainer_state.json")
 
 
 def prune(
@@ -104,7 +108,14 @@ def _units_of(folder: Path) -> list[_Unit]:
     files: dict[Path, list[Path]] = {}
     for path in run_files(folder, with_links=True):
         files.setdefault(path if path.parent == folder else path.parent, []).append(path)
-    return [_unit(path.name, path, tuple(found)) for path, found in files.items()]
+    units = [_unit(path.name, path, tuple(found)) for path, found in files.items()]
+    steps = [unit for unit in units if unit.path != unit.files[0]]
+    for name in LAST_FILES:
+        ends = {unit.path: (unit.path / name).exists() for unit in steps}
+        if any(ends.values()):  # as other steps of the run have it
+            error = CorruptionError(f"has no {name}, as of a save that was cut off")
+            units = [unit if ends.get(unit.path, True) else replace(unit, error=error) for unit in units]
+    return units
 
 
 def _unit(name: str, path: Path, files: tuple[Path, ...]) -> _Unit:
