@@ -27,6 +27,7 @@ from ckptz.entropy.frequency import (
     packed_bytes,
     parse_table,
     row_cost_bits,
+    row_entropy_bits,
     slot_tables,
 )
 from ckptz.errors import CorruptionError, UnsupportedError
@@ -308,9 +309,7 @@ def _encode_counted(
     symbols, ends = joined(parts)
     if counts is None:
         counts = cpu().count_streams(symbols, ends)
-    tables = normalise(counts)
-    rows = zip(parts, packed_bytes(tables).tolist(), row_cost_bits(counts, tables).tolist(), strict=True)
-    owns = [OwnTable.of(len(part), n_packed, own_bits) for part, n_packed, own_bits in rows]
+    tables, owns = _own_tables([len(part) for part in parts], counts)
     sparse = {} if nested else _encode_sparse(parts, counts)
     least = _least_zstd([middle_of(part) for part in parts], owns)
     found = [
@@ -329,6 +328,21 @@ def _encode_counted(
         for k, stream in zip(at, coded, strict=True):
             found[k] = CoderId.RANS_OWN, stream
     return [stream for stream in found if stream is not None]
+
+
+def _own_tables(sizes: Sequence[int], counts: Counts) -> tuple[Frequencies, list[OwnTable]]:
+    """Make and weigh a table [m, 256] for each stream of so many codes; none is made that cannot pay."""
+    bits, used = row_entropy_bits(counts), counts > 0
+    # A frequency takes at least a bit, and there is one for each symbol from the first to the last.
+    n_packed = 3 + (255 - used.argmax(axis=1) - used[:, ::-1].argmax(axis=1)) // 8
+    weighed = zip(sizes, n_packed.tolist(), bits.tolist(), strict=True)
+    may_pay = [OwnTable.of(*each).pays for each in weighed]
+    tables = np.zeros(counts.shape, np.uint16)
+    if any(may_pay):
+        tables[may_pay] = found = normalise(counts[may_pay])
+        n_packed[may_pay], bits[may_pay] = packed_bytes(found), row_cost_bits(counts[may_pay], found)
+    weighed = zip(sizes, n_packed.tolist(), bits.tolist(), strict=True)
+    return tables, [OwnTable.of(*each) for each in weighed]
 
 
 def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
