@@ -27,6 +27,7 @@ MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CLASSES: Final = 256
 
 MIN_REPEATED: Final = 1 << 12  # units of a row; shorter ones are filled together
+MIN_RUN: Final = 32  # units that are moved as a whole
 
 Labels = NDArray[Any]  # uint8 or uint16
 
@@ -128,6 +129,52 @@ def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_units: 
     for label, row in zip(own.tolist(), range(first, last), strict=True):
         labels[max(row * row_units - begin, 0) : (row + 1) * row_units - begin] = label
     return labels
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The units [n] of a chunk as runs of one class each.
+
+    Attributes:
+        size: units of a run.
+        order: the runs in class order, or None where they stand in it already.
+        per_class: units of each class [n_classes].
+    """
+
+    size: int
+    order: NDArray[np.intp] | None
+    per_class: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, labels: NDArray[np.uint8], size: int, n_classes: int) -> Runs:
+        """Sort runs of `size` units by the label of each."""
+        is_sorted = bool((labels[1:] >= labels[:-1]).all())
+        order = None if is_sorted else np.argsort(labels, kind="stable")
+        return cls(size, order, np.bincount(labels, minlength=n_classes) * size)
+
+    def group(self, codes: Bytes) -> Bytes:
+        """Put codes [n] in class order."""
+        return codes if self.order is None else codes.view(f"V{self.size}")[self.order].view(np.uint8)
+
+    def ungroup(self, grouped: Bytes) -> Bytes:
+        """Put codes [n] from class order in that of the units."""
+        if self.order is None:
+            return grouped
+        codes = np.empty_like(grouped)
+        codes.view(f"V{self.size}")[self.order] = grouped.view(f"V{self.size}")
+        return codes
+
+
+def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_units: int) -> Runs | None:
+    """Find runs in units begin..end; None if classes depend on more than the place, or change too often."""
+    rule = rules[0] if len(rules) == 1 else None
+    if not isinstance(rule, Row | Block):
+        return None
+    whole = row_units if isinstance(rule, Row) else rule.size
+    size = math.gcd(whole, begin, end)
+    if size < MIN_RUN:
+        return None
+    return Runs.of(rule.indices[np.arange(begin, end, size) // whole], size, rule.radix)
 
 
 def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:

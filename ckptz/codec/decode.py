@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import ByteReader, xxh64
-from ckptz.class_rules import Labels, labels_of, moved
+from ckptz.class_rules import Labels, labels_of, moved, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import BASE_MODES, Predictor, kernel_mode
 from ckptz.codec.units import ChunkSources
@@ -183,7 +183,10 @@ class _Streams:
         self._next, self._offset = 0, 0
         rules = header.plan.rules
         self._check_base_codes()
-        self._labels: Labels | None = labels_of(rules, sources, header.row_units) if rules else None
+        self._runs = runs_of(rules, sources.begin, sources.end, header.row_units)
+        self._labels: Labels | None = None
+        if rules and (self._runs is None or header.plan.quant_map is not None):
+            self._labels = labels_of(rules, sources, header.row_units)
         self._per_class = self._count_classes()
 
     def _check_base_codes(self) -> None:
@@ -196,6 +199,8 @@ class _Streams:
             raise MissingBaseError(f"the base's codes are not those that this delta was grouped by{title}")
 
     def _count_classes(self) -> NDArray[np.int64] | None:
+        if self._runs is not None:
+            return self._runs.per_class
         if self._labels is None:
             return None
         if self._labels.dtype == np.uint8:
@@ -274,7 +279,10 @@ class _Streams:
             self._in_class_order(i, data) if i in by_class else self._plain(coder, data, self._n)
             for i, (coder, data) in enumerate(streams)
         ]
-        if by_class:
+        if self._runs is not None:
+            for i in by_class:
+                codes[i] = self._runs.ungroup(codes[i])
+        elif by_class:
             for i, own in zip(by_class, moved([codes[i] for i in by_class], self._ungrouped), strict=True):
                 codes[i] = own
         return codes

@@ -15,7 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import xxh64, xxh64_of_parts
-from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels, Magnitude, labels_of, moved
+from ckptz.class_rules import (
+    MAX_TABLES,
+    N_MAGNITUDE_CLASSES,
+    Labels,
+    Magnitude,
+    Runs,
+    labels_of,
+    moved,
+    runs_of,
+)
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, PlaneMode, Predictor, StreamTables, kernel_mode, planes_plan
 from ckptz.codec.units import ChunkSources, TensorSource
@@ -31,6 +40,7 @@ from ckptz.entropy.streams import (
     Segments,
     Stream,
     cut,
+    encode_rans,
     encode_rans_streams,
     encode_sparse,
     encode_streams,
@@ -166,6 +176,33 @@ def _encode_codes(planes: Any, draft: Draft, labels: Labels | None) -> list[Stre
     return [stream for [stream] in encode_by_classes(planes, ends, labels, n_classes, classed)]
 
 
+def encode_by_runs(planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables]) -> list[Stream]:
+    """Code planes of a chunk by the tables of its runs, where these have all its codes, or by others."""
+    classes = np.flatnonzero(runs.per_class)
+    streams = list[Stream]()
+    for plane, own in zip(planes, tables, strict=True):
+        segments = own.segments(classes, runs.per_class[classes])
+        is_one = bool((segments.table_of == segments.table_of[0]).all())
+        grouped = plane if is_one else runs.group(plane)
+        if is_one or not _covers(segments, grouped):
+            streams += encode_streams([plane])
+        else:
+            streams.append((CoderId.RANS_SHARED, encode_rans(grouped, segments, len(plane))))
+    return streams
+
+
+def _covers(segments: Segments, grouped: Bytes) -> bool:
+    """Tell whether each segment's table has all codes from the least of its codes [n] to the greatest."""
+    begins = np.concatenate(([0], segments.ends[:-1]))
+    least, most = np.minimum.reduceat(grouped, begins), np.maximum.reduceat(grouped, begins)
+    n_used = np.cumsum(segments.tables > 0, axis=1, dtype=np.int64)[segments.table_of]
+    row = np.arange(len(begins))
+    n_between = n_used[row, most] - n_used[row, least]
+    return bool(
+        (n_between == most.astype(np.int64) - least).all() and segments.tables[segments.table_of, least].all()
+    )
+
+
 def encode_values(units: Units) -> list[Stream]:
     """Code units [n] as they are, each byte plane a stream; empty streams for no units."""
     if not len(units):
@@ -250,7 +287,9 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
     is_lossless = plan.quant_map is None and draft.rounding is None
     exact = unmoved(source).units(sources.begin, sources.end)
     units = exact if is_lossless else source.units(sources.begin, sources.end)
-    labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
+    runs = runs_of(plan.rules, sources.begin, sources.end, header.row_units)
+    runs = None if plan.quant_map is not None else runs
+    labels = labels_of(plan.rules, sources, header.row_units) if plan.rules and runs is None else None
     deviation, decoded = None, units
     if plan.quant_map is None:
         if draft.rounding is not None:
@@ -261,7 +300,8 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
         if changed is None:
             planes = cpu().split_planes(decoded, base, kernel_mode(plan.mode, source.dtype))
-            changed = _encode_codes(planes, draft, labels)
+            by_runs = None if runs is None else encode_by_runs(planes, runs, plan.tables)
+            changed = by_runs or _encode_codes(planes, draft, labels)
         streams = changed
     else:
         quantized = _quantize(header, draft.quantizer, units, sources, labels)

@@ -380,7 +380,7 @@ def _by_another(
         return CoderId.CONSTANT, bytes((common,))
     plain = min(own.n_bytes if own.pays else n, beat)
     candidates: list[tuple[CoderId, bytes]] = [] if sparse is None else [(CoderId.SPARSE, sparse)]
-    if _zstd_promises(middle_of(symbols), n, plain, least):
+    if zstd_promises(middle_of(symbols), n, plain, least):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
     if candidates and len(stream) < plain:
@@ -423,7 +423,7 @@ def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
         return False
     sample = np.ascontiguousarray(spread).reshape(-1)
     is_even = entropy_bits(cpu().histogram(sample)[None]) > RANDOM_BITS * len(sample)
-    return is_even and not _zstd_promises(middle, n, n)
+    return is_even and not zstd_promises(middle, n, n)
 
 
 def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[float]:
@@ -440,7 +440,8 @@ def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[floa
     return least
 
 
-def _zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
+def zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
+    """Tell by a sample whether zstd takes clearly less of n codes than another coder; at least `least` of it."""
     other_bytes *= len(middle) / n
     if least > ZSTD_MAY_GAIN * other_bytes:
         return False

@@ -17,9 +17,18 @@ import numpy as np
 
 from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
-from ckptz.codec.units import CHUNK_UNITS, TensorSource
+from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource
 from ckptz.dtypes import DType
-from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, Rows, encode_classed, encode_planes
+from ckptz.encoding.chunk import (
+    MAX_SPARSE_SHARE,
+    Batch,
+    Encoded,
+    Rows,
+    encode_chunk,
+    encode_classed,
+    encode_planes,
+)
+from ckptz.encoding.contexts import plan_contexts
 from ckptz.encoding.draft import Draft, plane_counts, stream_tables
 from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.kernels import cpu, planning
@@ -104,7 +113,7 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     """Plan the smallest frame; `base` has the same dtype and shape, and `run` maps over chunks."""
     n_units = source.n_units
     if base is None or not n_units:
-        return Draft(exact_plan(source.dtype))
+        return plan_contexts(source, run) or Draft(exact_plan(source.dtype))
     begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_UNITS, n_units)
     [(mode, is_classed)] = _choose(
@@ -126,7 +135,7 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
     units, base_units = ([one.units(0, one.n_units) for one in tensors] for tensors in (sources, bases))
     batch = Batch(dtype, units, base_units)
     if not bases:
-        return encode_planes(batch, exact_plan(dtype))
+        return _encode_whole(sources, batch)
     choices, encoded = _choose(batch, [len(own) for own in units]), dict[int, Encoded]()
     for choice in dict.fromkeys(choices):
         which, (mode, is_classed) = [k for k, other in enumerate(choices) if other == choice], choice
@@ -134,6 +143,17 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
         found = encode_classed(part, mode) if is_classed else encode_planes(part, planes_plan(mode))
         encoded |= zip(which, found, strict=True)
     return [encoded[k] for k in range(len(sources))]
+
+
+def _encode_whole(sources: Sequence[TensorSource], batch: Batch) -> list[Encoded]:
+    """Encode tensors without bases: those that contexts make smaller, and the others together."""
+    drafts = [plan_contexts(source) for source in sources]
+    plain = [k for k, draft in enumerate(drafts) if draft is None]
+    rest = iter(encode_planes(batch.only(plain), exact_plan(batch.dtype)) if plain else ())
+    return [
+        next(rest) if draft is None else (draft, encode_chunk(source, draft, ChunkSources(0, source.n_units)))
+        for source, draft in zip(sources, drafts, strict=True)
+    ]
 
 
 def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
