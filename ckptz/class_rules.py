@@ -7,7 +7,7 @@ the mixed-radix number of their labels, the first rule most significant.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from ckptz.bits import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import RAW, Bytes, Units
 
 MAX_RULES: Final = 3
 MAX_CLASSES: Final = 1 << 12
@@ -138,18 +137,6 @@ def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int)
         for rule in rules[1:]:
             labels = labels * np.uint16(rule.radix) + _labels_of(rule, sources, row_units)
     return labels
-
-
-def moved(planes: Sequence[Bytes], move: Callable[[Units], Units]) -> list[Bytes]:
-    """Move the codes of planes, each [n], by what moves units: as many planes at once as make one."""
-    k = 1 << (min(len(planes), 8).bit_length() - 1)
-    if k == 1:
-        return [move(planes[0])]
-    units = np.empty(len(planes[0]), f"u{k}")
-    cpu().merge_planes(planes[:k], units, RAW, units)
-    there = move(units)
-    rest = moved(planes[k:], move) if k < len(planes) else []
-    return [*cpu().split_planes(there, there, RAW), *rest]
 
 
 def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:

@@ -22,8 +22,6 @@ from ckptz.kernels.floats import MAX_TABLE_ORDER, SCALE, SCALE_BITS, Bytes, Coun
 MAX_ORDER: Final = MAX_TABLE_ORDER
 Reals = NDArray[np.float64]
 
-FEW_ROWS: Final = 16  # are sorted sooner than a compiled kernel is loaded
-
 _ORDERS: Final = np.arange(MAX_ORDER + 1)
 # Binary logarithms by libm: numpy's own differ in the last bit from processor to processor.
 _LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
@@ -101,7 +99,7 @@ def normalise(counts: Counts) -> Frequencies:
         frequencies += (gain >= least[:, None]) & ((missing > 0) & ~is_tied)[:, None]
         if is_tied.any():
             tied = gain[is_tied]
-            order = (cpu() if len(tied) > FEW_ROWS else plain).ascending(tied)
+            order = cpu().ascending(tied)
             is_given = np.arange(256) >= (256 - missing[is_tied])[:, None]
             row = np.flatnonzero(is_tied).repeat(missing[is_tied])
             frequencies[row, order[is_given]] += np.uint16(1)
@@ -228,13 +226,3 @@ def encoding_tables(frequencies: Frequencies) -> NDArray[np.uint64]:
     starts = np.cumsum(frequencies, axis=1, dtype=np.uint64) - frequencies
     starts[frequencies == 0] = 0
     return _ENTRIES[frequencies] | starts << np.uint64(32)
-
-
-def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
-    """Make decoding tables [n, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
-    wide = frequencies.astype(np.uint32)
-    starts = np.cumsum(wide, axis=1, dtype=np.uint32) - wide
-    entries = np.arange(256, dtype=np.uint32) | (wide - np.uint32(1)) << np.uint32(8)
-    entries -= starts << np.uint32(20)  # modulo 2^32; the slot makes up for it
-    slots = np.repeat(entries.reshape(-1), frequencies.reshape(-1)).reshape(-1, SCALE)
-    return slots + (np.arange(SCALE, dtype=np.uint32) << np.uint32(20))

@@ -27,7 +27,6 @@ from ckptz.entropy.frequency import (
     packed_bytes,
     parse_table,
     row_cost_bits,
-    slot_tables,
 )
 from ckptz.errors import CorruptionError, UnsupportedError
 from ckptz.kernels import cpu
@@ -81,7 +80,7 @@ class Segments:
 
     def slot_tables(self) -> NDArray[np.uint32]:
         """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or here."""
-        return slot_tables(self.tables) if self.slots is None else self.slots
+        return cpu().slot_tables(self.tables) if self.slots is None else self.slots
 
 
 class _Zstd(Protocol):

@@ -333,6 +333,24 @@ def rans_decode(
     )
 
 
+@kernel
+def _slot_tables(frequencies: Any, slots: Any) -> None:
+    for row in range(len(frequencies)):
+        start: Any = 0
+        for symbol in range(256):
+            n = np.int64(frequencies[row, symbol])
+            entry, here = uint32(symbol | (n - 1) << 8), slots[row, start : start + n]
+            for i in range(n):
+                here[i] = entry | uint32(i) << uint32(20)
+            start += n
+
+
+def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
+    slots = np.empty((len(frequencies), SCALE), np.uint32)
+    _slot_tables(frequencies, slots)
+    return slots
+
+
 # --- frequency tables ---------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from ckptz.kernels.floats import (
     XOR,
     Bytes,
     Counts,
+    Frequencies,
     Units,
     order,
 )
@@ -108,33 +109,41 @@ def _unzigzag(code: Units) -> Units:
     return (code >> one) ^ (_zeros(code) - (code & one))
 
 
+def transform(units: Units, base: Units, mode: int) -> Units:
+    """Turn units [n] into what a plane mode splits; spec/03-transforms.md#planes."""
+    if mode == ROTATED:
+        return _rotate(units, 1)
+    if mode == XOR:
+        return units ^ base
+    if mode == DIFFERENCE:
+        return _zigzag(units - base)
+    return _zigzag(order(units) - order(base)) if mode == ORDERED_DIFFERENCE else units
+
+
+def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
+    """Undo `transform`, into `out` [n], which may be `codes`."""
+    if mode == ROTATED:
+        out[:] = _rotate(codes, 8 * out.itemsize - 1)
+    elif mode == XOR:
+        np.bitwise_xor(codes, base, out)
+    elif mode == DIFFERENCE:
+        out[:] = base + _unzigzag(codes)
+    elif mode == ORDERED_DIFFERENCE:
+        out[:] = unorder(order(base) + _unzigzag(codes))
+    else:
+        out[:] = codes
+
+
 @_counted
 def split_planes(units: Units, base: Units, mode: int) -> Bytes:
     """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first."""
-    if mode == ROTATED:
-        units = _rotate(units, 1)
-    elif mode == XOR:
-        units = units ^ base
-    elif mode == DIFFERENCE:
-        units = _zigzag(units - base)
-    elif mode == ORDERED_DIFFERENCE:
-        units = _zigzag(order(units) - order(base))
-    return np.ascontiguousarray(units.reshape(-1, 1).view(np.uint8).T)
+    return np.ascontiguousarray(transform(units, base, mode).reshape(-1, 1).view(np.uint8).T)
 
 
 @_counted
 def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
     """Undo `split_planes`, into `out`; each plane is an array [n]."""
-    units = np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1)
-    if mode == ROTATED:
-        units = _rotate(units, 8 * out.itemsize - 1)
-    elif mode == XOR:
-        units = units ^ base
-    elif mode == DIFFERENCE:
-        units = base + _unzigzag(units)
-    elif mode == ORDERED_DIFFERENCE:
-        units = unorder(order(base) + _unzigzag(units))
-    out[:] = units
+    restore(np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1), base, mode, out)
 
 
 @_counted
@@ -269,6 +278,20 @@ def rans_decode(
             p += len(low)
     out[:] = flat[slots.reshape(-1)[: len(out)]]
     return p == len(words) and bool((state == STATE_LOW).all())
+
+
+@_counted
+def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
+    """Make decoding tables [n, 4096] of frequencies [n, 256], each row of which has the sum 4096.
+
+    Entries are symbol | (frequency - 1) << 8 | (slot - start) << 20.
+    """
+    wide = frequencies.astype(np.uint32)
+    starts = np.cumsum(wide, axis=1, dtype=np.uint32) - wide
+    entries = np.arange(256, dtype=np.uint32) | (wide - np.uint32(1)) << np.uint32(8)
+    entries -= starts << np.uint32(20)  # modulo 2^32; the slot makes up for it
+    slots = np.repeat(entries.reshape(-1), frequencies.reshape(-1)).reshape(-1, SCALE)
+    return slots + (np.arange(SCALE, dtype=np.uint32) << np.uint32(20))
 
 
 # --- Exp-Golomb codes ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.dtypes import DType
-from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, Rows, encode_classed, encode_planes
+from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, encode_classed, encode_planes
 from ckptz.encoding.draft import Draft, plane_counts, stream_tables
 from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.kernels import cpu, planning
@@ -139,17 +139,12 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
 def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
     """Choose the mode of tensors of so many units, and whether they have classes, by their first units."""
     modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
-    sample = batch.only(range(len(n_units)), SAMPLE_UNITS)
-    _, ends = sample.flat
-    rows = Rows.of(cpu().magnitude_classes(sample.flat_bases), ends)
-    begins, bits = np.concatenate(([0], rows.ends[:-1])), np.zeros((len(n_units), len(modes)))
-    for j, mode in enumerate(modes):
-        for plane in sample.planes(mode):
-            if j < len(_DELTA_MODES):
-                counts = cpu().class_histogram(rows.labels, plane, rows.n_labels)[rows.used]
-                bits[:, j] += np.add.reduceat(planning().entropies(counts), begins)
-            else:
-                bits[:, j] += planning().entropies(cpu().count_streams(plane, ends))
+    sample, bits = batch.only(range(len(n_units)), SAMPLE_UNITS), np.zeros((len(n_units), len(modes)))
+    for j, mode in enumerate(_DELTA_MODES):
+        ordered = sample.by_magnitude.sort(sample.transformed(mode))
+        bits[:, j] = ordered.by_tensor(planning().entropies(ordered.counts))
+    for plane in sample.planes(modes[-1]):
+        bits[:, -1] += planning().entropies(cpu().count_streams(plane, sample.flat[1]))
     chosen = []
     for n, (*own, plain) in zip(n_units, bits.tolist(), strict=True):
         least = min(own)

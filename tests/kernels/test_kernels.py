@@ -18,7 +18,6 @@ from ckptz.entropy.frequency import (
     packed_bytes,
     row_cost_bits,
     row_entropy_bits,
-    slot_tables,
 )
 from ckptz.kernels import compiled as cpu_kernels
 from ckptz.kernels import torch as torch_kernels
@@ -87,6 +86,10 @@ def test_planes_split_alike_and_merge_back(dtype: Any, data: st.DataObject) -> N
             out = np.empty_like(units)
             kernels.merge_planes(list(planes), base, mode, out)
             np.testing.assert_array_equal(out, units)
+        codes = check_equal("transform", dtype, units, base, mode)
+        for kernels in (reference, cpu_kernels()):
+            kernels.restore(codes, base, mode, out)
+            np.testing.assert_array_equal(out, units)
 
 
 @pytest.mark.parametrize("dtype", UNIT_TYPES)
@@ -98,10 +101,16 @@ def test_classes_histograms_and_grouping_agree(dtype: Any, data: st.DataObject) 
     classes = check_equal("magnitude_classes", np.uint8, units)
     check_equal("histogram", np.int64, symbols)
     counts = check_equal("class_histogram", np.int64, classes, symbols, 256)
-    np.testing.assert_array_equal(cpu_kernels().class_counts(classes, 256), counts.sum(axis=1))
     assert counts.sum() == len(units)
-    grouped = check_equal("group", np.uint8, symbols, classes, 256)
-    np.testing.assert_array_equal(check_equal_into("ungroup", symbols, grouped, classes, 256), symbols)
+    ends = np.unique([*data.draw(st.lists(st.integers(1, len(units)), max_size=3)), len(units)])
+    per_class = check_equal("class_counts", np.uint32, classes, ends, 256)
+    np.testing.assert_array_equal(per_class.sum(axis=(0, 1)), counts.sum(axis=1))
+    for codes in (symbols, units):
+        check_equal("group", codes.dtype, codes, classes, ends, per_class)
+        whole = np.array([len(units)])
+        own = check_equal("class_counts", np.uint32, classes, whole, 256)
+        grouped = check_equal("group", codes.dtype, codes, classes, whole, own)
+        np.testing.assert_array_equal(check_equal_into("ungroup", codes, grouped, classes, own), codes)
 
 
 def test_classes_of_many_codes_are_counted_as_those_of_few() -> None:
@@ -258,7 +267,7 @@ def test_rans_streams_are_equal_and_decode(data: st.DataObject) -> None:
     fast_states, fast_words = coded(cpu_kernels(), symbols, *arguments)
     np.testing.assert_array_equal(fast_states, states)
     np.testing.assert_array_equal(fast_words, words)
-    slots = slot_tables(frequencies)
+    slots = check_equal("slot_tables", np.uint32, frequencies)
     for kernels in (reference, cpu_kernels()):
         out = np.empty_like(symbols)
         assert kernels.rans_decode(words, states, ends, table_of, slots, out)
