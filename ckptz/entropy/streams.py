@@ -24,7 +24,6 @@ from ckptz.entropy.frequency import (
     entropy_bits,
     normalise,
     pack_tables,
-    packed_bytes,
     parse_table,
     row_cost_bits,
 )
@@ -308,7 +307,8 @@ def _encode_counted(
     if counts is None:
         counts = cpu().count_streams(symbols, ends)
     tables = normalise(counts)
-    rows = zip(parts, packed_bytes(tables).tolist(), row_cost_bits(counts, tables).tolist(), strict=True)
+    packed = [table.tobytes() for table in cut(*pack_tables(tables))]
+    rows = zip(parts, map(len, packed), row_cost_bits(counts, tables).tolist(), strict=True)
     owns = [OwnTable.of(len(part), n_packed, own_bits) for part, n_packed, own_bits in rows]
     sparse = {} if nested else _encode_sparse(parts, counts)
     least = _least_zstd([middle_of(part) for part in parts], owns)
@@ -320,11 +320,12 @@ def _encode_counted(
     ]
     if at := [k for k, other in enumerate(found) if other is None]:
         own = tables[at]
-        packed = [table.tobytes() for table in cut(*pack_tables(own))]
         segments = Segments(ends[at], np.arange(len(at)), own)
         begins = np.concatenate(([0], ends[:-1]))
         lanes = np.array([n_lanes_for(owns[k].n_bytes) for k in at])
-        coded = encode_rans_streams(symbols, begins[at], np.arange(1, len(at) + 1), segments, lanes, packed)
+        coded = encode_rans_streams(
+            symbols, begins[at], np.arange(1, len(at) + 1), segments, lanes, [packed[k] for k in at]
+        )
         for k, stream in zip(at, coded, strict=True):
             found[k] = CoderId.RANS_OWN, stream
     return [stream for stream in found if stream is not None]

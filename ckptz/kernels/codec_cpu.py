@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ckptz.kernels.coding_cpu import (  # noqa: F401
-    ascending,
     count_streams,
     histogram,
+    normalise,
+    pack_tables,
     rans_decode,
     rans_encode,
     repeats,

@@ -77,6 +77,7 @@ CHECKED = {
 # encoder made of tensors in memory.
 OWN = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
+    *("_normalise", "_pack_tables"),
     *("_ordered_difference", "_split_2", "_split_4", "_slot_tables"),
     *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
     *("_pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),

@@ -40,6 +40,8 @@ from ckptz.kernels.plain import (  # noqa: F401
     golomb_unpack,
     histogram,
     merge_planes,
+    normalise,
+    pack_tables,
     rans_decode,
     rans_encode,
     repeats,
