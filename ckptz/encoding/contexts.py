@@ -32,7 +32,7 @@ from ckptz.kernels.floats import RAW, Bytes, Counts, Frequencies, Reals, Units
 MAX_LANE_BYTES: Final = 1 + 4 * LANE_CHOICES[-1]
 # Bits that one more table of a delta must save. A table takes time to make, in the encoder and in every
 # decoder; from bench/product/lossless.py, where files are smallest from 100 to 400.
-TABLE_BITS: Final = 40.0
+TABLE_BITS: Final = 300.0
 TABLE_BITS_PER_SYMBOL: Final = 6.0
 
 

@@ -29,6 +29,7 @@ from ckptz.roles import Role
 SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
+UNSURE_SHARE: Final = 0.95  # of the plain planes; classes save a few percent
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
 
 
@@ -139,18 +140,18 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
 def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
     """Choose the mode of tensors of so many units, and whether they have classes, by their first units."""
     modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
-    sample, bits = batch.only(range(len(n_units)), SAMPLE_UNITS), np.zeros((len(n_units), len(modes)))
+    sample = batch.only(range(len(n_units)), SAMPLE_UNITS)
+    counts = [cpu().count_streams(plane, sample.flat[1]) for mode in modes for plane in sample.planes(mode)]
+    bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_units)).sum(axis=1)
+    own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
+    # Where the difference says little by itself, it may say more by classes.
     for j, mode in enumerate(_DELTA_MODES):
-        ordered = sample.by_magnitude.sort(sample.transformed(mode))
-        bits[:, j] = ordered.by_tensor(planning().entropies(ordered.counts))
-    for plane in sample.planes(modes[-1]):
-        bits[:, -1] += planning().entropies(cpu().count_streams(plane, sample.flat[1]))
-    chosen = []
-    for n, (*own, plain) in zip(n_units, bits.tolist(), strict=True):
-        least = min(own)
-        if least > plain * PLAIN_BIAS and plain:
-            chosen.append((modes[-1], False))
-        else:
-            is_classed = n >= MIN_CLASSED_UNITS and (n > SAMPLE_UNITS or least > 0)
-            chosen.append((modes[own.index(least)], is_classed))
-    return chosen
+        if which := np.flatnonzero((own == j) & (least > UNSURE_SHARE * plain)).tolist():
+            unsure = sample.only(which)
+            ordered = unsure.by_magnitude.sort(unsure.transformed(mode))
+            least[which] = ordered.by_tensor(planning().entropies(ordered.counts))
+    is_plain = (least > plain * PLAIN_BIAS) & (plain > 0)
+    is_long = np.array(n_units) >= MIN_CLASSED_UNITS
+    is_classed = ~is_plain & is_long & ((np.array(n_units) > SAMPLE_UNITS) | (least > 0))
+    mode_of = np.where(is_plain, len(modes) - 1, own)
+    return [(modes[j], by_class) for j, by_class in zip(mode_of.tolist(), is_classed.tolist(), strict=True)]
