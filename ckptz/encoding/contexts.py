@@ -114,7 +114,7 @@ class Sorted:
                 zip(begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, strict=True)
             )
         ]
-        streams = self._coded(frequencies, table_of, n_bytes)
+        streams = self._coded(frequencies, table_of, n_bytes, np.add.reduceat(sums, begins, axis=0))
         return [tables[t::m] for t in range(m)], [streams[t::m] for t in range(m)]
 
     def encode_by(self, tables: Sequence[StreamTables]) -> list[Stream]:
@@ -126,22 +126,25 @@ class Sorted:
         table_of = np.concatenate(
             [first + own.table_of[classes] for first, own in zip(firsts[:-1], tables, strict=True)]
         )
-        return self._coded(np.concatenate([own.frequencies for own in tables]), table_of, n_bytes)
+        totals = np.array([one.total for one in found])
+        return self._coded(np.concatenate([own.frequencies for own in tables]), table_of, n_bytes, totals)
 
     @cached_property
     def _parts(self) -> list[Bytes]:
         """Each part in the order of its units."""
         return cut(cpu().split_planes(self._codes, self._codes, RAW).reshape(-1), self._part_ends)
 
-    def _coded(self, frequencies: Frequencies, table_of: Counts, n_bytes: Reals) -> list[Stream]:
+    def _coded(
+        self, frequencies: Frequencies, table_of: Counts, n_bytes: Reals, totals: Counts
+    ) -> list[Stream]:
         """Code each part by the table of each row, or by another coder where that is smaller.
 
         Args:
             frequencies: of all tables.
             table_of: of each row of `counts`.
             n_bytes: that the codes of each part take by them.
+            totals: occurrences of each code in each part.
         """
-        totals = np.add.reduceat(self.counts, self._first_rows, axis=0)
         sizes, most = totals.sum(axis=1), n_bytes + MAX_LANE_BYTES
         is_constant = totals.max(axis=1) == sizes
         streams: dict[int, Stream] = {

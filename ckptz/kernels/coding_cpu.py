@@ -375,7 +375,27 @@ def _normalise(counts: Any, gains: Any, order: Any, stack: Any, frequencies: Any
                 frequencies[row, j] = np.int64(n * factor)
             missing -= int(frequencies[row, j])
             gains[j] = n / np.float64(frequencies[row, j]) if n else -1.0
-        if missing:
+        # Most often some gain parts those that get one from the others; only equals need their whole order.
+        low, high = 0.0, 1.0
+        for j in range(256):
+            high = gains[j] if gains[j] > high else high
+        high += high
+        n_above, middle = 0, 0.0
+        while missing and n_above != missing:
+            middle = 0.5 * (low + high)
+            if middle <= low or middle >= high:
+                break
+            n_above = 0
+            for j in range(256):
+                n_above += gains[j] >= middle
+            if n_above > missing:
+                low = middle
+            else:
+                high = middle
+        if missing and n_above == missing:
+            for j in range(256):
+                frequencies[row, j] += gains[j] >= middle
+        elif missing:
             _sort_row(gains, order, stack)
             for j in range(256 - missing, 256):
                 frequencies[row, order[j]] += 1
