@@ -53,45 +53,62 @@ def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
 
 
 # --- byte planes --------------------------------------------------------------------------------
-# Units are rotated by 0 bits or 1 on their way, as in every lossless float tensor. A shift by the width of
-# a type means nothing, so it is made of two.
+# Units are rotated by one bit on their way where they are of a lossless float tensor: by constants, as shifts
+# by a variable would be of 64 bits.
 
 
 @kernel
-def _split_2(units: Any, left: Any, low: Any, high: Any) -> None:
-    right = uint16(15) - left
-    for i in range(len(units)):
-        unit = uint16(uint16(units[i] << left) | uint16(uint16(units[i] >> right) >> uint16(1)))
-        low[i] = uint8(unit)
-        high[i] = uint8(unit >> uint16(8))
+def _split_2(units: Any, is_rotated: bool, low: Any, high: Any) -> None:
+    if is_rotated:
+        for i in range(len(units)):
+            unit = uint16(uint16(units[i] << uint16(1)) | uint16(units[i] >> uint16(15)))
+            low[i] = uint8(unit)
+            high[i] = uint8(unit >> uint16(8))
+    else:
+        for i in range(len(units)):
+            low[i] = uint8(units[i])
+            high[i] = uint8(units[i] >> uint16(8))
 
 
 @kernel
-def _split_4(units: Any, left: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
-    right = uint32(31) - left
-    for i in range(len(units)):
-        unit = uint32(uint32(units[i] << left) | uint32(uint32(units[i] >> right) >> uint32(1)))
-        p0[i] = uint8(unit)
-        p1[i] = uint8(unit >> uint32(8))
-        p2[i] = uint8(unit >> uint32(16))
-        p3[i] = uint8(unit >> uint32(24))
+def _split_4(units: Any, is_rotated: bool, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
+    if is_rotated:
+        for i in range(len(units)):
+            unit = uint32(uint32(units[i] << uint32(1)) | uint32(units[i] >> uint32(31)))
+            p0[i] = uint8(unit)
+            p1[i] = uint8(unit >> uint32(8))
+            p2[i] = uint8(unit >> uint32(16))
+            p3[i] = uint8(unit >> uint32(24))
+    else:
+        for i in range(len(units)):
+            p0[i] = uint8(units[i])
+            p1[i] = uint8(units[i] >> uint32(8))
+            p2[i] = uint8(units[i] >> uint32(16))
+            p3[i] = uint8(units[i] >> uint32(24))
 
 
 @kernel
-def _merge_2(low: Any, high: Any, left: Any, out: Any) -> None:
-    right = uint16(15) - left
-    for i in range(len(out)):
-        unit = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
-        out[i] = uint16(unit >> left) | uint16(uint16(unit << right) << uint16(1))
+def _merge_2(low: Any, high: Any, is_rotated: bool, out: Any) -> None:
+    if is_rotated:
+        for i in range(len(out)):
+            unit = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
+            out[i] = uint16(unit >> uint16(1)) | uint16(unit << uint16(15))
+    else:
+        for i in range(len(out)):
+            out[i] = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
 
 
 @kernel
-def _merge_4(p0: Any, p1: Any, p2: Any, p3: Any, left: Any, out: Any) -> None:
-    right = uint32(31) - left
-    for i in range(len(out)):
-        low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
-        unit = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
-        out[i] = uint32(unit >> left) | uint32(uint32(unit << right) << uint32(1))
+def _merge_4(p0: Any, p1: Any, p2: Any, p3: Any, is_rotated: bool, out: Any) -> None:
+    if is_rotated:
+        for i in range(len(out)):
+            low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
+            unit = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
+            out[i] = uint32(unit >> uint32(1)) | uint32(unit << uint32(31))
+    else:
+        for i in range(len(out)):
+            low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
+            out[i] = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
 
 
 def split_planes(units: Units, base: Units, mode: int) -> Bytes:
@@ -103,11 +120,11 @@ def split_planes(units: Units, base: Units, mode: int) -> Bytes:
     if width == 1:
         planes[0] = units
     elif width == 2:
-        _split_2(units, np.uint16(is_rotated), planes[0], planes[1])
+        _split_2(units, is_rotated, planes[0], planes[1])
     else:
         for j in range(0, width, 4):  # halves of eight bytes one after the other
             half = units if width == 4 else np.ascontiguousarray(units.view(np.uint32)[j // 4 :: 2])
-            _split_4(half, np.uint32(is_rotated), planes[j], planes[j + 1], planes[j + 2], planes[j + 3])
+            _split_4(half, is_rotated, planes[j], planes[j + 1], planes[j + 2], planes[j + 3])
     return planes
 
 
@@ -118,12 +135,11 @@ def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) ->
     if width == 1:
         codes[:] = planes[0]
     elif width == 2:
-        _merge_2(planes[0], planes[1], np.uint16(is_rotated), codes)
+        _merge_2(planes[0], planes[1], is_rotated, codes)
     else:
         for j in range(0, width, 4):
             half = codes if width == 4 else np.empty(len(out), np.uint32)
-            left = np.uint32(is_rotated)
-            _merge_4(planes[j], planes[j + 1], planes[j + 2], planes[j + 3], left, half)
+            _merge_4(planes[j], planes[j + 1], planes[j + 2], planes[j + 3], is_rotated, half)
             if width == 8:
                 codes.view(np.uint32)[j // 4 :: 2] = half
     if codes is not out:
