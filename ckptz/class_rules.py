@@ -6,7 +6,9 @@ the mixed-radix number of their labels, the first rule most significant.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -142,9 +144,13 @@ def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int)
 def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
     """Write which table each class uses, [n_classes], as runs: length varint, table varint."""
     begins = [0, *((table_of[1:] != table_of[:-1]).nonzero()[0] + 1).tolist()]
-    for begin, end in zip(begins, [*begins[1:], len(table_of)], strict=True):
-        out.varint(end - begin)
-        out.varint(int(table_of[begin]))
+    lengths = map(operator.sub, [*begins[1:], len(table_of)], begins)
+    numbers = [*itertools.chain.from_iterable(zip(lengths, table_of[begins].tolist(), strict=True))]
+    if max(numbers) < 0x80:
+        out.raw(bytes(numbers))
+        return
+    for number in numbers:
+        out.varint(number)
 
 
 def parse_runs(source: ByteReader, n_classes: int, n_tables: int) -> NDArray[np.int64]:

@@ -46,6 +46,8 @@ class Contexts:
         classes: that occur, ascending, of one tensor behind the other [n_rows].
         row_ends: end of each of those once units are sorted [n_rows].
         tensor_rows: how many of them there are up to the end of each tensor [m].
+        rows_of: of each tensor and class [m, n_classes], which of the tensor's own rows has the class or, if
+            it does not occur, the one before it: that keeps runs of equal tables long.
     """
 
     def __init__(self, labels: Labels, ends: Counts, n_classes: int) -> None:
@@ -54,7 +56,9 @@ class Contexts:
         per_class = self.counts.sum(axis=1, dtype=np.int64)
         tensor, self.classes = np.nonzero(per_class)
         self.row_ends = np.cumsum(per_class[tensor, self.classes])
-        self.tensor_rows = np.searchsorted(tensor, np.arange(1, len(ends) + 1))
+        is_used = per_class > 0
+        self.tensor_rows = np.cumsum(np.count_nonzero(is_used, axis=1))
+        self.rows_of = np.maximum(np.cumsum(is_used, axis=1) - 1, 0)
 
     def sort(self, codes: Units, counted: Sequence[ClassCounts] = ()) -> Sorted:
         """Sort codes [n]; `counted` has how often each occurs in each class, by byte plane, where known."""
@@ -104,12 +108,9 @@ class Sorted:
         n_bytes = np.add.reduceat(row_cost_bits(sums, frequencies), begins) / 8
         packed, packed_ends = pack_tables(frequencies)
         heads = cut(packed, packed_ends[ends - 1])
-        # Classes that do not occur use the table of the one before them, which keeps the runs long.
-        rows, m = cut(self.contexts.classes, self.contexts.tensor_rows), len(self.contexts.ends)
-        places = np.arange(self.contexts.n_classes)
-        before = [np.maximum(np.searchsorted(own, places, side="right") - 1, 0) for own in rows]
+        m, rows_of = len(self.contexts.ends), self.contexts.rows_of
         tables = [
-            StreamTables(frequencies[i:j], own[before[part % m]] - i, bytes((j - i,)) + head.tobytes())
+            StreamTables(frequencies[i:j], own[rows_of[part % m]] - i, bytes((j - i,)) + head.tobytes())
             for part, (i, j, own, head) in enumerate(
                 zip(begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, strict=True)
             )

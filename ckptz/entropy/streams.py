@@ -197,12 +197,24 @@ def pack_gaps(positions: Positions) -> Bytes:
 
     A gap has as many bytes 255 as it holds 255, then the rest.
     """
+    return _pack_gaps(positions, np.array([len(positions)]), np.zeros(1, np.int64))[0]
+
+
+def _pack_gaps(positions: Positions, ends: Counts, begins: Counts) -> tuple[Bytes, Counts]:
+    """Write the gaps of streams [m] that have their positions up to `ends`, and begin at positions `begins`.
+
+    Returns:
+        Gaps of all of them, and the end of each [m].
+    """
     gaps = np.diff(positions, prepend=-1) - 1
+    firsts = np.concatenate(([0], ends[:-1]))
+    is_used = firsts < ends
+    gaps[firsts[is_used]] = positions[firsts[is_used]] - begins[is_used]
     n_full = gaps // MAX_GAP_BYTE
-    ends = np.cumsum(n_full + 1)
-    packed = np.full(ends[-1] if len(ends) else 0, MAX_GAP_BYTE, np.uint8)
-    packed[ends - 1] = gaps - n_full * MAX_GAP_BYTE
-    return packed
+    packed_ends = np.cumsum(n_full + 1)
+    packed = np.full(packed_ends[-1] if len(gaps) else 0, MAX_GAP_BYTE, np.uint8)
+    packed[packed_ends - 1] = gaps - n_full * MAX_GAP_BYTE
+    return packed, np.concatenate(([0], packed_ends))[ends]
 
 
 def unpack_gaps(gaps: Bytes, n_positions: int, n: int) -> Positions:
@@ -337,10 +349,13 @@ def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
     at = [k for k, part in enumerate(parts) if SPARSE_MIN_SHARE * len(part) <= peaks[k] < len(part)]
     if not at:
         return {}
-    splits = list[Bytes]()
-    for k in at:
-        positions = np.flatnonzero(parts[k] != commons[k])
-        splits += pack_gaps(positions), parts[k][positions]
+    symbols, ends = joined([parts[k] for k in at])
+    sizes = np.diff(ends, prepend=0)
+    positions = np.flatnonzero(symbols != np.repeat(np.array([commons[k] for k in at], np.uint8), sizes))
+    value_ends = np.searchsorted(positions, ends)
+    gaps, gap_ends = _pack_gaps(positions, value_ends, ends - sizes)
+    pairs = zip(cut(gaps, gap_ends), cut(symbols[positions], value_ends), strict=True)
+    splits = [*itertools.chain.from_iterable(pairs)]
     coded = iter(zip(splits, encode_streams(splits, nested=True), strict=True))
     return {k: _packed_sparse(commons[k], (next(coded), next(coded))) for k in at}
 
