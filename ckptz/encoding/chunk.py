@@ -6,9 +6,10 @@ longer than the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from ckptz.encoding.coded import CodedQuantizer
 from ckptz.encoding.contexts import Contexts
 from ckptz.encoding.draft import Draft
 from ckptz.encoding.moved import unmoved
-from ckptz.entropy.streams import CoderId, Stream, cut, encode_sparse, encode_streams, joined, pack_gaps
+from ckptz.entropy.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import RAW, Bytes, Counts, Units, widen_f64
@@ -219,14 +220,16 @@ class Batch:
         self.dtype, self.units, self.bases = dtype, units, bases
 
     @cached_property
-    def flat(self) -> tuple[Units, Counts]:
-        """Units [n] of one tensor behind the other, and the end of each [m]."""
-        return joined(self.units)
+    def ends(self) -> Counts:
+        """End of each tensor [m], one behind the other."""
+        return np.cumsum([len(own) for own in self.units])
 
-    @cached_property
-    def flat_bases(self) -> Units:
-        """Units [n] of the bases; without bases those of the tensors."""
-        return joined(self.bases)[0] if self.bases else self.flat[0]
+    def _each(self, out: Any) -> Iterator[tuple[Units, Units, Any]]:
+        """Give units and base of each tensor, the units themselves without a base, and its part of `out`."""
+        begin = 0
+        for own, base in zip(self.units, self.bases or self.units, strict=True):
+            yield own, base, out[..., begin : begin + len(own)]
+            begin += len(own)
 
     def only(self, which: Sequence[int], most: int | None = None) -> Batch:
         """Give some of the tensors, in this order, and of each its first units, `most` or all."""
@@ -238,20 +241,28 @@ class Batch:
     @cached_property
     def by_magnitude(self) -> Contexts:
         """Classes by the magnitude of the bases."""
-        return Contexts(cpu().magnitude_classes(self.flat_bases), self.flat[1], N_MAGNITUDE_CLASSES)
+        labels = np.empty(self.ends[-1], np.uint8)
+        for _, base, out in self._each(labels):
+            cpu().magnitude_classes(base, out)
+        return Contexts(labels, self.ends, N_MAGNITUDE_CLASSES)
 
     def transformed(self, mode: PlaneMode) -> Units:
         """Give units [n] as a mode changes them, before they are split into planes."""
-        found: Units = cpu().transform(self.flat[0], self.flat_bases, kernel_mode(mode, self.dtype))
+        found = np.empty(self.ends[-1], self.units[0].dtype)
+        for own, base, out in self._each(found):
+            cpu().transform(own, base, kernel_mode(mode, self.dtype), out)
         return found
 
     def planes(self, mode: PlaneMode) -> Bytes:
         """Split into planes [n_planes, n]."""
-        return cpu().split_planes(self.flat[0], self.flat_bases, kernel_mode(mode, self.dtype))
+        found = np.empty((self.dtype.unit_bytes, self.ends[-1]), np.uint8)
+        for own, base, out in self._each(found):
+            cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
+        return found
 
     def parts(self, planes: Bytes) -> list[Bytes]:
         """Cut planes [n_planes, n] into streams: all planes of one tensor, and then of the next."""
-        columns = [cut(plane, self.flat[1]) for plane in planes]
+        columns = [cut(plane, self.ends) for plane in planes]
         return [part for parts in zip(*columns, strict=True) for part in parts]
 
     def chunks(self, streams: Sequence[Stream]) -> list[EncodedChunk]:

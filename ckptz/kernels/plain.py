@@ -109,15 +109,21 @@ def _unzigzag(code: Units) -> Units:
     return (code >> one) ^ (_zeros(code) - (code & one))
 
 
-def transform(units: Units, base: Units, mode: int) -> Units:
-    """Turn units [n] into what a plane mode splits; spec/03-transforms.md#planes."""
+def transform(units: Units, base: Units, mode: int, out: Units | None = None) -> Units:
+    """Turn units [n] into what a plane mode splits, in `out` if given; spec/03-transforms.md#planes."""
+    found = units
     if mode == ROTATED:
-        return _rotate(units, 1)
-    if mode == XOR:
-        return units ^ base
-    if mode == DIFFERENCE:
-        return _zigzag(units - base)
-    return _zigzag(order(units) - order(base)) if mode == ORDERED_DIFFERENCE else units
+        found = _rotate(units, 1)
+    elif mode == XOR:
+        found = units ^ base
+    elif mode == DIFFERENCE:
+        found = _zigzag(units - base)
+    elif mode == ORDERED_DIFFERENCE:
+        found = _zigzag(order(units) - order(base))
+    if out is None:
+        return found
+    out[:] = found
+    return out
 
 
 def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
@@ -135,9 +141,16 @@ def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
 
 
 @_counted
-def split_planes(units: Units, base: Units, mode: int) -> Bytes:
-    """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first."""
-    return np.ascontiguousarray(transform(units, base, mode).reshape(-1, 1).view(np.uint8).T)
+def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None) -> Bytes:
+    """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first.
+
+    They are in `out` if it is given.
+    """
+    planes = transform(units, base, mode).reshape(-1, 1).view(np.uint8).T
+    if out is None:
+        return np.ascontiguousarray(planes)
+    out[:] = planes
+    return out
 
 
 @_counted

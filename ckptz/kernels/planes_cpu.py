@@ -37,10 +37,10 @@ def _add_ordered(codes: Any, base: Any, width: int, out: Any) -> None:
         out[i] = ordered ^ (((ordered >> shift) - ONE) | top)
 
 
-def transform(units: Units, base: Units, mode: int) -> Units:
+def transform(units: Units, base: Units, mode: int, out: Units | None = None) -> Units:
     if mode != ORDERED_DIFFERENCE:
-        return plain.transform(units, base, mode)
-    out = np.empty_like(units)
+        return plain.transform(units, base, mode, out)
+    out = np.empty_like(units) if out is None else out
     _ordered_difference(units, base, 8 * units.itemsize, out)
     return out
 
@@ -111,12 +111,12 @@ def _merge_4(p0: Any, p1: Any, p2: Any, p3: Any, is_rotated: bool, out: Any) -> 
             out[i] = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
 
 
-def split_planes(units: Units, base: Units, mode: int) -> Bytes:
+def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None) -> Bytes:
     width = units.itemsize
     is_rotated = mode == ROTATED and width in (2, 4)
     if mode != RAW and not is_rotated:
         units = transform(units, base, mode)
-    planes = np.empty((width, len(units)), np.uint8)
+    planes = np.empty((width, len(units)), np.uint8) if out is None else out
     if width == 1:
         planes[0] = units
     elif width == 2:
@@ -155,8 +155,8 @@ def _magnitude_classes(units: Any, shift: int, mask: int, out: Any) -> None:
         out[i] = uint8((uint64(units[i]) >> uint64(shift)) & uint64(mask))
 
 
-def magnitude_classes(units: Units) -> Bytes:
-    out = np.empty(len(units), np.uint8)
+def magnitude_classes(units: Units, out: Bytes | None = None) -> Bytes:
+    out = np.empty(len(units), np.uint8) if out is None else out
     width = 8 * units.itemsize
     _magnitude_classes(units, max(width - 9, 0), 0xFF if width > 8 else 0x7F, out)
     return out

@@ -141,7 +141,7 @@ def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]
     """Choose the mode of tensors of so many units, and whether they have classes, by their first units."""
     modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
     sample = batch.only(range(len(n_units)), SAMPLE_UNITS)
-    counts = [cpu().count_streams(plane, sample.flat[1]) for mode in modes for plane in sample.planes(mode)]
+    counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
     bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_units)).sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
     # Where the difference says little by itself, it may say more by classes.
