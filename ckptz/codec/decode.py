@@ -289,11 +289,16 @@ class _Streams:
         ]
         return planes, by_class
 
-    def _in_class_order(self, index: int, data: Bytes) -> Bytes:
+    @functools.cached_property
+    def _classes(self) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """The classes that occur, and the units of each."""
         per_class = self._counts.sum(axis=(0, 1), dtype=np.int64)
         classes = np.flatnonzero(per_class)
-        tables = self._header.plan.tables[index]
-        segments = tables.segments(classes, per_class[classes], self._header.slot_tables(index))
+        return classes, per_class[classes]
+
+    def _in_class_order(self, index: int, data: Bytes) -> Bytes:
+        (classes, per_class), header = self._classes, self._header
+        segments = header.plan.tables[index].segments(classes, per_class, header.slot_tables(index))
         grouped = np.empty(self._n, np.uint8)
         decode_stream(CoderId.RANS_SHARED, data.data, grouped, segments)
         return grouped
