@@ -9,7 +9,6 @@ table that sums to 4096 and has at least 1 for every symbol that occurs decodes.
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +20,8 @@ from ckptz.kernels import cpu, plain
 from ckptz.kernels.floats import MAX_TABLE_ORDER, SCALE, SCALE_BITS, Bytes, Counts, Frequencies
 
 MAX_ORDER: Final = MAX_TABLE_ORDER
-FEW_TABLES: Final = 8  # more than the chunk of a tensor without classes has
-_is_loaded: Final = threading.Event()  # once compiled kernels for tables are there
+FEW_TABLES: Final = 1 << 10  # of a process: numpy takes a tenth of a second for them
+_n_made: Final = [0]
 Reals = NDArray[np.float64]
 
 # Binary logarithms by libm: numpy's own differ in the last bit from processor to processor.
@@ -70,10 +69,14 @@ def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
 
 
 def _kernels_for(tables: NDArray[Any]) -> Any:
-    """Give kernels for tables [n, 256]: a few are done in numpy sooner than compiled ones are loaded."""
-    if len(tables) > FEW_TABLES:
-        _is_loaded.set()
-    return cpu() if _is_loaded.is_set() else plain
+    """Give kernels for tables [n, 256]: numpy makes the first ones sooner than others are compiled."""
+    _n_made[0] += len(tables)
+    return cpu() if _n_made[0] > FEW_TABLES else plain
+
+
+def leave_numpy() -> None:
+    """Make all further tables by compiled kernels."""
+    _n_made[0] += FEW_TABLES
 
 
 def normalise(counts: Counts) -> Frequencies:
