@@ -6,8 +6,10 @@ the mixed-radix number of their labels, the first rule most significant.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -18,7 +20,6 @@ from numpy.typing import NDArray
 from ckptz.bits import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import RAW, Bytes, Units
 
 MAX_RULES: Final = 3
 MAX_CLASSES: Final = 1 << 12
@@ -187,24 +188,16 @@ def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int)
     return labels
 
 
-def moved(planes: Sequence[Bytes], move: Callable[[Units], Units]) -> list[Bytes]:
-    """Move the codes of planes, each [n], by what moves units: as many planes at once as make one."""
-    k = 1 << (min(len(planes), 8).bit_length() - 1)
-    if k == 1:
-        return [move(planes[0])]
-    units = np.empty(len(planes[0]), f"u{k}")
-    cpu().merge_planes(planes[:k], units, RAW, units)
-    there = move(units)
-    rest = moved(planes[k:], move) if k < len(planes) else []
-    return [*cpu().split_planes(there, there, RAW), *rest]
-
-
 def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
     """Write which table each class uses, [n_classes], as runs: length varint, table varint."""
     begins = [0, *((table_of[1:] != table_of[:-1]).nonzero()[0] + 1).tolist()]
-    for begin, end in zip(begins, [*begins[1:], len(table_of)], strict=True):
-        out.varint(end - begin)
-        out.varint(int(table_of[begin]))
+    lengths = map(operator.sub, [*begins[1:], len(table_of)], begins)
+    numbers = [*itertools.chain.from_iterable(zip(lengths, table_of[begins].tolist(), strict=True))]
+    if max(numbers) < 0x80:
+        out.raw(bytes(numbers))
+        return
+    for number in numbers:
+        out.varint(number)
 
 
 def parse_runs(source: ByteReader, n_classes: int, n_tables: int) -> NDArray[np.int64]:

@@ -1,154 +1,175 @@
-"""Contexts of a tensor that has no base: its runs, such as rows, share tables by how large their values are.
+"""Codes by context: sorted by classes that a decoder knows, and coded by tables that classes share.
 
-Rows of a weight differ in scale, so their exponents need other tables. Rows that were never trained may
-come from a narrower type, so the low bytes of their mantissas are zeros while those of others look random.
+Tensors of one chunk are sorted, counted and coded together; each has tables of its own.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-import operator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ckptz.class_rules import MIN_RUN, Block, Runs
-from ckptz.codec.plan import StreamTables, exact_plan, planes_plan
-from ckptz.codec.units import CHUNK_UNITS, MapFunction, TensorSource
-from ckptz.dtypes import DType
-from ckptz.encoding.draft import Draft
-from ckptz.entropy.frequency import entropy_bits, normalise, packed_bytes, row_cost_bits
-from ckptz.entropy.streams import middle_of, zstd_promises
-from ckptz.kernels import cpu
-from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Frequencies, Units
+from ckptz.class_rules import MAX_TABLES, Labels
+from ckptz.codec.plan import StreamTables
+from ckptz.encoding.draft import ClassCounts
+from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
+from ckptz.entropy.streams import (
+    LANE_CHOICES,
+    CoderId,
+    Segments,
+    Stream,
+    cut,
+    encode_rans_streams,
+    encode_streams,
+    n_lanes_for,
+)
+from ckptz.kernels import cpu, planning
+from ckptz.kernels.floats import RAW, Bytes, Counts, Frequencies, Reals, Units
 
-MIN_UNITS: Final = 1 << 18  # below, tables and labels take more time than they save bytes
-RUN_UNITS: Final = (128, 4096)  # of a run: fewer cost too much for their labels, more differ within
-FLAT_RUN: Final = 512  # units of a run where rows are too short or too long
-PER_OCTAVE: Final = 4  # classes of scale for each factor of two
-N_SCALES: Final = 16
-N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
-MIN_GAIN: Final = 1 / 256  # of the exponents' bits; below, decoding is slower for nothing
-_NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
-
-
-def plan_contexts(source: TensorSource, run: MapFunction = map) -> Draft | None:
-    """Plan a tensor whose runs of elements share tables by scale; None if that saves too little.
-
-    Args:
-        source: the tensor.
-        run: maps over parts of it.
-    """
-    n, size = source.n_units, _run_units(source)
-    if size is None:
-        return None
-    borders = [-(-begin // size) * size for begin, _ in source.chunk_bounds()]
-    bounds = [*itertools.pairwise((*borders, n))]
-    exponents = _exponents(source.units(*bounds[len(bounds) // 2]))
-    counts = cpu().histogram(exponents[: CHUNK_UNITS // 8])
-    if zstd_promises(middle_of(exponents), int(counts.sum()), entropy_bits(counts) / 8):
-        return None
-    reference = int(np.median(_levels(exponents[: size << 9], size)))
-    found = [*run(lambda part: _Measured.of(source.units(*part), size, reference), bounds)]
-    return _draft(source.dtype, size, functools.reduce(operator.add, found))
+MAX_LANE_BYTES: Final = 1 + 4 * LANE_CHOICES[-1]
+# Bits that one more table of a delta must save. A table takes time to make, in the encoder and in every
+# decoder; from bench/product/lossless.py, where files are smallest from 100 to 400.
+TABLE_BITS: Final = 300.0
+TABLE_BITS_PER_SYMBOL: Final = 6.0
 
 
-def _run_units(source: TensorSource) -> int | None:
-    """Choose the units of a run whose pieces in chunks can be moved as a whole; None if there are none."""
-    dtype, shape, n = source.dtype, source.shape, source.n_units
-    if n < MIN_UNITS or not dtype.is_float or dtype.unit_bytes == 1 or len(shape) == 0:
-        return None
-    row = n // max(shape[0], 1)
-    size = row if RUN_UNITS[0] <= row <= RUN_UNITS[1] else FLAT_RUN
-    piece = math.gcd(size, n, CHUNK_UNITS if n > CHUNK_UNITS else n)
-    return size if piece >= MIN_RUN else None
-
-
-def _exponents(units: Units) -> Bytes:
-    """Take the eight bits below the sign, [n]."""
-    return (units >> units.dtype.type(8 * units.itemsize - 9)).astype(np.uint8)
-
-
-def _levels(exponents: Bytes, size: int) -> Counts:
-    """Give the mean exponent of each run of `size` units, in parts of an octave."""
-    sums = exponents.reshape(-1, size).sum(axis=1, dtype=np.uint32).astype(np.int64)
-    return (PER_OCTAVE * sums + size // 2) // size
-
-
-def _count(codes: Bytes, labels: Bytes, size: int, n_classes: int) -> Counts:
-    """Count codes [n] by the label of their run, [n_classes, 256]."""
-    runs = Runs.of(labels, size, n_classes)
-    counts: Counts = cpu().count_streams(runs.group(codes), np.cumsum(runs.per_class))
-    return counts
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Runs of a part of a tensor.
+class Contexts:
+    """The classes of tensors [m], one behind the other.
 
     Attributes:
-        labels: the class of each run by scale, from N_SCALES on where its values are narrow [m].
-        scales: occurrences of each exponent in each class [2 * N_SCALES, 256].
-        planes: where runs are narrow and others are not, occurrences of each code of each plane but the
-            exponents' in those that are not and those that are [n_planes - 1, 2, 256].
+        labels: class of each unit [n], below `n_classes`.
+        ends: of each tensor [m].
+        counts: units of each class, by tensor and quarter, as kernels need them.
+        classes: that occur, ascending, of one tensor behind the other [n_rows].
+        row_ends: end of each of those once units are sorted [n_rows].
+        tensor_rows: how many of them there are up to the end of each tensor [m].
+        rows_of: of each tensor and class [m, n_classes], which of the tensor's own rows has the class or, if
+            it does not occur, the one before it: that keeps runs of equal tables long.
     """
 
-    labels: Bytes
-    scales: Counts
-    planes: Counts
+    def __init__(self, labels: Labels, ends: Counts, n_classes: int) -> None:
+        self.labels, self.ends, self.n_classes = labels, ends, n_classes
+        self.counts: NDArray[np.uint32] = cpu().class_counts(labels, ends, n_classes)
+        per_class = self.counts.sum(axis=1, dtype=np.int64)
+        tensor, self.classes = np.nonzero(per_class)
+        self.row_ends = np.cumsum(per_class[tensor, self.classes])
+        is_used = per_class > 0
+        self.tensor_rows = np.cumsum(np.count_nonzero(is_used, axis=1))
+        self.rows_of = np.maximum(np.cumsum(is_used, axis=1) - 1, 0)
 
-    @classmethod
-    def of(cls, units: Units, size: int, reference: int) -> _Measured:
-        """Measure units [m * size], with the middle class at a level of `reference`."""
-        exponents, n_planes = _exponents(units), units.itemsize
-        scale = np.clip(_levels(exponents, size) - reference + N_SCALES // 2, 0, N_SCALES - 1)
-        planes, is_narrow = np.zeros((n_planes - 1, 2, 256), np.int64), np.zeros(len(scale), np.bool_)
-        if n_planes > 2:  # of two bytes, the low one has bits of the mantissa that any value has
-            is_narrow = ~(units.reshape(-1, size)[:, :N_TESTED] & units.dtype.type(0x7F)).any(axis=1)
-            if is_narrow.any() and not is_narrow.all():
-                split = cpu().split_planes(units, units, ROTATED)
-                kinds = is_narrow.astype(np.uint8)
-                planes = np.array([_count(plane, kinds, size, 2) for plane in split[:-1]])
-        labels = (scale + N_SCALES * is_narrow).astype(np.uint8)
-        return cls(labels, _count(exponents, labels, size, 2 * N_SCALES), planes)
-
-    def __add__(self, other: _Measured) -> _Measured:
-        labels = np.concatenate((self.labels, other.labels))
-        return _Measured(labels, self.scales + other.scales, self.planes + other.planes)
+    def sort(self, codes: Units, counted: Sequence[ClassCounts] = ()) -> Sorted:
+        """Sort codes [n]; `counted` has how often each occurs in each class, by byte plane, where known."""
+        return Sorted(self, codes, counted)
 
 
-def _tables(counts: Counts) -> tuple[Frequencies, float]:
-    """Make a table for each row of counts [n, 256], and count the bits that they save against a single one.
+class Sorted:
+    """The byte planes of codes [n] of tensors [m] in the order of their contexts.
 
-    Tables have all codes between the least and the greatest, so that an encoder need not count again.
+    A part is one plane of one tensor; parts stand plane after plane.
+
+    Attributes:
+        planes: of the codes [k, n].
+        counts: occurrences of each code in each class of each plane [k * n_rows, 256].
+        part_rows: how many rows of `counts` there are up to the end of each part [k * m].
     """
-    used = counts > 0
-    inside = np.maximum.accumulate(used, axis=1) & np.maximum.accumulate(used[:, ::-1], axis=1)[:, ::-1]
-    frequencies = normalise(np.maximum(counts, inside))
-    bits = 8 * packed_bytes(frequencies) + row_cost_bits(counts, frequencies)
-    return frequencies, entropy_bits(counts.sum(axis=0)) - float(bits.sum())
 
+    def __init__(self, contexts: Contexts, codes: Units, counted: Sequence[ClassCounts]) -> None:
+        self.contexts, self._codes = contexts, codes
+        grouped = cpu().group(codes, contexts.labels, contexts.ends, contexts.counts)
+        self.planes: Bytes = cpu().split_planes(grouped, grouped, RAW)
+        k, n_rows = codes.itemsize, len(contexts.classes)
+        plane = np.arange(k)[:, None]
+        self._row_ends = (plane * len(codes) + contexts.row_ends).reshape(-1)
+        self._part_ends = (plane * len(codes) + contexts.ends).reshape(-1)
+        self.part_rows = (plane * n_rows + contexts.tensor_rows).reshape(-1)
+        if counted:
+            self.counts: Counts = np.concatenate([found.counts for found in counted])
+        else:
+            self.counts = cpu().count_streams(self.planes.reshape(-1), self._row_ends)
 
-def _draft(dtype: DType, size: int, found: _Measured) -> Draft | None:
-    used = np.flatnonzero(found.scales.any(axis=1))
-    class_of = np.zeros(2 * N_SCALES, np.uint8)
-    class_of[used] = np.arange(len(used))
-    planes, saved = [], 0.0
-    for counts in found.planes:
-        own, gain = _tables(counts) if counts.any(axis=1).all() else (_NO_TABLE, 0)
-        if gain > 0:
-            planes.append(StreamTables(own, used // N_SCALES))
-            saved += gain
-        else:  # what names one table for all classes is coded without contexts
-            planes.append(StreamTables(_NO_TABLE, np.zeros(len(used), np.int64)))
-    scales = found.scales[used]
-    own, gain = _tables(scales)
-    saved += gain - entropy_bits(np.bincount(found.labels, minlength=256))
-    if saved < MIN_GAIN * entropy_bits(scales.sum(axis=0)):
-        return None
-    planes.append(StreamTables(own, np.arange(len(used))))
-    rule = Block(len(used), size, class_of[found.labels])
-    return Draft(planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes)))
+    @property
+    def _first_rows(self) -> Counts:
+        return np.concatenate(([0], self.part_rows[:-1]))
+
+    def by_tensor(self, rows: Reals) -> Reals:
+        """Add up a number for each row of `counts` over the planes and classes of each tensor [m]."""
+        parts = np.add.reduceat(rows, self._first_rows)
+        return parts.reshape(len(self.planes), -1).sum(axis=0)
+
+    def encode(self) -> tuple[list[list[StreamTables]], list[list[Stream]]]:
+        """Make tables and streams: of each tensor, one of each plane."""
+        table_of, sums, ends = planning().merge_rows(
+            self.counts, self.part_rows, MAX_TABLES, TABLE_BITS, TABLE_BITS_PER_SYMBOL
+        )
+        begins, frequencies = np.concatenate(([0], ends[:-1])), normalise(sums)
+        n_bytes = np.add.reduceat(row_cost_bits(sums, frequencies), begins) / 8
+        packed, packed_ends = pack_tables(frequencies)
+        heads = cut(packed, packed_ends[ends - 1])
+        m, rows_of = len(self.contexts.ends), self.contexts.rows_of
+        tables = [
+            StreamTables(frequencies[i:j], own[rows_of[part % m]] - i, bytes((j - i,)) + head.tobytes())
+            for part, (i, j, own, head) in enumerate(
+                zip(begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, strict=True)
+            )
+        ]
+        streams = self._coded(frequencies, table_of, n_bytes, np.add.reduceat(sums, begins, axis=0))
+        return [tables[t::m] for t in range(m)], [streams[t::m] for t in range(m)]
+
+    def encode_by(self, tables: Sequence[StreamTables]) -> list[Stream]:
+        """Code one tensor by tables that are given for each plane."""
+        classes = self.contexts.classes
+        found = [ClassCounts(classes, counts) for counts in cut(self.counts, self.part_rows)]
+        n_bytes = np.array([one.bytes_by(own) for one, own in zip(found, tables, strict=True)])
+        firsts = np.cumsum([0, *(len(own.frequencies) for own in tables)])
+        table_of = np.concatenate(
+            [first + own.table_of[classes] for first, own in zip(firsts[:-1], tables, strict=True)]
+        )
+        totals = np.array([one.total for one in found])
+        return self._coded(np.concatenate([own.frequencies for own in tables]), table_of, n_bytes, totals)
+
+    @cached_property
+    def _parts(self) -> list[Bytes]:
+        """Each part in the order of its units."""
+        return cut(cpu().split_planes(self._codes, self._codes, RAW).reshape(-1), self._part_ends)
+
+    def _coded(
+        self, frequencies: Frequencies, table_of: Counts, n_bytes: Reals, totals: Counts
+    ) -> list[Stream]:
+        """Code each part by the table of each row, or by another coder where that is smaller.
+
+        Args:
+            frequencies: of all tables.
+            table_of: of each row of `counts`.
+            n_bytes: that the codes of each part take by them.
+            totals: occurrences of each code in each part.
+        """
+        sizes, most = totals.sum(axis=1), n_bytes + MAX_LANE_BYTES
+        is_constant = totals.max(axis=1) == sizes
+        streams: dict[int, Stream] = {
+            part: (CoderId.CONSTANT, bytes((int(totals[part].argmax()),)))
+            for part in np.flatnonzero(is_constant).tolist()
+        }
+        # No other coder takes less than the entropy without classes, repeats aside.
+        if at := np.flatnonzero(~is_constant & (row_entropy_bits(totals) / 8 < most)).tolist():
+            others = encode_streams([self._parts[part] for part in at], totals[at], beats=most[at].tolist())
+            streams |= zip(at, others, strict=True)
+        parts = range(len(totals))
+        left = [part for part in parts if part not in streams or len(streams[part][1]) > most[part]]
+        if left := [part for part in left if not is_constant[part]]:
+            begins, firsts = self._part_ends - sizes, self._first_rows
+            rows = np.concatenate([np.arange(firsts[part], self.part_rows[part]) for part in left])
+            segments = Segments(self._row_ends[rows], table_of[rows], frequencies)
+            stream_segments = np.cumsum(self.part_rows[left] - firsts[left])
+            lanes = np.array([n_lanes_for(most[part]) for part in left])
+            coded = encode_rans_streams(
+                self.planes.reshape(-1), begins[left], stream_segments, segments, lanes, [b""] * len(left)
+            )
+            for part, data in zip(left, coded, strict=True):
+                if len(data) < (len(streams[part][1]) if part in streams else sizes[part]):
+                    streams[part] = CoderId.RANS_SHARED, data
+                elif part not in streams:
+                    streams[part] = CoderId.STORED, self._parts[part].data
+        return [streams[part] for part in parts]

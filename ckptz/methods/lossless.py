@@ -19,17 +19,9 @@ from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource
 from ckptz.dtypes import DType
-from ckptz.encoding.chunk import (
-    MAX_SPARSE_SHARE,
-    Batch,
-    Encoded,
-    Rows,
-    encode_chunk,
-    encode_classed,
-    encode_planes,
-)
-from ckptz.encoding.contexts import plan_contexts
+from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, encode_chunk, encode_classed, encode_planes
 from ckptz.encoding.draft import Draft, plane_counts, stream_tables
+from ckptz.encoding.run_contexts import plan_contexts
 from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.kernels import cpu, planning
 from ckptz.methods.method import Method, Recipe, Setting, register
@@ -38,6 +30,7 @@ from ckptz.roles import Role
 SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
+UNSURE_SHARE: Final = 0.95  # of the plain planes; classes save a few percent
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
 
 
@@ -160,22 +153,17 @@ def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]
     """Choose the mode of tensors of so many units, and whether they have classes, by their first units."""
     modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
     sample = batch.only(range(len(n_units)), SAMPLE_UNITS)
-    _, ends = sample.flat
-    rows = Rows.of(cpu().magnitude_classes(sample.flat_bases), ends)
-    begins, bits = np.concatenate(([0], rows.ends[:-1])), np.zeros((len(n_units), len(modes)))
-    for j, mode in enumerate(modes):
-        for plane in sample.planes(mode):
-            if j < len(_DELTA_MODES):
-                counts = cpu().class_histogram(rows.labels, plane, rows.n_labels)[rows.used]
-                bits[:, j] += np.add.reduceat(planning().entropies(counts), begins)
-            else:
-                bits[:, j] += planning().entropies(cpu().count_streams(plane, ends))
-    chosen = []
-    for n, (*own, plain) in zip(n_units, bits.tolist(), strict=True):
-        least = min(own)
-        if least > plain * PLAIN_BIAS and plain:
-            chosen.append((modes[-1], False))
-        else:
-            is_classed = n >= MIN_CLASSED_UNITS and (n > SAMPLE_UNITS or least > 0)
-            chosen.append((modes[own.index(least)], is_classed))
-    return chosen
+    counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
+    bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_units)).sum(axis=1)
+    own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
+    # Where the difference says little by itself, it may say more by classes.
+    for j, mode in enumerate(_DELTA_MODES):
+        if which := np.flatnonzero((own == j) & (least > UNSURE_SHARE * plain)).tolist():
+            unsure = sample.only(which)
+            ordered = unsure.by_magnitude.sort(unsure.transformed(mode))
+            least[which] = ordered.by_tensor(planning().entropies(ordered.counts))
+    is_plain = (least > plain * PLAIN_BIAS) & (plain > 0)
+    is_long = np.array(n_units) >= MIN_CLASSED_UNITS
+    is_classed = ~is_plain & is_long & ((np.array(n_units) > SAMPLE_UNITS) | (least > 0))
+    mode_of = np.where(is_plain, len(modes) - 1, own)
+    return [(modes[j], by_class) for j, by_class in zip(mode_of.tolist(), is_classed.tolist(), strict=True)]
