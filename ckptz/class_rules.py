@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ckptz.bits import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
 from ckptz.kernels import cpu
+from ckptz.kernels.floats import Bytes
 
 MAX_RULES: Final = 3
 MAX_CLASSES: Final = 1 << 12
