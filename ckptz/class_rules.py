@@ -176,7 +176,8 @@ def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_units: int) ->
     size = math.gcd(whole, begin, end)
     if size < MIN_RUN:
         return None
-    return Runs.of(rule.indices[np.arange(begin, end, size) // whole], size, rule.radix)
+    labels = labels_of_rows(rule.indices, begin // size, end // size, whole // size)
+    return Runs.of(labels, size, rule.radix)
 
 
 def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:

@@ -39,6 +39,7 @@ RUN_UNITS: Final = (128, 4096)  # of a run: fewer cost too much for their labels
 FLAT_RUN: Final = 512  # units of a run where rows are too short or too long
 PER_OCTAVE: Final = 4  # classes of scale for each factor of two
 N_SCALES: Final = 16
+N_REFERENCE: Final = 512  # runs from the middle, whose median is the middle class
 N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
 MIN_GAIN: Final = 1 / 256  # of the exponents' bits; below, decoding is slower for nothing
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
@@ -56,11 +57,11 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> Draft | None:
         return None
     borders = [-(-begin // size) * size for begin, _ in source.chunk_bounds()]
     bounds = [*itertools.pairwise((*borders, n))]
-    exponents = _exponents(source.units(*bounds[len(bounds) // 2]))
-    counts = cpu().histogram(exponents[: CHUNK_UNITS // 8])
-    if zstd_promises(middle_of(exponents), int(counts.sum()), entropy_bits(counts) / 8):
+    begin, end = bounds[len(bounds) // 2]
+    exponents = _exponents(source.units(begin, min(begin + size * N_REFERENCE, end)))
+    if zstd_promises(middle_of(exponents), len(exponents), entropy_bits(cpu().histogram(exponents)) / 8):
         return None
-    reference = int(np.median(_levels(exponents[: size << 9], size)))
+    reference = int(np.median(_levels(exponents, size)))
     found = [*run(lambda part: _Measured.of(source.units(*part), size, reference), bounds)]
     return _draft(source.dtype, size, functools.reduce(operator.add, found))
 
@@ -164,7 +165,7 @@ def _draft(dtype: DType, size: int, found: _Measured) -> Draft | None:
 
 
 def encode_by_runs(planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables]) -> list[Stream]:
-    """Code planes of a chunk by the tables of its runs, where these have all its codes, or by others."""
+    """Code planes of a chunk [n] by the tables of its runs, where these have all its codes, or by others."""
     classes = np.flatnonzero(runs.per_class)
     streams = list[Stream]()
     for plane, own in zip(planes, tables, strict=True):
