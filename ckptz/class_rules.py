@@ -12,6 +12,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -133,37 +134,41 @@ def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_units: 
     return labels
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Runs:
     """The units [n] of a chunk as runs of one class each.
 
     Attributes:
+        labels: the class of each run.
         size: units of a run.
-        order: the runs in class order, or None where they stand in it already.
-        per_class: units of each class [n_classes].
+        n_classes: that labels may name.
     """
 
+    labels: NDArray[np.uint8]
     size: int
-    order: NDArray[np.intp] | None
-    per_class: NDArray[np.int64]
+    n_classes: int
 
-    @classmethod
-    def of(cls, labels: NDArray[np.uint8], size: int, n_classes: int) -> Runs:
-        """Sort runs of `size` units by the label of each."""
-        is_sorted = bool((labels[1:] >= labels[:-1]).all())
-        order = None if is_sorted else np.argsort(labels, kind="stable")
-        return cls(size, order, np.bincount(labels, minlength=n_classes) * size)
+    @cached_property
+    def per_class(self) -> NDArray[np.int64]:
+        """Units of each class [n_classes]."""
+        return np.bincount(self.labels, minlength=self.n_classes) * self.size
+
+    @cached_property
+    def _order(self) -> NDArray[np.intp] | None:
+        """The runs in class order, or None where they stand in it already."""
+        is_sorted = bool((self.labels[1:] >= self.labels[:-1]).all())
+        return None if is_sorted else np.argsort(self.labels, kind="stable")
 
     def group(self, codes: Bytes) -> Bytes:
         """Put codes [n] in class order."""
-        return codes if self.order is None else codes.view(f"V{self.size}")[self.order].view(np.uint8)
+        return codes if self._order is None else codes.view(f"V{self.size}")[self._order].view(np.uint8)
 
     def ungroup(self, grouped: Bytes) -> Bytes:
         """Put codes [n] from class order in that of the units."""
-        if self.order is None:
+        if self._order is None:
             return grouped
         codes = np.empty_like(grouped)
-        codes.view(f"V{self.size}")[self.order] = grouped.view(f"V{self.size}")
+        codes.view(f"V{self.size}")[self._order] = grouped.view(f"V{self.size}")
         return codes
 
 
@@ -177,7 +182,7 @@ def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_units: int) ->
     if size < MIN_RUN:
         return None
     labels = labels_of_rows(rule.indices, begin // size, end // size, whole // size)
-    return Runs.of(labels, size, rule.radix)
+    return Runs(labels, size, rule.radix)
 
 
 def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:

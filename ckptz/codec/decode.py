@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import ByteReader, xxh64
-from ckptz.class_rules import Labels, labels_of, runs_of
+from ckptz.class_rules import Labels, Runs, labels_of, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import BASE_MODES, Predictor, kernel_mode
 from ckptz.codec.units import ChunkSources
@@ -182,11 +182,11 @@ class _Streams:
         self._header, self._record, self._payload, self._sources = header, record, payload, sources
         self._n = sources.end - sources.begin
         self._next, self._offset = 0, 0
-        rules = header.plan.rules
         self._check_base_codes()
-        self._runs = runs_of(rules, sources.begin, sources.end, header.row_units)
+        rules, is_map = header.plan.rules, header.plan.quant_map is not None
+        # Labels may be what is wrong with a chunk, so they are read; those of runs were when the header was.
         self._labels: Labels | None = None
-        if rules and (self._runs is None or header.plan.quant_map is not None):
+        if rules and (is_map or self._runs is None):
             self._labels = labels_of(rules, sources, header.row_units)
 
     def _check_base_codes(self) -> None:
@@ -197,6 +197,11 @@ class _Streams:
         if (0 if codes is None else xxh64(codes)) != expected:
             title = self._sources.base_title
             raise MissingBaseError(f"the base's codes are not those that this delta was grouped by{title}")
+
+    @functools.cached_property
+    def _runs(self) -> Runs | None:
+        header, sources = self._header, self._sources
+        return runs_of(header.plan.rules, sources.begin, sources.end, header.row_units)
 
     @functools.cached_property
     def _counts(self) -> NDArray[np.uint32]:

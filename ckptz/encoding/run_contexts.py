@@ -21,10 +21,9 @@ from ckptz.codec.plan import StreamTables, exact_plan, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, MapFunction, TensorSource
 from ckptz.dtypes import DType
 from ckptz.encoding.draft import Draft
-from ckptz.entropy.frequency import entropy_bits, normalise, pack_tables, row_cost_bits
+from ckptz.entropy.frequency import entropy_bits, normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.entropy.streams import (
     CoderId,
-    Segments,
     Stream,
     encode_rans,
     encode_streams,
@@ -41,7 +40,7 @@ PER_OCTAVE: Final = 4  # classes of scale for each factor of two
 N_SCALES: Final = 16
 N_REFERENCE: Final = 512  # runs from the middle, whose median is the middle class
 N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
-MIN_GAIN: Final = 1 / 256  # of the exponents' bits; below, decoding is slower for nothing
+MIN_GAIN: Final = 1 / 200  # of a plane's bits; below, decoding is slower for nothing
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
 
 
@@ -62,7 +61,7 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> Draft | None:
     if zstd_promises(middle_of(exponents), len(exponents), entropy_bits(cpu().histogram(exponents)) / 8):
         return None
     reference = int(np.median(_levels(exponents, size)))
-    found = [*run(lambda part: _Measured.of(source.units(*part), size, reference), bounds)]
+    found = [*run(lambda part: _Measured.of(source.units(*part), size, reference).where_it_pays(), bounds)]
     return _draft(source.dtype, size, functools.reduce(operator.add, found))
 
 
@@ -90,7 +89,7 @@ def _levels(exponents: Bytes, size: int) -> Counts:
 
 def _count(codes: Bytes, labels: Bytes, size: int, n_classes: int) -> Counts:
     """Count codes [n] by the label of their run, [n_classes, 256]."""
-    runs = Runs.of(labels, size, n_classes)
+    runs = Runs(labels, size, n_classes)
     counts: Counts = cpu().count_streams(runs.group(codes), np.cumsum(runs.per_class))
     return counts
 
@@ -125,19 +124,24 @@ class _Measured:
         labels = (scale + N_SCALES * is_narrow).astype(np.uint8)
         return cls(labels, _count(exponents, labels, size, 2 * N_SCALES), planes)
 
+    def where_it_pays(self) -> _Measured:
+        """Give runs that save too little by their classes the most frequent one, which needs no labels."""
+        total = self.scales.sum(axis=0)
+        bits = entropy_bits(total)
+        if self.planes.any() or bits - entropy_bits(self.scales) > MIN_GAIN * bits:
+            return self
+        most, scales = int(self.scales.sum(axis=1).argmax()), np.zeros_like(self.scales)
+        scales[most] = total > 0  # for the last run, which may reach into a chunk that uses classes
+        return _Measured(np.full_like(self.labels, most), scales, self.planes)
+
     def __add__(self, other: _Measured) -> _Measured:
         labels = np.concatenate((self.labels, other.labels))
         return _Measured(labels, self.scales + other.scales, self.planes + other.planes)
 
 
 def _tables(counts: Counts) -> tuple[Frequencies, float]:
-    """Make a table for each row of counts [n, 256], and count the bits that they save against a single one.
-
-    Tables have all codes between the least and the greatest, so that an encoder need not count again.
-    """
-    used = counts > 0
-    inside = np.maximum.accumulate(used, axis=1) & np.maximum.accumulate(used[:, ::-1], axis=1)[:, ::-1]
-    frequencies = normalise(np.maximum(counts, inside))
+    """Make a table for each row of counts [n, 256]; gives also the bits that they save against one for all."""
+    frequencies = normalise(counts)
     n_bits = 8 * int(pack_tables(frequencies)[1][-1]) + float(row_cost_bits(counts, frequencies).sum())
     return frequencies, entropy_bits(counts.sum(axis=0)) - n_bits
 
@@ -165,27 +169,21 @@ def _draft(dtype: DType, size: int, found: _Measured) -> Draft | None:
 
 
 def encode_by_runs(planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables]) -> list[Stream]:
-    """Code planes of a chunk [n] by the tables of its runs, where these have all its codes, or by others."""
+    """Code planes of a chunk [n] by the tables of its runs, or by another coder where these save little."""
     classes = np.flatnonzero(runs.per_class)
     streams = list[Stream]()
     for plane, own in zip(planes, tables, strict=True):
         segments = own.segments(classes, runs.per_class[classes])
-        is_one = bool((segments.table_of == segments.table_of[0]).all())
-        grouped = plane if is_one else runs.group(plane)
-        if is_one or not _covers(segments, grouped):
+        n_units = np.bincount(segments.table_of, weights=runs.per_class[classes])
+        if n_units.max() > (1 - MIN_GAIN) * len(plane):  # of one table, but for a run that reaches in
             streams += encode_streams([plane])
+            continue
+        grouped = runs.group(plane)
+        counts = cpu().count_streams(grouped, segments.ends)
+        total = counts.sum(axis=0)[None]
+        n_bytes = row_cost_bits(counts, own.frequencies[segments.table_of]).sum() / 8
+        if n_bytes > (1 - MIN_GAIN) * row_entropy_bits(total)[0] / 8:
+            streams += encode_streams([plane], total)
         else:
-            streams.append((CoderId.RANS_SHARED, encode_rans(grouped, segments, len(plane))))
+            streams.append((CoderId.RANS_SHARED, encode_rans(grouped, segments, n_bytes)))
     return streams
-
-
-def _covers(segments: Segments, grouped: Bytes) -> bool:
-    """Tell whether each segment's table has all codes from the least of its codes [n] to the greatest."""
-    begins = np.concatenate(([0], segments.ends[:-1]))
-    least, most = np.minimum.reduceat(grouped, begins), np.maximum.reduceat(grouped, begins)
-    n_used = np.cumsum(segments.tables > 0, axis=1, dtype=np.int64)[segments.table_of]
-    row = np.arange(len(begins))
-    n_between = n_used[row, most] - n_used[row, least]
-    return bool(
-        (n_between == most.astype(np.int64) - least).all() and segments.tables[segments.table_of, least].all()
-    )
