@@ -140,7 +140,7 @@ class _Measured:
 
 
 def _tables(counts: Counts) -> tuple[Frequencies, float]:
-    """Make a table for each row of counts [n, 256]; gives also the bits that they save against one for all."""
+    """Make a table for each row of counts [n, 256]; gives also the bits they save against a single one."""
     frequencies = normalise(counts)
     n_bits = 8 * int(pack_tables(frequencies)[1][-1]) + float(row_cost_bits(counts, frequencies).sum())
     return frequencies, entropy_bits(counts.sum(axis=0)) - n_bits
