@@ -25,7 +25,27 @@ from numpy.typing import NDArray
 
 from bench.core.measure import BENCH, CACHE
 
-PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0")
+PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0", "bigsmall==4.0.0")
+# What BigSmall imports and the caller's environment lacks.
+OTHERS: Final = (
+    *(
+        "blosc2==4.14.1",
+        "constriction==0.5.0",
+        "ndindex==1.10.1",
+        "msgpack==1.2.4",
+        "numexpr==2.14.2",
+        "tqdm==4.70.1",
+    ),
+    *(
+        "httpx==0.28.1",
+        "httpcore==1.0.9",
+        "h11==0.16.0",
+        "anyio==4.16.0",
+        "idna",
+        "certifi",
+        "huggingface-hub==2.4.0",
+    ),
+)
 
 Array = NDArray[Any]
 
@@ -37,12 +57,12 @@ def environment() -> Path:
     """The Python of the environment, which is made if it is missing or has other pins."""
     folder = CACHE / "peers-venv"
     python, stamp = folder / "bin" / "python", folder / "pins.txt"
-    wanted = "\n".join((*PINS, sys.version))
+    wanted = "\n".join((*PINS, *OTHERS, sys.version))
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"making {folder} with {', '.join(PINS)}", file=sys.stderr)
     venv.EnvBuilder(clear=True, with_pip=True).create(folder)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *PINS], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *PINS, *OTHERS], check=True)
     packages = next((folder / "lib").glob("python*/site-packages"))
     (packages / "caller.pth").write_text(f"{Path(np.__file__).parents[1]}\n")
     stamp.write_text(wanted)
@@ -100,6 +120,10 @@ class Peers:
     def decompress(self, tool: str, name: str, **options: object) -> float:
         """Seconds of decompressing what `compress` made last; checked against the input."""
         return self.ask("decompress", tool=tool, name=name, options=options)  # type: ignore[no-any-return]
+
+    def bigsmall_bytes(self, source: Path) -> int:
+        """Bytes of a safetensors file as BigSmall compresses it; checked against the file."""
+        return self.ask("bigsmall_bytes", source=str(source))  # type: ignore[no-any-return]
 
     def pack_file(self, source: Path, target: Path) -> None:
         """Compress a safetensors file the way ZipNN's own script does, tensor by tensor."""
@@ -225,6 +249,20 @@ def _decompress(tool: str, name: str, options: dict[str, Any]) -> float:
     return float(seconds)
 
 
+def _bigsmall_bytes(source: str) -> int:
+    import bigsmall  # only installed in the peers' environment
+    from safetensors import safe_open
+
+    with tempfile.TemporaryDirectory(prefix="ckptz-peers-") as folder:
+        packed, restored = Path(folder, "packed.bs"), Path(folder, "restored.safetensors")
+        bigsmall.compress(source, str(packed), progress=False)
+        bigsmall.decompress(str(packed), str(restored), progress=False)
+        with safe_open(source, "pt") as file, safe_open(restored, "pt") as other:
+            if not all(file.get_tensor(name).equal(other.get_tensor(name)) for name in file.keys()):  # noqa: SIM118
+                raise AssertionError(f"BigSmall does not restore {source}")
+        return packed.stat().st_size
+
+
 def _pack_file(source: str, target: str) -> None:
     import zipnn  # only installed in the peers' environment
     from safetensors import safe_open
@@ -282,6 +320,7 @@ _METHODS: Final[dict[str, Callable[..., object]]] = {
     "load": _load,
     "compress": _compress,
     "decompress": _decompress,
+    "bigsmall_bytes": _bigsmall_bytes,
     "pack_file": _pack_file,
     "load_file": _load_file,
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,7 @@ from bench.core.measure import (
 from bench.core.peers import Peers
 from bench.core.report import finish
 from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
+from ckptz.codec.units import ArraySource
 
 SIZE_TARGETS: Final = {"fp32": 0.823, "bf16": 0.668}  # of raw
 SPEED_TARGETS: Final = {  # of ZipNN's speed
@@ -72,6 +74,7 @@ def size_rows(kind: str, tensors: Tensors, peer_bytes: Mapping[str, int]) -> lis
         "ckptz, whole file": len(codecs.write_file(tensors)),
         "ZipNN 0.5.4, one blob": peer_bytes["zipnn"],
         "OpenZL 0.3.0, one blob": peer_bytes["openzl"],
+        "BigSmall 4.0.0, whole file": peer_bytes["bigsmall"],
         "zstd -3, one blob": len(zstandard.ZstdCompressor(3).compress(concatenated(tensors))),
         "raw": raw,
     }
@@ -89,6 +92,21 @@ def size_rows(kind: str, tensors: Tensors, peer_bytes: Mapping[str, int]) -> lis
             }
         )
     return rows
+
+
+def bigsmall_bytes(tensors: Tensors, dtype: str, peers: Peers) -> int:
+    """Bytes of BigSmall's file of the weights, of the type that torch calls `dtype`."""
+    import torch  # only here: every other case of this bench does without
+    from safetensors.torch import save_file
+
+    def of(tensor: ArraySource) -> torch.Tensor:
+        signed = torch.from_numpy(tensor.flat.view(f"i{tensor.flat.itemsize}").copy())
+        return signed.view(getattr(torch, dtype)).reshape(tensor.shape)
+
+    with tempfile.TemporaryDirectory(prefix="ckptz-bench-") as folder:
+        source = Path(folder, "weights.safetensors")
+        save_file({name: of(tensor) for name, tensor in tensors.items()}, source)
+        return peers.bigsmall_bytes(source)
 
 
 # --- weights: speeds ----------------------------------------------------------------------------
@@ -173,6 +191,7 @@ def weights(path: Path, rounds: int, peers: Peers) -> list[Row]:
         cases = speed_cases(kind, tensors, peers)
         dtype = DTYPE_NAMES[kind]
         blobs = {tool: peers.compress(tool, kind, dtype=dtype, **more)[1] for tool, more in ONE_BLOB.items()}
+        blobs["bigsmall"] = bigsmall_bytes(tensors, dtype, peers)
         sizes += size_rows(kind, tensors, blobs)
         timings = interleave(cases, rounds)
         speeds += speed_rows(kind, n_bytes(tensors), timings)
