@@ -41,10 +41,11 @@ def test_layers_with_the_same_input_share_one_matrix(tmp_path: Path) -> None:
     assert calibration.shared == [("q", "k", "v")]
     check_moments(calibration.moments("k"), 2 * second_moments(batch.numpy()))
     calibration.save(tmp_path / "calibration")
-    with CalibrationFile.open(tmp_path / "calibration") as file:
-        assert [(one.tensor, one.modules, one.n_samples) for one in file.sums] == [
-            ("q+k+v", ("q", "k", "v"), 10)
-        ]
+    with CalibrationFile(tmp_path / "calibration") as file:
+        rows = {
+            row.module: [(one.tensor, one.n_samples) for one in row.inputs] for row in file.content.modules
+        }
+        assert rows == {layer: [("q+k+v", 10)] for layer in "qkv"}
 
 
 def test_equal_tensors_are_not_the_same_tensor() -> None:

@@ -321,7 +321,7 @@ def test_a_gpt2_is_recorded_whole(tmp_path: Path) -> None:
     shapes = {
         name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if "lm_head" not in name
     }
-    with CalibrationFile.open(tmp_path / "calibration") as file:
+    with CalibrationFile(tmp_path / "calibration") as file:
         matched, unmatched = file.match(shapes)
         assert unmatched == []
         assert matched["transformer.h.1.mlp.c_proj.weight"].moments["conv1d_t"].axis == 0

@@ -189,8 +189,8 @@ def test_channels_last_weights_keep_their_values(tmp_path: Path) -> None:
     assert gradient is not None
     torch.testing.assert_close(tracker.gradients()["weight"], gradient)
     tracker.save(tmp_path / "averages")
-    with SensitivityFile.open(tmp_path / "averages") as file:
-        np.testing.assert_array_equal(file["weight"].read(), tracker.gradients()["weight"].numpy())
+    with SensitivityFile(tmp_path / "averages") as file:
+        np.testing.assert_array_equal(file.recorded["weight"].read(), tracker.gradients()["weight"].numpy())
 
 
 def test_every_optimizer_updates_its_own_parameters() -> None:
@@ -238,7 +238,7 @@ def test_a_tied_weight_is_averaged_once_and_found_by_any_of_its_names(tmp_path: 
         plain_step(model, SGD(model.parameters(), lr=0.1), torch.tensor([1, 2]))
     assert list(tracker.gradients()) == ["embedding.weight"]
     tracker.save(tmp_path / "averages")
-    with SensitivityFile.open(tmp_path / "averages") as file:
+    with SensitivityFile(tmp_path / "averages") as file:
         matched, unmatched = file.match({"head.weight": (5, 4)})
     assert list(matched) == ["head.weight"]
     assert unmatched == []
@@ -372,7 +372,7 @@ def test_the_file_is_read_with_numpy_and_matched_by_name(tmp_path: Path) -> None
     tracker = tracked()[2]
     tracker.save(tmp_path / "averages")
     shapes = {"module.0.weight": (8, 4), "model.2.weight": (3, 8), "else": (1,)}
-    with SensitivityFile.open(tmp_path / "averages") as file:
+    with SensitivityFile(tmp_path / "averages") as file:
         matched, unmatched = file.match(shapes)
         assert {name: one.names for name, one in matched.items()} == {
             "module.0.weight": ("0.weight",),
@@ -387,8 +387,8 @@ def test_the_file_is_read_with_numpy_and_matched_by_name(tmp_path: Path) -> None
 
 
 def read_all(path: Path) -> None:
-    with SensitivityFile.open(path) as file:
-        for one in file.values():
+    with SensitivityFile(path) as file:
+        for one in file.recorded.values():
             one.read()
 
 
@@ -417,7 +417,7 @@ def test_a_newer_file_is_refused(tmp_path: Path) -> None:
     tracked()[2].save(path)
     rewrite(path, lambda _, metadata: metadata.update({KEY_VERSION: "2"}))
     with pytest.raises(UnsupportedError, match=r"averages: version '2'.*upgrade"):
-        SensitivityFile.open(path)
+        SensitivityFile(path)
 
 
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:
@@ -427,4 +427,4 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
     for n_bytes in (0, 7, 100, len(whole) - 1):
         path.write_bytes(whole[:n_bytes])
         with pytest.raises(CalibrationError, match="averages: not a whole safetensors file"):
-            SensitivityFile.open(path)
+            SensitivityFile(path)

@@ -23,8 +23,8 @@ from ckptz.guidance.files import (
     InputRow,
     LayerKind,
     ModuleRow,
-    RecordedCalibration,
     RecordedInputs,
+    Recordings,
     guide_metadata,
 )
 from ckptz.hooks.inputs import Gather, gather_of
@@ -191,7 +191,7 @@ class Calibration:
     def _ordered(self, users: Users) -> tuple[str, ...]:
         return tuple(name for name in self._layers if name in users)
 
-    def recorded(self) -> RecordedCalibration:
+    def recorded(self) -> Recordings[RecordedInputs]:
         """Give what encoders want to know, in host memory: a copy, which later batches do not change.
 
         Raises:
@@ -208,7 +208,8 @@ class Calibration:
             for users, one in self._recorder.kept.of(layer.name):
                 kinds = found.setdefault(id(layer.weight), {})
                 kinds.setdefault(layer.kind, []).append((copies[users], one.n_samples))
-        return RecordedCalibration(
+        return Recordings(
+            "calibration",
             {
                 weights[key].names[0]: RecordedInputs(
                     names=weights[key].names,
@@ -216,7 +217,7 @@ class Calibration:
                     moments={kind: _input_moments(kind, parts) for kind, parts in kinds.items()},
                 )
                 for key, kinds in found.items()
-            }
+            },
         )
 
     def _check_recorded(self, where: str | os.PathLike[str]) -> None:
@@ -243,7 +244,7 @@ class Calibration:
             one.total.copy_(_mirrored(one.total))  # one at a time, so that no second copy of all is made
         sums = self._recorder.kept.by_users
         tensors = {name: sums[users].total for users, name in tensor_of.items()}
-        save_tensors(path, tensors, guide_metadata("calibration", content))
+        save_tensors(path, tensors, guide_metadata(content))
 
     def _row(self, layer: _Layer, tensor_of: dict[Users, str]) -> ModuleRow | None:
         inputs = [
@@ -261,13 +262,17 @@ class Calibration:
             CalibrationError: it belongs to another model, or is damaged.
             FileNotFoundError: no such file.
         """
-        with CalibrationFile.open(path) as file:
+        with CalibrationFile(path) as file:
             self._check_owner(file)
+            users: dict[InputRow, list[str]] = {}
+            for row in file.content.modules:
+                for one in row.inputs:
+                    users.setdefault(one, []).append(row.module)
             sums = Sums()
-            for one in file.sums:
-                device = self._layers[one.modules[0]].weight.parameter.device
-                total = torch.from_numpy(file.read(one)).to(device)
-                sums.add(frozenset(one.modules), Sum(total, one.n_samples))
+            for one, modules in users.items():
+                device = self._layers[modules[0]].weight.parameter.device
+                total = torch.from_numpy(file.read(one.tensor)).to(device)
+                sums.add(frozenset(modules), Sum(total, one.n_samples))
             skipped = {name: why for name, why in file.content.skipped.items() if name in self._layers}
         self._recorder.take_over(sums, skipped)
 
@@ -277,7 +282,7 @@ class Calibration:
             for row in file.content.modules
         )
         if not is_ours:
-            raise file.file.error("is of another model; load it with the model it was recorded with")
+            raise file.error("is of another model; load it with the model it was recorded with")
 
 
 def _mirrored(total: torch.Tensor) -> torch.Tensor:

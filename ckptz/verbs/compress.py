@@ -148,16 +148,17 @@ def compress(
     config, step = checked(config), None if step is None else checked_step(step)
     search = _search_of(search, budget, config)
     base, optimizer = _path(base), _path(optimizer)
-    guides, layer_inputs, gradients = map(_path, (read_optimizer, calibration, sensitivity))
+    guides = GuideFiles(
+        read_optimizer=_path(read_optimizer), calibration=_path(calibration), sensitivity=_path(sensitivity)
+    )
     alone = "step" if step is not None else "optimizer" if optimizer is not None else ""
     if len(sources) > 1 and alone:
         raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
     is_dry = search is not None and search.is_dry_run
     _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
-    check_files(search.template if search else config, guides, layer_inputs, gradients)
+    check_files(search.template if search else config, guides)
     reports = []
     with contextlib.ExitStack() as held:
-        read = None if guides is None else held.enter_context(contextlib.closing(open_input(guides)))
         run = _Compression(
             sources=_by_step(sources) if chain else sources,
             config=config,
@@ -169,7 +170,7 @@ def compress(
             role_rules=role_rules,
             optimizer=optimizer,
             param_names=_path(param_names),
-            guide_files=GuideFiles(read_optimizer=read, calibration=layer_inputs, sensitivity=gradients),
+            guide_files=guides,
             search=search,
             workers=held.enter_context(Workers(jobs)),
             progress=progress,
