@@ -31,11 +31,11 @@ FLOORS = (
     ("encoding",),
     ("methods",),
     ("container", "wire", "frameworks"),
-    ("store", "search", "tree"),
+    ("store", "tree"),
     ("formats",),
     ("guidance",),
     ("pipeline",),
-    ("search_run",),
+    ("search",),
     ("api",),
     ("verbs", "numpy", "torch"),
     ("sync",),
@@ -66,7 +66,7 @@ OWNERS = {
     "jinja2": (),
 }
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
-LATE = (("ckptz.verbs.compress", "ckptz.search_run.run"),)  # what few runs of a command need, for its start
+LATE = (("ckptz.verbs.compress", "ckptz.search.run"),)  # what few runs of a command need, for its start
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 
@@ -145,7 +145,7 @@ READERS = (
     *("ckptz.codec.decode", "ckptz.container.reader", "ckptz.container.envelope", "ckptz.store.resolve"),
     *("ckptz.api.read", "ckptz.api.safe_open", "ckptz.api.describe", "ckptz.store.patch"),
 )
-ENCODERS = ("quant", "encoding", "methods", "guidance", "pipeline", "search", "search_run")
+ENCODERS = ("quant", "encoding", "methods", "guidance", "pipeline", "search")
 
 
 def reached(modules: tuple[str, ...]) -> set[str]:

@@ -254,7 +254,7 @@ def test_newer_missing_and_cut_files_are_refused(saved: Path) -> None:
 def test_files_are_read_without_torch(saved: Path) -> None:
     code = (
         "import sys; from ckptz.guidance.files import CalibrationFile as File\n"
-        f"weights = File({str(saved)!r}).recorded; print(weights['conv.weight'].moments['conv'].read().shape)\n"
+        f"weight = File({str(saved)!r}).recorded['conv.weight']; print(weight.moments['conv'].read().shape)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,10 +16,9 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Agreement, Budget, ResumeProbe
 from ckptz import compress as compress_files
 from ckptz.errors import ConfigError
-from ckptz.search.budget import check_consistent
-from ckptz.search.judgement import Reading
+from ckptz.search.budget import Reading, check_consistent
 from ckptz.search.measures import CHUNK_ENTRIES, DISTURBANCE, agreement_of, prepare
-from ckptz.search_run.run import SearchOptions
+from ckptz.search.run import SearchOptions
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz

@@ -24,10 +24,18 @@ from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
 from ckptz.quant.sensitivity import SensitivitySketch
-from ckptz.search.guided import MAX_TRIALS, Exhaustive, Guided, Neighbourhood, dominates
-from ckptz.search.judgement import Limit, Reading, judge
+from ckptz.search.budget import Limit, Reading, judge
 from ckptz.search.rate import SizeModel
-from ckptz.search.trials import Outcome, best_of, run_stages
+from ckptz.search.strategies import (
+    MAX_TRIALS,
+    Exhaustive,
+    Guided,
+    Neighbourhood,
+    Outcome,
+    best_of,
+    dominates,
+    run_stages,
+)
 from tests.support.search_support import BOTH, CUBE, TEMPLATE, landscape, model
 
 QUARTER = 216 // 4

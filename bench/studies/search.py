@@ -25,8 +25,8 @@ from bench.core.report import finish
 from bench.studies.tasks import SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, folder_of, remembered, weights_of
 from ckptz import Budget, KMeans
-from ckptz.search.judgement import Judgement
-from ckptz.search_run.run import SearchOptions
+from ckptz.search.budget import Judgement
+from ckptz.search.run import SearchOptions
 
 BUDGETS: Final = (0.05, 0.01)
 REDUCED: Final = 1  # batches of the evaluation set that every setting is measured on

@@ -32,7 +32,7 @@ from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
 from ckptz.search.budget import Budget
-from ckptz.search_run.options import SearchOptions, SearchReport
+from ckptz.search.options import SearchOptions, SearchReport
 from ckptz.store.links import link_chain
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
 from ckptz.store.runs import step_of
@@ -461,7 +461,7 @@ class _Compression:
                         written = write(sink, job, self.workers, self.progress.advance)
                         _check_unchanged(stamps)
                 else:
-                    from ckptz.search_run.run import SearchRun, search_and_write
+                    from ckptz.search.run import SearchRun, search_and_write
 
                     found = SearchRun(
                         workers=self.workers,

@@ -23,7 +23,7 @@ from ckptz.formats.inputs import open_input
 from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.pages.page import MARK, page
 from ckptz.progress import SILENT, Progress
-from ckptz.search_run.options import SearchReport
+from ckptz.search.options import SearchReport
 from ckptz.store.resolve import SUFFIX
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
 from ckptz.verbs.inspect import inspect
