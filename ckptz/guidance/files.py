@@ -123,7 +123,7 @@ Recorded = TypeVar("Recorded", RecordedInputs, GradientAverage)
 
 
 class Recordings(Generic[Recorded]):
-    """What was recorded for the parameters of a model, in memory or in an open file.
+    """The records of a model's parameters, in memory or in an open file.
 
     Attributes:
         where: its name in messages.
