@@ -34,8 +34,7 @@ from ckptz.errors import (
 )
 from ckptz.formats.pickled import MAX_BYTES, Record, Unpickler, record
 from ckptz.formats.sharding import is_file_name
-from ckptz.formats.torch_files import load_part, require_torch
-from ckptz.formats.torch_records import MAX_DIMS
+from ckptz.formats.torch_files import MAX_DIMS, load_part, require_torch
 from ckptz.parallel import Recent
 from ckptz.tree.flatten import CODES
 from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, is_number, pack_node, refuse_leaf

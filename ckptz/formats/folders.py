@@ -29,8 +29,7 @@ from ckptz.errors import (
     naming,
 )
 from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
-from ckptz.formats.targets import Spellings, clashes
-from ckptz.formats.torch_files import can_share, is_torch_file, load_state
+from ckptz.formats.torch_files import is_torch_file, load_state
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 from ckptz.store.runs import is_base_name
 from ckptz.tree.flatten import flatten
@@ -154,7 +153,7 @@ def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[
             continue
         try:
             state = load_state(path)
-            flatten(state, can_share=can_share)
+            flatten(state)
             found[file] = state
         except (UnsupportedError, ConfigError) as error:  # small ones are: training_args.bin, rng_state.pth
             if path.stat().st_size > NOTED_BYTES:
@@ -193,13 +192,10 @@ def _find_layout(folder: Path) -> _Layout:
 
 def _check_names(folder: Path, layout: _Layout) -> None:
     """Require that the shards and their index can be restored on every system."""
-    files = [*layout.files, *([] if layout.index_file is None else [layout.index_file])]
-    for file in files:
-        is_named = is_relative_path(file) if file == layout.index_file else is_shard_name(file)
-        if not is_named:
+    index = [] if layout.index_file is None else [layout.index_file]
+    for file in (*layout.files, *index):
+        if not (is_shard_name(file) or (file in index and is_relative_path(file))):
             raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
-    for one, other in clashes(files):
-        raise ConfigError(f"{folder}: {one!r} and {other!r} are one name on some systems; rename one of them")
 
 
 def _read_index(folder: Path, index_file: str) -> _Layout:
@@ -259,7 +255,7 @@ class _Shards:
             shards.append(Shard(file, tuple(checkpoint.tensors), metadata))
         if not beside:
             return cls(tuple(shards), tensors, homes)
-        flat = flatten(dict(beside), n_outer=1, can_share=can_share, taken=tensors)
+        flat = flatten(dict(beside), n_outer=1, taken=tensors)
         shards += [Shard(file, flat.names_under(file)) for file in beside]
         return cls(tuple(shards), {**tensors, **flat.tensors}, homes, flat.tree)
 
@@ -273,7 +269,7 @@ class _Shards:
             _claim(folder, layout, file, states[file], homes)
         states |= beside
         with naming(str(folder)):
-            flat = flatten(states, n_outer=1, can_share=can_share)
+            flat = flatten(states, n_outer=1)
         shards = tuple(Shard(file, flat.names_under(file)) for file in states)
         return cls(shards, flat.tensors, homes, flat.tree)
 
@@ -305,15 +301,12 @@ def _find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], 
 
     Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
     the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
-    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written, and
-    files that not every system could hold beside those before them. Names in `taken` are at the folder's top,
-    and looked after elsewhere.
+    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written. Names in
+    `taken` are at the folder's top, and looked after elsewhere.
     """
     carried: list[Carried] = []
     left_out: list[str] = []
-    root, spellings = folder.resolve(), Spellings()
-    for name in sorted(filter(None, taken)):
-        spellings.clash(name)
+    root = folder.resolve()
     for where, folders, files in os.walk(folder):
         here = Path(where).relative_to(folder)
         hidden = [name for name in folders if name.startswith(".") or (Path(where) / name).is_symlink()]
@@ -325,7 +318,7 @@ def _find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], 
                 continue
             is_output = here == Path() and file.endswith(SUFFIX)
             is_safe = is_relative_path(name) and is_within(Path(where) / file, root)
-            if is_safe and not is_output and spellings.clash(name) is None:
+            if is_safe and not is_output:
                 carried.append((name, Path(where) / file))
             else:
                 left_out.append(name)

@@ -38,7 +38,7 @@ from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_toget
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
-from ckptz.formats.torch_records import ZIP_MAGIC
+from ckptz.formats.torch_files import ZIP_MAGIC
 from ckptz.frameworks.plain_types import to_plain
 from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS

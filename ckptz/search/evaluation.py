@@ -254,7 +254,7 @@ def _prepare(n_threads: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yardstick:
-    """What the trials of a search are held against by one budget."""
+    """One budget, as the trials of a search are held against it."""
 
     limit: Limit
     exact: Reading  # what changes are measured from

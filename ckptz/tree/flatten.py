@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -139,7 +139,6 @@ class _Leaf:
 def flatten(
     state: Any,
     n_outer: int = 0,
-    can_share: Callable[[frozenset[str]], bool] = lambda dtypes: True,
     taken: Collection[str] = (),
 ) -> Flat:
     """Take a nested state apart; the tensors share its memory.
@@ -147,7 +146,6 @@ def flatten(
     Args:
         state: what `torch.load` gave.
         n_outer: outer levels whose keys do not go into the tensors' names.
-        can_share: whether tensors of these types of torch may lie in one memory.
         taken: names that other tensors of the file have.
 
     Raises:
@@ -167,16 +165,8 @@ def flatten(
     root = pack_node(state, leaf)
     storing = _Storing(n_outer, taken)
     for group in _by_storage(found):
-        _check_types(group, can_share)
         storing.add(group)
     return Flat(storing.tensors, {"root": root, "storages": storing.storages}, storing.outer)
-
-
-def _check_types(group: Sequence[_Leaf], can_share: Callable[[frozenset[str]], bool]) -> None:
-    dtypes = {each.geometry.dtype: each for each in group}
-    if len(dtypes) > 1 and not can_share(frozenset(dtypes)):
-        places = " and ".join(f"{where(each.path)} as {dtype}" for dtype, each in dtypes.items())
-        raise UnsupportedError(f"{places} share memory, which torch.save cannot write; clone one of them")
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -16,8 +16,7 @@ from ckptz.container.index import BaseRef
 from ckptz.container.publish import abandoned, is_same, make_folder, publish
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
-from ckptz.formats.inputs import Input, checked_kind, open_input
-from ckptz.formats.joined import join
+from ckptz.formats.inputs import Input, checked_kind, join, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
 from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
 from ckptz.guidance.guides import GuideFiles, check_files
