@@ -30,9 +30,8 @@ test-slow: $(DEV) ## the exhaustive sweeps
 	$(BIN)/python -m pytest -m slow
 
 # Tests that give the parsers every kind of bytes; compiled kernels are not counted.
-PARSER_TESTS := $(addprefix tests/test_,parser_branches.py base_metadata.py container_files.py earlier_frames.py \
-	publish.py spec_refusals.py sync_sparse.py vectors.py together.py checkpointer.py http.py \
-	odd_folders.py)
+PARSER_TESTS := tests/format tests/hostile tests/api/test_together.py tests/sync/test_sync_sparse.py \
+	tests/training/test_checkpointer.py
 
 coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
 	$(BIN)/python -m coverage run -m pytest -m "not slow" $(PARSER_TESTS)

@@ -28,7 +28,10 @@ from ckptz.integrations.versions import warn_untested
 from ckptz.store.resolve import SUFFIX
 from ckptz.store.step_files import Kept
 
-TESTED: Final = ((1, 15), (1, 15))  # first and last accelerate that tests/test_accelerate.py ran with
+TESTED: Final = (
+    (1, 15),
+    (1, 15),
+)  # first and last accelerate that its tests ran with
 warn_untested("accelerate", accelerate.__version__, TESTED)
 
 __all__ = ["ChainOptions", "Registration", "register"]

@@ -47,7 +47,7 @@ from ckptz.store.resolve import open_checkpoint
 from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import unflatten
 
-TESTED: Final = ((2, 13), (2, 13))  # first and last torch that tests/test_dcp.py ran with
+TESTED: Final = ((2, 13), (2, 13))  # first and last torch that its tests ran with
 __all__ = ["ChainOptions", "CkptzStorageReader", "CkptzStorageWriter", "latest"]
 
 

@@ -26,7 +26,10 @@ from ckptz.integrations.versions import warn_untested
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 
-TESTED: Final = ((2, 6), (2, 6))  # first and last lightning that tests/test_lightning.py ran with
+TESTED: Final = (
+    (2, 6),
+    (2, 6),
+)  # first and last lightning that its tests ran with
 warn_untested("lightning", lightning.__version__, TESTED)
 
 __all__ = ["CkptzIO", "RequireCheckpointIO"]

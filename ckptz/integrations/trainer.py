@@ -59,7 +59,10 @@ if TYPE_CHECKING:
 else:
     Trainer = object  # what the mixin is mixed into brings it
 
-TESTED: Final = ((5, 23), (5, 23))  # first and last transformers that tests/test_trainer.py ran with
+TESTED: Final = (
+    (5, 23),
+    (5, 23),
+)  # first and last transformers that its tests ran with
 warn_untested("transformers", transformers.__version__, TESTED)
 
 __all__ = ["ChainOptions", "CkptzTrainerMixin"]

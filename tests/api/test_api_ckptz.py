@@ -1,0 +1,304 @@
+"""What the loading API of ckptz has beyond safetensors, and where it differs on purpose."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+import ckptz
+from ckptz import pipeline
+from ckptz.codec.units import ArraySource
+from ckptz.container.envelope import plain_regions, write_plain
+from ckptz.container.publish import publish
+from ckptz.dtypes import dtype_of
+from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
+from ckptz.frameworks.torch import TorchTensors
+from ckptz.parallel import Workers
+from ckptz.pipeline import Job
+from tests.support.api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "safetensors-differences.md"
+ONES = torch.ones(2, 3)
+
+
+def test_the_package_names_come_when_asked_for() -> None:
+    assert ckptz.safe_open.__module__ == "ckptz.api.safe_open"
+    assert {"safe_open", "LOSSLESS", "__version__"} <= set(dir(ckptz))
+    with pytest.raises(AttributeError, match="nothing"):
+        ckptz.nothing  # noqa: B018
+    for name in ckptz.__all__:
+        assert getattr(ckptz, name) is not None
+
+
+def test_numpy_users_never_load_pytorch(tmp_path: Path) -> None:
+    code = f"""
+import sys, numpy as np, ckptz
+from ckptz.numpy import load_file, save_file
+save_file({{"x": np.arange(5)}}, {str(tmp_path / "x.ckptz")!r})
+assert load_file({str(tmp_path / "x.ckptz")!r})["x"].tolist() == [0, 1, 2, 3, 4]
+with ckptz.safe_open({str(tmp_path / "x.ckptz")!r}, "np") as f:
+    assert f.get_slice("x")[1:3].tolist() == [1, 2]
+print("torch" in sys.modules)
+"""
+    assert run_python(code) == "False\n"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("api.safe_open", "verbs.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
+        *("numpy", "torch"),
+    ],
+)
+def test_the_examples_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = doctest.testmod(importlib.import_module(f"ckptz.{module}"))
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def public_functions() -> list[tuple[str, Any]]:
+    names = ("save", "save_file", "load", "load_file")
+    pairs = [
+        (f"{kind}.{name}", getattr(getattr(CKPTZ, kind), name))
+        for kind in ("torch", "numpy")
+        for name in names
+    ]
+    models = [(f"torch.{name}", getattr(CKPTZ.torch, name)) for name in ("save_model", "load_model")]
+    return [*pairs, *models, ("safe_open", CKPTZ.safe_open)]
+
+
+@pytest.mark.parametrize(("name", "function"), public_functions(), ids=lambda value: str(value)[:20])
+def test_every_public_function_has_an_example(name: str, function: Any) -> None:
+    assert ">>> " in function.__doc__, name
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_configuration_is_checked(kind: str, tmp_path: Path) -> None:
+    module = getattr(CKPTZ, kind)
+    values = {"x": ONES} if kind == "torch" else {"x": ONES.numpy()}
+    module.save_file(values, tmp_path / "x", config=ckptz.LOSSLESS)
+    assert module.save(values, config=ckptz.Lossless()) == (tmp_path / "x").read_bytes()
+    with pytest.raises(ConfigError, match="LOSSLESS"):
+        module.save(values, config="lossless")
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 5])
+def test_threads_change_no_byte(tmp_path: Path, jobs: int) -> None:
+    tensors = every_dtype() | {"large": make(torch.bfloat16, 1500, 1001)}
+    expected = CKPTZ.torch.save(tensors, jobs=3)
+    assert CKPTZ.torch.save(tensors, jobs=jobs) == expected
+    (tmp_path / "x").write_bytes(expected)
+    loaded = CKPTZ.torch.load_file(tmp_path / "x", jobs=jobs)
+    assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
+    assert all(tensor.is_contiguous() for tensor in loaded.values())
+
+
+@pytest.mark.parametrize("how", ["pt", "np"])
+def test_slices_of_a_lossy_file_are_those_of_its_tensors(tmp_path: Path, how: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1500, 1001, generator=generator)
+    CKPTZ.torch.save_file({"weight": weight}, tmp_path / "x", config=ckptz.KMeans(levels=16, protect=0.0))
+    with CKPTZ.safe_open(tmp_path / "x", how) as handle:
+        whole, part = handle.get_tensor("weight"), handle.get_slice("weight")
+        for index in (0, (slice(None), 1000), (slice(1040, 1060), slice(None, None, 7)), ...):
+            assert bits_of(part[index]) == bits_of(whole[index])
+    loaded = CKPTZ.torch.load_file(tmp_path / "x")["weight"]
+    assert loaded.unique().numel() <= 17
+    assert bits_of(loaded) == bits_of(whole)
+
+
+def bits_of(values: Any) -> bytes:
+    return np.ascontiguousarray(values).tobytes()
+
+
+@pytest.mark.parametrize("name", ["__ckptz__", "__ckptz__.index", "__ckptz__x", "__metadata__"])
+def test_reserved_names_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reserved"):
+        CKPTZ.torch.save_file({name: ONES}, tmp_path / "x")
+    with pytest.raises(ConfigError, match="reserved"):
+        CKPTZ.numpy.save({name: ONES.numpy()})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("framework", ["tf", "tensorflow", "jax", "flax", "mlx", "paddle"])
+def test_other_frameworks_are_refused_by_name(framework: str, tmp_path: Path) -> None:
+    CKPTZ.torch.save_file({"x": ONES}, tmp_path / "x")
+    with pytest.raises(UnsupportedError, match="numpy"):
+        CKPTZ.safe_open(tmp_path / "x", framework)
+
+
+def test_a_plain_file_gets_safetensors_own_handle(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"x": ONES}, tmp_path / "x")
+    assert type(CKPTZ.safe_open(tmp_path / "x", "pt")) is safetensors.safe_open
+    assert CKPTZ.safe_open(tmp_path / "x", "tf").keys() == ["x"]
+    assert same(CKPTZ.torch.load_file(tmp_path / "x", jobs=2), {"x": ONES})
+    assert same(CKPTZ.torch.load((tmp_path / "x").read_bytes()), {"x": ONES})
+    assert same(CKPTZ.numpy.load((tmp_path / "x").read_bytes()), {"x": ONES.numpy()})
+
+
+def test_safetensors_sees_a_valid_file(tmp_path: Path) -> None:
+    CKPTZ.torch.save_file({"x": ONES, "y": ONES + 1}, tmp_path / "x", {"k": "v"})
+    with SAFETENSORS.safe_open(tmp_path / "x", "pt") as plain:
+        assert plain.offset_keys() == ["x", "y", "__ckptz__.index"]
+        assert plain.metadata()["ckptz.format"] == "ckptz"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12.0).reshape(3, 4).T,
+        np.arange(12)[::2],
+        np.arange(12)[::-1],
+        np.broadcast_to(np.arange(3), (4, 3)),
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.frombuffer(b"x" + np.arange(4).tobytes(), np.int64, offset=1),
+    ],
+    ids=["transposed", "strided", "reversed", "broadcast", "fortran", "unaligned"],
+)
+def test_arrays_of_any_layout_are_saved_by_value(array: np.ndarray, tmp_path: Path) -> None:
+    CKPTZ.numpy.save_file({"x": array}, tmp_path / "x")
+    assert same(CKPTZ.numpy.load_file(tmp_path / "x")["x"], np.ascontiguousarray(array))
+
+
+@pytest.mark.parametrize(
+    "tensor", [make(torch.complex64, 3).conj(), torch._neg_view(ONES)], ids=["conj", "neg"]
+)
+def test_lazily_negated_tensors_are_saved_by_value(tensor: torch.Tensor) -> None:
+    loaded = CKPTZ.torch.load(CKPTZ.torch.save({"x": tensor}))["x"]
+    assert same(loaded, tensor.resolve_conj().resolve_neg())
+
+
+def test_parts_that_lie_apart_in_one_memory_are_found(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    state = {"whole": whole, "first": whole[1:2], "last": whole[4:]}
+    with pytest.raises(RuntimeError, match=r"first.*last|last.*first"):
+        CKPTZ.torch.save_file(state, tmp_path / "x")
+    model = torch.nn.Module()
+    for name, tensor in state.items():
+        model.register_buffer(name, tensor)
+    CKPTZ.torch.save_model(model, tmp_path / "x")
+    assert CKPTZ.safe_open(tmp_path / "x", "pt").metadata() == {"first": "whole", "last": "whole"}
+    assert CKPTZ.torch.load_model(model, tmp_path / "x") == (set(), [])
+
+
+@pytest.mark.parametrize("name", ["float4", "float8_e8m0fnu", "float8_e4m3fn", "bfloat16"])
+def test_load_takes_every_dtype_that_load_file_takes(name: str) -> None:
+    tensor = every_dtype()[name]
+    loaded = CKPTZ.torch.load(CKPTZ.torch.save({"x": tensor}))["x"]
+    assert loaded.dtype == tensor.dtype
+    assert same(bits(loaded), bits(tensor))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16"])
+def test_ml_dtypes_arrays_are_read_and_written(name: str, tmp_path: Path) -> None:
+    array = np.arange(6, dtype=np.uint8 if name.startswith("float8") else np.uint16).view(name).reshape(2, 3)
+    CKPTZ.numpy.save_file({"x": array}, tmp_path / "x")
+    assert array.dtype == getattr(ml_dtypes, name)
+    assert same(CKPTZ.numpy.load_file(tmp_path / "x")["x"], array)
+    assert same(CKPTZ.safe_open(tmp_path / "x", "np").get_slice("x")[1], array[1])
+
+
+def test_a_dtype_error_is_caught_as_any_that_safetensors_raises() -> None:
+    for kind in (SafetensorError, TypeError, AttributeError, KeyError):
+        assert issubclass(DTypeError, kind)
+    assert str(DTypeError("no such dtype")) == "no such dtype"
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CKPTZ.torch.save_file({"x": ONES}, tmp_path / "x")
+    before = (tmp_path / "x").read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(WriteError, match="No space left") as caught:
+        CKPTZ.torch.save_file({"y": ONES}, tmp_path / "x")
+    assert isinstance(caught.value, OSError)
+    assert caught.value.errno == 28
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_bytes() == before
+
+
+def test_the_page_of_differences_lists_at_most_five() -> None:
+    headings = re.findall(r"^## (\d)\. ", PAGE.read_text(), re.MULTILINE)
+    assert headings == [str(n) for n in range(1, len(headings) + 1)]
+    assert 0 < len(headings) <= 5
+
+
+def odd_types() -> dict[str, ArraySource]:
+    """Tensors of the types that PyTorch and numpy cannot hold, or cannot hold in this shape."""
+    rows = {"f6": ("F6_E2M3", (4,)), "f6b": ("F6_E3M2", (2, 4)), "f4": ("F4", (2, 3)), "x": ("U8", (3,))}
+    return {
+        name: ArraySource(dtype_of(code), shape, np.arange(dtype_of(code).n_bytes(shape), dtype=np.uint8))
+        for name, (code, shape) in rows.items()
+    }
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_types_without_a_home_are_refused_when_read(framework: str, tmp_path: Path) -> None:
+    with publish(tmp_path / "ours") as sink, Workers(1) as workers:
+        pipeline.write(sink, Job(tensors=odd_types()), workers)
+    with publish(tmp_path / "theirs") as sink:
+        units = (source.flat for source in odd_types().values())
+        write_plain(sink, plain_regions(odd_types()), None, units)
+    for library, file in ((CKPTZ, "ours"), (SAFETENSORS, "theirs")):
+        handle = library.safe_open(tmp_path / file, framework)
+        assert handle.get_slice("f6").get_dtype() == "F6_E2M3"
+        assert handle.get_slice("f4").get_shape() == [2, 3]
+        assert handle.get_tensor("x").tolist() == [0, 1, 2]
+        for name in ("f6", "f6b"):
+            for read in (lambda n: handle.get_tensor(n), lambda n: handle.get_slice(n)[...]):  # noqa: B023
+                with pytest.raises(SafetensorError):
+                    read(name)
+
+
+def test_tensors_go_to_the_device_of_the_framework() -> None:
+    source = {name: tensor for name, tensor in CKPTZ.torch._sources(every_dtype()).items()}
+    makes = TorchTensors("meta", is_strict=False)
+    for name, units in source.items():
+        tensor, room = makes.allocate(units.dtype, makes.shape_of(units.dtype, units.shape))
+        assert tensor.device.type == "cpu"
+        assert room.nbytes == units.dtype.n_bytes(units.shape)
+        assert makes.finish(tensor).device.type == "meta"
+        assert makes.finish(tensor).shape == every_dtype()[name].shape
+
+
+def test_units_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
+    tensor = make(torch.float32, 100)
+    source = CKPTZ.torch.FetchedSource(dtype_of("F32"), (100,), tensor.view(torch.uint8))
+    assert source.units(3, 9).tobytes() == tensor[3:9].numpy().tobytes()
+    assert source.units(0, 100).dtype == np.dtype("<u4")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0])
+def test_tensors_go_to_the_device(tmp_path: Path, device: Any) -> None:
+    tensors = every_dtype() | {"large": make(torch.bfloat16, 1500, 1001), "empty": torch.zeros(0, 3)}
+    CKPTZ.torch.save_file({n: t.cuda() for n, t in tensors.items()}, tmp_path / "x")
+    SAFETENSORS.torch.save_file(tensors, tmp_path / "plain")
+    ours, theirs = (
+        lib.torch.load_file(tmp_path / n, device=device) for lib, n in ((CKPTZ, "x"), (SAFETENSORS, "plain"))
+    )
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].device == tensor.device
+        assert same(bits(ours[name]), bits(tensor))
+    with CKPTZ.safe_open(tmp_path / "x", "pt", device) as handle:
+        part = handle.get_slice("large")[:, torch.arange(3).cuda()]
+    assert part.device.type == "cuda"
+    assert same(part.cpu(), tensors["large"][:, :3].contiguous())

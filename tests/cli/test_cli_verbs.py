@@ -1,0 +1,353 @@
+"""The four verbs on good input: what they write, say and promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import ckptz.numpy as ckptz_numpy
+from ckptz import compress, restore
+from ckptz.container.index import FORMAT_VERSION
+from ckptz.dtypes import DTYPES
+from ckptz.errors import ConfigError
+from ckptz_cli.main import main
+from tests.support.cli_support import (
+    Chain,
+    Rows,
+    a_state,
+    ckptz,
+    content_of,
+    plain_bytes,
+    temporaries,
+    write_plain,
+)
+
+# --- round trips ----------------------------------------------------------------------------------
+
+
+def test_a_file_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = write_plain(tmp_path / "model.safetensors", a_state(), {"format": "pt", "user": "ü\n"})
+    original = path.read_bytes()
+    ckptz("compress", path)
+    path.unlink()
+    ckptz("restore", tmp_path / "model.ckptz")
+    assert path.read_bytes() == original
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Tensors of every dtype and shape class; sub-byte ones fill whole bytes."""
+    rows = {}
+    for name in draw(st.lists(st.text(min_size=1, max_size=8), max_size=5, unique=True)):
+        dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+        shape = draw(st.lists(st.sampled_from([0, 1, 2, 4, 8, 24]), max_size=4))
+        if dtype.bits % 8:
+            shape = [8, *shape]
+        n = dtype.n_bytes(shape)
+        unit = draw(st.binary(min_size=1, max_size=16))
+        rows[name] = (dtype.name, tuple(shape), (unit * (n // len(unit) + 1))[:n])
+    return {name: row for name, row in rows.items() if _is_text(name)}
+
+
+def _is_text(name: str) -> bool:
+    return name != "__metadata__" and not name.startswith("__ckptz__") and name.isprintable()
+
+
+@settings(max_examples=60, deadline=None)
+@given(state=states(), other=states())
+def test_any_file_comes_back_bit_for_bit_alone_and_as_a_delta(
+    state: Rows, other: Rows, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    base = write_plain(folder / "base.safetensors", other | dict(state), {"a": "b"})
+    path = write_plain(folder / "model.safetensors", state)
+    for options in ([], ["--base", base, "--force"]):
+        ckptz("compress", path, *options, "--jobs", 1)
+        ckptz("restore", folder / "model.ckptz", "-o", folder / "back.safetensors", "--force", "--jobs", 1)
+        assert (folder / "back.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_what_safetensors_wrote_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        "b": rng.normal(size=(3, 5)).astype(np.float32),
+        "a": rng.normal(size=7),
+        "half": rng.normal(size=(2, 2)).astype(np.float16),
+        "empty": np.zeros((0, 3), np.int64),
+        "scalar": np.array(3, np.uint8),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path, {"one": "1"})
+    ckptz("compress", path)
+    ckptz("restore", tmp_path / "model.ckptz", "-o", tmp_path / "back.safetensors")
+    assert (tmp_path / "back.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_a_file_with_spaces_in_its_header_keeps_its_tensors_and_their_order(tmp_path: Path) -> None:
+    whole = plain_bytes(a_state(), {"a": "b"})
+    n = int.from_bytes(whole[:8], "little")
+    header = json.dumps(json.loads(whole[8 : 8 + n]), indent=2).encode()
+    path = tmp_path / "loose.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + n :])
+    ckptz("compress", path)
+    ckptz("restore", tmp_path / "loose.ckptz", "-o", tmp_path / "back.safetensors")
+    assert content_of(tmp_path / "back.safetensors") == content_of(path)
+
+
+def test_restoring_takes_any_number_of_threads_and_gives_the_same(chain: Chain) -> None:
+    for jobs in (1, 3):
+        out = chain.folder / f"out-{jobs}.safetensors"
+        ckptz("restore", chain.delta, "-o", out, "--jobs", jobs)
+        assert out.read_bytes() == chain.second.read_bytes()
+
+
+def test_compressing_takes_any_number_of_threads_and_gives_the_same(chain: Chain) -> None:
+    outs = [chain.folder / f"out-{jobs}.ckptz" for jobs in (1, 3)]
+    for out, jobs in zip(outs, (1, 3), strict=True):
+        ckptz("compress", chain.second, "-o", out, "--base", chain.anchor, "--jobs", jobs)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+def test_a_torch_file_comes_back_as_one(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(40, 30)}, "step": 3, "lr": [0.1, None]}
+    torch.save(state, tmp_path / "t.pt")
+    ckptz("compress", tmp_path / "t.pt")
+    ckptz("verify", tmp_path / "t.ckptz", "--against", tmp_path / "t.pt")
+    ckptz("restore", tmp_path / "t.ckptz", "-o", tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert torch.equal(back["model"]["w"], state["model"]["w"])
+    assert (back["step"], back["lr"]) == (3, [0.1, None])
+    ckptz("restore", tmp_path / "t.ckptz", "--to", "safetensors")
+    assert set(load_file(tmp_path / "t.safetensors")) == {"model.w"}
+
+
+def test_a_plain_file_restores_to_torch_if_asked(chain: Chain) -> None:
+    ckptz("restore", chain.anchor, "--to", "pt")
+    back = torch.load(chain.folder / "step-1.pt", weights_only=True)
+    assert torch.equal(back["counts"], torch.arange(12).reshape(3, 4))
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_an_output_that_ends_with_a_separator_is_a_folder(
+    in_python: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = write_plain(tmp_path / "model.safetensors", a_state())
+    if in_python:
+        compress(str(model), "packed/")
+        restore("packed/model.ckptz", "back/")
+    else:
+        ckptz("compress", model, "-o", "packed/")
+        ckptz("restore", "packed/model.ckptz", "-o", "back/")
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == model.read_bytes()
+    with pytest.raises(ConfigError, match=r"model.safetensors: the name means a folder.*this is a file"):
+        restore("packed/model.ckptz", f"{model}/")
+
+
+@pytest.mark.parametrize("verb", ["rebase", "report"])
+def test_verbs_that_write_one_file_refuse_an_output_that_ends_with_a_separator(
+    verb: str, chain: Chain
+) -> None:
+    run = ckptz(verb, chain.delta, "-o", f"{chain.folder}/new/", fails=True)
+    assert "new/: is written as a folder; name a file" in run.stderr
+    with pytest.raises(ConfigError, match="is written as a folder"):
+        ckptz_numpy.save_file({"w": np.zeros(3)}, f"{chain.folder}/new/")
+    assert not (chain.folder / "new").exists()
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def test_compress_names_its_sizes_and_what_the_ratio_is_of(chain: Chain) -> None:
+    run = ckptz("compress", chain.first, "-o", chain.folder / "again.ckptz")
+    [line] = run.stdout.splitlines()
+    assert "x smaller, 0." in line or "x larger, " in line
+    assert all(word in line for word in ("again.ckptz", "->", "MB/s", " s,"))
+    assert run.stderr == ""
+
+
+def test_compress_reports_in_json(chain: Chain) -> None:
+    out = chain.folder / "again.ckptz"
+    run = ckptz("compress", chain.second, "-o", out, "--base", chain.anchor, "--step", 7, "--json")
+    [report] = run.json["files"]
+    n_bytes = sum(len(data) for _, _, data in a_state().values())
+    assert (report["tensor_bytes"], report["stored_bytes"]) == (n_bytes, out.stat().st_size)
+    assert report["ratio"] == pytest.approx(n_bytes / out.stat().st_size)
+    assert (report["base"], report["depth"], report["step"]) == ("step-1.ckptz", 1, 7)
+    assert 0 < report["n_deltas"] <= report["n_tensors"] == len(a_state())
+    assert ckptz("inspect", out, "--json").json["step"] == 7
+
+
+def test_restore_reports_in_json(chain: Chain) -> None:
+    out = chain.folder / "out.safetensors"
+    report = ckptz("restore", chain.delta, "-o", out, "--json").json
+    assert (report["output"], report["kind"], report["depth"]) == (str(out), "safetensors", 1)
+    assert report["stored_bytes"] == chain.delta.stat().st_size + chain.anchor.stat().st_size
+    assert report["content_id"] == ckptz("inspect", chain.delta, "--json").json["content_id"]
+
+
+def test_restore_says_that_checksums_match(chain: Chain) -> None:
+    [line] = ckptz("restore", chain.delta, "-o", chain.folder / "o.safetensors").stdout.splitlines()
+    assert "all checksums match" in line
+    assert "chain of 2 files" in line
+
+
+def test_inspect_describes_a_delta(chain: Chain) -> None:
+    report = ckptz("inspect", chain.delta, "--json").json
+    assert (report["format_version"], report["depth"]) == ("1.0", 1)
+    assert report["writer"].startswith("ckptz ")
+    assert report["metadata"] == {"step": "2"}
+    assert report["broken"] is None
+    [member] = report["chain"]
+    assert (member["file"], member["depth"], member["path"]) == ("step-1.ckptz", 0, str(chain.anchor))
+    by_name = {tensor["name"]: tensor for tensor in report["tensors"]}
+    weight = by_name["layer.half"]
+    assert (weight["dtype"], weight["shape"], weight["predictor"]) == ("BF16", [3000], "base")
+    assert weight["mode"] in ("xor", "difference")
+    assert (weight["n_chunks"], weight["n_frames"]) == (1, 2)
+    assert weight["bits_per_element"] == pytest.approx(weight["stored_bytes"] * 8 / 3000)
+    assert sum(weight["coders"].values()) == pytest.approx(1)
+    assert by_name["empty"]["bits_per_element"] is None
+    assert sum(t["tensor_bytes"] for t in report["tensors"]) == report["tensor_bytes"]
+
+
+def test_inspect_names_the_version_of_the_file() -> None:
+    vector = Path(__file__).parents[2] / "spec" / "vectors" / "valid" / "file-of-a-later-minor-version.ckptz"
+    assert ckptz("inspect", vector, "--json").json["format_version"] == "1.10"
+
+
+def test_inspect_shows_tables(chain: Chain) -> None:
+    short = ckptz("inspect", chain.delta).stdout
+    assert "layer.weight" not in short
+    for word in ("content id", "delta", "step-1.ckptz", "difference", "1.0, written by ckptz"):
+        assert word in short
+    long = ckptz("inspect", chain.delta, "--tensors").stdout
+    assert long.startswith(short.rstrip("\n"))
+    assert "1 chunk x 2" in long
+    assert "lossless" in short
+    assert "loss " not in long
+
+
+def test_verify_counts_what_it_checked(chain: Chain) -> None:
+    report = ckptz("verify", chain.delta, chain.anchor, "--json").json
+    delta, anchor = report["files"]
+    n = sum(bool(data) for _, _, data in a_state().values())
+    assert (delta["n_chunks"], anchor["n_chunks"]) == (2 * n, n)
+    assert delta["chain"] == [str(chain.anchor)]
+    assert "ok, bit for bit" in ckptz("verify", chain.delta, "--against", chain.second).stdout
+
+
+def test_verify_finds_stored_damage_that_decodes_to_the_same(chain: Chain) -> None:
+    """The stored checksum of a base's chunk that no tensor of the delta needs."""
+    whole = bytearray(chain.anchor.read_bytes())
+    report = ckptz("inspect", chain.anchor, "--json").json
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    sparse = next(i for i, t in enumerate(report["tensors"]) if t["name"] == "sparse")
+    end = begin + sum(t["stored_bytes"] for t in report["tensors"][: sparse + 1])
+    whole[end - 1] ^= 1
+    chain.anchor.write_bytes(whole)
+    run = ckptz("verify", chain.delta, fails=True)
+    assert run.exit_code == 3
+    assert "step-1.ckptz" in run.error
+    assert "'sparse'" in run.error
+
+
+CHANGES: dict[str, tuple[Rows, dict[str, str] | None]] = {
+    "differs from the original, first at element 2999": (
+        a_state(drift=0.01) | {"sparse": ("U8", (3000,), a_state()["sparse"][2][:-1] + b"\x77")},
+        {"step": "2"},
+    ),
+    "'extra' is missing": (a_state(drift=0.01) | {"extra": ("U8", (1,), b"1")}, {"step": "2"}),
+    "not in the original": ({k: v for k, v in a_state(drift=0.01).items() if k != "odd"}, {"step": "2"}),
+    "'odd' is F32 [4], not F32 [2, 2]": (
+        a_state(drift=0.01) | {"odd": ("F32", (2, 2), a_state()["odd"][2])},
+        {"step": "2"},
+    ),
+    "'odd' is F32 [4], not I32 [4]": (
+        a_state(drift=0.01) | {"odd": ("I32", (4,), a_state()["odd"][2])},
+        {"step": "2"},
+    ),
+    "metadata": (a_state(drift=0.01), {"step": "3"}),
+}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_verify_names_the_first_difference(said: str, chain: Chain) -> None:
+    rows, metadata = CHANGES[said]
+    other = write_plain(chain.folder / "other.safetensors", rows, metadata)
+    run = ckptz("verify", chain.delta, "--against", other, fails=True)
+    assert run.exit_code == 3
+    assert said in run.error
+    assert "step-2.ckptz" in run.error
+
+
+def test_verify_goes_on_after_a_bad_file(chain: Chain) -> None:
+    whole = chain.anchor.read_bytes()
+    broken = chain.folder / "broken.ckptz"
+    broken.write_bytes(whole[:-1])
+    run = ckptz("verify", broken, chain.folder / "gone.ckptz", chain.anchor, "--json", fails=True)
+    assert run.exit_code == 3
+    first, second, third = run.json["files"]
+    assert (first["error"]["exit_code"], second["error"]["exit_code"]) == (3, 5)
+    assert third["n_tensors"] == len(a_state())
+    assert len(run.stderr.splitlines()) == 2
+
+
+def test_a_plain_file_verifies_only_against_another(chain: Chain) -> None:
+    assert ckptz("verify", chain.first, fails=True).exit_code == 2
+    ckptz("verify", chain.first, "--against", chain.anchor)
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", sorted(main.commands))
+def test_every_verb_explains_itself_with_examples(verb: str) -> None:
+    text = ckptz(verb, "--help").stdout
+    assert "Examples:" in text
+    assert f"ckptz {verb} " in text
+
+
+def test_the_list_of_verbs_cuts_no_sentence() -> None:
+    assert "..." not in ckptz("--help").stdout.partition("Commands:")[2]
+
+
+def test_the_version_names_the_format_too() -> None:
+    assert ckptz("--version").stdout.startswith("ckptz 0.")
+    assert f"(format {FORMAT_VERSION})" in ckptz("--version").stdout
+
+
+def test_help_is_quick_and_loads_little() -> None:
+    code = (
+        "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr));"
+        "from ckptz_cli.main import main; main(['--help'])"
+    )
+    seconds = []
+    for _ in range(3):
+        start = _children_seconds()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(_children_seconds() - start)
+    assert not set(done.stderr.split()) & {"torch", "numba", "numpy", "rich", "msgspec"}
+    assert min(seconds) < 0.3
+
+
+def _children_seconds() -> float:
+    """Processor time of the processes that have ended: a busy machine does not add to it."""
+    used = os.times()
+    return used.children_user + used.children_system
+
+
+def test_nothing_temporary_is_left(chain: Chain) -> None:
+    ckptz("restore", chain.delta, "-o", chain.folder / "out.safetensors")
+    ckptz("restore", chain.delta, "-o", chain.folder / "out.safetensors", fails=True)
+    assert temporaries(chain.folder) == []

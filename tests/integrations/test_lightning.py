@@ -1,0 +1,419 @@
+"""Lightning with `.ckptz` checkpoints: what is kept resumes, bit for bit, whatever was deleted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
+
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+
+import ckptz
+from ckptz import restore
+from ckptz.container.reader import Container
+from ckptz.errors import (
+    ChecksumError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    MissingBaseError,
+    UnsupportedError,
+    WriteError,
+)
+from ckptz.frameworks import plain_types
+from ckptz.integrations import linked, versions
+from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
+from ckptz.store.resolve import open_checkpoint
+
+pytestmark = [pytest.mark.apps, pytest.mark.usefixtures("deltas_at_any_cost")]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_loop.py"
+N_STEPS = 10
+
+
+class Model(LightningModule):
+    """A small net with dropout; its logged score goes up and down."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        layers = [torch.nn.Linear(width, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, width)]
+        self.net = torch.nn.Sequential(*layers)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.log("score", float((7 * self.global_step) % 10), on_step=True)
+        return (self.net(batch) - batch.roll(1, 1)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    def train_dataloader(self) -> Any:
+        data = torch.randn(4 * N_STEPS, 64, generator=torch.Generator().manual_seed(2))
+        return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+def fit(
+    folder: Path, io: Any, n_steps: int = N_STEPS, ckpt_path: Path | None = None, **checkpointing: Any
+) -> tuple[Trainer, ModelCheckpoint]:
+    """Train, saving at every step."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"save_top_k": 2, "monitor": "score", "mode": "max"} | checkpointing
+    callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **settings)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            max_steps=n_steps,
+            accelerator="cpu",
+            plugins=[io],
+            callbacks=[callback],
+            log_every_n_steps=1,
+            **quiet,
+        )
+        trainer.fit(Model(), ckpt_path=ckpt_path)
+    return trainer, callback
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Whether two nested states are equal to the bit."""
+    if isinstance(wanted, torch.Tensor):
+        return isinstance(found, torch.Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(same(found[key], value) for key, value in wanted.items())
+    if isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    return bool(found == wanted)
+
+
+class Both(CkptzIO):
+    """Writes what Lightning itself would have written, too."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        TorchCheckpointIO().save_checkpoint(checkpoint, Path(path).parent / "torch" / Path(path).name)
+
+
+@pytest.mark.parametrize("way", ["plain", "async"])
+def test_every_kept_checkpoint_is_what_lightning_saved(way: str, tmp_path: Path) -> None:
+    io = Both(anchor_every=4, jobs=1)
+    _, callback = fit(tmp_path, AsyncCheckpointIO(io) if way == "async" else io)
+    kept = [Path(path) for path in callback.best_k_models]
+    assert len(kept) == 2
+    if way == "plain":
+        assert sorted(tmp_path.glob("*.ckpt")) == sorted(kept)
+        assert len(list(tmp_path.glob("base-*"))) <= 6, "what no checkpoint needs is gone"
+    for path in kept:
+        original = torch.load(tmp_path / "torch" / path.name, weights_only=False)
+        assert same(io.load_checkpoint(path), original)
+    assert any(open_checkpoint(path).depth for path in kept), "some are deltas"
+
+
+def test_every_kept_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
+    first, callback = fit(tmp_path / "run", CkptzIO(anchor_every=4, jobs=1))
+    wanted = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+    moments = first.optimizers[0].state_dict()
+    for path in map(Path, callback.best_k_models):
+        io = CkptzIO(anchor_every=4, jobs=1)
+        checkpoint = io.load_checkpoint(path)
+        resumed, _ = fit(tmp_path / f"from-{path.stem}", io, ckpt_path=path)
+        assert resumed.global_step == N_STEPS
+        assert checkpoint["global_step"] < N_STEPS
+        exact, _ = fit_from_torch(tmp_path / f"exact-{path.stem}", checkpoint)
+        assert same(dict(resumed.model.state_dict()), dict(exact.model.state_dict()))
+        assert same(resumed.optimizers[0].state_dict(), exact.optimizers[0].state_dict())
+    assert same(dict(first.model.state_dict()), wanted)
+    assert moments["state"]
+
+
+def fit_from_torch(folder: Path, checkpoint: dict[str, Any]) -> tuple[Trainer, ModelCheckpoint]:
+    """Resume with Lightning alone, from the same state in a file of its own."""
+    folder.mkdir()
+    torch.save(checkpoint, folder / "state.ckpt")
+    return fit(folder / "run", TorchCheckpointIO(), ckpt_path=folder / "state.ckpt")
+
+
+def test_the_last_checkpoint_and_its_link(tmp_path: Path) -> None:
+    for save_last in (True, "link"):
+        folder = tmp_path / str(save_last)
+        trainer, callback = fit(folder, CkptzIO(jobs=1), n_steps=3, save_last=save_last)
+        loaded = CkptzIO().load_checkpoint(Path(callback.last_model_path))
+        assert same(loaded["state_dict"], dict(trainer.model.state_dict()))
+
+
+def test_a_checkpoint_of_lightning_itself_is_read(tmp_path: Path) -> None:
+    _, callback = fit(tmp_path, TorchCheckpointIO(), n_steps=2, monitor=None, save_top_k=1)
+    loaded = CkptzIO().load_checkpoint(callback.best_model_path, weights_only=False)
+    assert loaded["global_step"] == 2
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    for n_steps in (6, 12):
+        command = [sys.executable, str(EXAMPLE), str(tmp_path), str(n_steps)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        assert "the best are" in done.stdout
+    assert CkptzIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 12
+
+
+# --- files ---------------------------------------------------------------------------------------------
+
+
+def a_state(drift: float = 0.0) -> dict[str, Any]:
+    weight = torch.arange(6000.0).reshape(60, 100).sin() + drift
+    return {"state_dict": OrderedDict(weight=weight, tied=weight), "epoch": 3, "global_step": 5}
+
+
+def bases(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("base-*"))
+
+
+def test_bases_go_with_the_last_file_that_needs_them(tmp_path: Path) -> None:
+    io = CkptzIO(anchor_every=3, jobs=1)
+    for i in range(5):  # anchors are 0 and 3
+        io.save_checkpoint(a_state(i / 1000), tmp_path / f"{i}.ckpt")
+    assert [open_checkpoint(tmp_path / f"{i}.ckpt").depth for i in range(5)] == [0, 1, 2, 0, 1]
+    assert len(bases(tmp_path)) == 3
+    io.remove_checkpoint(tmp_path / "0.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert len(bases(tmp_path)) == 3
+    assert same(io.load_checkpoint(tmp_path / "2.ckpt"), a_state(2 / 1000))
+    io.remove_checkpoint(tmp_path / "2.ckpt")
+    assert len(bases(tmp_path)) == 1
+    io.remove_checkpoint(tmp_path / "3.ckpt")
+    assert same(io.load_checkpoint(tmp_path / "4.ckpt"), a_state(4 / 1000))
+    io.remove_checkpoint(tmp_path / "4.ckpt")
+    io.remove_checkpoint(tmp_path / "4.ckpt")  # as Lightning does with what is gone
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_base_stays_while_a_file_is_written_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io = CkptzIO(jobs=1)
+    io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
+    write = linked.write
+
+    def remove_meanwhile(*args: Any) -> Any:
+        io.remove_checkpoint(tmp_path / "0.ckpt")  # from another thread, as around AsyncCheckpointIO
+        return write(*args)
+
+    monkeypatch.setattr(linked, "write", remove_meanwhile)
+    io.save_checkpoint(a_state(0.001), tmp_path / "1.ckpt")
+    assert same(io.load_checkpoint(tmp_path / "1.ckpt"), a_state(0.001))
+
+
+def test_a_file_that_replaces_itself(tmp_path: Path) -> None:
+    io = CkptzIO(jobs=1)
+    for i in range(3):
+        io.save_checkpoint(a_state(i / 1000), tmp_path / "last.ckpt")
+        assert same(io.load_checkpoint(tmp_path / "last.ckpt"), a_state(i / 1000))
+
+
+def test_equal_values_under_other_codes_are_told_apart(tmp_path: Path) -> None:
+    """A lossy file of the same content id is another base: its codes may differ."""
+    io = CkptzIO(config=ckptz.KMeans(levels=4), exact=0, jobs=1)
+    state = {"state_dict": {"weight": torch.randn(64, 80).round()}}
+    for i in range(4):
+        io.save_checkpoint(state, tmp_path / f"{i}.ckpt")
+        state = io.load_checkpoint(tmp_path / f"{i}.ckpt")
+    for i in range(3):
+        io.remove_checkpoint(tmp_path / f"{i}.ckpt")
+    assert same(io.load_checkpoint(tmp_path / "3.ckpt"), state)
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+def test_a_lossy_checkpoint_comes_back_exactly_if_it_is_the_newest(tmp_path: Path, exact: int) -> None:
+    io = CkptzIO(config=ckptz.KMeans(levels=4), exact=exact, jobs=1)
+    for i in range(3):
+        state = {"state_dict": {"weight": torch.randn(64, 80)}}
+        io.save_checkpoint(state, tmp_path / f"{i}.ckpt")
+        if i:
+            io.remove_checkpoint(tmp_path / f"{i - 1}.ckpt")
+        assert same(io.load_checkpoint(tmp_path / f"{i}.ckpt"), state) == bool(exact)
+    assert len(list(tmp_path.glob("*.exact-*"))) == exact
+
+
+def test_a_damaged_base_makes_an_anchor(tmp_path: Path) -> None:
+    io = CkptzIO(jobs=1)
+    io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
+    flip_a_bit(tmp_path / "0.ckpt")
+    io.save_checkpoint(a_state(0.001), tmp_path / "1.ckpt")
+    assert "base cannot be read" in io.notes[0]
+    assert same(io.load_checkpoint(tmp_path / "1.ckpt"), a_state(0.001))
+    with pytest.raises(ChecksumError):
+        io.load_checkpoint(tmp_path / "0.ckpt")
+
+
+def flip_a_bit(path: Path) -> None:
+    """In the midst of a frame; the file stays the same file."""
+    middle = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        file.seek(middle)
+        byte = file.read(1)[0]
+        file.seek(middle)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_missing_base_is_named(tmp_path: Path) -> None:
+    io = CkptzIO(jobs=1)
+    io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
+    io.save_checkpoint(a_state(0.001), tmp_path / "1.ckpt")
+    for path in (*tmp_path.glob("base-*"), tmp_path / "0.ckpt"):
+        path.unlink()
+    with pytest.raises(MissingBaseError, match=r"1\.ckpt.*base-"):
+        io.load_checkpoint(tmp_path / "1.ckpt")
+
+
+def test_other_tools_read_the_files(tmp_path: Path) -> None:
+    CkptzIO(jobs=1).save_checkpoint(a_state(), tmp_path / "0.ckpt")
+    restore(tmp_path / "0.ckpt", tmp_path / "0.pt")
+    assert same(torch.load(tmp_path / "0.pt", weights_only=True), a_state())
+    with ckptz.safe_open(tmp_path / "0.ckpt", "pt") as file:
+        assert isinstance(open_checkpoint(tmp_path / "0.ckpt").container, Container)
+        assert len(file.keys()) == 1, "tied tensors are stored once"
+
+
+@pytest.mark.parametrize("where", [None, "cpu", {"cuda:0": "cpu"}, lambda storage, _: storage])
+def test_tensors_go_where_they_are_wanted(where: Any, tmp_path: Path) -> None:
+    io = CkptzIO(jobs=1)
+    io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
+    assert same(io.load_checkpoint(tmp_path / "0.ckpt", map_location=where, weights_only=True), a_state())
+    assert io.load_checkpoint(tmp_path / "0.ckpt", "meta")["state_dict"]["weight"].device.type == "meta"
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    io = CkptzIO(jobs=1)
+    io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linked.os, "fsync", full_disk)
+        with pytest.raises(WriteError, match=r"0\.ckpt.*No space"):
+            io.save_checkpoint(a_state(1.0), tmp_path / "0.ckpt")
+    assert same(io.load_checkpoint(tmp_path / "0.ckpt"), a_state())
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    io = CkptzIO()
+    with pytest.raises(UnsupportedError, match=r"hyper_parameters\.net"):
+        io.save_checkpoint({"hyper_parameters": {"net": torch.nn.Linear(1, 1)}}, tmp_path / "0.ckpt")
+    with pytest.raises(ConfigError, match=r"'states\.0\.weight' is on the meta device"):
+        io.save_checkpoint({"states": [{"weight": torch.empty(3, device="meta")}]}, tmp_path / "0.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_out_of_range(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="anchor_every"):
+        CkptzIO(anchor_every=65)
+    with pytest.raises(ConfigError, match="LOSSLESS"):
+        CkptzIO(config="kmeans")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="storage_options"):
+        CkptzIO().save_checkpoint({}, tmp_path / "0.ckpt", storage_options={})
+    with pytest.raises(UnsupportedError, match="s3://"):
+        CkptzIO().save_checkpoint({}, "s3://bucket/0.ckpt")
+    with pytest.raises(FileNotFoundError):
+        CkptzIO().load_checkpoint(tmp_path / "none.ckpt")
+    (tmp_path / "junk.ckpt").write_bytes(b"no checkpoint at all")
+    with pytest.raises(FormatError):
+        CkptzIO().load_checkpoint(tmp_path / "junk.ckpt")
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
+def test_a_strategy_that_passes_the_plugin_by_is_refused(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{strategy.__name__} does not use CheckpointIO"):
+        RequireCheckpointIO().setup(SimpleNamespace(strategy=strategy()), None, "fit")
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, DDPStrategy])
+def test_strategies_that_call_the_plugin_are_fine(strategy: Any) -> None:
+    RequireCheckpointIO().setup(SimpleNamespace(strategy=strategy()), None, "fit")
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"), [("2.6.6", False), ("2.7.0", True), ("1.9", True), ("main", True)]
+)
+def test_an_untested_version_says_so(version: str, warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        versions.warn_untested("lightning", version, ((2, 5), (2, 6)))
+    assert [str(one.message).startswith(f"lightning {version} is outside") for one in caught] == [
+        True
+    ] * warns
+
+
+# --- values of other types -----------------------------------------------------------------------------
+
+VALUES = {
+    "path": Path("logs") / "run",
+    "namespace": Namespace(lr=0.1, layers=[1, 2]),
+    "counter": Counter({"a": 2, 3: 1}),
+    "factory": defaultdict(list, {"a": [1]}),
+    "set": {1, "b"},
+    "frozenset": frozenset({2.5}),
+    "complex": 1 + 2j,
+    "timedelta": timedelta(days=1, microseconds=3),
+    "datetime": datetime(2026, 1, 2, 3, 4, 5),
+    "device": torch.device("cuda", 1),
+    "scalar": np.float32(0.1),
+    "bool": np.bool_(True),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "own": {plain_types.TYPE_KEY: "Path", "value": "not ours"},
+    "nested": [({"deep": {Path("x")}},)],
+}
+
+
+def test_common_types_come_back(tmp_path: Path) -> None:
+    io = CkptzIO(jobs=1)
+    io.save_checkpoint(VALUES, tmp_path / "0.ckpt")
+    found = io.load_checkpoint(tmp_path / "0.ckpt")
+    assert (found["array"] == VALUES["array"]).all()
+    assert found.pop("array").dtype == np.int16
+    assert found == {name: value for name, value in VALUES.items() if name != "array"}
+    assert {name: type(value) for name, value in found.items()} == {n: type(VALUES[n]) for n in found}
+    assert found["factory"]["new"] == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {plain_types.TYPE_KEY: "os.system", "value": "ls"},
+        {plain_types.TYPE_KEY: ["Path"], "value": "x"},
+        {plain_types.TYPE_KEY: "complex", "value": ["a", 2]},
+        {plain_types.TYPE_KEY: "scalar", "value": ["O", b"12345678"]},
+        {plain_types.TYPE_KEY: "scalar", "value": ["<f8", b"1"]},
+        {plain_types.TYPE_KEY: "defaultdict", "value": ["eval", []]},
+        {plain_types.TYPE_KEY: "set", "value": [[]]},
+        {plain_types.TYPE_KEY: "ndarray", "value": 3},
+        {plain_types.TYPE_KEY: "Path"},
+    ],
+)
+def test_a_forged_type_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(CorruptionError):
+        plain_types.from_plain([value])

@@ -1,0 +1,228 @@
+"""Several ranks save one state, other numbers of ranks restore it; a rank that dies hurts nobody."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptz
+import ckptz.torch
+from ckptz.integrations.dcp import CkptzStorageReader
+from ckptz.integrations.dcp_index import INDEX_FILE, read_index
+from tests.support.ranks_worker import KMEANS, PLAYS, SIZES, whole
+
+pytestmark = pytest.mark.apps
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "torchrun_fsdp2.py"
+
+
+def play(name: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run the scenarios in processes that stay for all of them; what every rank said, by scenario."""
+    command = [sys.executable, "-m", "tests.support.ranks_worker", name, str(folder)]
+    subprocess.run(command, cwd=ROOT, timeout=1200, check=True)
+    said = {}
+    for scenario, n_ranks in PLAYS[name]:
+        paths = [folder / f"{scenario.__name__}-{n_ranks}-{rank}.json" for rank in range(n_ranks)]
+        said[f"{scenario.__name__} {n_ranks}"] = [json.loads(p.read_text()) for p in paths if p.exists()]
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks")
+    for step in (0, 1):
+        state = whole(step)
+        torch.save(state, made / f"lossless-{step}.pt")
+        base = made / "whole-0.ckptz" if step else None
+        ckptz.torch.save_file(state, made / f"whole-{step}.ckptz", config=KMEANS.config, base=base, jobs=1)
+        torch.save(ckptz.torch.load_file(made / f"whole-{step}.ckptz"), made / f"kmeans-{step}.pt")
+    return made
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return play("all", folder)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_another_number_of_ranks_restores_equal_tensors(said: Any, n_ranks: int) -> None:
+    cases = {f"{name} {step}": True for name in ("lossless", "kmeans") for step in (0, 1)}
+    assert said[f"save_states {6 - n_ranks}"] == [{}] * (6 - n_ranks)
+    assert said[f"load_states {n_ranks}"] == [cases] * n_ranks
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("step", [0, 1])
+def test_grids_restore_alike_on_any_number_of_ranks(said: Any, folder: Path, n_ranks: int, step: int) -> None:
+    assert said[f"load_grids {6 - n_ranks}"] == [{}] * (6 - n_ranks)
+    found, exact = torch.load(folder / f"grid-{n_ranks}-{step}.pt"), whole(step)
+    alone: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SIZES.items()}
+    reader = CkptzStorageReader(
+        folder / f"grid-{n_ranks}-{step}", jobs=1
+    )  # holds every chunk to its checksum
+    dcp.load(alone, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(alone[name], tensor) for name, tensor in found.items())
+    for name in ("wide", "narrow", "odd"):
+        error = (found[name] - exact[name]).square().mean().sqrt() / exact[name].std()
+        assert 0 < error < 0.25
+
+
+def test_the_unsharded_kmeans_state_is_lossy_where_shards_alone_would_not_be(folder: Path) -> None:
+    decoded, exact = torch.load(folder / "kmeans-0.pt"), whole()
+    assert not torch.equal(decoded["odd"], exact["odd"])  # its shards have fewer elements than min_elements
+    assert torch.equal(decoded["small"], exact["small"])
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_shards_record_where_they_belong(said: Any, folder: Path, n_ranks: int) -> None:
+    del said
+    step = folder / f"lossless-{n_ranks}-1"
+    covered = {name: np.zeros(shape, np.int64) for name, shape in SIZES.items()}
+    shards = sorted(step.glob("shard-*"))
+    assert len(shards) == n_ranks
+    assert len(list(step.glob("base-*"))) == n_ranks
+    for shard in shards:
+        with ckptz.safe_open(shard, "np") as file:
+            assert file.metadata()["ckptz.ranks"] == str(n_ranks)
+            for name, record in json.loads(file.metadata()["ckptz.shards"]).items():
+                shape = file.get_slice(name).get_shape()
+                assert tuple(record["shape"]) == SIZES[record["tensor"]]
+                at = tuple(slice(o, o + n) for o, n in zip(record["offset"], shape, strict=True))
+                covered[record["tensor"]][at] += 1
+    assert all((count == 1).all() for count in covered.values())
+
+
+def test_one_process_reads_what_four_ranks_wrote(said: Any, folder: Path) -> None:
+    del said
+    state: dict[str, Any] = {name: torch.zeros(shape) for name, shape in SIZES.items()}
+    dcp.load(state, storage_reader=CkptzStorageReader(folder / "lossless-4-1", jobs=1), no_dist=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole(1).items())
+
+
+def test_fsdp2_resumes_on_another_number_of_ranks_with_an_anchor(said: Any) -> None:
+    assert said["fsdp_saves 2"][0]["steps"] == ["step-2", "step-3"]  # of the rank that deletes old ones
+    assert len(said["fsdp_resumes 4"]) == 4
+    for one in said["fsdp_resumes 4"]:
+        assert one["step"] == 3
+        assert one["same"]
+        assert one["scheduler"] == 4
+    assert said["fsdp_resumes 4"][0]["bases"] == 0
+    assert said["fsdp_resumes 4"][0]["steps"] == ["step-3", "step-4"]
+
+
+def test_ranks_that_disagree_are_told(said: Any, folder: Path) -> None:
+    assert len(said["disagreements 2"]) == 2
+    for one in said["disagreements 2"]:
+        assert "all ranks must save the same model" in one["dtypes"]
+        assert "CheckpointException" in one["names"]
+    for name in ("dtypes", "names"):
+        assert not (folder / name / INDEX_FILE).exists()
+
+
+@pytest.mark.parametrize("play_", ["all", pytest.param("slow", marks=pytest.mark.slow)])
+def test_a_rank_that_fails_fails_the_save_on_all(play_: str, request: pytest.FixtureRequest) -> None:
+    name, n_ranks, fixture = {
+        "all": ("a_failing_rank 2", 2, "said"),
+        "slow": ("a_failing_rank 4", 4, "slowly"),
+    }[play_]
+    found = request.getfixturevalue(fixture)[name]
+    assert len(found) == n_ranks
+    assert all("Input/output error" in one["error"] and one["seconds"] < 100 for one in found)
+
+
+def check_busy(found: list[dict[str, Any]], n_ranks: int) -> None:
+    assert len(found) == n_ranks
+    assert all(one["reduced"] == 150 and "step-49" in one["steps"] for one in found)
+    assert found[0]["steps"] == ["step-49"]  # of the rank that deletes old ones
+
+
+def test_fifty_saves_beside_collectives(said: Any) -> None:
+    check_busy(said["saves_beside_training 2"], 2)
+
+
+def check_killed(found: list[dict[str, Any]], folder: Path, n_ranks: int) -> None:
+    assert len(found) == n_ranks - 1, "one is dead"
+    step = folder / "killed" / "step-1"
+    for one in found:
+        assert one["newest"] == str(step)
+        assert one["seconds"] < 60
+    state = {name: torch.zeros(shape) for name, shape in SIZES.items()}
+    dcp.load(state, storage_reader=CkptzStorageReader(step, jobs=1), no_dist=True)
+    # Lossy files, and the residuals that make the newest step exact.
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole().items())
+    assert read_index(step).ranks == n_ranks
+
+
+def test_a_killed_rank_leaves_the_step_before_and_no_half_of_its_own(said: Any, folder: Path) -> None:
+    check_killed(said["killed 2"], folder, 2)
+
+
+# --- the same on four ranks -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slowly(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return play("slow", tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.slow
+def test_fifty_saves_of_four_ranks(slowly: Any) -> None:
+    check_busy(slowly["saves_beside_training 4"], 4)
+
+
+@pytest.mark.slow
+def test_one_of_four_is_killed(slowly: Any) -> None:
+    found = slowly["killed 4"]
+    assert len(found) == 3
+    assert all(one["newest"].endswith("step-1") and one["seconds"] < 60 for one in found)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    first, _ = play("hung", tmp_path)["hung 2"]
+    assert 4 < first["seconds"] < 50
+    assert first["newest"] is None
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    for n_ranks, first, last in ((2, 0, 10), (4, 10, 20), (1, 20, 30)):
+        run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n_ranks)]
+        command = [*run, str(EXAMPLE), str(tmp_path / "run"), "10"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        assert f"{n_ranks} ranks, from step {first} to {last}" in done.stdout
+
+
+# --- plain folders of FSDP2 -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def titan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks")
+    assert play("titan", made) == {"titan_saves 2": [{}, {}]}
+    return made
+
+
+@pytest.mark.parametrize("config", [ckptz.LOSSLESS, ckptz.Grid(step=0.25)], ids=["lossless", "grid"])
+def test_plain_folders_of_fsdp2_are_packed_restored_and_resumed(titan: Path, config: Any) -> None:
+    sources, packed = [titan / "titan" / f"step-{step}" for step in (1, 2)], titan / "titan" / config.name
+    for report in ckptz.compress(sources, packed, config=config, chain=True):
+        assert not [note for note in report.notes if "uncalibrated" not in note]  # the moments are known
+    [newest] = packed.rglob("step-2.ckptz")
+    back = titan / "titan" / "back"
+    ckptz.restore(newest, back, to="dcp")
+    said = play("titan back", titan)["titan_resumes 2"]
+    shutil.rmtree(back)
+    for one in said:
+        assert (one["step"], one["last_epoch"], one["loader"]) == (2, 2, [{"at": 0}, {"at": 1}])
+        assert one["worst"] == 0 if config == ckptz.LOSSLESS else 0 < one["worst"] < 0.01

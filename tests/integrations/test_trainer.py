@@ -1,0 +1,278 @@
+"""The Hugging Face Trainer with `.ckptz` checkpoints: what is kept resumes, whatever was deleted."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptz import KMeans, safe_open
+from ckptz.errors import CkptzError, ConfigError, MissingBaseError, UnsupportedError, WriteError
+from ckptz.integrations import linked
+from ckptz.integrations.trainer import ChainOptions, CkptzTrainerMixin
+from ckptz.integrations.transformers import from_pretrained
+from tests.support.trainer_support import (
+    N_SAVES,
+    OPTIONS,
+    Trainer,
+    check_equal,
+    checkpoints,
+    final,
+    tokens,
+    trainer,
+)
+from tests.support.transformers_support import make, transformers
+
+pytestmark = [pytest.mark.apps, pytest.mark.usefixtures("deltas_at_any_cost")]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
+
+
+@functools.cache
+def uninterrupted(n_steps: int = N_SAVES) -> dict[str, Any]:
+    """What transformers' own Trainer arrives at; nothing is saved."""
+    run = trainer(Path("unused"), transformers.Trainer, None, save_strategy="no", max_steps=n_steps)
+    run.train()
+    return final(run)
+
+
+def test_every_kept_folder_resumes_bit_for_bit(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.train()
+    check_equal(final(run), uninterrupted())
+    kept = checkpoints(tmp_path)
+    assert [path.name for path in kept] == ["checkpoint-9", "checkpoint-10"]
+    for folder in kept:
+        names = {path.name for path in folder.iterdir()}
+        assert {"model.ckptz", "state.ckptz", "rng-00000.ckptz", "trainer_state.json"} <= names
+        assert {Path(name).suffix for name in names} == {".ckptz", ".json"}, "no pickle, no copy"
+    assert (kept[0] / "model.ckptz").stat().st_size < 0.95 * anchor_bytes(kept[0])
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=str(kept[0]))
+    assert resumed.state.global_step == N_SAVES
+    check_equal(final(resumed), uninterrupted())
+    last = trainer(tmp_path, max_steps=N_SAVES + 1)
+    last.train(resume_from_checkpoint=True)
+    check_equal(final(last), uninterrupted(N_SAVES + 1))
+    bases = {path.stat().st_ino for folder in checkpoints(tmp_path) for path in folder.glob("base-*")}
+    n_names = sum(len(list(folder.glob("base-*"))) for folder in checkpoints(tmp_path))
+    assert len(bases) < n_names, "the folders share the room of their bases"
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"epoch": 0.5, "glo'])
+def test_a_checkpoint_that_a_kill_left_unfinished_is_passed_over(tmp_path: Path, left: bytes | None) -> None:
+    trainer(tmp_path, max_steps=N_SAVES - 1).train()
+    unfinished = Path(shutil.copytree(tmp_path / "checkpoint-9", tmp_path / "checkpoint-10"))
+    (unfinished / "trainer_state.json").unlink()
+    (unfinished / "state.ckptz").unlink()
+    if left is not None:
+        (unfinished / "trainer_state.json").write_bytes(left)
+    resumed = trainer(tmp_path)
+    with pytest.warns(RuntimeWarning, match="checkpoint-10: is passed over"):
+        resumed.train(resume_from_checkpoint=True)
+    check_equal(final(resumed), uninterrupted())
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    run = trainer(tmp_path)
+    with pytest.warns(RuntimeWarning, match="checkpoint-1: is passed over"):
+        run.train(resume_from_checkpoint=True)
+    check_equal(final(run), uninterrupted())
+
+
+def anchor_bytes(folder: Path) -> int:
+    with safe_open(folder / "model.ckptz", "pt") as file:
+        return sum(tensor.nbytes for tensor in file.get_tensors().values())
+
+
+def test_a_folder_is_a_model_wherever_it_goes(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "run", max_steps=3)
+    run.train()
+    moved = Path(shutil.copytree(tmp_path / "run" / "checkpoint-3", tmp_path / "elsewhere"))
+    shutil.rmtree(tmp_path / "run")
+    loaded = from_pretrained(transformers.GPT2LMHeadModel, moved)
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_a_run_goes_on_as_a_chain_after_it_was_resumed(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    later = trainer(tmp_path, max_steps=3)
+    later.train(resume_from_checkpoint=True)
+    assert list((tmp_path / "checkpoint-3").glob("base-*"))
+
+
+def test_the_best_model_comes_back(tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
+    ranking = {"metric_for_best_model": "loss", "greater_is_better": True}
+    run = trainer(tmp_path, dataset=tokens(8), **ranking, **settings)
+    run.train()
+    best = Path(run.state.best_model_checkpoint)
+    assert best in checkpoints(tmp_path)
+    with safe_open(best / "model.ckptz", "pt") as file:
+        stored = file.get_tensors()
+    state = run.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in stored.items())
+
+
+def test_without_hard_links_every_folder_stands_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(linked.os, "link", refuse)
+    run = trainer(tmp_path, max_steps=2)
+    run.train()
+    assert not list(tmp_path.glob("checkpoint-*/base-*"))
+    assert "cannot be linked" in run._ckptz_chains["model.ckptz"].notes[0]
+    resumed = trainer(tmp_path, max_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    check_equal(final(resumed), final(run))
+
+
+def test_checkpoints_of_the_plain_trainer_resume(tmp_path: Path) -> None:
+    trainer(tmp_path, transformers.Trainer, None, max_steps=2).train()
+    run = trainer(tmp_path, max_steps=3)
+    run.train(resume_from_checkpoint=True)
+    assert (tmp_path / "checkpoint-3" / "model.ckptz").is_file()
+
+
+def test_lossy_weights_resume_as_they_were_stored(tmp_path: Path) -> None:
+    run = trainer(tmp_path, options=ChainOptions(config=KMeans(levels=16), exact=0, jobs=1), max_steps=2)
+    run.train()
+    with safe_open(tmp_path / "checkpoint-2" / "model.ckptz", "pt") as file:
+        stored = file.get_tensors()
+    resumed = trainer(tmp_path)
+    resumed._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
+    state = resumed.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in stored.items())
+    assert any(not torch.equal(run.model.state_dict()[name], tensor) for name, tensor in stored.items())
+
+
+def test_lossy_checkpoints_resume_exactly_from_the_newest(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "whole", max_steps=3)
+    run.train()
+    expected = final(run)
+    options = ChainOptions(config=KMeans(levels=16), jobs=1)
+    trainer(tmp_path / "run", options=options, max_steps=2).train()
+    assert list((tmp_path / "run" / "checkpoint-2").glob("model.exact-*.ckptz"))
+    run = trainer(tmp_path / "run", options=options, max_steps=3)
+    run.train(resume_from_checkpoint=True)
+    check_equal(final(run), expected)
+
+
+def test_a_missing_base_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    folder = tmp_path / "checkpoint-2"
+    [gone] = [path for path in folder.glob("base-*") if needs(folder / "model.ckptz", path)]
+    gone.unlink()
+    with pytest.raises(MissingBaseError, match=gone.name):
+        trainer(tmp_path).train(resume_from_checkpoint=str(folder))
+
+
+def needs(delta: Path, base: Path) -> bool:
+    aside = base.rename(base.with_suffix(".aside"))
+    try:
+        with safe_open(delta, "pt"):
+            return False
+    except MissingBaseError:
+        return True
+    finally:
+        aside.rename(base)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1).train()
+    with pytest.raises(ConfigError, match=r"AdamW.*SGD"):
+        trainer(tmp_path, optim="sgd").train(resume_from_checkpoint=True)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path, max_steps=1)
+    (tmp_path / "checkpoint-1").mkdir()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(WriteError, match=r"model\.ckptz.*No space"):
+        run.train()
+    assert not (tmp_path / "checkpoint-1" / "model.ckptz").exists()
+
+
+def full_disk(_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_ways_with_checkpoints_of_their_own_are_refused(tmp_path: Path) -> None:
+    model = make("gpt2")
+    model.peft_config = {}
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(UnsupportedError, match="adapter"):
+        Trainer(model=model, args=args)
+
+    class Bare(CkptzTrainerMixin):
+        pass
+
+    with pytest.raises(UnsupportedError, match="before Trainer"):
+        Bare()
+
+
+def test_an_adapter_is_kept_without_the_weights_that_it_adapts(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(**more: Any) -> Any:
+        args = trainer(tmp_path, transformers.Trainer, None, max_steps=3, save_total_limit=None).args
+        torch.manual_seed(1)
+        model = peft.get_peft_model(make("gpt2").train(), peft.LoraConfig(target_modules=["c_attn"], r=2))
+        return Trainer(model, args, train_dataset=tokens(), ckptz=OPTIONS, **more)
+
+    with pytest.raises(UnsupportedError, match="pass trainable_only=True"):
+        adapted()
+    run = adapted(trainable_only=True)
+    run.train()
+    folder = tmp_path / "checkpoint-2"
+    with safe_open(folder / "model.ckptz", "pt") as file:
+        names = set(file.keys())
+        assert "frozen" in file.metadata()
+    assert names
+    assert all("lora_" in name for name in names)
+    assert (folder / "adapter_config.json").is_file()
+    resumed = adapted(trainable_only=True)
+    resumed.train(resume_from_checkpoint=str(folder))
+    check_equal(final(resumed), final(run))
+    other = adapted(trainable_only=True)
+    with torch.no_grad():
+        next(p for p in other.model.parameters() if not p.requires_grad)[0, 0] += 1
+    with pytest.raises(ConfigError, match="without its frozen weights"):
+        other.train(resume_from_checkpoint=str(folder))
+
+
+def test_options_out_of_range_are_refused() -> None:
+    with pytest.raises(CkptzError, match="anchor_every"):
+        ChainOptions(anchor_every=0)
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    for n_steps in (6, 12):
+        command = [sys.executable, str(EXAMPLE), str(tmp_path), str(n_steps)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        assert len(checkpoints(tmp_path)) == 2
+        assert f"checkpoint-{n_steps}: " in done.stdout
+
+
+def test_what_the_trainer_itself_writes_stays(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=1)
+    run.train()
+    run.save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "checkpoint-1" / "config.json").read_text())["model_type"] == "gpt2"

@@ -1,0 +1,257 @@
+"""The start of a process: little work needs no compiled kernels, and these need no folder of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ckptz.entropy.frequency import encoding_tables
+from ckptz.kernels import cache, plain
+from ckptz.kernels.cache import NOTICE
+from ckptz.methods.table import METHODS
+from ckptz.verbs.warm_up import warm_up
+from tests.support.cli_support import ckptz
+
+ROOT = Path(__file__).parents[2]
+ONE_KERNEL = (
+    "import numpy as np; from ckptz.kernels import compiled; compiled().histogram(np.zeros(4, np.uint8))"
+)
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process had just begun."""
+    monkeypatch.setattr(plain, "_spent", [0.0])
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_little_work_is_done_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plain.suffices()
+    plain.rans_encode(*one_stream(9, 1))
+    assert plain.suffices()
+    monkeypatch.setattr(plain, "PATIENCE", plain._spent[0])
+    assert not plain.suffices()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("call", ["long stream", "kernel without a twin"])
+def test_what_is_long_or_has_no_twin_is_compiled(call: str) -> None:
+    n = plain.MOST_SYMBOLS + 1
+    if call == "long stream":
+        plain.rans_encode(*one_stream(n, 32))
+    else:
+        plain.magnitude_classes(np.zeros(3, np.uint16))
+    assert not plain.suffices()
+
+
+WITHOUT_UNIX = """
+import os, random, shutil, signal, subprocess, sys, tempfile, threading  # which know Windows themselves
+for name in ("resource", "fcntl", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for module, names in (
+    (os, "preadv pread pwrite getuid geteuid posix_fadvise register_at_fork sched_getaffinity"),
+    (os, "O_NOFOLLOW O_NONBLOCK O_CLOEXEC"),
+    (signal, "SIGHUP SIGUSR1 SIGUSR2 SIGKILL"),
+):
+    for name in names.split():
+        vars(module).pop(name, None)
+import ckptz, ckptz.numpy, ckptz_cli.main
+loaded = ckptz.numpy.load_file(sys.argv[1])
+assert loaded["w"].tolist() == list(range(9)), loaded
+with ckptz.safe_open(sys.argv[1], "numpy") as file:
+    assert file.get_slice("w")[3:5].tolist() == [3, 4]
+ckptz_cli.main.main(["restore", sys.argv[1], "-o", sys.argv[2]])
+"""
+
+
+def test_files_load_where_the_system_has_nothing_of_unix(tmp_path: Path) -> None:
+    """As on Windows."""
+    save_file({"w": np.arange(9)}, tmp_path / "w.safetensors")
+    ckptz("compress", tmp_path / "w.safetensors")
+    out = tmp_path / "out.safetensors"
+    command = [sys.executable, "-c", WITHOUT_UNIX, str(tmp_path / "w.ckptz"), str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    assert load_file(out)["w"].tolist() == list(range(9))
+
+
+def one_stream(n: int, n_lanes: int) -> tuple[np.ndarray[tuple[int, ...], Any], ...]:
+    table = np.zeros((1, 256), np.uint16)
+    table[0, :2] = 2048
+    zero, end = np.zeros(1, np.int64), np.array([n])
+    return (
+        *(np.zeros(n, np.uint8), zero, np.array([1]), end, zero),
+        *(encoding_tables(table), np.array([n_lanes]), np.zeros(0, np.uint8), zero),
+    )
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Let neither the package nor the home be writable, and begin anew with another temporary folder."""
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(cache, "_usual", lambda: [tmp_path / "a file" / "kernels"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache.written_to.cache_clear()
+    yield
+    cache.written_to.cache_clear()
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_kernels_are_kept_among_temporary_files(tmp_path: Path) -> None:
+    folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
+    assert cache.written_to() == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert str(folder) in cache.note()
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("how", ["open to others", "a link", "a file"])
+def test_a_folder_that_others_may_fill_is_not_used(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
+    if how == "open to others":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif how == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.touch()
+    assert cache.written_to() is None
+    assert "NUMBA_CACHE_DIR" in cache.note()
+
+
+def copied(package: Path) -> dict[str, str]:
+    """Copy the package as if it were made anew; gives the environment of processes that use the copy."""
+    shutil.copytree(ROOT / "ckptz", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in package.rglob("*.py"):
+        os.utime(path, (1, 1))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NUMBA_", "XDG_"))}
+    return kept | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def said(environment: dict[str, str], code: str = ONE_KERNEL) -> str:
+    """What a process says that uses a kernel."""
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("where", ["beside the package", "NUMBA_CACHE_DIR"])
+def test_a_copy_of_the_package_finds_the_kernels_of_the_first_and_a_changed_one_does_not(
+    where: str, tmp_path: Path
+) -> None:
+    first, again = copied(tmp_path / "first" / "ckptz"), copied(tmp_path / "again" / "ckptz")
+    if where == "NUMBA_CACHE_DIR":
+        first["NUMBA_CACHE_DIR"] = again["NUMBA_CACHE_DIR"] = str(tmp_path / "kernels")
+    assert NOTICE in said(first)
+    if where == "beside the package":
+        kernels = Path("ckptz", "kernels", "__pycache__")
+        shutil.copytree(tmp_path / "first" / kernels, tmp_path / "again" / kernels)
+    assert not said(again)
+    with (tmp_path / "again" / "ckptz" / "kernels" / "floats.py").open("a") as changed:
+        changed.write("# more\n")
+    assert NOTICE in said(again)  # whatever file it is: kernels contain those of other files
+
+
+def test_kernels_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path) -> None:
+    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "image")}
+    assert NOTICE in said(environment)
+    only_read = "from ckptz.kernels import cache; cache._is_writable = lambda folder: False; "
+    assert not said(environment | {"TMPDIR": str(tmp_path)}, only_read + ONE_KERNEL)
+
+
+def test_a_full_disk_keeps_no_kernel_and_stops_nothing(tmp_path: Path) -> None:
+    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    full = (
+        "import errno; from ckptz.kernels import cache\n"
+        "def full(self, key, data): raise OSError(errno.ENOSPC, 'no space')\n"
+        "cache.caching.IndexDataCacheFile.save = full\n"
+    )
+    assert NOTICE in said(environment, full + ONE_KERNEL)
+    assert NOTICE in said(environment)
+
+
+def test_the_clock_of_speeds_stands_still_while_kernels_are_compiled(tmp_path: Path) -> None:
+    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    code = (
+        "import time; from ckptz.kernels.clock import working_seconds; "
+        "import ckptz.kernels.codec_cpu as k, numpy as np; from ckptz.kernels import compiled; compiled(); "
+        "real, worked = time.perf_counter(), working_seconds(); k.histogram(np.zeros(4, np.uint8)); "
+        "assert working_seconds() - worked < (time.perf_counter() - real) / 2"
+    )
+    assert NOTICE in said(environment, code)
+
+
+def unwritable(folder: Path) -> dict[str, str]:
+    """Copy the package, such that not even root can write kernels beside it; gives the environment."""
+    environment = copied(folder / "ckptz")
+    (folder / "ckptz" / "kernels" / "__pycache__").touch()
+    (folder / "tmp").mkdir()
+    return environment | {"HOME": "/dev/null", "TMPDIR": str(folder / "tmp")}
+
+
+@pytest.mark.apps
+def test_a_machine_without_a_writable_home_or_package_works_and_says_where_kernels_are(
+    tmp_path: Path,
+) -> None:
+    environment = unwritable(tmp_path)
+    first, second = said(environment), said(environment)
+    assert first.count("\n") == 1
+    assert str(tmp_path / "tmp") in first
+    assert not second  # it finds what the first process compiled
+
+
+def test_a_warm_up_uses_kernels_of_every_method_and_names_their_folder() -> None:
+    ready = warm_up(jobs=1)
+    assert set(METHODS) <= set(ready.methods)
+    assert ready.folder is not None
+    assert Path(ready.folder).is_dir()
+    line = ckptz("warm-up", "--jobs", 1).stdout
+    assert line.startswith("kernels of lossless, kmeans, grid, sparse: ready, kept in ")
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    rng = np.random.default_rng(0)
+    for step in range(2):
+        weights = {"w": rng.standard_normal((1200, 1000)).astype(np.float32)}
+        save_file(weights, tmp_path / f"step-{step}.safetensors")
+    files = [str(tmp_path / f"step-{step}.safetensors") for step in range(2)]
+    lines = ""
+    for words in (
+        ("warm-up",),
+        ("compress", *files, "--chain", "-o", str(tmp_path / "lossless")),
+        ("restore", str(tmp_path / "lossless" / "step-1.ckptz"), "--force"),
+        ("compress", *files, "--chain", "-o", str(tmp_path / "kmeans"), "--method", "kmeans"),
+        ("restore", str(tmp_path / "kmeans" / "step-1.ckptz"), "--force"),
+    ):
+        line = [sys.executable, "-m", "ckptz", *words]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+        lines += "" if words == ("warm-up",) else done.stderr
+    assert NOTICE not in lines
+
+
+@pytest.mark.apps
+def test_a_processor_without_shuffles_codes_the_same_rans_streams(tmp_path: Path) -> None:
+    test = [str(ROOT / "tests" / "kernels" / "test_kernels.py"), "-k", "rans_streams and kept"]
+    plainest = {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *test],
+        env=os.environ | plainest,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 passed" in run.stdout, run.stdout + run.stderr

@@ -1,0 +1,284 @@
+"""The shape of the code base: who may import whom, and what loading the package costs."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptz._version import __version__
+from ckptz.container.index import FORMAT_VERSION
+from ckptz.methods.method import Recipe
+from ckptz.methods.table import METHODS
+
+ROOT = Path(__file__).parents[2]
+
+# Lowest floor first. Imports go strictly downwards; neighbours on a floor never import each other.
+FLOORS = (
+    ("_version", "errors"),
+    ("dtypes", "parallel", "progress", "pages"),
+    ("kernels", "bits"),
+    ("entropy",),
+    ("class_rules", "roles"),
+    ("codec",),
+    ("quant",),
+    ("encoding",),
+    ("methods",),
+    ("container", "wire", "frameworks"),
+    ("store", "tree"),
+    ("formats",),
+    ("guidance",),
+    ("pipeline",),
+    ("search",),
+    ("api",),
+    ("verbs", "numpy", "torch"),
+    ("sync",),
+    ("hooks",),
+    ("training",),
+    ("integrations",),
+)
+FLOOR_OF = {f"ckptz.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1, "ckptz.__main__": len(FLOORS) + 2}
+
+# Third parties have owners; what one may lack loads inside functions elsewhere.
+OWNERS = {
+    "numba": ("ckptz.kernels",),
+    "llvmlite": ("ckptz.kernels",),
+    "xxhash": ("ckptz.bits",),
+    "zstandard": ("ckptz.entropy",),
+    "click": ("ckptz_cli",),
+    "rich": ("ckptz_cli",),
+    "pickle": ("ckptz.formats.pickled", "ckptz.formats.torch_files"),  # with stand-ins; the name of an error
+    "torch": (
+        *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
+        *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
+        *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
+        *("ckptz.wire.link", "ckptz.wire.stage", "ckptz.wire.ddp"),
+    ),
+    "ml_dtypes": (),
+    "vl_convert": (),
+    "jinja2": (),
+}
+OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
+LATE = (("ckptz.verbs.compress", "ckptz.search.run"),)  # what few runs of a command need, for its start
+LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
+
+
+def room_of(module: str) -> str:
+    """The unit that has a floor: `ckptz.bits` lives in `ckptz.bits`."""
+    return "ckptz_cli" if module.startswith("ckptz_cli") else ".".join(module.split(".")[:2])
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(p for p in parts if p not in ("cli", "__init__"))
+
+
+SOURCES = {module_of(p): p for folder in ("ckptz", "cli") for p in sorted((ROOT / folder).rglob("*.py"))}
+TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Modules that one statement imports; `from a import b` counts as a.b where that is a module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    assert node.level == 0, "relative import"
+    return [
+        full if (full := f"{node.module}.{alias.name}") in SOURCES else str(node.module)
+        for alias in node.names
+    ]
+
+
+def imports(tree: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """(module, whether inside a function) of every import below `tree`; typing-only ones are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield from ((name, inside) for name in imported(node))
+        yield from imports(node, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def check_import(module: str, name: str, inside: bool) -> None:
+    """Hold one import against the floors, the owners and the rule that imports stand at the top."""
+    room, package = room_of(module), name.split(".")[0]
+    if package in ("ckptz", "ckptz_cli"):
+        down = room_of(name) == room or FLOOR_OF[room_of(name)] < FLOOR_OF[room]
+        assert down, f"{module} imports {name}, which is not below it"
+    is_lazy = inside and (package in OPTIONAL or (module, name) in LATE)
+    owned = is_lazy or any(f"{module}.".startswith(f"{o}.") for o in OWNERS.get(package, (module,)))
+    assert owned, f"{module} imports {name}, which is not its own"
+    assert not inside or is_lazy or room in LAZY_DOORS, f"{module} imports {name} inside a function"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_go_strictly_down(module: str) -> None:
+    assert room_of(module) in FLOOR_OF, f"{module} has no floor: name it here and in the architecture"
+    for name, inside in imports(TREES[module]):
+        check_import(module, name, inside)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "inside"),
+    [
+        ("ckptz.bits", "ckptz.codec.frame", False),  # up
+        ("ckptz.bits", "ckptz.kernels.floats", False),  # sideways
+        ("ckptz.store.resolve", "torch", False),  # too early
+        ("ckptz.encoding.chunk", "zstandard", False),  # another's
+        ("ckptz_cli.main", "pickle", True),  # never
+        ("ckptz.encoding.chunk", "ckptz.entropy.streams", True),  # hidden
+    ],
+)
+def test_a_wrong_import_is_noticed(module: str, name: str, inside: bool) -> None:
+    with pytest.raises(AssertionError):
+        check_import(module, name, inside)
+
+
+READERS = (
+    *("ckptz.codec.decode", "ckptz.container.reader", "ckptz.container.envelope", "ckptz.store.resolve"),
+    *("ckptz.api.read", "ckptz.api.safe_open", "ckptz.api.describe", "ckptz.store.patch"),
+)
+ENCODERS = ("quant", "encoding", "methods", "guidance", "pipeline", "search")
+
+
+def reached(modules: tuple[str, ...]) -> set[str]:
+    """Modules of our own that these import, at whatever distance; packages load their `__init__`."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module in found or module not in SOURCES:
+            continue
+        found.add(module)
+        waiting += [name for name, _ in imports(TREES[module])]
+        waiting.append(module.rpartition(".")[0])
+    return found
+
+
+def test_what_reads_files_knows_nothing_of_what_an_encoder_decides() -> None:
+    rooms = {room_of(module) for module in reached(READERS)}
+    assert {"ckptz.codec", "ckptz.container", "ckptz.entropy"} <= rooms
+    assert not rooms & {f"ckptz.{room}" for room in ENCODERS}
+
+
+def test_the_writer_is_noticed_among_readers() -> None:
+    assert "ckptz.encoding" in {room_of(module) for module in reached(("ckptz.container.writer",))}
+
+
+def own_imports(module: str) -> set[str]:
+    """What a module imports of ours, also for types only; doors that load later are left out."""
+    names = {name for node in ast.walk(TREES[module]) for name in imported(node)}
+    return set() if module in LAZY_DOORS else names & set(SOURCES) - {module}
+
+
+def test_no_modules_import_each_other_not_even_for_types() -> None:
+    graph = {module: own_imports(module) for module in SOURCES}
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+def subclasses(kind: type) -> set[str]:
+    """Names of all classes below one."""
+    return {name for one in kind.__subclasses__() for name in (one.__name__, *subclasses(one))}
+
+
+def config_checks(tree: ast.AST) -> Iterator[str]:
+    """`isinstance` tests on configurations and recipes of methods, and casts to them."""
+    known = {*(method.__name__ for method in METHODS.values()), *subclasses(Recipe), "Moments"}
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+        if re.match(r"(isinstance|cast)\(", text) and known & set(re.findall(r"\w+", text)):
+            yield text
+
+
+def test_only_methods_ask_which_method_it_is() -> None:
+    outside = {module: tree for module, tree in TREES.items() if room_of(module) != "ckptz.methods"}
+    found = [f"{module}: {check}" for module, tree in outside.items() for check in config_checks(tree)]
+    assert not found
+    for check in ("isinstance(config, (int, KMeans))", "isinstance(a, Clusters)", "cast(KMeans, config)"):
+        assert list(config_checks(ast.parse(check)))
+
+
+def test_one_function_publishes_files() -> None:
+    renames = ("os.replace", "os.rename", "shutil.move")
+    users = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in renames
+    }
+    assert users == {"ckptz.container.publish"}
+
+
+# Whoever deletes, what, and what that rests on: see test_deletions.py.
+DELETES = {
+    "ckptz.verbs.compress": "with --resume, unfinished files of processes that have ended",
+    # Own temporary files and copies, which nothing that was saved is in.
+    "ckptz.container.publish": "temporary files that got no name",
+    "ckptz.store.places": "`LocalFolder.remove`, which those below call",
+    "ckptz.store.remote": "the same",
+    "ckptz.store.links": "symbolic links of its own that lead nowhere",
+    "ckptz.store.lock": "its own lease; copies of what was uploaded or not saved; spools nobody holds",
+    "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",
+    # Others' files, by the rule.
+    "ckptz.store.steps": "leftovers of killed writers, under the lock; what retention tells it to",
+    "ckptz.store.retention": "steps that no rule keeps: needs of those that stay were read",
+    "ckptz.verbs.prune": "checkpoints that no rule keeps, where no store does it: needs were read",
+    "ckptz.integrations.linked": "what a framework does not want, and bases: needs of what stays were read",
+    "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
+    "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",
+    "ckptz.integrations.dcp_run": "folders of old steps: those that stay were read; cut-off saves: no index",
+    "ckptz.sync.publisher": "what is older than anchors that were read; files of a step that failed",
+}
+CALLS = {"unlink", "remove", "rmtree", "rmdir", "rm", "rm_file", "remove_checkpoint"}
+
+
+def deletes(call: ast.AST) -> bool:
+    """Whether a call may delete a file: by name, less what lists, sets and torch's hooks have, too."""
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS):
+        return False
+    other = ("missing", "features", "self.waiting", "self._handle", "self", "self._handles.pop()")
+    return ast.unparse(call.func.value) not in other
+
+
+def test_every_module_that_deletes_is_known() -> None:
+    found = {module for module, tree in TREES.items() if any(map(deletes, ast.walk(tree)))}
+    assert found == set(DELETES)
+
+
+def test_one_function_makes_folders() -> None:
+    users = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("mkdir", "makedirs")
+    }
+    # A folder that nobody synced in its parent may go in a power cut; remote ones have no such thing.
+    # What a power cut takes of compiled kernels is compiled again.
+    assert users == {"ckptz.container.publish", "ckptz.store.remote", "ckptz.kernels.cache"}
+
+
+@pytest.mark.parametrize("command", ["import ckptz", "from ckptz_cli.main import main; main(['--help'])"])
+def test_a_look_loads_neither_torch_nor_numba_nor_what_makes_pages(command: str) -> None:
+    code = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {command}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.split())
+    assert "ckptz" in loaded
+    assert not loaded & {"torch", "numba", "jinja2", "vl_convert"}
+
+
+def test_the_changelog_opens_with_this_version_and_its_format() -> None:
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    version, *sections = re.findall(r"^(?:### )?\[?([\w.]+)", newest, re.MULTILINE)[:2]
+    assert version == __version__
+    assert sections == ["Format"], "what changed in the format comes first"
+    assert f"Format version {FORMAT_VERSION}" in newest

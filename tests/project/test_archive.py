@@ -1,0 +1,54 @@
+"""Many runs, many workers: the example gives what one process gives, also after a worker was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ckptz
+from tests.support.cli_support import a_state, write_plain
+
+pytestmark = pytest.mark.apps
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "archive.py"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_worker_that_was_killed_loses_nothing(tmp_path: Path) -> None:
+    runs, packed = tmp_path / "runs", tmp_path / "packed"
+    for run in ("a", "b", "c"):
+        (runs / run).mkdir(parents=True)
+        files = [
+            write_plain(runs / run / f"step-{step}.safetensors", a_state(drift=0.001 * step, n=20_000))
+            for step in range(1, 6)
+        ]
+        (tmp_path / "wanted" / run).mkdir(parents=True)
+        ckptz.compress(files, tmp_path / "wanted" / run, chain=True, jobs=1)
+    command = [sys.executable, str(EXAMPLE), str(runs), str(packed), "--workers", "2"]
+    started = subprocess.Popen(command, start_new_session=True)
+    while not (packed / "a" / "step-2.ckptz").exists():
+        assert started.poll() is None
+        time.sleep(0.01)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+    assert contents(packed).keys() < contents(tmp_path / "wanted").keys() | set(leftovers(packed))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "outputs were there and stay as they are" in done.stderr
+    for name in leftovers(packed):
+        (packed / name).unlink()
+    assert contents(packed) == contents(tmp_path / "wanted")
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Unfinished files, which no reader takes for checkpoints."""
+    return [name for name in contents(folder) if not name.endswith(".ckptz")]

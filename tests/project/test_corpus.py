@@ -1,0 +1,64 @@
+"""What ckptz writes is byte for byte what the committed table lists; see tests/corpus/make_corpus.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "corpus" / "make_corpus.py"
+TABLE = SCRIPT.with_name("written.csv")
+FRAMEWORKS = ("accelerate", "lightning", "trainer")
+QUICK = ("tools", "inputs", "kmeans-deltas", "grid-deltas", "saved-files")  # a case of each kind of method
+
+
+def corpus(*args: object) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own, whose random states and frameworks no other test has touched."""
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, args)], capture_output=True, text=True, check=False
+    )
+
+
+def check(*args: object) -> None:
+    done = corpus("--check", "--portable", *args)
+    if others := [line for line in done.stdout.splitlines() if line.startswith("tools/")]:
+        pytest.skip(f"other software than the table was made with: {', '.join(others)}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_written_byte_has_changed_in_quick_cases() -> None:
+    check("--only", *QUICK)
+
+
+@pytest.mark.apps
+def test_no_written_byte_has_changed() -> None:
+    check("--without", *QUICK[1:], *FRAMEWORKS)
+
+
+@pytest.mark.apps
+def test_no_byte_that_adapters_write_has_changed() -> None:
+    for framework in ("accelerate", "lightning", "transformers"):
+        pytest.importorskip(framework)
+    check("--only", "tools", *FRAMEWORKS)
+
+
+@pytest.mark.slow
+def test_no_written_byte_has_changed_in_slow_cases() -> None:
+    check("--all", "--only", "slow-searches")
+
+
+def test_each_difference_from_the_table_is_named(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("tools,zlib")]
+    at = next(i for i, line in enumerate(lines) if line.startswith("tools,zstd"))
+    lines[at] = lines[at][:-1] + ("0" if lines[at][-1] != "0" else "1")
+    table.write_text("\n".join([*lines, "tools,gone.ckptz,1,ab"]) + "\n")
+    done = corpus("--check", "--only", "tools", "--table", table)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[1:] == [
+        "tools/gone.ckptz: not written any more",
+        "tools/zlib: not in the table",
+        next(line for line in done.stdout.splitlines() if "tools/zstd: differs" in line),
+    ]

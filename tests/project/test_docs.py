@@ -1,0 +1,157 @@
+"""The pages for users: their links lead somewhere, and the code of some of them runs as it stands there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import ckptz
+from ckptz.methods.table import METHODS
+from tests.support.spec_support import ROOT, slug
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+NEED_A_FRAMEWORK = {
+    "ckptz.integrations.accelerate",
+    "ckptz.integrations.lightning",
+    "ckptz.integrations.trainer",
+    "ckptz.integrations.transformers",
+}
+
+
+def anchors(page: Path) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)}
+
+
+def python_of(page: Path) -> str:
+    """The Python of a page, one block behind the other."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_has_its_place(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_contributing_lists_every_room_as_the_room_says_itself() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    rooms = sorted((ROOT / "ckptz").glob("*/__init__.py"))
+    assert rooms
+    for path in rooms:
+        sentence = str(ast.get_docstring(ast.parse(path.read_text("utf-8")))).splitlines()[0]
+        assert f"| `{path.parent.name}/` | {sentence} |" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_every_page_compiles(page: Path) -> None:
+    compile(python_of(page), page.name, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_names_of_every_page_are_there(page: Path) -> None:
+    for node in ast.walk(ast.parse(python_of(page))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "ckptz":
+            if node.module in NEED_A_FRAMEWORK:
+                continue
+            module = importlib.import_module(str(node.module))
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ckptz":
+            assert hasattr(ckptz, node.attr), node.attr
+
+
+def test_the_method_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "page"}
+    try:
+        exec(
+            compile(python_of(ROOT / "docs" / "adding-a-method.md"), "page", "exec", dont_inherit=True), names
+        )
+    finally:
+        METHODS.pop("sign", None)
+    weight, restored = names["weight"], names["restored"]
+    np.testing.assert_array_equal(restored >= 0, weight >= 0)
+    assert set(np.unique(np.abs(restored))) == {np.float32(2.0 * np.abs(weight).mean())}
+
+
+def block_with(page: Path, words: str) -> Any:
+    """The one block of Python that has these words, compiled."""
+    found = [b for b in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL) if words in b]
+    assert len(found) == 1
+    return compile(found[0], page.name, "exec", dont_inherit=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two checkpoints and a quality, which is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)  # of other tests
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((64, 96), np.float32)
+    for step in (100, 200):
+        safetensors.numpy.save_file({"w": weight + np.float32(step)}, f"step-{step}.safetensors")
+    (tmp_path / "evaluate.py").write_text("def loss(state):\n    return float(state['w'].abs().mean())\n")
+    return tmp_path
+
+
+def test_the_verbs_of_the_quick_start_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ckptz.compress("step-100.safetensors")
+    exec(block_with(ROOT / "docs" / "quick-start.md", "(report,) = ckptz.compress"), {})
+    assert re.fullmatch(r"\d+\.\dx smaller\n", capsys.readouterr().out)
+    assert ckptz.inspect(run / "step-200.ckptz").step == 200
+
+
+def test_the_search_of_its_page_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    try:
+        exec(block_with(ROOT / "docs" / "search.md", "from evaluate import loss"), {})
+    finally:
+        sys.modules.pop("evaluate", None)
+    assert "x smaller {" in capsys.readouterr().out
+    [promise] = ckptz.inspect(run / "step-100.ckptz").quality
+    assert (promise.max_drop, promise.is_met) == (0.01, True)
+
+
+# --- which frameworks -------------------------------------------------------------------------------------
+
+ASKED_FOR = (
+    *("DeepSpeed", "FSDP1", "Megatron", "torchtitan", "torchtune", "TRL", "Lightning Fabric", "JAX/orbax"),
+    *("Keras", "MLX", "vLLM", "diffusers", "GGUF", "W&B", "DVC"),
+)
+
+
+def framework_rows() -> dict[str, list[str]]:
+    """Status, way and example of each framework of the page."""
+    text = (ROOT / "docs" / "frameworks.md").read_text("utf-8")
+    section = text.split("## Which frameworks")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {row[0]: [cell.strip(" |") for cell in row[1:]] for row in rows[1:]}
+
+
+def test_every_framework_has_its_row() -> None:
+    rows = framework_rows()
+    assert set(ASKED_FOR) <= set(rows)
+    assert {row[0] for row in rows.values()} == {"supported", "by restoring first", "planned", "never"}
+
+
+@pytest.mark.parametrize("name", [name for name, row in framework_rows().items() if row[0] == "supported"])
+def test_every_supported_framework_has_an_example_that_tests_run(name: str) -> None:
+    found = re.search(r"\(\.\./examples/(\w+\.py)\)", framework_rows()[name][-1])
+    assert found, "no example"
+    others = (path for path in (ROOT / "tests").rglob("test_*.py") if path.stem != "test_docs")
+    tests = [path.read_text("utf-8") for path in others]
+    assert any(f'"{found[1]}"' in test and '"examples"' in test for test in tests), "no test runs it"

@@ -1,0 +1,135 @@
+"""Docstrings say in one sentence what a function does or a class is, and of arrays their shape or unit."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+VERBS = """
+    Accept Become Cut Set Spell
+    Add Apply Ask Average Begin Bind Bring Call Check Choose Close Code Compare Compress Compute Convert
+    Copy Count Decide Decode Delete Describe Draw Encode End Expand Factor Fill Find Fit Forget Give Go
+    Group Hash Hold Join Keep Leave Let List Load Look Make Map Mark Match Measure Merge Move Name Open
+    Pack Parse Plan Predict Print Propose Prune Publish Put Quantize Rank Read Receive Record Refuse
+    Release Remember Remove Replace Require Restore Round Run Sample Save Say Scale Search Send Share
+    Show Sketch Sort Split Start Stop Store Subtract Sum Take Tell Trust Try Turn Undo Update Use Verify Wait
+    Warn Weigh Wrap Write
+"""
+ARRAY = re.compile(
+    r"\b(NDArray|Units|Floats|Reals|Integers|Codes|Labels|Counts|Bytes|Frequencies|Matrix|Logits)\b"
+)
+SIZED = re.compile(r"\[|\bunits?\b|\bbytes?\b")
+# Beginnings that leave the reader to guess the subject.
+RIDDLES = re.compile(r"(What|Where|How|Which|Of|For|See|As|It|The same|spec/)\b|spec/|\(")
+NO_OBJECT = re.compile(r"\w+ (it|them|others|the same|nothing|something|of)\b")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def is_public(node: Function | ast.ClassDef) -> bool:
+    return not node.name.startswith("_")
+
+
+def decorators(function: Function) -> set[str]:
+    return {ast.unparse(one).split("(")[0] for one in function.decorator_list}
+
+
+def documented_in(tree: ast.AST) -> Iterator[Function | ast.ClassDef]:
+    """Public functions, classes, and methods and properties of public classes that have a docstring."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function | ast.ClassDef) and is_public(node):
+            if ast.get_docstring(node) is not None:
+                yield node
+            if isinstance(node, ast.ClassDef):
+                yield from documented_in(node)
+
+
+def is_property(node: Function | ast.ClassDef) -> bool:
+    names = set() if isinstance(node, ast.ClassDef) else decorators(node)
+    return any("property" in name or name.endswith(".setter") for name in names)
+
+
+def faults_of(node: Function | ast.ClassDef) -> Iterator[str]:
+    """What is wrong with the docstring of a function, a property or a class."""
+    text = ast.get_docstring(node) or ""
+    first, n_words = text.splitlines()[0], len(text.split("\n\n")[0].split())
+    if not first.endswith("."):
+        yield f"{first!r} does not end with a full stop"
+    if n_words < (4 if is_property(node) else 3):
+        yield f"{first!r} is too short to say anything"
+    if isinstance(node, ast.ClassDef) or is_property(node):
+        if RIDDLES.match(first):
+            yield f"{first!r} does not begin with its subject"
+        return
+    yield from faults_of_function(node, text, first)
+
+
+def faults_of_function(function: Function, text: str, first: str) -> Iterator[str]:
+    if first.split()[0].rstrip(".,:;") not in VERBS.split():
+        yield f"{first!r} does not begin with a verb"
+    if NO_OBJECT.match(first):
+        yield f"{first!r} does not name its object"
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    annotations = [one.annotation for one in arguments] + [function.returns]
+    if any(ARRAY.search(ast.unparse(one)) for one in annotations if one) and not SIZED.search(text):
+        yield f"{first!r} says no shape or unit of its arrays"
+
+
+def found_in(source: str) -> list[str]:
+    return [f"{one.name}: {fault}" for one in documented_in(ast.parse(source)) for fault in faults_of(one)]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").as_posix()
+
+
+MODULES = [path for folder in ("ckptz", "cli") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=room_of)
+def test_docstrings_are_sentences_that_begin_with_a_verb(path: Path) -> None:
+    faults = found_in(path.read_text())
+    assert not faults, "\n".join(["", *faults])
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("def f(a: int) -> int:", "'Codes of some numbers.' does not begin with a verb"),
+        ("def f(a: int) -> int:", "'Give a number' does not end with a full stop"),
+        ("def f(a: int) -> int:", "'Give it.' is too short to say anything"),
+        ("def f(a: int) -> int:", "'Give the same for others.' does not name its object"),
+        ("def f(a: NDArray[Any]) -> None:", "'Take an array.' says no shape or unit of its arrays"),
+        ("def f() -> Units:", "'Read an array.' says no shape or unit of its arrays"),
+        ("@property\n  def f(self) -> int:", "'What it is called.' does not begin with its subject"),
+        ("@property\n  def f(self) -> int:", "'All of them.' is too short to say anything"),
+        ("class f:", "'How the values are spread.' does not begin with its subject"),
+        ("class f:", "'The same of a header.' does not begin with its subject"),
+        ("class f:", "'spec/registry.md#predictors: a table.' does not begin with its subject"),
+        ("class f:", "'One file.' is too short to say anything"),
+    ],
+)
+def test_a_wrong_docstring_is_noticed(line: str, fault: str) -> None:
+    text = fault.split("'")[1]
+    assert fault in "\n".join(found_in(f'class A:\n  {line}\n    """{text}"""'))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def f(a: Units) -> int:\n    """Count some units."""',
+        'def f(a: Units) -> None:\n    """Take an array.\n\n    `a` is [n].\n    """',
+        'def _f() -> int:\n    """Of a helper."""',
+        'class A:\n  """A new one."""\n  @property\n  def f(self) -> int:\n    """Its items in all."""',
+        'class _A:\n    def f(self) -> int:\n        """A number."""',
+        "def f() -> int:\n    return 1",
+    ],
+)
+def test_what_is_right_or_private_is_let_through(source: str) -> None:
+    assert found_in(source) == []

@@ -1,0 +1,388 @@
+"""The tree: every value of the grammar survives, everything else is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptz.container.envelope import strict_json
+from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
+from ckptz.tree import skeleton as tree_module
+from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
+from ckptz.tree.skeleton import MAX_DEPTH, MAX_EQUAL_HASHES, MAX_KEY_INT, pack_node, parse_tree
+
+SPEC = Path(__file__).parents[2] / "spec" / "09-tree.md"
+STORAGES = [["a", "b"], ["c"]]
+
+numbers = st.integers(0, (1 << 63) - 1)
+flags = st.booleans()
+refs = st.builds(
+    TensorRef, st.sampled_from(["x", "y.z", "é"]), st.none() | st.tuples(numbers, numbers), flags, flags
+)
+views = st.builds(
+    View,
+    st.integers(0, 1),
+    st.just("float8_e5m2"),
+    st.tuples(numbers),
+    st.tuples(numbers),
+    numbers,
+    flags,
+    flags,
+)
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(1 << 300), 1 << 300)
+    | st.binary(min_size=8, max_size=8).map(lambda raw: struct.unpack("<d", raw)[0])
+    | st.text(max_size=9)
+    | st.binary(max_size=9)
+    | st.builds(Size, st.lists(st.integers(-9, 9), max_size=3).map(tuple))
+    | st.just(DTypeName("bfloat16"))
+)
+key_atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers(-MAX_KEY_INT, MAX_KEY_INT)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=9)
+    | st.binary(max_size=9)
+    | st.builds(Size, st.lists(st.integers(-9, 9), max_size=3).map(tuple))
+    | st.just(DTypeName("bfloat16"))
+)
+keys = st.recursive(key_atoms, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
+values = st.recursive(
+    atoms | refs | views,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.lists(st.tuples(keys, inner), max_size=4).map(OrderedDict)
+    ),
+    max_leaves=25,
+)
+
+
+def wrapped(node: Any) -> dict[str, Any]:
+    return {"root": node, "storages": STORAGES}
+
+
+def through_json(value: Any) -> Any:
+    node = strict_json(msgspec.json.encode(wrapped(pack_node(value))), "tree")
+    return parse_tree(node).root
+
+
+def exact(value: Any) -> Any:
+    """Something that is equal only for values of the same types, order and bits."""
+    if isinstance(value, float):
+        return ("float", struct.pack("<d", value))
+    if isinstance(value, dict):
+        items = [(exact(key), exact(each)) for key, each in value.items()]
+        return (type(value), items, exact(getattr(value, "_metadata", None)))
+    if isinstance(value, list | tuple):
+        return (type(value), [exact(each) for each in value])
+    return (type(value), value)
+
+
+@given(values)
+def test_a_value_comes_back_with_its_types_order_and_bits(value: Any) -> None:
+    assert exact(through_json(value)) == exact(value)
+
+
+@given(values)
+def test_each_value_has_one_form(value: Any) -> None:
+    node = pack_node(value)
+    assert pack_node(parse_tree(wrapped(node)).root) == node
+
+
+@pytest.mark.parametrize(
+    ("value", "node"),
+    [
+        ((1 << 53) - 1, (1 << 53) - 1),
+        (1 << 53, {"int": "0x20000000000000"}),
+        (-(1 << 53), {"int": "-0x20000000000000"}),
+        (True, True),
+        (-0.0, {"float": "8000000000000000"}),
+        (math.inf, {"float": "7ff0000000000000"}),
+        (struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0], {"float": "fff8000000000123"}),
+        (b"\x00\xff", {"bytes": "AP8="}),
+        ((), {"tuple": []}),
+        ({1: 2, "1": 3}, {"dict": [[1, 2], ["1", 3]]}),
+        (OrderedDict(), {"OrderedDict": []}),
+        (TensorRef("w", is_parameter=True), {"tensor": "w", "parameter": True}),
+    ],
+)
+def test_forms_are_those_of_the_grammar(value: Any, node: Any) -> None:
+    assert pack_node(value) == node
+    assert exact(through_json(value)) == exact(value)
+
+
+def test_a_state_dict_keeps_its_metadata() -> None:
+    state = OrderedDict(w=1)
+    state._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    assert through_json(state)._metadata == {"": {"version": 2}}
+
+
+def test_the_examples_of_the_specification_are_trees() -> None:
+    lines = SPEC.read_text().split("## Examples")[1].splitlines()
+    examples = [json.loads(line) for line in lines if line.startswith("    ")]
+    assert len(examples) >= 6
+    for node in examples:
+        assert pack_node(parse_tree(wrapped(node)).root) == node
+
+
+class Custom:
+    pass
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def with_attribute() -> OrderedDict[str, int]:
+    mapping: OrderedDict[str, int] = OrderedDict()
+    mapping.note = 1  # type: ignore[attr-defined]
+    return mapping
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": [0, Custom()]}, r"'a\.1'.*Custom"),
+        ({"a": {1, 2}}, r"'a'.*type set"),
+        (1j, "the root.*type complex"),
+        ({"m": Counter("aab")}, r"'m'.*collections\.Counter"),
+        ([Pair(1, 2)], r"'0'.*Pair"),
+        ([type("Sub", (int,), {})(3)], r"'0'.*Sub"),
+        ({"lr": lambda: 0}, "'lr'.*function"),
+        ({"x": {frozenset(): 1}}, "'x.key'.*frozenset"),
+        ({TensorRef("w"): 1}, "the root: a key of type .*TensorRef"),
+        ({(1, (TensorRef("w"),)): 1}, "a key of type tuple"),
+        ({"a": with_attribute()}, "'a': attribute 'note'"),
+        ({"a": "\ud800"}, "'a'.*lone surrogate"),
+        ({"a\udfff": 1}, "key'.*lone surrogate"),
+        ({"m": {1 << 64: 1}}, r"'m': a key is an integer of 2\^64 or more"),
+        ({(-(1 << 64),): 1}, r"the root: a key is an integer of 2\^64 or more"),
+        ({("s", (0,) * 5): 1}, "the root: a key is a tuple of more than 4 values"),
+        ({float("nan"): 1, float("nan"): 2}, "the root: a key occurs twice"),
+    ],
+)
+def test_what_has_no_form_is_refused_with_its_place_and_type(value: Any, said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        pack_node(value)
+
+
+def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    value: Any = None
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}])
+def test_the_depth_of_values_is_bounded(wrap: Callable[[Any], Any]) -> None:
+    deepest = nested(MAX_DEPTH, wrap)
+    assert through_json(deepest) == deepest
+    with pytest.raises(ConfigError, match="deeper than 64"):
+        pack_node(wrap(deepest))
+
+
+def test_the_depth_of_keys_is_bounded() -> None:
+    deepest = nested(MAX_DEPTH - 1, lambda v: (v,))
+    assert through_json({deepest: 1}) == {deepest: 1}
+    with pytest.raises(ConfigError, match="deeper than 64"):
+        pack_node({(deepest,): 1})
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 150, 300])
+@pytest.mark.parametrize("where", ["value", "key"])
+def test_a_deep_tree_is_corrupt(depth: int, where: str) -> None:
+    node = nested(depth, lambda inner: {"tuple": [inner]})
+    node = node if where == "value" else {"dict": [[node, 1]]}
+    with pytest.raises(CorruptionError, match="64 levels"):
+        parse_tree(wrapped(node))
+
+
+def test_a_state_that_holds_itself_is_refused() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    with pytest.raises(ConfigError, match="deeper"):
+        pack_node(cycle)
+
+
+def test_the_number_of_values_is_bounded_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "MAX_NODES", 100)
+    assert len(through_json([0] * 99)) == 99
+    shared: list[Any] = [0] * 10
+    with pytest.raises(ConfigError, match="more than 100 values"):
+        pack_node([shared] * 10)  # few objects, many values
+    with pytest.raises(CorruptionError, match="100 values"):
+        parse_tree(wrapped([[0] * 9] * 10))
+
+
+CORRUPT_NODES: list[Any] = [
+    1.5,
+    1 << 53,
+    -(1 << 53),
+    "\ud800",
+    {},
+    {"set": []},
+    {"tuple": [], "dict": []},
+    {"tuple": {}},
+    {"dict": {}},
+    {"dict": [[1]]},
+    {"dict": [[1, 2, 3]]},
+    {"dict": [[1, 2], [1, 3]]},
+    {"dict": [[1, 2], [True, 3]]},
+    {"dict": [[1, 2], [{"float": "3ff0000000000000"}, 3]]},
+    {"dict": [[{"float": "7ff8000000000000"}, 2], [{"float": "7ff8000000000000"}, 3]]},
+    {"dict": [[{"int": "0x10000000000000000"}, 2]]},
+    {"dict": [[{"tuple": [{"int": "-0x10000000000000000"}]}, 2]]},
+    {"dict": [[{"tuple": [0] * 5}, 2]]},
+    {"dict": [[{"tuple": [{"tuple": [0] * 5}]}, 2]]},
+    {"dict": [[[1], 2]]},
+    {"dict": [[{"tuple": [[1]]}, 2]]},
+    {"dict": [[{"dict": []}, 2]]},
+    {"dict": [[{"tensor": "w"}, 2]]},
+    {"dict": [[{"tuple": [{"tensor": "w"}]}, 2]]},
+    {"dict": [], "_metadata": None},
+    {"OrderedDict": [], "other": 1},
+    {"int": "0x1"},
+    {"int": "0x020000000000000"},
+    {"int": "0X20000000000000"},
+    {"int": " 0x20000000000000"},
+    {"int": "0x2000000000000_0"},
+    {"int": 3},
+    {"float": "3f50624dd2f1a9f"},
+    {"float": "3F50624DD2F1A9FC"},
+    {"float": 1.0},
+    {"bytes": "AP8"},
+    {"bytes": "AP9="},  # bits behind the end
+    {"bytes": "AP8=\n"},
+    {"bytes": "é"},
+    {"bytes": 1},
+    {"Size": [1.0]},
+    {"Size": [True]},
+    {"Size": 3},
+    {"Size": [1 << 64]},
+    {"dtype": "torch.float32"},
+    {"dtype": "__class__"},
+    {"dtype": ""},
+    {"tensor": 1},
+    {"tensor": "w", "strides": [-1]},
+    {"tensor": "w", "strides": None},
+    {"tensor": "w", "requires_grad": False},
+    {"tensor": "w", "parameter": 1},
+    {"tensor": "w", "shape": [1]},
+    {"tensor": "a"},  # of a shared storage
+    {"view": 0},
+    {"view": 2, "dtype": "int8", "shape": [], "strides": [], "offset": 0},
+    {"view": -1, "dtype": "int8", "shape": [], "strides": [], "offset": 0},
+    {"view": True, "dtype": "int8", "shape": [], "strides": [], "offset": 0},
+    {"view": 0, "dtype": "int8", "shape": [1], "strides": [], "offset": 0},
+    {"view": 0, "dtype": "int8", "shape": [1 << 63], "strides": [1], "offset": 0},
+    {"view": 0, "dtype": "int8", "shape": [], "strides": [], "offset": 0.0},
+]
+
+
+@pytest.mark.parametrize("node", CORRUPT_NODES, ids=lambda node: re.sub(r"\W+", "-", ascii(node)))
+def test_what_the_grammar_does_not_know_is_corrupt(node: Any) -> None:
+    with pytest.raises(CorruptionError, match=r"^tree: "):
+        parse_tree(wrapped({"dict": [["k", node]]}))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        [],
+        {"root": None},
+        {"root": None, "storages": [], "more": 1},
+        {"root": None, "storages": {}},
+        {"root": None, "storages": ["a"]},
+        {"root": None, "storages": [[1]]},
+        {"root": None, "storages": [["a"], ["a"]]},
+        {"root": None, "storages": [["a", "a"]]},
+    ],
+)
+def test_what_is_no_tree_is_corrupt(tree: Any) -> None:
+    with pytest.raises(CorruptionError, match="tree: "):
+        parse_tree(tree)
+
+
+fields = ["dict", "tuple", "tensor", "view", "strides", "float", "int", "bytes", "OrderedDict"]
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+
+
+@given(
+    st.recursive(
+        scalars,
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(fields), inner, max_size=3)
+        ),
+    )
+)
+def test_any_other_json_is_a_tree_or_corrupt(node: Any) -> None:
+    try:
+        value = parse_tree(wrapped(node)).root
+    except CorruptionError:
+        return
+    assert pack_node(value) == node
+
+
+def colliding_tuples(n: int) -> list[Any]:
+    """Nodes of `n` tuples of two numbers that Python gives the same hash: it mixes by known constants."""
+    prime_1, prime_2, mask = 11400714785074694791, 14029467366897019727, (1 << 64) - 1
+    found: list[Any] = []
+    target = hash((1 << 60, 0)) - (2 ^ 2870177450012600261 ^ 3527539)
+    for first in itertools.count():
+        mixed = 2870177450012600261 + first * prime_2 & mask
+        mixed = (mixed << 31 | mixed >> 33) * prime_1 & mask
+        wanted = (target - 0) * pow(prime_1, -1, 1 << 64) & mask
+        wanted = (wanted << 33 | wanted >> 31) & mask
+        second = (wanted - mixed) * pow(prime_2, -1, 1 << 64) & mask
+        if second < (1 << 61) - 1:
+            assert hash((first, second)) == hash((1 << 60, 0)), "another Python"
+            found.append({"tuple": [pack_node(first), pack_node(second)]})
+        if len(found) == n:
+            return found
+    raise AssertionError
+
+
+def test_keys_of_one_hash_are_refused_before_they_take_long() -> None:
+    same = colliding_tuples(MAX_EQUAL_HASHES + 1)
+    value = parse_tree(wrapped({"dict": [[key, 1] for key in same[1:]]})).root
+    assert len(value) == MAX_EQUAL_HASHES
+    with pytest.raises(CorruptionError, match="many of the same hash"):
+        parse_tree(wrapped({"dict": [[key, 1] for key in same]}))
+
+
+def test_a_tree_must_name_the_tensors_of_its_file() -> None:
+    tree = parse_tree(wrapped([{"tensor": "x"}]))
+    tree.check_names(["a", "b", "c", "x"])
+    with pytest.raises(CorruptionError, match="'c' is not in the file"):
+        tree.check_names(["a", "b", "x"])
+    with pytest.raises(CorruptionError, match="where tensor 'y' belongs"):
+        tree.check_names(["a", "b", "c", "x", "y"])
+
+
+def test_parsing_needs_no_torch() -> None:
+    code = (
+        "import sys; from ckptz.tree.skeleton import parse_tree;"
+        "parse_tree({'root': [{'Size': [1]}, {'dtype': 'int8'}, {'tensor': 'w'}], 'storages': []});"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,184 @@
+"""The Checkpointer beside training: what waits for what, and what becomes of saves that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptz import Checkpointer
+from ckptz.container import publish
+from ckptz.errors import WriteError
+from ckptz.store import steps as store_steps
+from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
+
+ROOT = Path(__file__).parents[2]
+
+
+class Gate:
+    """Holds writers back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open, self.is_reached = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        real = store_steps.StepStore.write
+
+        def write(store: Any, *args: Any, **kwargs: Any) -> Any:
+            self.is_reached.set()
+            self.is_open.wait(10)
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            return real(store, *args, **kwargs)
+
+        monkeypatch.setattr(store_steps.StepStore, "write", write)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(tmp_path: Path, gate: Gate) -> None:
+    run = Run()
+    with run.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1)
+        assert gate.is_reached.wait(10)
+        run.losses(3)
+        assert checkpointer.steps() == ()
+        threading.Timer(0.2, gate.is_open.set).start()
+        checkpointer.save(2)
+        assert checkpointer.steps()[:1] == (1,)
+        report = checkpointer.wait()
+    assert report is not None
+    assert report.step == 2
+    assert report.stall_seconds >= report.waited_seconds > 0.1
+    assert report.stored_bytes == sum(
+        (tmp_path / name).stat().st_size for name in names_in(tmp_path) if name.startswith("step-00000002")
+    )
+
+
+@pytest.mark.parametrize("then", ["save", "wait", "restore_latest", "close"])
+def test_an_error_in_the_background_surfaces_once_at_the_next_call(
+    tmp_path: Path, gate: Gate, then: str
+) -> None:
+    gate.is_open.set()
+    run = Run()
+    checkpointer = run.checkpointer(tmp_path)
+    run.step()
+    checkpointer.save(1)
+    checkpointer.wait()
+    gate.error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    checkpointer.save(2)
+    arguments = (3,) if then == "save" else ()
+    with pytest.raises(
+        WriteError, match=r"step 2 was not saved: .*quota.*the steps before it are whole"
+    ) as caught:
+        getattr(checkpointer, then)(*arguments)
+    assert caught.value.errno == errno.EDQUOT
+    checkpointer.save(2)
+    checkpointer.close()
+    assert loss_after(tmp_path)[0] == 2
+
+
+def test_training_may_go_to_another_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Checkpointer("run", torch.nn.Linear(2, 2))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with run:
+        run.save(1)
+    assert run.steps() == (1,)
+    assert not names_in(tmp_path / "elsewhere")
+
+
+def test_a_folder_that_was_removed_is_said_to_be(tmp_path: Path, gate: Gate) -> None:
+    gate.is_open.set()
+    with Run().checkpointer(tmp_path) as checkpointer:
+        gate.error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        checkpointer.save(1)
+        with pytest.raises(
+            WriteError, match=r"step 1 was not saved: .* the whole folder was removed meanwhile"
+        ):
+            checkpointer.wait()
+
+
+def test_a_full_disk_leaves_the_steps_before_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = saved_run(tmp_path, 2)
+    before = names_in(tmp_path)
+    run = Run(seed=4)
+    with run.checkpointer(tmp_path, background=False) as checkpointer:
+        checkpointer.restore_latest()
+        run.step()
+
+        def full(_: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(publish.os, "fsync", full)
+            with pytest.raises(WriteError, match="No space left") as caught:
+                checkpointer.save(3)
+        assert caught.value.errno == errno.ENOSPC
+        assert names_in(tmp_path) == before
+        checkpointer.save(3)
+    assert loss_after(tmp_path, 1) == (1, losses[2])
+    assert loss_after(tmp_path)[0] == 3
+
+
+def test_what_ended_training_is_not_hidden_by_a_lost_save(tmp_path: Path, gate: Gate) -> None:
+    gate.is_open.set()
+    gate.error = OSError(errno.EIO, os.strerror(errno.EIO))
+    run = Run()
+
+    def train() -> None:
+        with run.checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train()
+    assert "step 1 was not saved" in caught.value.__notes__[0]
+
+
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {root!r})
+    from tests.support.checkpointer_support import Run
+    from ckptz import Checkpointer
+    run = Run(width=64)
+    run.step()
+    checkpointer = Checkpointer(sys.argv[1], run.model, run.optimizer, extra=run.extra, jobs=int(sys.argv[2]))
+    checkpointer.save(1)
+    {more}
+"""
+
+
+def run_script(folder: Path, jobs: int, more: str = "") -> subprocess.CompletedProcess[str]:
+    text = textwrap.dedent(SCRIPT).format(root=str(ROOT), more=more)
+    command = [sys.executable, "-c", text, str(folder), str(jobs)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
+    done = run_script(tmp_path, jobs=3)
+    assert done.returncode == 0, done.stderr
+    run = Run(width=64)
+    with run.checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore_latest() == 1
+
+
+def test_a_program_that_ends_says_what_was_lost(tmp_path: Path) -> None:
+    more = "checkpointer.wait(); checkpointer._store.write = lambda *_: 1 / 0; checkpointer.save(2)"
+    done = run_script(tmp_path, jobs=1, more=more)
+    assert done.returncode == 0
+    assert "ckptz: step 2 was lost: division by zero" in done.stderr
