@@ -19,32 +19,12 @@ MAX_OPERATIONS: Final = 1 << 25  # each takes at most some hundred bytes of memo
 MAX_KEY_PARTS: Final = 64  # of a key that is a tuple, with all tuples in it
 
 _OPERATIONS: Final = (
-    *(
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "BINFLOAT",
-    ),
+    *("PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES"),
     *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *(
-        "APPEND",
-        "APPENDS",
-        "SETITEM",
-        "SETITEMS",
-        "MEMOIZE",
-        "BINPUT",
-        "LONG_BINPUT",
-        "BINGET",
-        "LONG_BINGET",
-    ),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
     *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"),
 )
 
