@@ -29,10 +29,10 @@ from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.roles import load_rules
 from ckptz.search.options import load_plan, save_plan
+from ckptz.state.flatten import flatten
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_state
 from ckptz.training.state import check_training, random_state, set_random_state
-from ckptz.tree.flatten import flatten
 
 
 @dataclass(frozen=True)

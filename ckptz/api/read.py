@@ -17,11 +17,11 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds, n_chunks_
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError, real
-from ckptz.frameworks import Framework, Selection
-from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
 from ckptz.parallel import SMALL_UNITS, Workers, jobs_of
 from ckptz.progress import SILENT, Progress
+from ckptz.state.arrays import Framework, Selection
+from ckptz.state.window import Piece
 
 try:
     import resource as _resource

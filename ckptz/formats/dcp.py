@@ -36,10 +36,9 @@ from ckptz.formats.pickled import MAX_BYTES, Record, Unpickler, record
 from ckptz.formats.sharding import is_file_name
 from ckptz.formats.torch_files import MAX_DIMS, load_part, require_torch
 from ckptz.parallel import Recent
-from ckptz.tree.flatten import CODES
-from ckptz.tree.leaves import TensorRef
-from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, is_number, pack_node
-from ckptz.tree.unflatten import Chunks, unflatten
+from ckptz.state.flatten import CODES
+from ckptz.state.skeleton import MAX_DEPTH, MAX_NODES, TensorRef, is_number, pack_node
+from ckptz.state.unflatten import Chunks, unflatten
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 MAX_CELLS: Final = 1 << 26  # of a grid whose lines are the edges of all parts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Final
 
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
-from ckptz.tree.skeleton import MAX_EQUAL_HASHES
+from ckptz.state.skeleton import MAX_EQUAL_HASHES
 
 MAX_BYTES: Final = 1 << 28
 MAX_OPERATIONS: Final = 1 << 25  # each takes at most some hundred bytes of memory, so 3.5 GB

@@ -19,9 +19,9 @@ from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import Publication, make_folder, publish_together
 from ckptz.errors import CorruptionError, named
 from ckptz.formats.torch_files import dump_state
+from ckptz.state.skeleton import parse_tree
+from ckptz.state.unflatten import Chunks, read_chunks, unflatten
 from ckptz.store.resolve import PLAIN_SUFFIX
-from ckptz.tree.skeleton import parse_tree
-from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
 
 MAX_NAME_BYTES: Final = 255  # of most file systems
 MAX_DEPTH: Final = 32  # folders within the folder

@@ -155,7 +155,7 @@ def check_holds(folder: Path, paths: Iterable[str]) -> None:
         for path in paths:
             place = Path(probe) / path
             try:
-                place.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(place.parent)
                 place.touch(exist_ok=False)
             except FileExistsError:
                 raise UnsupportedError(

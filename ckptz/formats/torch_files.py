@@ -35,9 +35,9 @@ from ckptz.errors import (
     naming,
 )
 from ckptz.formats.pickled import MAX_BYTES, Unpickler
-from ckptz.tree.flatten import Flat, Geometry, flatten
-from ckptz.tree.skeleton import MAX_NUMBER, is_number
-from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
+from ckptz.state.flatten import Flat, Geometry, flatten
+from ckptz.state.skeleton import MAX_NUMBER, is_number
+from ckptz.state.unflatten import Chunks, read_chunks, unflatten
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 ZIP_MAGIC: Final = b"PK\x03\x04"

@@ -21,8 +21,7 @@ from ckptz.container.envelope import strict_json
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.methods.method import MOMENT_ROLES
 from ckptz.roles import BASES, Role, Rule, role_of
-from ckptz.tree.leaves import TensorRef
-from ckptz.tree.skeleton import parse_tree
+from ckptz.state.skeleton import TensorRef, parse_tree
 
 CONFIG_FILE: Final = "config.json"
 MAX_CONFIG_BYTES: Final = 1 << 20

@@ -15,7 +15,7 @@ from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
 from ckptz.guidance.files import shape_fingerprint
-from ckptz.tree.unflatten import read_chunks
+from ckptz.state.unflatten import read_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from ckptz.integrations.linked import on_host
 from ckptz.pipeline import Job
 from ckptz.quant.sketch import Sketch
 from ckptz.roles import Rule
+from ckptz.state.flatten import flatten
 from ckptz.torch import source_of
-from ckptz.tree.flatten import flatten
 
 SHARDS_KEY: Final = "ckptz.shards"  # in a file's metadata: offset and whole shape of each tensor
 RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved

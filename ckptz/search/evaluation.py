@@ -31,11 +31,11 @@ from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.container.reader import Container
 from ckptz.encoding.subject import NO_GUIDE, Guide, GuidedSensitivities, MapFunction, sensitivities_of
 from ckptz.errors import ConfigError
-from ckptz.frameworks import framework
 from ckptz.parallel import default_jobs
 from ckptz.quant.sensitivity import floats_of
 from ckptz.search.budget import ALLOWED, Budget, Judgement, Limit, Reading, check_consistent, judge
 from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
+from ckptz.state.arrays import framework
 from ckptz.store.resolve import open_checkpoint, open_file
 
 Readings = tuple[Reading, ...]  # one for each budget

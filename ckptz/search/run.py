@@ -53,7 +53,7 @@ from ckptz.search.strategies import (
     Strategy,
     run_stages,
 )
-from ckptz.tree.flatten import tied_names
+from ckptz.state.flatten import tied_names
 
 # Strategies, one after another; sizes of configurations before they are tried, if these need them; how many.
 Route = tuple[Sequence[Strategy], Predict | None, int]

@@ -16,7 +16,6 @@ from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
 from ckptz.encoding.subject import Guide
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
-from ckptz.frameworks.torch import TorchTensors, torch_dtype
 from ckptz.guidance.guides import Calibrated, GuideFiles
 from ckptz.guidance.moves import Course
 from ckptz.methods.lossless import LOSSLESS
@@ -24,6 +23,9 @@ from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import BASES, Role, Rule, role_of
+from ckptz.state.flatten import flatten
+from ckptz.state.skeleton import DTypeName, Size, TensorRef, parse_tree
+from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.store.step_files import (
     EXACT_OF_KEY,
@@ -35,9 +37,6 @@ from ckptz.store.step_files import (
     StepFile,
 )
 from ckptz.training.moves import UNKNOWN, Lost, Trail, can_move, moved
-from ckptz.tree.flatten import flatten
-from ckptz.tree.leaves import DTypeName, Size, TensorRef
-from ckptz.tree.skeleton import parse_tree
 
 MODEL, OPTIMIZER = "model", "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against

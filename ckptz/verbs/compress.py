@@ -32,11 +32,11 @@ from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
 from ckptz.search.budget import Budget
 from ckptz.search.options import SearchOptions, SearchReport
+from ckptz.state.skeleton import parse_tree
 from ckptz.store.links import link_chain
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
 from ckptz.store.runs import step_of
 from ckptz.store.step_files import checked_step
-from ckptz.tree.skeleton import parse_tree
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again
 

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptz.errors import ConfigError
-from ckptz.frameworks import parse_backend, parse_device, parse_framework, window
-from ckptz.frameworks.torch import _select
-from ckptz.frameworks.window import Piece, Window
+from ckptz.state import window
+from ckptz.state.arrays import parse_backend, parse_device, parse_framework
+from ckptz.state.torch import _select
+from ckptz.state.window import Piece, Window
 
 CHUNK = 7
 

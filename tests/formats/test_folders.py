@@ -33,7 +33,7 @@ from ckptz.formats.inputs import Input, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
-from ckptz.tree.unflatten import read_chunks
+from ckptz.state.unflatten import read_chunks
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

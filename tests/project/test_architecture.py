@@ -30,8 +30,8 @@ FLOORS = (
     ("quant",),
     ("encoding",),
     ("methods",),
-    ("container", "wire", "frameworks"),
-    ("store", "tree"),
+    ("container", "wire"),
+    ("store", "state"),
     ("formats",),
     ("guidance",),
     ("pipeline",),
@@ -56,8 +56,8 @@ OWNERS = {
     "rich": ("ckptz_cli",),
     "pickle": ("ckptz.formats.pickled", "ckptz.formats.torch_files"),  # with stand-ins; the name of an error
     "torch": (
-        *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
-        *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
+        *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.state.torch"),
+        *("ckptz.torch", "ckptz.api.apply", "ckptz.state.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.stage", "ckptz.wire.ddp"),
     ),

@@ -77,7 +77,7 @@ class Window:
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Window:
         """Give the window of all of a dense tensor."""
-        return cls(0, tuple(shape), row_major_strides(shape))
+        return cls(0, tuple(shape), c_strides(shape))
 
     @property
     def n_units(self) -> int:
@@ -108,9 +108,9 @@ class Window:
         return tuple(dims)
 
 
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the strides of a dense tensor, in elements."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Give the strides of a tensor in C order, in elements, as PyTorch has them."""
+    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _span(dims: Dims) -> int:
@@ -155,7 +155,7 @@ def select(index: Any, shape: Shape) -> tuple[Window, Shape]:
 
 
 def _window(bounds: Sequence[tuple[int, int, int, bool]], shape: Shape) -> tuple[Window, Shape]:
-    strides = row_major_strides(shape)
+    strides = c_strides(shape)
     sizes = tuple(math.ceil((stop - start) / step) for start, stop, step, _ in bounds)
     offset = sum(start * stride for (start, *_), stride in zip(bounds, strides, strict=True))
     steps = tuple(step * stride for (_, _, step, _), stride in zip(bounds, strides, strict=True))

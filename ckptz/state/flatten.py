@@ -22,8 +22,8 @@ from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
 from ckptz.container.index import RESERVED_PREFIX
 from ckptz.dtypes import DTYPE_NAMES, DTYPES, DType
 from ckptz.errors import UnsupportedError
-from ckptz.tree.leaves import TensorRef, View
-from ckptz.tree.skeleton import Path, pack_node, parse_tree, refuse_leaf, type_name, where
+from ckptz.state.skeleton import Path, TensorRef, View, pack_node, parse_tree, refuse_leaf, type_name, where
+from ckptz.state.window import c_strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -254,11 +254,6 @@ def _parts(group: Sequence[_Leaf]) -> list[_SharedRun]:
         if len({each.geometry.item_bytes for each in part.members}) > 1:
             part.begin -= part.begin % PART_ALIGNMENT  # else an element could end up unaligned
     return parts
-
-
-def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the strides of a tensor in C order, in elements, as PyTorch has them."""
-    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def part_offsets(sizes: Iterable[int]) -> list[int]:
