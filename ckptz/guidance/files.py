@@ -13,7 +13,8 @@ import hashlib
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Generic, Literal, Self, TypeVar
@@ -81,6 +82,7 @@ class SensitivityContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     parameters: tuple[Names, ...]
 
 
+T = TypeVar("T")
 Content = TypeVar("Content", CalibrationContent, SensitivityContent)
 
 
@@ -120,6 +122,31 @@ class GradientAverage:
 
 
 Recorded = TypeVar("Recorded", RecordedInputs, GradientAverage)
+ReadSum = Callable[[str], NDArray[Any]]  # gives a float32 or float64 matrix [..., n, n], or int64 counts [n]
+
+
+def inputs_by_weight(rows: Iterable[ModuleRow], read: ReadSum) -> dict[str, RecordedInputs]:
+    """Sum up what the layers of each weight recorded; `read` gives a sum by its tensor's name."""
+    by_weight: dict[str, list[ModuleRow]] = {}
+    for row in rows:
+        by_weight.setdefault(row.weight[0], []).append(row)
+    found = {}
+    for name, uses in by_weight.items():
+        kinds = dict.fromkeys(row.kind for row in uses)
+        moments = {kind: _moments(kind, [row for row in uses if row.kind == kind], read) for kind in kinds}
+        found[name] = RecordedInputs(names=uses[0].weight, shape=uses[0].shape, moments=moments)
+    return found
+
+
+def _moments(kind: LayerKind, rows: Sequence[ModuleRow], read: ReadSum) -> InputMoments:
+    inputs = [one for row in rows for one in row.inputs]
+
+    def total() -> NDArray[Any]:
+        found = functools.reduce(operator.add, (read(one.tensor) for one in inputs))
+        return found.astype(np.float64) if kind == "embedding" else found
+
+    n_samples = sum(one.n_samples for one in inputs)
+    return InputMoments(axis=WEIGHT_AXIS[kind], n_samples=n_samples, read=total)
 
 
 class Recordings(Generic[Recorded]):
@@ -199,12 +226,12 @@ class GuideFile(Recordings[Recorded]):
             source.close()
             raise self.error(f"not a whole safetensors file ({error}); use an intact copy") from None
         try:
-            self.recorded = dict(self._records())
+            self.recorded = self._records()
         except BaseException:
             self.close()
             raise
 
-    def _records(self) -> Iterator[tuple[str, Recorded]]:
+    def _records(self) -> dict[str, Recorded]:
         """Check the file, and give what it records."""
         raise NotImplementedError
 
@@ -261,11 +288,8 @@ class GuideFile(Recordings[Recorded]):
 
     def _check_names(self, groups: Iterable[tuple[str, ...]]) -> None:
         """Refuse a name that stands for two parameters."""
-        taken: set[str] = set()
-        for name in (name for group in groups for name in group):
-            if name in taken:
-                raise self.error(f"{name!r} is listed as the name of two parameters; record again")
-            taken.add(name)
+        for name in _repeated(name for group in groups for name in group):
+            raise self.error(f"{name!r} is listed as the name of two parameters; record again")
 
 
 class SensitivityFile(GuideFile[GradientAverage]):
@@ -273,12 +297,14 @@ class SensitivityFile(GuideFile[GradientAverage]):
 
     guide = "sensitivity"
 
-    def _records(self) -> Iterator[tuple[str, GradientAverage]]:
+    def _records(self) -> dict[str, GradientAverage]:
         self.content = self._parsed(SensitivityContent)
         self._check_names(self.content.parameters)
+        found = {}
         for names in self.content.parameters:
             shape, read = self.region(names[0], ("F32",)).shape, functools.partial(self.array, names[0])
-            yield names[0], GradientAverage(names=names, shape=shape, read=read)
+            found[names[0]] = GradientAverage(names=names, shape=shape, read=read)
+        return found
 
 
 class CalibrationFile(GuideFile[RecordedInputs]):
@@ -293,22 +319,25 @@ class CalibrationFile(GuideFile[RecordedInputs]):
 
     guide = "calibration"
 
-    def _records(self) -> Iterator[tuple[str, RecordedInputs]]:
-        """Check the rows of all layers, and sum up what those of each weight recorded."""
+    def _records(self) -> dict[str, RecordedInputs]:
         self.content = self._parsed(CalibrationContent)
-        users: dict[str, list[tuple[ModuleRow, InputRow]]] = {}
-        by_weight: dict[str, list[ModuleRow]] = {}
-        for row in self.content.modules:
+        rows = self.content.modules
+        for row in rows:
             self._check_row(row)
-            by_weight.setdefault(row.weight[0], []).append(row)
-            for one in row.inputs:
-                users.setdefault(one.tensor, []).append((row, one))
-        for tensor, uses in users.items():
-            facts = {(row.kind, one.n_samples) for row, one in uses}
-            if len(facts) > 1 or len({row.module for row, _ in uses}) < len(uses):
-                raise self.error(f"tensor {tensor!r} is listed with contradictions; record again")
-        self._check_names({row.weight for row in self.content.modules})
-        return (self._weight(name, rows) for name, rows in by_weight.items())
+        uses = [(row, one, self._file.tensors[one.tensor].shape) for row in rows for one in row.inputs]
+        odd = _repeated(
+            tensor for tensor, *_ in {(one.tensor, row.kind, one.n_samples) for row, one, _ in uses}
+        )
+        odd += [tensor for tensor, _ in _repeated((one.tensor, row.module) for row, one, _ in uses)]
+        for tensor in odd:
+            raise self.error(f"tensor {tensor!r} is listed with contradictions; record again")
+        self._check_names({row.weight for row in rows})
+        odd = _repeated(name for name, _ in {(row.weight[0], row.shape) for row in rows})
+        layouts = {(row.weight[0], row.kind, shape) for row, _, shape in uses}
+        odd += [name for name, _ in _repeated((name, kind) for name, kind, _ in layouts)]
+        for name in odd:
+            raise self.error(f"weight {name!r} is listed with several shapes; record again")
+        return inputs_by_weight(rows, self.read)
 
     def _check_row(self, row: ModuleRow) -> None:
         if len({one.tensor for one in row.inputs}) != len(row.inputs):
@@ -321,25 +350,6 @@ class CalibrationFile(GuideFile[RecordedInputs]):
                     f"tensor {one.tensor!r} has shape {list(shape)}, which does not fit the {row.kind} "
                     f"weight {row.weight[0]!r} of shape {list(row.shape)}; record again"
                 )
-
-    def _weight(self, name: str, uses: Sequence[ModuleRow]) -> tuple[str, RecordedInputs]:
-        tensors = self._file.tensors
-        layouts = {(row.kind, row.shape, tensors[one.tensor].shape) for row in uses for one in row.inputs}
-        kinds = dict.fromkeys(row.kind for row in uses)
-        if len({shape for _, shape, _ in layouts}) > 1 or len(kinds) < len(layouts):
-            raise self.error(f"weight {name!r} is listed with several shapes; record again")
-        moments = {kind: self._moments(kind, [row for row in uses if row.kind == kind]) for kind in kinds}
-        return name, RecordedInputs(names=uses[0].weight, shape=uses[0].shape, moments=moments)
-
-    def _moments(self, kind: LayerKind, rows: list[ModuleRow]) -> InputMoments:
-        inputs = [one for row in rows for one in row.inputs]
-
-        def read() -> NDArray[Any]:
-            total = functools.reduce(operator.add, (self.read(one.tensor) for one in inputs))
-            return total.astype(np.float64) if kind == "embedding" else total
-
-        n_samples = sum(one.n_samples for one in inputs)
-        return InputMoments(axis=WEIGHT_AXIS[kind], n_samples=n_samples, read=read)
 
     def read(self, tensor: str) -> NDArray[Any]:
         """Read sums and check them: a float32 or float64 matrix [..., n, n], or int64 counts [n].
@@ -356,6 +366,11 @@ class CalibrationFile(GuideFile[RecordedInputs]):
         if (diagonal < 0).any() or not np.array_equal(found, np.swapaxes(found, -2, -1)):
             raise self.error(f"tensor {tensor!r} is not a symmetric sum of squares; record again")
         return found
+
+
+def _repeated(items: Iterable[T]) -> list[T]:
+    """Give the items that occur more than once."""
+    return [item for item, n in Counter(items).items() if n > 1]
 
 
 def _fits(kind: LayerKind, weight: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from ckptz.encoding.subject import InputMoments
 from ckptz.errors import CalibrationError, ConfigError, real
 from ckptz.guidance.files import (
-    WEIGHT_AXIS,
     CalibrationContent,
     CalibrationFile,
     InputRow,
@@ -26,6 +21,7 @@ from ckptz.guidance.files import (
     RecordedInputs,
     Recordings,
     guide_metadata,
+    inputs_by_weight,
 )
 from ckptz.hooks.inputs import Gather, gather_of
 from ckptz.hooks.parameters import Named, fingerprint_of, named_parameters, save_tensors, unwrapped
@@ -197,34 +193,25 @@ class Calibration:
         Raises:
             CalibrationError: nothing was recorded.
         """
-        self._check_recorded("calibration")
-        copies = {
-            users: _mirrored(one.total).to("cpu", copy=True).numpy()
-            for users, one in self._recorder.kept.by_users.items()
-        }
-        weights = {id(layer.weight): layer.weight for layer in self._layers.values()}
-        found: dict[int, dict[LayerKind, list[tuple[NDArray[Any], int]]]] = {}
-        for layer in self._layers.values():
-            for users, one in self._recorder.kept.of(layer.name):
-                kinds = found.setdefault(id(layer.weight), {})
-                kinds.setdefault(layer.kind, []).append((copies[users], one.n_samples))
-        return Recordings(
-            "calibration",
-            {
-                weights[key].names[0]: RecordedInputs(
-                    names=weights[key].names,
-                    shape=tuple(weights[key].parameter.shape),
-                    moments={kind: _input_moments(kind, parts) for kind, parts in kinds.items()},
-                )
-                for key, kinds in found.items()
-            },
-        )
+        rows, sums = self._rows("calibration")
+        copies = {name: _mirrored(one.total).to("cpu", copy=True).numpy() for name, one in sums.items()}
+        return Recordings("calibration", inputs_by_weight(rows, lambda name: copies[name].copy()))
 
-    def _check_recorded(self, where: str | os.PathLike[str]) -> None:
-        if not self._recorder.kept.by_users:
+    def _rows(self, where: str | os.PathLike[str]) -> tuple[tuple[ModuleRow, ...], dict[str, Sum]]:
+        """Give a row for each layer that was called, and the sums by the names that their tensors get."""
+        kept = self._recorder.kept
+        if not kept.by_users:
             raise CalibrationError(
                 f"{where}: no input was recorded; call the model, not compiled, in `with calibration:`"
             )
+        names = {users: "+".join(self._ordered(users)) for users in kept.by_users}
+        rows = []
+        for layer in self._layers.values():
+            inputs = tuple(InputRow(names[users], one.n_samples) for users, one in kept.of(layer.name))
+            if inputs:
+                shape = tuple(layer.weight.parameter.shape)
+                rows.append(ModuleRow(layer.name, layer.kind, layer.weight.names, shape, inputs))
+        return tuple(rows), {names[users]: one for users, one in kept.by_users.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sums to a safetensors file, which appears whole or not at all.
@@ -232,28 +219,12 @@ class Calibration:
         Raises:
             CalibrationError: nothing was recorded.
         """
-        self._check_recorded(path)
-        tensor_of = {
-            users: "+".join(self._ordered(users))
-            for layer in self._layers
-            for users, _ in self._recorder.kept.of(layer)
-        }
-        modules = tuple(row for layer in self._layers.values() if (row := self._row(layer, tensor_of)))
-        content = CalibrationContent(self._fingerprint, modules, self.skipped)
-        for one in self._recorder.kept.by_users.values():
+        rows, sums = self._rows(path)
+        content = CalibrationContent(self._fingerprint, rows, self.skipped)
+        for one in sums.values():
             one.total.copy_(_mirrored(one.total))  # one at a time, so that no second copy of all is made
-        sums = self._recorder.kept.by_users
-        tensors = {name: sums[users].total for users, name in tensor_of.items()}
-        save_tensors(path, tensors, guide_metadata(content))
-
-    def _row(self, layer: _Layer, tensor_of: dict[Users, str]) -> ModuleRow | None:
-        inputs = [
-            InputRow(tensor_of[users], one.n_samples) for users, one in self._recorder.kept.of(layer.name)
-        ]
-        if not inputs:
-            return None
-        shape = tuple(layer.weight.parameter.shape)
-        return ModuleRow(layer.name, layer.kind, layer.weight.names, shape, tuple(inputs))
+        order = dict.fromkeys(one.tensor for row in rows for one in row.inputs)
+        save_tensors(path, {name: sums[name].total for name in order}, guide_metadata(content))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote, instead of what was recorded.
@@ -288,15 +259,3 @@ class Calibration:
 def _mirrored(total: torch.Tensor) -> torch.Tensor:
     """A matrix with its upper triangle in both: matrix products are not symmetric to the last bit."""
     return total if total.ndim == 1 else total.triu() + total.triu(1).mT
-
-
-def _input_moments(kind: LayerKind, parts: Sequence[tuple[NDArray[Any], int]]) -> InputMoments:
-    """Moments of (sum in host memory, number of vectors)."""
-
-    def read() -> NDArray[Any]:
-        total: NDArray[Any] = parts[0][0].astype(np.float64 if kind == "embedding" else np.float32)
-        for part, _ in parts[1:]:
-            np.add(total, part, out=total)
-        return total
-
-    return InputMoments(axis=WEIGHT_AXIS[kind], n_samples=sum(n for _, n in parts), read=read)

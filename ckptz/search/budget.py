@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -105,11 +105,6 @@ class Judgement:
         """Whether the mean decides: its standard error is at most half the budget, or is not known."""
         return self.error is None or self.error <= RESOLVED * self.allowed
 
-    def within(self, allowed: float) -> Judgement:
-        """Give the judgement of the same changes by another limit."""
-        judged = replace(self, allowed=allowed)
-        return replace(judged, used=_finite(_used(judged)))
-
     @property
     def n_wanted(self) -> float:
         """Give how many values it takes for the mean to decide; NaN where that cannot be known."""
@@ -125,33 +120,35 @@ def judge(limit: Limit, exact: Reading, found: Reading) -> Judgement:
         ConfigError: they are not of the same answers.
     """
     _check_same_answers(exact, found)
-    judged = Judgement(
-        metric=exact.metric,
-        unit=exact.unit,
-        n_values=len(exact.values),
-        allowed=limit.max_drop,
-        is_relative=limit.is_relative,
-    )
-    scale = exact.total * (exact.value if limit.is_relative else 1.0)
+    scale, error, changes = exact.total * (exact.value if limit.is_relative else 1.0), 0.0, 0.0
     with np.errstate(all="ignore"):  # what overflows is not finite, and so not kept
         worse = found.values - exact.values if exact.lower_is_better else exact.values - found.values
-        judged = replace(judged, change=_finite(worse.sum() / scale))
+        change = float(worse.sum() / scale)
         if (n := len(worse)) > 1:
             counts = 1.0 if exact.counts is None else exact.counts
             scatter = np.square(worse - counts * (worse.sum() / exact.total)).sum() * n / (n - 1)
-            error, changes = np.sqrt(scatter) / scale, np.square(worse).sum() / 2 / scale
-            judged = replace(judged, error=_finite(error), changes=_finite(changes))
-    return judged.within(limit.max_drop)
+            error, changes = float(np.sqrt(scatter) / scale), float(np.square(worse).sum() / 2 / scale)
+    return Judgement(
+        metric=exact.metric,
+        unit=exact.unit,
+        n_values=n,
+        allowed=limit.max_drop,
+        is_relative=limit.is_relative,
+        change=_finite(change),
+        error=_finite(error) if n > 1 else None,
+        changes=_finite(changes) if n > 1 else None,
+        used=_finite(share_used(change, error, changes, limit.max_drop)),
+    )
 
 
-def _used(judged: Judgement) -> float:
-    """Give the share of the budget that the larger of both numbers uses."""
-    if judged.change is None or (judged.n_values > 1 and judged.changes is None):
+def share_used(change: float, error: float, changes: float, allowed: float) -> float:
+    """Give the share of a budget that the larger of both numbers uses; not finite where one is not."""
+    if not (math.isfinite(change) and math.isfinite(changes)):
         return math.inf
-    change, allowed = abs(judged.change), judged.allowed
-    if not judged.is_resolved:
-        change = max(change - SURE * (judged.error or 0.0), 0.0)
-    return max(_share(change, allowed), _share(judged.changes or 0.0, ALLOWED * allowed))
+    change = abs(change)
+    if math.isfinite(error) and error > RESOLVED * allowed:
+        change = max(change - SURE * error, 0.0)
+    return max(_share(change, allowed), _share(changes, ALLOWED * allowed))
 
 
 def _share(part: float, whole: float) -> float:

@@ -40,7 +40,7 @@ from ckptz.search.evaluation import (
     proxy_judge,
 )
 from ckptz.search.options import SearchOptions, SearchReport, TrialReport, recorded_in
-from ckptz.search.rate import SizeModel
+from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     CLOSE_LATER,
     MAX_LATER,
@@ -216,7 +216,7 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
         base = matching_base(tensor, ready.job.bases.get(name))
         subjects[name] = Subject(tensor, base, ready.guides.get(name, NO_GUIDE))
     configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
-    predict = SizeModel(subjects, ready.roles, configs, run)
+    predict = predicted_sizes(subjects, ready.roles, configs, run).__getitem__
     return _cube_stages(options, parent, cubes, predict), predict, len(configs)
 
 

@@ -25,7 +25,7 @@ from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
 from ckptz.quant.sensitivity import SensitivitySketch
 from ckptz.search.budget import Limit, Reading, judge
-from ckptz.search.rate import SizeModel
+from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     MAX_TRIALS,
     Exhaustive,
@@ -284,11 +284,11 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:
         known = {n: Subject(t, job.bases.get(n), ready.guides.get(n, NO_GUIDE)) for n, t in tensors.items()}
-        predict = SizeModel(known, ready.roles, [cube.config(point) for point in cube.points])
+        sizes = predicted_sizes(known, ready.roles, [cube.config(point) for point in cube.points])
     for point in ((0, 0, 0, 0), (2, 1, 1, 1), (2, 3, 0, 1), (4, 5, 2, 1), (5, 2, 1, 0)):
         config = cube.config(point)
         n_bytes = len(file_of(replace(job, config=config)))
-        assert predict(config) == pytest.approx(n_bytes, rel=0.03), config
+        assert sizes[config] == pytest.approx(n_bytes, rel=0.03), config
 
 
 def test_what_training_has_not_met_is_pruned_by_as_large_a_share_as_the_rest() -> None:
@@ -308,6 +308,6 @@ def test_lossless_tensors_count_too() -> None:
     state = sources_of(model(0, moments=True))
     job = Job(tensors=state, config=KMeans(), guides={})
     with prepared(job) as ready:
-        predict = SizeModel({n: Subject(t) for n, t in state.items()}, ready.roles, [KMeans()])
+        sizes = predicted_sizes({n: Subject(t) for n, t in state.items()}, ready.roles, [KMeans()])
     n_bytes = len(file_of(job))
-    assert predict(KMeans()) == pytest.approx(n_bytes, rel=0.02)
+    assert sizes[KMeans()] == pytest.approx(n_bytes, rel=0.02)
