@@ -15,8 +15,8 @@ from ckptz.codec.units import TensorSource
 from ckptz.container.frame_writer import Contents, Earlier, FileRecord, Progress
 from ckptz.container.writer import Written, write_container
 from ckptz.encoding.subject import Guide
-from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
-from ckptz.guidance.owners import NO_NAMES, ParameterNames, known_roles
+from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
+from ckptz.guidance.side_information import NO_FILES, GuideFiles, guides_of
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers

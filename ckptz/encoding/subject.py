@@ -34,7 +34,7 @@ Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputMoments:
+class InputCovariance:
     """Second moments of a layer's inputs, sum(x x^T): how errors of a weight's columns add up."""
 
     # of the weight, that the matrix belongs to: 1 for [out, in, ...] (convolutions: all dimensions behind the
@@ -57,7 +57,7 @@ class Guide:
     # average of its gradients, for sensitivity |g*w|; if there is none, the root of `second_moment` stands in
     gradient: TensorSource | None = None
     second_moment: TensorSource | None = None  # the exact average of squared gradients, Adam's exp_avg_sq
-    inputs: InputMoments | None = None  # second moments of the inputs that it is multiplied with
+    inputs: InputCovariance | None = None  # second moments of the inputs that it is multiplied with
     # of the whole tensor where this is a shard of it, so that all shards get one map
     sketch: Sketch | None = None
     # of a first moment whose moves are proportional to it: how far its weight will move, in all, for a first

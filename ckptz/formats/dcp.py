@@ -32,7 +32,7 @@ from ckptz.errors import (
     named,
     naming,
 )
-from ckptz.formats.pickled import MAX_BYTES, Record, Unpickler, record
+from ckptz.formats.pickled import MAX_BYTES, PickledObject, Unpickler, record
 from ckptz.formats.sharding import is_file_name
 from ckptz.formats.torch_files import MAX_DIMS, load_part, require_torch
 from ckptz.parallel import Recent
@@ -283,7 +283,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
     for name, entry in _dict(top, "state_dict_metadata"):
         if type(name) is not str:
             raise CorruptionError(f"{METADATA_FILE}: a name is no text")
-        if isinstance(entry, Record) and entry.kind == "BytesStorageMetadata":
+        if isinstance(entry, PickledObject) and entry.kind == "BytesStorageMetadata":
             objects[name] = _part(folder, places, name, None, ())
             continue
         found = _attributes(entry, "TensorStorageMetadata")
@@ -299,7 +299,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
 
 
 def _dtype(properties: Any, name: str) -> str:
-    state = properties.state if isinstance(properties, Record) else None
+    state = properties.state if isinstance(properties, PickledObject) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, type) or dtype.__module__ != "torch":
         raise CorruptionError(f"tensor {name!r} has no element type")
@@ -307,7 +307,7 @@ def _dtype(properties: Any, name: str) -> str:
 
 
 def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(value, Record) or value.kind != kind:
+    if not isinstance(value, PickledObject) or value.kind != kind:
         raise CorruptionError(f"{METADATA_FILE}: a {kind} is missing")
     return value.attributes()
 
@@ -321,7 +321,9 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 
 def _numbers(value: Any) -> Numbers:
     """The numbers of a `torch.Size`."""
-    items = value.args[0] if isinstance(value, Record) and value.kind == "Size" and value.args else None
+    items = (
+        value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
+    )
     if not isinstance(items, tuple) or not all(map(is_number, items)):
         raise CorruptionError(f"{METADATA_FILE}: a size is not made of numbers")
     if len(items) > MAX_DIMS:

@@ -29,14 +29,14 @@ _OPERATIONS: Final = (
 )
 
 
-class Record:
+class PickledObject:
     """An object of a pickle: the arguments that it was made with, and its state."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: Any) -> PickledObject:
         """Keep the arguments."""
         made = super().__new__(cls)
         made.args, made.state = args, None
@@ -54,10 +54,10 @@ class Record:
         return self.state
 
 
-def record(name: str) -> type[Record]:
+def record(name: str) -> type[PickledObject]:
     """Make what stands for a class or a function of this full name."""
     module, _, last = name.rpartition(".")
-    return type(last, (Record,), {"__slots__": (), "__module__": module})
+    return type(last, (PickledObject,), {"__slots__": (), "__module__": module})
 
 
 class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be replaced
@@ -111,7 +111,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, PickledObject):
             target.state = state
         elif type(target) is OrderedDict and type(state) is dict and all(type(key) is str for key in state):
             vars(target).update(state)

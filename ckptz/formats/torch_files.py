@@ -329,7 +329,7 @@ def _check_zip(file: BinaryIO, n_bytes: int) -> bool:
     return all(record.begin % ALIGNMENT == 0 for name, record in records.items() if name.startswith("data/"))
 
 
-def _pickle_in(records: Mapping[str, _Record], file: BinaryIO) -> bytes:
+def _pickle_in(records: Mapping[str, _ZipRecord], file: BinaryIO) -> bytes:
     if "constants.pkl" in records:
         raise UnsupportedError("a TorchScript program, not a checkpoint; save a plain state_dict of it")
     record = records.get("data.pkl")
@@ -344,7 +344,7 @@ def _pickle_in(records: Mapping[str, _Record], file: BinaryIO) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _ZipRecord:
     """Where a record of a zip lies, and its checksum."""
 
     begin: int
@@ -356,9 +356,9 @@ class _Record:
         return file.read(self.n_bytes)
 
 
-def _records(file: BinaryIO, n_bytes: int, found: list[zipfile.ZipInfo]) -> dict[str, _Record]:
+def _records(file: BinaryIO, n_bytes: int, found: list[zipfile.ZipInfo]) -> dict[str, _ZipRecord]:
     """The records by their names without the archive's before; none overlap."""
-    records: dict[str, _Record] = {}
+    records: dict[str, _ZipRecord] = {}
     seen: set[str] = set()
     at = 0
     for info in sorted(found, key=lambda info: info.header_offset):
@@ -376,7 +376,7 @@ def _records(file: BinaryIO, n_bytes: int, found: list[zipfile.ZipInfo]) -> dict
         if name.lower() in seen:  # readers of zips differ in whether case counts
             _refuse("two records of one name")
         seen.add(name.lower())
-        records[name] = _Record(begin, info.file_size, info.CRC)
+        records[name] = _ZipRecord(begin, info.file_size, info.CRC)
     return records
 
 

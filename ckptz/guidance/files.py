@@ -27,7 +27,7 @@ from ckptz.codec.units import Units
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import Count, PlainFile, RegionSource, strict_json
 from ckptz.container.index import Shape
-from ckptz.encoding.subject import InputMoments
+from ckptz.encoding.subject import InputCovariance
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
 
 LayerKind = Literal["linear", "conv", "conv1d_t", "embedding"]
@@ -109,7 +109,7 @@ class RecordedInputs:
     names: tuple[str, ...]  # of the weight; several where it is tied
     shape: tuple[int, ...]  # of the weight
     # by the kind of layer that uses it. A head that is tied to an embedding has two.
-    moments: Mapping[LayerKind, InputMoments]
+    moments: Mapping[LayerKind, InputCovariance]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def inputs_by_weight(rows: Iterable[ModuleRow], read: ReadSum) -> dict[str, Reco
     return found
 
 
-def _moments(kind: LayerKind, rows: Sequence[ModuleRow], read: ReadSum) -> InputMoments:
+def _moments(kind: LayerKind, rows: Sequence[ModuleRow], read: ReadSum) -> InputCovariance:
     inputs = [one for row in rows for one in row.inputs]
 
     def total() -> NDArray[Any]:
@@ -146,7 +146,7 @@ def _moments(kind: LayerKind, rows: Sequence[ModuleRow], read: ReadSum) -> Input
         return found.astype(np.float64) if kind == "embedding" else found
 
     n_samples = sum(one.n_samples for one in inputs)
-    return InputMoments(axis=WEIGHT_AXIS[kind], n_samples=n_samples, read=total)
+    return InputCovariance(axis=WEIGHT_AXIS[kind], n_samples=n_samples, read=total)
 
 
 class Recordings(Generic[Recorded]):

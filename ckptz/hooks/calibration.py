@@ -23,22 +23,21 @@ from ckptz.guidance.files import (
     guide_metadata,
     inputs_by_weight,
 )
-from ckptz.hooks.inputs import Gather, gather_of
-from ckptz.hooks.parameters import Named, fingerprint_of, named_parameters, save_tensors, unwrapped
-from ckptz.hooks.sums import Recorder, Sum, Sums, Users
+from ckptz.hooks.covariance import Gather, Recorder, Sum, Sums, Users, gather_of
+from ckptz.hooks.parameters import ModelParameter, fingerprint_of, named_parameters, save_tensors, unwrapped
 
 MEMORY_CAP: Final = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _RecordedLayer:
     """A layer whose inputs are recorded."""
 
     name: str
     module: nn.Module
     kind: LayerKind
     gather: Gather
-    weight: Named
+    weight: ModelParameter
 
 
 class Calibration:
@@ -79,14 +78,14 @@ class Calibration:
         self._model = unwrapped(model)
         named = named_parameters(self._model)
         self._fingerprint = fingerprint_of(named)
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[str, _RecordedLayer] = {}
         self._unfit: dict[str, str] = {}
         self._find_layers({id(one.parameter): one for one in named})
         self._recorder = Recorder(memory_cap)
         self._is_in_forward = False
         self._active: contextlib.ExitStack | None = None
 
-    def _find_layers(self, named: dict[int, Named]) -> None:
+    def _find_layers(self, named: dict[int, ModelParameter]) -> None:
         for name, module in self._model.named_modules():
             found = gather_of(module)
             if found is None:
@@ -97,7 +96,7 @@ class Calibration:
             elif not weight.parameter.is_floating_point():
                 self._unfit[name] = f"its weight is {weight.parameter.dtype}"
             else:
-                self._layers[name] = _Layer(name, module, *found, weight)
+                self._layers[name] = _RecordedLayer(name, module, *found, weight)
 
     def __enter__(self) -> Self:
         """Record until the block ends; may be entered again, and goes on."""
@@ -133,7 +132,9 @@ class Calibration:
         self._is_in_forward = False
         self._commit()
 
-    def _record(self, layer: _Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, layer: _RecordedLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         tensor = args[0] if args else next(iter(kwargs.values()))
         self._recorder.record(layer.name, layer.gather, tensor)
 

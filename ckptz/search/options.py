@@ -22,7 +22,7 @@ from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError, ConfigError, own_numbers
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import METHODS, REFERENCE
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.search.budget import Budget, Judgement
 
 MAX_WORKERS: Final = 1024  # processes, which all start with the first evaluation

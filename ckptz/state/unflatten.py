@@ -60,12 +60,12 @@ def unflatten(
     raw = flat if tree is None else tree
     parsed = parse_tree(raw)
     parsed.check_names(tensors)
-    spool = _Spool(tensors, parsed, folder)
-    spool.fill(chunks(tensors))
-    return parse_tree(raw, spool.make).root
+    storages = _MappedStorages(tensors, parsed, folder)
+    storages.fill(chunks(tensors))
+    return parse_tree(raw, storages.make).root
 
 
-class _Spool:
+class _MappedStorages:
     """The mapped file: one region for each storage."""
 
     def __init__(self, tensors: Mapping[str, TensorSource], tree: Tree, folder: Path | None) -> None:

@@ -27,7 +27,7 @@ _MAX_BOUND: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowPart:
     """The part of a window that lies in one chunk.
 
     Attributes:
@@ -91,7 +91,7 @@ class Window:
         strides = tuple(stride * n for stride in self.strides)
         return Window(self.offset * n, (*self.sizes, n), (*strides, 1))
 
-    def pieces(self, at: int = 0) -> Iterator[Piece]:
+    def pieces(self, at: int = 0) -> Iterator[WindowPart]:
         """Cut the window by chunks, first to last; its result starts at `at`."""
         if self.n_units:
             yield from _pieces(self.offset, self._merged_dims(), at)
@@ -117,10 +117,10 @@ def _span(dims: Dims) -> int:
     return 1 + sum((size - 1) * stride for size, stride in dims)
 
 
-def _pieces(offset: int, dims: Dims, at: int) -> Iterator[Piece]:
+def _pieces(offset: int, dims: Dims, at: int) -> Iterator[WindowPart]:
     chunk, within = divmod(offset, CHUNK_UNITS)
     if within + _span(dims) <= CHUNK_UNITS:
-        yield Piece(chunk, within, dims, at)
+        yield WindowPart(chunk, within, dims, at)
         return
     (n_rows, stride), row = dims[0], dims[1:]
     row_span, row_units = _span(row), math.prod(size for size, _ in row)
@@ -130,7 +130,7 @@ def _pieces(offset: int, dims: Dims, at: int) -> Iterator[Piece]:
         left = CHUNK_UNITS - begin % CHUNK_UNITS
         n_fitting = min((left - row_span) // stride + 1, n_rows - i)
         if n_fitting > 0:
-            yield Piece(begin // CHUNK_UNITS, begin % CHUNK_UNITS, ((n_fitting, stride), *row), row_at)
+            yield WindowPart(begin // CHUNK_UNITS, begin % CHUNK_UNITS, ((n_fitting, stride), *row), row_at)
         else:  # this row runs over the end of its chunk
             yield from _pieces(begin, row, row_at)
         i += max(n_fitting, 1)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ckptz.errors import ConfigError, FormatError, MissingBaseError
 from ckptz.guidance.files import Shapes
-from ckptz.guidance.guides import Calibrated, read_inputs
+from ckptz.guidance.side_information import Calibrated, read_inputs
 from ckptz.hooks.calibration import Calibration
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import CALIBRATION, Method

@@ -21,7 +21,7 @@ from ckptz.encoding.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers, jobs_of
 from ckptz.search.budget import Budget
 from ckptz.search.run import SearchReport

@@ -16,8 +16,8 @@ from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
 from ckptz.encoding.subject import Guide
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
-from ckptz.guidance.guides import Calibrated, GuideFiles
 from ckptz.guidance.moves import Course
+from ckptz.guidance.side_information import Calibrated, GuideFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers

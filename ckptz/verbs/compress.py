@@ -19,13 +19,13 @@ from ckptz.formats.dcp import dcp_files
 from ckptz.formats.inputs import Input, checked_kind, join, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
 from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
-from ckptz.guidance.guides import GuideFiles, check_files
-from ckptz.guidance.owners import ParameterNames
+from ckptz.guidance.optimizer_layout import ParameterNames
+from ckptz.guidance.side_information import GuideFiles, check_files
 from ckptz.kernels.clock import working_seconds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import REFERENCE
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress

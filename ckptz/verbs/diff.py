@@ -23,7 +23,7 @@ from ckptz.formats.inputs import MODEL, Input, open_whole
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Units
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree

@@ -32,7 +32,7 @@ from ckptz.formats.targets import (
     stem_of,
 )
 from ckptz.kernels.clock import working_seconds
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.state.unflatten import Chunks

@@ -14,11 +14,11 @@ from typing import Any, Final, TypeAlias
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.subject import Guide, InputMoments, moments_energy
+from ckptz.encoding.subject import Guide, InputCovariance, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.formats.inputs import Input, open_input
 from ckptz.guidance.files import CalibrationFile, RecordedInputs, Recordings, SensitivityFile, Shapes
-from ckptz.guidance.owners import roles_beside
+from ckptz.guidance.optimizer_layout import roles_beside
 from ckptz.methods.method import CALIBRATION, METHODS, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.roles import Role, Rule, role_of
 
@@ -100,7 +100,7 @@ def guides_of(
     gradients = {}
     if files.sensitivity is not None:
         gradients = _read_gradients(files.sensitivity, weights, held, notes)
-    inputs: dict[str, InputMoments] = {}
+    inputs: dict[str, InputCovariance] = {}
     if files.calibration is not None:
         inputs = read_inputs(files.calibration, _shapes(weights), held, notes)
     elif CALIBRATION in config.reads:
@@ -188,7 +188,7 @@ def _read_gradients(
 
 def read_inputs(
     calibration: Calibrated, shapes: Shapes, held: contextlib.ExitStack, notes: list[str]
-) -> dict[str, InputMoments]:
+) -> dict[str, InputCovariance]:
     """Give second moments of the inputs of layers by the names of their weights.
 
     Raises:
