@@ -22,8 +22,8 @@ from ckptz.codec.units import MapFunction as MapFunction
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, rounding
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.sensitivity import Floats, floats_of
-from ckptz.quant.sketch import Sketch
 
 T = TypeVar("T")
 MIN_SPREAD: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
@@ -59,7 +59,7 @@ class Guide:
     second_moment: TensorSource | None = None  # the exact average of squared gradients, Adam's exp_avg_sq
     inputs: InputCovariance | None = None  # second moments of the inputs that it is multiplied with
     # of the whole tensor where this is a shard of it, so that all shards get one map
-    sketch: Sketch | None = None
+    histogram: Histogram | None = None
     # of a first moment whose moves are proportional to it: how far its weight will move, in all, for a first
     # moment of one root of the second (of one, without a second), in root mean squares of what training moves
     # that weight from one save to the next

@@ -1,4 +1,4 @@
-"""The size of a file for any configuration, predicted from sketches: nothing is encoded.
+"""The size of a file for any configuration, predicted from histograms: nothing is encoded.
 
 One pass counts how often each bucket of values occurs with each code of the base and in each band of
 sensitivities. Any map is a relabelling of these cells, so its frequencies, by class of the base too,
@@ -28,8 +28,8 @@ from ckptz.kernels.floats import F32, Counts
 from ckptz.methods.kmeans import Ranked, rank
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import Method, Recipe
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.partitions import Cut, Partitions, fit_levels, region_cuts
-from ckptz.quant.sketch import Sketch
 from ckptz.roles import Role
 
 FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables
@@ -40,7 +40,7 @@ CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
 class Profile:
     """The counts that the size of one lossy tensor is predicted from."""
 
-    sketch: Sketch  # of all values
+    histogram: Histogram  # of all values
     ranked: Ranked | None  # its sensitivities, or None
     bands: NDArray[np.float64]  # upper ends of the bands of sensitivity, ascending; the last band has none
     values: NDArray[np.float64]  # what stands for each bucket that occurs, ascending [n_buckets]
@@ -59,14 +59,14 @@ class Profile:
         left = parts.free.sum(axis=0)
         levels = fit_levels(self.values[left > 0], left[left > 0], wanted, cut)
         counts, kept = self._coded(parts, levels, cut)
-        n_bytes = _code_bytes(counts) + 4 * len(levels) + CHUNK_BYTES * n_chunks_of(self.sketch.n_values)
+        n_bytes = _code_bytes(counts) + 4 * len(levels) + CHUNK_BYTES * n_chunks_of(self.histogram.n_values)
         return n_bytes + self._kept_bytes(kept, wanted)
 
     def _cut(self, wanted: Partitions) -> tuple[Cut, _Parts]:
         """Find the thresholds that cut the tensor, and count its parts, whatever the number of levels."""
         shares = replace(wanted, levels=0)
         if shares not in self.cuts:
-            cut = Cut.of(wanted, self.sketch, self.ranked.sketch if self.ranked else None)
+            cut = Cut.of(wanted, self.histogram, self.ranked.histogram if self.ranked else None)
             self.cuts[shares] = cut, self._parts(cut)
         return self.cuts[shares]
 
@@ -207,28 +207,28 @@ def _profile(subject: Subject, wanted: set[Partitions]) -> Profile | None:
     if not wanted or not n_units:
         return None
     kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_units))
-    sketch = functools.reduce(operator.add, (Sketch.of(source.units(*b), kind) for b in bounds))
-    if not sketch.is_finite:
+    histogram = functools.reduce(operator.add, (Histogram.of(source.units(*b), kind) for b in bounds))
+    if not histogram.is_finite:
         return None
     by_sensitivity = [method for method in wanted if method.needs_sensitivity]
     ranked = rank(source, subject.guide, by_sensitivity[0])[0] if by_sensitivity else None
     bands = _bands(by_sensitivity, ranked)
-    buckets, values = sketch.representatives()
-    place = np.zeros(len(sketch.counts), np.int64)
+    buckets, values = histogram.representatives()
+    place = np.zeros(len(histogram.counts), np.int64)
     place[buckets] = np.arange(len(buckets))
     cells = functools.reduce(operator.add, (_cells(subject, ranked, bands, place, b) for b in bounds))
     below = np.concatenate([np.zeros_like(cells[:, :1]), np.cumsum(cells, axis=1)], axis=1)
     halves = np.zeros(len(values))
     if kind == F32:
         halves = 2.0 ** (np.frexp(values)[1] - 9)  # of 2^7 buckets an octave
-    return Profile(sketch, ranked, bands, values, halves, buckets, below, source.dtype.unit_bytes)
+    return Profile(histogram, ranked, bands, values, halves, buckets, below, source.dtype.unit_bytes)
 
 
 def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.float64]:
     """All thresholds of sensitivity, and zero, where magnitude decides."""
     if ranked is None:
         return np.zeros(0)
-    cuts = [ranked.sketch.cut(w.prunes_by_sensitivity, w.protects_by_sensitivity) for w in wanted]
+    cuts = [ranked.histogram.cut(w.prunes_by_sensitivity, w.protects_by_sensitivity) for w in wanted]
     found = {cut.floor for cut in cuts} | {cut.ceiling for cut in cuts} | {0.0}
     return np.array(sorted(value for value in found if 0 <= value < np.inf))
 

@@ -23,7 +23,7 @@ from ckptz.kernels.floats import F32
 from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
-from ckptz.quant.sensitivity import SensitivitySketch
+from ckptz.quant.sensitivity import SensitivityHistogram
 from ckptz.search.budget import Limit, Reading, judge
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
@@ -297,7 +297,7 @@ def test_what_training_has_not_met_is_pruned_by_as_large_a_share_as_the_rest() -
     sensitivities = np.abs(values) * rng.uniform(0.5, 2, len(values)).astype(np.float32)
     is_met = np.arange(len(values)) % 3 > 0
     sensitivities[~is_met] = 0
-    cut = SensitivitySketch.of(sensitivities, values.view(np.uint32), F32).cut(0.3, 0.0)
+    cut = SensitivityHistogram.of(sensitivities, values.view(np.uint32), F32).cut(0.3, 0.0)
     pruned = cut.prunes(sensitivities, np.abs(values))
     assert pruned[is_met].mean() == pytest.approx(0.3, abs=0.02)
     assert pruned[~is_met].mean() == pytest.approx(0.3, abs=0.02)
