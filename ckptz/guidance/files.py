@@ -203,7 +203,7 @@ def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
 # --- files -----------------------------------------------------------------------------------------
 
 
-class GuideFile(Recordings[Recorded]):
+class SideInformationFile(Recordings[Recorded]):
     """An open file. All but the values is checked at once; tensors are checked when they are read.
 
     Args:
@@ -292,8 +292,8 @@ class GuideFile(Recordings[Recorded]):
             raise self.error(f"{name!r} is listed as the name of two parameters; record again")
 
 
-class SensitivityFile(GuideFile[GradientAverage]):
-    """A file that `ckptz.hooks.SensitivityTracker` saved; see `GuideFile`."""
+class SensitivityFile(SideInformationFile[GradientAverage]):
+    """A file that `ckptz.hooks.SensitivityTracker` saved; see `SideInformationFile`."""
 
     guide = "sensitivity"
 
@@ -307,8 +307,8 @@ class SensitivityFile(GuideFile[GradientAverage]):
         return found
 
 
-class CalibrationFile(GuideFile[RecordedInputs]):
-    """A file that `ckptz.hooks.Calibration` saved; see `GuideFile`.
+class CalibrationFile(SideInformationFile[RecordedInputs]):
+    """A file that `ckptz.hooks.Calibration` saved; see `SideInformationFile`.
 
     Example:
         >>> with CalibrationFile("calibration.safetensors") as calibration:  # doctest: +SKIP

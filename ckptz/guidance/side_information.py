@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.subject import Guide, InputCovariance, moments_energy
+from ckptz.encoding.subject import InputCovariance, SideInformation, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.formats.inputs import Input, open_input
 from ckptz.guidance.files import CalibrationFile, RecordedInputs, Recordings, SensitivityFile, Shapes
@@ -29,7 +29,7 @@ INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuideFiles:
+class SideInformationFiles:
     """Files that say more of a checkpoint than it does."""
 
     read_optimizer: Path | None = None  # a checkpoint with Adam's second moments
@@ -37,10 +37,10 @@ class GuideFiles:
     sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
 
 
-NO_FILES: Final = GuideFiles()
+NO_FILES: Final = SideInformationFiles()
 
 
-def check_files(config: Method, files: GuideFiles) -> None:
+def check_files(config: Method, files: SideInformationFiles) -> None:
     """Refuse files that a method would not read.
 
     Raises:
@@ -62,12 +62,12 @@ def guides_of(
     tensors: Mapping[str, TensorSource],
     roles: Mapping[str, Role],
     config: Method,
-    files: GuideFiles,
+    files: SideInformationFiles,
     held: contextlib.ExitStack,
     *,
     tree: dict[str, Any] | None = None,
     rules: Sequence[Rule] = (),
-) -> tuple[dict[str, Guide], list[str]]:
+) -> tuple[dict[str, SideInformation], list[str]]:
     """Find all that is known of the weights of a checkpoint, by name, and notes for the user on it.
 
     Args:
@@ -109,7 +109,9 @@ def guides_of(
     guides = {}
     for name in weights:
         gradient, moment = gradients.get(name), moments.get(name)
-        guides[name] = Guide(gradient=gradient, second_moment=moment, inputs=inputs.get(name), energy=energy)
+        guides[name] = SideInformation(
+            gradient=gradient, second_moment=moment, inputs=inputs.get(name), energy=energy
+        )
     return guides, notes
 
 

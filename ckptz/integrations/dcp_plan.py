@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DTYPE_CODES
-from ckptz.encoding.subject import Guide
+from ckptz.encoding.subject import SideInformation
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.integrations.linked import on_host
 from ckptz.pipeline import Job
@@ -151,7 +151,7 @@ class Gathered:
         self.tensors |= flat.tensors
         self._trees[name] = flat.tree
 
-    def job(self, orders: Orders, guides: Mapping[str, Guide]) -> Job:
+    def job(self, orders: Orders, guides: Mapping[str, SideInformation]) -> Job:
         """Describe the rank's file."""
         exact = [key for key, record in self._records.items() if record["tensor"] in orders.exact]
         globs = ["".join(f"[{c}]" if c in "*?[" else c for c in key) for key in exact]
@@ -202,7 +202,7 @@ def merged_guides(
     shards: Mapping[str, Sequence[TensorSource]],
     kinds: Mapping[str, str],
     group: dist.ProcessGroup | None,
-) -> dict[str, Guide]:
+) -> dict[str, SideInformation]:
     """Make guides with the histogram of each whole tensor.
 
     Args:
@@ -226,7 +226,7 @@ def merged_guides(
         if group is not None:
             dist.all_reduce(counts, group=group)
         if name in shards:
-            guides[name] = Guide(histogram=Histogram(kind, counts.numpy()))
+            guides[name] = SideInformation(histogram=Histogram(kind, counts.numpy()))
     if failure is not None:
         raise failure
     return guides

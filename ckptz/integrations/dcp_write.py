@@ -64,8 +64,8 @@ SHARD_PREFIX: Final = "shard-"
 class CkptzStorageWriter(InFolder, StorageWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint`.
 
-    With `KMeans` the histograms of split tensors are summed over the ranks, so that all shards get one map and
-    restore to what the whole tensor would. That takes a gloo group, which the constructor makes unless it
+    With `KMeans` the histograms of split tensors are summed over the ranks, so that all shards get one map
+    and restore to what the whole tensor would. That takes a gloo group, which the constructor makes unless it
     is given one: construct on all ranks at the same point. A failing rank fails the save on all.
 
     Args:

@@ -33,7 +33,7 @@ from ckptz.codec.plan import Domain, LinearTable, Plan, Predictor, QuantizationM
 from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bounds, n_rows_of
 from ckptz.dtypes import DType
 from ckptz.encoding.draft import ClassCounts, Draft, stream_tables
-from ckptz.encoding.subject import Bounds, Extent, Guide, MapFunction, Subject, reals, summed
+from ckptz.encoding.subject import Bounds, Extent, MapFunction, SideInformation, Subject, reals, summed
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
 from ckptz.kernels import rounding
@@ -332,7 +332,7 @@ class Grid(Method):
         return None if found is None else replace(self, step=found.step)
 
 
-def _row_steps(source: TensorSource, step: float, guide: Guide, found: Extent) -> RowSteps:
+def _row_steps(source: TensorSource, step: float, guide: SideInformation, found: Extent) -> RowSteps:
     """Steps of the rows; one for all of them where rows are too short or too many for labels."""
     n_rows = n_rows_of(tuple(source.shape))
     row_units = found.n_units // n_rows
@@ -473,7 +473,7 @@ class _Layer:
     feedbacks: tuple[Feedback, ...]
 
     @classmethod
-    def of(cls, grid: _Grid, guide: Guide) -> _Layer | None:
+    def of(cls, grid: _Grid, guide: SideInformation) -> _Layer | None:
         """With the moments of inputs [n, n], or by group [n_groups, n, n]; None where they are not known."""
         moments = None if guide.inputs is None else guide.inputs.read()
         if guide.inputs is None or moments is None or moments.ndim < 2:

@@ -16,7 +16,14 @@ from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.draft import Draft, stream_tables
-from ckptz.encoding.subject import Guide, GuidedSensitivities, MapFunction, Subject, sensitivities_of, summed
+from ckptz.encoding.subject import (
+    GuidedSensitivities,
+    MapFunction,
+    SideInformation,
+    Subject,
+    sensitivities_of,
+    summed,
+)
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.errors import ConfigError, real
 from ckptz.kernels import rounding
@@ -434,7 +441,7 @@ class Ranked:
 
 
 def rank(
-    source: TensorSource, guide: Guide, wanted: Partitions, run: MapFunction = map
+    source: TensorSource, guide: SideInformation, wanted: Partitions, run: MapFunction = map
 ) -> tuple[Ranked | None, str]:
     """Rank by sensitivity where that is wanted and known; gives a note where it is only wanted."""
     if not wanted.needs_sensitivity:

@@ -2,8 +2,8 @@
 
 Values are cut into regions by ascending boundaries; each region has a code. From below: protected,
 quantized, pruned around zero, quantized, protected. Levels are weighted k-means in one dimension, exact by
-dynamic programming over buckets of a histogram. A bucket weighs sigma * frequency + (1 - sigma) * |magnitude|,
-both normalised to sum to 1.
+dynamic programming over buckets of a histogram. A bucket weighs sigma * frequency + (1 - sigma) *
+|magnitude|, both normalised to sum to 1.
 """
 
 from __future__ import annotations

@@ -29,7 +29,13 @@ from ckptz.codec.values import KINDS
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.container.reader import Container
-from ckptz.encoding.subject import NO_GUIDE, Guide, GuidedSensitivities, MapFunction, sensitivities_of
+from ckptz.encoding.subject import (
+    NO_SIDE_INFORMATION,
+    GuidedSensitivities,
+    MapFunction,
+    SideInformation,
+    sensitivities_of,
+)
 from ckptz.errors import ConfigError
 from ckptz.parallel import default_jobs
 from ckptz.quant.sensitivity import floats_of
@@ -445,7 +451,7 @@ def _check_repeats(
 
 
 def proxy_judge(
-    limit: float, tensors: Mapping[str, TensorSource], guides: Mapping[str, Guide], run: MapFunction
+    limit: float, tensors: Mapping[str, TensorSource], guides: Mapping[str, SideInformation], run: MapFunction
 ) -> Judge:
     """Make a judge that wants the sensitivity-weighted relative RMS error to be at most `limit`.
 
@@ -463,10 +469,15 @@ class ProxyMeter:
     """Measures trials against the original tensors that become lossy; `run` maps a function over tensors."""
 
     def __init__(
-        self, tensors: Mapping[str, TensorSource], guides: Mapping[str, Guide], run: MapFunction = map
+        self,
+        tensors: Mapping[str, TensorSource],
+        guides: Mapping[str, SideInformation],
+        run: MapFunction = map,
     ) -> None:
         self._run = run
-        known = {n: sensitivities_of(source, guides.get(n, NO_GUIDE)) for n, source in tensors.items()}
+        known = {
+            n: sensitivities_of(source, guides.get(n, NO_SIDE_INFORMATION)) for n, source in tensors.items()
+        }
         found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
         squares = {name: square for name, square in zip(known, found, strict=True) if math.isfinite(square)}
         sizes = {name: tensors[name].n_units for name in squares}

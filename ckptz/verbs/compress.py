@@ -20,7 +20,7 @@ from ckptz.formats.inputs import Input, checked_kind, join, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
 from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
 from ckptz.guidance.optimizer_layout import ParameterNames
-from ckptz.guidance.side_information import GuideFiles, check_files
+from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.kernels.clock import working_seconds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
@@ -147,7 +147,7 @@ def compress(
     config, step = checked(config), None if step is None else checked_step(step)
     search = _search_of(search, budget, config)
     base, optimizer = _path(base), _path(optimizer)
-    guides = GuideFiles(
+    guides = SideInformationFiles(
         read_optimizer=_path(read_optimizer), calibration=_path(calibration), sensitivity=_path(sensitivity)
     )
     alone = "step" if step is not None else "optimizer" if optimizer is not None else ""
@@ -332,7 +332,7 @@ class _Compression:
     role_rules: Sequence[Rule]
     optimizer: Path | None
     param_names: Path | None
-    guide_files: GuideFiles
+    guide_files: SideInformationFiles
     search: SearchOptions | None
     workers: Workers
     progress: Progress

@@ -17,7 +17,7 @@ from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.subject import NO_GUIDE, Guide, Subject
+from ckptz.encoding.subject import NO_SIDE_INFORMATION, SideInformation, Subject
 from ckptz.errors import ConfigError
 from ckptz.kernels.floats import F32
 from ckptz.methods.kmeans import KMeans
@@ -275,7 +275,7 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
     for moment in moments.values():
         moment[: len(moment) // 3] = 0  # rows that training has not met
     squares = sources_of(moments)
-    guides = {n: Guide(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
+    guides = {n: SideInformation(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
     cube = BOTH[1] if ranked else replace(CUBE, template=KMeans())
     job = Job(tensors=tensors, config=cube.template, guides=guides if ranked else {})
     if is_delta:
@@ -283,7 +283,10 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
         base = Container(MemoryBytes(file_of(first)))
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:
-        known = {n: Subject(t, job.bases.get(n), ready.guides.get(n, NO_GUIDE)) for n, t in tensors.items()}
+        known = {
+            n: Subject(t, job.bases.get(n), ready.guides.get(n, NO_SIDE_INFORMATION))
+            for n, t in tensors.items()
+        }
         sizes = predicted_sizes(known, ready.roles, [cube.config(point) for point in cube.points])
     for point in ((0, 0, 0, 0), (2, 1, 1, 1), (2, 3, 0, 1), (4, 5, 2, 1), (5, 2, 1, 0)):
         config = cube.config(point)
