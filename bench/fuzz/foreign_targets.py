@@ -192,8 +192,8 @@ def _calibration(folder: Path) -> Target:
         with CalibrationFile(path) as file:
             file.match({"1.weight": (2, 3)})
             for recorded in file.recorded.values():
-                for moments in recorded.moments.values():
-                    moments.read()
+                for covariance in recorded.covariances.values():
+                    covariance.read()
 
     return Target([path.read_bytes()], read)
 

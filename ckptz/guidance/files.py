@@ -109,7 +109,7 @@ class RecordedInputs:
     names: tuple[str, ...]  # of the weight; several where it is tied
     shape: tuple[int, ...]  # of the weight
     # by the kind of layer that uses it. A head that is tied to an embedding has two.
-    moments: Mapping[LayerKind, InputCovariance]
+    covariances: Mapping[LayerKind, InputCovariance]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +133,14 @@ def inputs_by_weight(rows: Iterable[ModuleRow], read: ReadSum) -> dict[str, Reco
     found = {}
     for name, uses in by_weight.items():
         kinds = dict.fromkeys(row.kind for row in uses)
-        moments = {kind: _moments(kind, [row for row in uses if row.kind == kind], read) for kind in kinds}
-        found[name] = RecordedInputs(names=uses[0].weight, shape=uses[0].shape, moments=moments)
+        covariances = {
+            kind: _covariance(kind, [row for row in uses if row.kind == kind], read) for kind in kinds
+        }
+        found[name] = RecordedInputs(names=uses[0].weight, shape=uses[0].shape, covariances=covariances)
     return found
 
 
-def _moments(kind: LayerKind, rows: Sequence[ModuleRow], read: ReadSum) -> InputCovariance:
+def _covariance(kind: LayerKind, rows: Sequence[ModuleRow], read: ReadSum) -> InputCovariance:
     inputs = [one for row in rows for one in row.inputs]
 
     def total() -> NDArray[Any]:
@@ -313,7 +315,7 @@ class CalibrationFile(SideInformationFile[RecordedInputs]):
     Example:
         >>> with CalibrationFile("calibration.safetensors") as calibration:  # doctest: +SKIP
         ...     matched, unmatched = calibration.match({"head.weight": (10, 64)})
-        ...     matched["head.weight"].moments["linear"].read().shape
+        ...     matched["head.weight"].covariances["linear"].read().shape
         (64, 64)
     """
 

@@ -213,7 +213,7 @@ def read_inputs(
     if without:
         notes.append(f"{len(without)} weights are uncalibrated, first {without[0]!r}")
     return {
-        name: next(one.moments[kind] for kind in INPUT_KINDS if kind in one.moments)
+        name: next(one.covariances[kind] for kind in INPUT_KINDS if kind in one.covariances)
         for name, one in matched.items()
     }
 

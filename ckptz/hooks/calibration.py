@@ -1,4 +1,4 @@
-"""Second moments of what layers see: how errors of a weight's columns add up in a layer's output."""
+"""Covariances of what layers see: how errors of a weight's columns add up in a layer's output."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Calibration:
         >>> with calibration:
         ...     _ = model(torch.tensor([[1.0, 2.0]]))
         ...     _ = model(torch.tensor([[0.0, 1.0]]))
-        >>> calibration.moments("")
+        >>> calibration.covariance("")
         tensor([[1., 2.],
                 [2., 5.]])
     """
@@ -147,7 +147,7 @@ class Calibration:
                 "the batch was left out: check the model and the batch"
             )
 
-    def moments(self, layer: str) -> torch.Tensor:
+    def covariance(self, layer: str) -> torch.Tensor:
         """Give a layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
 
         Raises:

@@ -67,13 +67,13 @@ def test_what_is_loaded_equals_what_was_saved_to_the_bit(saved: Path) -> None:
     assert other.n_samples == calibration.n_samples
     assert other.shared == calibration.shared == [("linear", "gate")]
     for layer in calibration.n_samples:
-        assert torch.equal(other.moments(layer), calibration.moments(layer))
+        assert torch.equal(other.covariance(layer), calibration.covariance(layer))
     again = saved.with_name("again")
     other.save(again)
     assert again.read_bytes() == saved.read_bytes()
     with other, calibration:
         model(torch.tensor([[5, 5]]))
-    assert torch.equal(other.moments("conv"), calibration.moments("conv"))
+    assert torch.equal(other.covariance("conv"), calibration.covariance("conv"))
 
 
 def test_the_file_gives_an_encoder_what_it_needs(saved: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_file_gives_an_encoder_what_it_needs(saved: Path) -> None:
         matched, unmatched = file.match(SHAPES)
         assert unmatched == []
         axes = {
-            name: {kind: one.axis for kind, one in what.moments.items()} for name, what in matched.items()
+            name: {kind: one.axis for kind, one in what.covariances.items()} for name, what in matched.items()
         }
         assert axes == {
             "embedding.weight": {"embedding": 0, "linear": 1},
@@ -98,8 +98,8 @@ def test_the_file_gives_an_encoder_what_it_needs(saved: Path) -> None:
             ("conv.weight", "conv", "conv"),
         ]
         for name, kind, layer in layers:
-            one = matched[name].moments[kind]
-            np.testing.assert_array_equal(one.read(), calibration.moments(layer).numpy())
+            one = matched[name].covariances[kind]
+            np.testing.assert_array_equal(one.read(), calibration.covariance(layer).numpy())
             assert one.n_samples == 8
             assert one.read().dtype == (np.float64 if kind == "embedding" else np.float32)
 
@@ -131,8 +131,8 @@ def test_layers_that_share_a_weight_are_summed_up(tmp_path: Path) -> None:
     calibration = recorded(model, normal(5, 4))
     calibration.save(tmp_path / "calibration")
     with CalibrationFile(tmp_path / "calibration") as file:
-        one = file.recorded["0.weight"].moments["linear"]
-        expected = calibration.moments("0") + calibration.moments("1")
+        one = file.recorded["0.weight"].covariances["linear"]
+        expected = calibration.covariance("0") + calibration.covariance("1")
         np.testing.assert_array_equal(one.read(), expected.numpy())
         assert one.n_samples == 10
 
@@ -147,7 +147,7 @@ def test_a_calibration_of_nothing_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="no input was recorded"):
         calibration.save(tmp_path / "calibration")
     with pytest.raises(CalibrationError, match="no input was recorded"):
-        calibration.moments("")
+        calibration.covariance("")
     assert os.listdir(tmp_path) == []
 
 
@@ -215,7 +215,7 @@ DAMAGED = {
 def read_all(path: Path) -> None:
     with CalibrationFile(path) as file:
         for weight in file.recorded.values():
-            for one in weight.moments.values():
+            for one in weight.covariances.values():
                 one.read()
 
 
@@ -232,9 +232,9 @@ def test_a_damaged_file_is_refused(saved: Path, case: str) -> None:
 def test_values_are_checked_only_when_they_are_read(saved: Path) -> None:
     rewrite(saved, spoil("conv", 0, np.nan))
     with CalibrationFile(saved) as file:
-        file.recorded["linear.weight"].moments["linear"].read()
+        file.recorded["linear.weight"].covariances["linear"].read()
         with pytest.raises(CalibrationError, match="not finite"):
-            file.recorded["conv.weight"].moments["conv"].read()
+            file.recorded["conv.weight"].covariances["conv"].read()
 
 
 def test_newer_missing_and_cut_files_are_refused(saved: Path) -> None:
@@ -254,7 +254,7 @@ def test_newer_missing_and_cut_files_are_refused(saved: Path) -> None:
 def test_files_are_read_without_torch(saved: Path) -> None:
     code = (
         "import sys; from ckptz.guidance.files import CalibrationFile as File\n"
-        f"weight = File({str(saved)!r}).recorded['conv.weight']; print(weight.moments['conv'].read().shape)\n"
+        f"conv = File({str(saved)!r}).recorded['conv.weight']; print(conv.covariances['conv'].read().shape)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
