@@ -75,10 +75,6 @@ class _Layout:
     places: Mapping[str, str] | None = None
 
     @property
-    def is_torch(self) -> bool:
-        return not self.files[0].endswith(PLAIN_SUFFIX)
-
-    @property
     def stem(self) -> str:
         if self.index_file is not None:
             return Path(self.index_file.removesuffix(INDEX_SUFFIX)).stem
@@ -96,11 +92,13 @@ def open_folder(folder: Path) -> Input:
         FormatError: a shard is damaged, or index and shards disagree.
     """
     layout = _find_layout(folder)
-    _check_names(folder, layout)
+    index = [] if layout.index_file is None else [layout.index_file]
+    for file in (*layout.files, *index):
+        if not (is_shard_name(file) or (file in index and is_relative_path(file))):
+            raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
     with ExitStack() as opened:
-        shards = _Shards.of_torch if layout.is_torch else _Shards.of_safetensors
         states, notes = _states_beside(folder, layout)
-        found = shards(folder, layout, opened, states)
+        found = _read_shards(folder, layout, opened, states)
         _check_places(folder, layout, found.homes)
         carried, left_out = _find_carried(folder, {*layout.files, layout.index_file, *states})
         sharding = Sharding(
@@ -190,14 +188,6 @@ def _find_layout(folder: Path) -> _Layout:
     )
 
 
-def _check_names(folder: Path, layout: _Layout) -> None:
-    """Require that the shards and their index can be restored on every system."""
-    index = [] if layout.index_file is None else [layout.index_file]
-    for file in (*layout.files, *index):
-        if not (is_shard_name(file) or (file in index and is_relative_path(file))):
-            raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
-
-
 def _read_index(folder: Path, index_file: str) -> _Layout:
     path = folder / index_file
     try:
@@ -241,37 +231,31 @@ class _Shards:
     homes: Mapping[str, str]
     tree: Any = None
 
-    @classmethod
-    def of_safetensors(
-        cls, folder: Path, layout: _Layout, opened: ExitStack, beside: Mapping[str, Any]
-    ) -> _Shards:
-        shards, tensors, homes = [], dict[str, TensorSource](), dict[str, str]()
-        for file in layout.files:
+
+def _read_shards(folder: Path, layout: _Layout, opened: ExitStack, beside: Mapping[str, Any]) -> _Shards:
+    """Open the shards of a layout, and put the states `beside` the model to their tensors."""
+    shards, tensors = list[Shard](), dict[str, TensorSource]()
+    states, homes = dict[str, Any](), dict[str, str]()
+    for file in layout.files:
+        if file.endswith(PLAIN_SUFFIX):
             checkpoint = _open_shard(folder / file)
             opened.callback(checkpoint.close)
             _claim(folder, layout, file, checkpoint.tensors, homes)
             tensors |= checkpoint.tensors
             metadata = None if checkpoint.metadata is None else dict(checkpoint.metadata)
             shards.append(Shard(file, tuple(checkpoint.tensors), metadata))
-        if not beside:
-            return cls(tuple(shards), tensors, homes)
-        flat = flatten(dict(beside), n_outer=1, taken=tensors)
-        shards += [Shard(file, flat.names_under(file)) for file in beside]
-        return cls(tuple(shards), {**tensors, **flat.tensors}, homes, flat.tree)
-
-    @classmethod
-    def of_torch(cls, folder: Path, layout: _Layout, _: ExitStack, beside: Mapping[str, Any]) -> _Shards:
-        states, homes = dict[str, Any](), dict[str, str]()
-        for file in layout.files:
-            states[file] = load_state(folder / file)
-            if not isinstance(states[file], dict):
-                raise FormatError(f"{folder / file}: not a dict of tensors by name")
-            _claim(folder, layout, file, states[file], homes)
-        states |= beside
-        with naming(str(folder)):
-            flat = flatten(states, n_outer=1)
-        shards = tuple(Shard(file, flat.names_under(file)) for file in states)
-        return cls(shards, flat.tensors, homes, flat.tree)
+            continue
+        states[file] = load_state(folder / file)
+        if not isinstance(states[file], dict):
+            raise FormatError(f"{folder / file}: not a dict of tensors by name")
+        _claim(folder, layout, file, states[file], homes)
+    states |= beside
+    if not states:
+        return _Shards(tuple(shards), tensors, homes)
+    with naming(str(folder)):
+        flat = flatten(states, n_outer=1, taken=tensors)
+    shards += [Shard(file, flat.names_under(file)) for file in states]
+    return _Shards(tuple(shards), {**tensors, **flat.tensors}, homes, flat.tree)
 
 
 def _open_shard(path: Path) -> Checkpoint:

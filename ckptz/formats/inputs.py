@@ -19,7 +19,7 @@ from ckptz.errors import CkptzError, ConfigError, CorruptionError, named
 from ckptz.formats.dcp import is_dcp, open_dcp
 from ckptz.formats.folders import Input as Input
 from ckptz.formats.folders import is_within, open_folder, packed_in
-from ckptz.formats.sharding import SHARD_SUFFIXES, Carried, check_sharding, is_shard_name
+from ckptz.formats.sharding import SHARD_SUFFIXES, check_sharding, is_shard_name
 from ckptz.formats.targets import stem_of
 from ckptz.formats.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
 from ckptz.store.links import residual_of
@@ -158,7 +158,8 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
     except CkptzError as error:
         checkpoint.close()
         raise named(error, str(path)) from None
-    carried = _carried_beside(path, sharding)
+    listed, folder = sharding.carried if sharding else (), path.absolute().parent
+    carried = [(name, folder / name) for name in listed if is_within(folder / name, folder.resolve())]
     return Input(
         name=str(path),
         kind="ckptz" if index else "safetensors",
@@ -168,17 +169,10 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
         sharding=sharding,
         tree=index.tree if index else None,
         carried=tuple(carried),
-        left_out=tuple(sorted(set(sharding.carried if sharding else ()) - {name for name, _ in carried})),
+        left_out=tuple(sorted(set(listed) - {name for name, _ in carried})),
         checkpoint=checkpoint,
         close=checkpoint.close,
     )
-
-
-def _carried_beside(path: Path, sharding: Sharding | None) -> list[Carried]:
-    """The files that the record lists and that stand beside the `.ckptz` file."""
-    folder = path.absolute().parent
-    listed = [(name, folder / name) for name in (sharding.carried if sharding else ())]
-    return [(name, file) for name, file in listed if is_within(file, folder.resolve())]
 
 
 # --- a model and its optimizer ------------------------------------------------------------------
