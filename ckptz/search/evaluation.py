@@ -460,45 +460,32 @@ def proxy_judge(
     with averages of gradients g; tensors without one have the mean square of the others, or 1 if none has
     one. It is a proxy, and is called so wherever it is shown. `run` maps a function over tensors.
     """
-    exact = Reading(PROXY_METRIC, np.zeros(1), lower_is_better=True)
-    yardstick = Yardstick(limit=Limit(limit, False), exact=exact, promise="rmse")
-    return Judge((yardstick,), measured_here(ProxyMeter(tensors, guides, run)))
+    known = {n: sensitivities_of(source, guides.get(n, NO_SIDE_INFORMATION)) for n, source in tensors.items()}
+    found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
+    squares = {name: square for name, square in zip(known, found, strict=True) if math.isfinite(square)}
+    sizes = {name: tensors[name].n_units for name in squares}
+    mean = sum(squares[n] * sizes[n] for n in squares) / max(sum(sizes.values()), 1) if squares else 1.0
 
-
-class ProxyMeter:
-    """Measures trials against the original tensors that become lossy; `run` maps a function over tensors."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, TensorSource],
-        guides: Mapping[str, SideInformation],
-        run: MapFunction = map,
-    ) -> None:
-        self._run = run
-        known = {
-            n: sensitivities_of(source, guides.get(n, NO_SIDE_INFORMATION)) for n, source in tensors.items()
-        }
-        found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
-        squares = {name: square for name, square in zip(known, found, strict=True) if math.isfinite(square)}
-        sizes = {name: tensors[name].n_units for name in squares}
-        mean = sum(squares[n] * sizes[n] for n in squares) / max(sum(sizes.values()), 1) if squares else 1.0
-        self._tensors = {n: (source, known[n] if n in squares else None) for n, source in tensors.items()}
-        self._scale = {name: 1.0 if name in squares else mean for name in tensors}
-        self._power = self._sum({})
-
-    def __call__(self, file: TrialFile) -> Readings:
-        """Measure the error of the tensors decoded from a trial."""
-        with file.opened() as decoded:
-            error = math.sqrt(self._sum(decoded) / self._power) if self._power else 0.0
-        return (Reading(PROXY_METRIC, np.array([error]), lower_is_better=True),)
-
-    def _sum(self, decoded: Mapping[str, TensorSource]) -> float:
-        """Weighted sum of squares of the errors, or of the originals where nothing is decoded."""
+    def power(decoded: Mapping[str, TensorSource]) -> float:
+        """Sum up weighted squares of the errors, or of the originals where nothing is decoded."""
 
         def one(name: str) -> float:
-            return self._scale[name] * _weighted(*self._tensors[name], decoded.get(name))
+            if name in squares:
+                return _weighted(tensors[name], known[name], decoded.get(name))
+            return mean * _weighted(tensors[name], None, decoded.get(name))
 
-        return sum(self._run(one, self._tensors))
+        return sum(run(one, tensors))
+
+    whole = power({})
+
+    def error(file: TrialFile) -> Readings:
+        with file.opened() as decoded:
+            found = math.sqrt(power(decoded) / whole) if whole else 0.0
+        return (Reading(PROXY_METRIC, np.array([found]), lower_is_better=True),)
+
+    exact = Reading(PROXY_METRIC, np.zeros(1), lower_is_better=True)
+    yardstick = Yardstick(limit=Limit(limit, False), exact=exact, promise="rmse")
+    return Judge((yardstick,), measured_here(error))
 
 
 def _weighted(
