@@ -162,32 +162,6 @@ class PerSample(Following):
             self._buffers.write(self._ids, k.host_bytes(k.as_bytes(values)).view(np.uint32))
 
 
-def describe_memory(
-    policy: LinkPolicy, shape: tuple[int, ...], n_microbatches: int, n_samples: int = 0
-) -> str:
-    """Tell what a tensor of this shape in each microbatch will hold at both ends, one line a direction.
-
-    EF holds microbatches x elements x 4 bytes at the sender, EF21 the same at both ends, AQ-SGD samples x
-    elements of a sample x 4 at both. `n_samples`, of the data set, counts for AQ-SGD alone.
-    """
-    lines = []
-    for direction in Direction:
-        kind, n = policy.feedback_of(direction), math.prod(shape)
-        if kind is None:
-            lines.append(f"{direction.word}: no state")
-            continue
-        many, what, each = n_microbatches, "microbatches", n
-        if kind == "aqsgd":
-            many, what, each = n_samples, "samples", n // max(shape[0], 1)
-        sender = 4 * many * each
-        receiver = sender if kind in TWO_SIDED else 0
-        lines.append(
-            f"{direction.word}: {kind}, {many} {what} x {each} elements x 4 bytes: {sender} bytes at the "
-            f"sender, {receiver} at the receiver"
-        )
-    return "\n".join(lines)
-
-
 NOTHING: Final = Memory()
 SENDERS: Final = Memory()  # the receiver's side of a direction whose state is the sender's alone
 

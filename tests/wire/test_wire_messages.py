@@ -16,12 +16,12 @@ import bench.studies.paper_b.experimental  # noqa: F401 - EF mixed is sent there
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire_cpu, wire_torch
-from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform, cap
+from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
 from ckptz.wire.payload import BITMAP, decode_payload, encode_payload
-from ckptz.wire.state import MEMORIES, Place, SampleBuffers, describe_memory
+from ckptz.wire.state import MEMORIES, Place, SampleBuffers
 from tests.support import wire_reference
 from tests.support.wire_support import (
     BACKWARD,
@@ -87,7 +87,7 @@ def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, 
             if step == 3:
                 units[7] = f32_units([np.inf], dtype)[0]
             message, received = across(pair, units, place, back=back, dtype=dtype)
-            assert len(message) <= cap(policy, SHAPE, dtype, direction)
+            assert len(message) <= alone.message_cap(direction, dtype_of(dtype), SHAPE, place)
             simulated = alone.simulate(direction, units, dtype_of(dtype), SHAPE, place)
             assert np.array_equal(simulated, received)
             assert np.isfinite(floats(received, dtype)).all() == (step != 3)
@@ -119,7 +119,8 @@ def test_bytes_per_element_of_a_million_floats(policy: LinkPolicy, back: bool, m
     if back:
         message = link.send(BACKWARD, units, dtype_of("F32"), shape, Place(0)).message
     assert len(message) / MILLION <= most
-    assert len(message) == cap(policy, shape, "F32", BACKWARD if back else FORWARD)
+    plan = policy.plan(BACKWARD if back else FORWARD, dtype_of("F32"), shape)
+    assert len(message) == plan.cap
 
 
 @pytest.mark.parametrize("share", [0.03, 0.02, 0.01, 0.003, 0.0005])
@@ -173,7 +174,7 @@ def test_fixed_messages_have_the_size_that_was_announced() -> None:
             due = pair[1].message_cap(direction, dtype_of("F32"), SHAPE, place)
             message, _ = across(pair, f32_units(rng().standard_normal(N) ** 5), place, back=back)
             assert len(message) == due
-    assert due < cap(policy, SHAPE, "F32", BACKWARD)
+    assert due < policy.plan(BACKWARD, dtype_of("F32"), SHAPE, raw=True).cap
 
 
 def test_what_varies_is_shorter_where_it_may() -> None:
@@ -609,17 +610,15 @@ def test_aqsgd_needs_sample_ids() -> None:
         SampleBuffers(8, Path("unused"))
 
 
-def test_the_formula_for_memory_is_what_a_link_holds() -> None:
-    for feedback in (None, "ef", "ef21", "aqsgd"):
-        pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
+def test_links_hold_as_much_as_their_page_says() -> None:
+    for feedback, sender, receiver in ((None, 0, 0), ("ef", 1, 0), ("ef21", 1, 1), ("aqsgd", 1, 1)):
+        pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))  # type: ignore[arg-type]
         for microbatch in range(3):
-            units = f32_units(np.ones(N))
-            across(pair, units, Place(0, microbatch, 0, np.arange(5) + 5 * microbatch))
+            ids = np.arange(5) + 5 * microbatch
+            across(pair, f32_units(np.ones(N)), Place(0, microbatch, 0, ids))
         entries = [end.state_dict().items() for end in pair]
-        held = tuple(sum(a.nbytes for name, a in of if name.endswith(("state", "rows"))) for of in entries)
-        policy = LinkPolicy(forward=TopK(0.1), feedback=feedback)
-        words = describe_memory(policy, SHAPE, n_microbatches=3, n_samples=15).splitlines()[0]
-        assert ("no state" if feedback is None else f"{held[0]} bytes at the sender, {held[1]} at") in words
+        held = [sum(a.nbytes for name, a in of if name.endswith(("state", "rows"))) for of in entries]
+        assert held == [3 * N * 4 * sender, 3 * N * 4 * receiver]
 
 
 def test_a_message_of_another_level_is_refused_as_of_another_policy() -> None:
