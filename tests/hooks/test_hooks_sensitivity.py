@@ -18,8 +18,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ckptz.errors import CalibrationError, ConfigError, UnsupportedError
-from ckptz.guidance.files import KEY_CONTENT, KEY_VERSION, SensitivityFile
+from ckptz.errors import CalibrationError, ConfigError
+from ckptz.guidance.files import KEY_CONTENT, SensitivityFile
 from ckptz.hooks import SensitivityTracker
 from tests.support.hooks_support import process_group, rewrite
 
@@ -397,10 +397,7 @@ def read_all(path: Path) -> None:
     [
         (lambda tensors, _: tensors.pop("0.bias"), r"'0\.bias' is missing"),
         (lambda tensors, _: tensors.update({"0.bias": np.zeros(8, np.float16)}), r"'0\.bias' is F16"),
-        (lambda tensors, _: tensors["0.bias"].fill(np.inf), r"'0\.bias' has values that are not finite"),
-        (lambda _, metadata: metadata.update({KEY_CONTENT: "{"}), "damaged .*not valid JSON"),
         (lambda _, metadata: metadata.update({KEY_CONTENT: "{}"}), "damaged .*missing required field"),
-        (lambda _, metadata: metadata.pop(KEY_CONTENT), "damaged"),
         (lambda _, metadata: metadata.clear(), "has no such content"),
     ],
 )
@@ -410,21 +407,3 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: Any, message: str) ->
     rewrite(path, change)
     with pytest.raises(CalibrationError, match=f"averages: .*{message}"):
         read_all(path)
-
-
-def test_a_newer_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "averages"
-    tracked()[2].save(path)
-    rewrite(path, lambda _, metadata: metadata.update({KEY_VERSION: "2"}))
-    with pytest.raises(UnsupportedError, match=r"averages: version '2'.*upgrade"):
-        SensitivityFile(path)
-
-
-def test_a_cut_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "averages"
-    tracked()[2].save(path)
-    whole = path.read_bytes()
-    for n_bytes in (0, 7, 100, len(whole) - 1):
-        path.write_bytes(whole[:n_bytes])
-        with pytest.raises(CalibrationError, match="averages: not a whole safetensors file"):
-            SensitivityFile(path)

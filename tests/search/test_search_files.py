@@ -254,18 +254,6 @@ def test_a_closure_cannot_go_to_other_processes(folder: Path) -> None:
         search(folder / "exact.safetensors", folder / "out.ckptz", lambda state: 2.0, workers=2)
 
 
-def test_several_budgets_are_all_kept_and_a_shared_quality_is_called_once(folder: Path) -> None:
-    source = folder / "exact.safetensors"
-    quality = Quality(source)
-    budgets = (Budget(quality, 0.05), Budget(quality, 0.02, relative=False))
-    options = SearchOptions(budgets=budgets, template=TEMPLATE)
-    (report,) = compress([source], folder / "out.ckptz", jobs=1, search=options)
-    assert report.search is not None
-    assert len(quality.states) == 2 + len(report.search.trials)  # the exact tensors twice
-    assert [record.is_relative for record in report.search.quality] == [True, False]
-    assert all(record.measured <= 2.02 for record in report.search.quality)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, value: float) -> None:
     source = folder / "exact.safetensors"
