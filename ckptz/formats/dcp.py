@@ -206,7 +206,7 @@ def _loaded(part: _StoredPart) -> Any:
 
 
 def _nested(leaves: Mapping[str, Any], paths: Any) -> Any:
-    """The state that torch's planner flattened: text means a dict, a number a list."""
+    """Nest the state that torch's planner flattened: text in a path means a dict, a number a list."""
     if not isinstance(paths, dict):
         return _Lists().made(dict(leaves))
     root: dict[Any, Any] = {}
@@ -235,7 +235,7 @@ class _Object:
 
 
 class _Lists:
-    """Makes dicts into the lists that they stand for, which together are no longer than a tree may be."""
+    """Turns dicts with numbers as keys into lists, which together are no longer than a tree may be."""
 
     def __init__(self) -> None:
         self._left = MAX_NODES
@@ -399,7 +399,7 @@ def write_dcp(
 
 
 def _file_system(mode: int) -> Any:
-    """Torch's own, which makes files of this mode; its writer opens whatever it writes through it."""
+    """Make a file system for torch's writer that creates files with this mode."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     class Files(FileSystem):

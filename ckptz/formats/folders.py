@@ -139,7 +139,7 @@ def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
 
 
 def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[str]]:
-    """The states of other torch files of the folder, by name, as far as a tree can hold them; notes."""
+    """Load the other torch files of the folder that a tree can hold; gives states by name, and notes."""
     found, notes, root = {}, [], folder.resolve()
     for file in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
         path = folder / file

@@ -1,4 +1,4 @@
-"""Pickles that strangers wrote, read with the names that they may use and with limits.
+"""A restricted unpickler: it knows a fixed list of names, and has limits.
 
 A plain unpickler imports whatever a stream names, and makes whatever it asks for: keys whose hash takes for
 ever, more objects than there is memory. This one stands in for both Python's and torch's.
@@ -139,7 +139,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
 
 
 def _is_bounded_key(key: Any) -> bool:
-    """Tell whether a value can be hashed in no time: shared tuples in tuples may take for ever."""
+    """Tell whether a value is hashed quickly: shared tuples in tuples may take for ever."""
     todo, n_parts = [key], 0
     while todo:
         value = todo.pop()

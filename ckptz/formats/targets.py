@@ -133,7 +133,7 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
 
 @contextlib.contextmanager
 def naming_output(target: Path) -> Iterator[None]:
-    """Write errors that name no file, as a full disk gives, name `target`."""
+    """Name `target` in errors of writing that name no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:

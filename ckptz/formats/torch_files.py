@@ -132,7 +132,7 @@ def _load(file: Path | BinaryIO, *, mmap: bool) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says in one line, which stands after long advice where it does not load something."""
+    """Give the line of torch's error that says why; where it refuses, that stands behind long advice."""
     lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
     return (lines or [type(error).__name__])[0][:120]
 
@@ -357,7 +357,7 @@ class _ZipRecord:
 
 
 def _records(file: BinaryIO, n_bytes: int, found: list[zipfile.ZipInfo]) -> dict[str, _ZipRecord]:
-    """The records by their names without the archive's before; none overlap."""
+    """Find the records of a zip by their names within the archive; none may overlap."""
     records: dict[str, _ZipRecord] = {}
     seen: set[str] = set()
     at = 0

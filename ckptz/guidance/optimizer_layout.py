@@ -1,4 +1,4 @@
-"""Finds the parameters that an optimizer numbers.
+"""The layout of optimizer state: which parameter each of its numbers stands for.
 
 torch's optimizers number their state by the order of their parameter groups. The parameter of a number is
 found by the names that the user or newer groups give, by the order of the model where that is a torch state
@@ -91,7 +91,7 @@ def _orders(config: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def _is_bounded(config: Path) -> bool:
-    """Tell whether a model of this description is built in no time."""
+    """Tell whether a model of this description has few enough layers to be built quickly."""
     layers: list[Any] = []
 
     def look(node: Any, key: str = "") -> None:
@@ -166,7 +166,7 @@ def known_roles(
         found |= _join(entries, tensors, roles, inside, ordered, notes, names)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
     found = {name: role for name, role in found.items() if name not in given}
-    found |= _strangers({**roles, **found}, inside, given, tensors, notes)
+    found |= _lossless_states({**roles, **found}, inside, given, tensors, notes)
     return found, notes
 
 
@@ -355,7 +355,7 @@ def _match_by_shape(
     return parameters, faults[0] if faults else ""
 
 
-def _strangers(
+def _lossless_states(
     roles: Mapping[str, Role],
     inside: Collection[str],
     given: Collection[str],
@@ -393,5 +393,5 @@ def _strangers(
 
 
 def _is_large(source: TensorSource) -> bool:
-    """Tell whether it holds numbers for elements of a parameter, and not a counter."""
+    """Tell whether a state has an element for each of a parameter's, and is no counter."""
     return source.dtype.is_float and source.n_units > 1

@@ -1,4 +1,4 @@
-"""What planners may know of a checkpoint beside its values: second moments, gradients, layer inputs.
+"""Side information of a checkpoint, which guides an encoder: second moments, gradients, layer inputs.
 
 Nothing of it is stored, so it may come from files that are gone when the checkpoint is restored.
 """
@@ -30,7 +30,7 @@ INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideInformationFiles:
-    """Files that say more of a checkpoint than it does."""
+    """The files that side information is read from."""
 
     read_optimizer: Path | None = None  # a checkpoint with Adam's second moments
     calibration: Calibrated | None = None  # what `ckptz.hooks.Calibration` saved, or has in memory
@@ -191,7 +191,7 @@ def _read_gradients(
 def read_inputs(
     calibration: Calibrated, shapes: Shapes, held: contextlib.ExitStack, notes: list[str]
 ) -> dict[str, InputCovariance]:
-    """Give second moments of the inputs of layers by the names of their weights.
+    """Read the input covariances of layers, by the names of their weights.
 
     Raises:
         CalibrationError: it is of another model.

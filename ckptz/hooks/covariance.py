@@ -168,7 +168,7 @@ _Key = tuple[int, int, Gather]
 
 @dataclass(slots=True)
 class Sum:
-    """One sum and how many vectors are in it."""
+    """A sum, and the number of vectors in it."""
 
     total: torch.Tensor
     n_samples: int
@@ -279,7 +279,7 @@ class Recorder:
             self._open[key] = _Open(weakref.ref(tensor), [layer], made)
 
     def _close(self, keys: Iterable[_Key]) -> None:
-        """No more users for these sums."""
+        """Let no further layers share these sums."""
         for key in list(keys):
             one = self._open.pop(key)
             self._batch.add(frozenset(one.users), one.sum)

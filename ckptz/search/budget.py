@@ -279,7 +279,7 @@ class Budget:
         return Reading(metric, values, lower_is_better, found, unit_of(self.quality))
 
     def _check_is_of_number(self) -> None:
-        """Refuse a metric that what has no name of its own may not be, as one that is written wrong."""
+        """Refuse a metric that a plain number cannot be, such as a misspelt one."""
         if self.metric is not None and self.metric not in (*_IS_LOWER_BETTER, self.name):
             raise ConfigError(
                 f"{self.name} returned values without a name, and the budget is about {self.metric!r}; write "
@@ -309,7 +309,7 @@ class Budget:
 
 
 def check_consistent(budgets: Sequence[Budget], exact: Sequence[Reading]) -> None:
-    """Refuse budgets that contradict one another, by name; `exact` is what each of them is about.
+    """Refuse budgets that contradict one another; `exact` has the value that each of them is about.
 
     Raises:
         ConfigError: one value is to be low and high, or has two limits of one kind.

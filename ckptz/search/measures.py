@@ -1,4 +1,4 @@
-"""What budgets call: functions of a state, and those that compare a state with the exact one.
+"""Qualities that budgets call: functions of a state, and those that compare it with the exact state.
 
 A plain quality is a function of a state. One that compares has a method `against` instead: it sees the
 exact state once, and returns what is called with trials. Who decodes states is no concern of this module.
@@ -80,7 +80,7 @@ class Comparing(Protocol):
 
 
 def prepare(quality: Quality | Comparing, exact: ExactState) -> Baseline:
-    """Show a quality the exact state; what has no `against` is a function, and is called with it."""
+    """Measure the exact state: by `against`, or by calling a quality that has none."""
     if callable(quality) and not hasattr(quality, "against"):
         return Baseline(quality, quality(exact.state()))
     comparing: Comparing = quality

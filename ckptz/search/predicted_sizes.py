@@ -225,7 +225,7 @@ def _profile(subject: Subject, wanted: set[Partitions]) -> Profile | None:
 
 
 def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.float64]:
-    """All thresholds of sensitivity, and zero, where magnitude decides."""
+    """List all thresholds of sensitivity, and zero, from which on magnitude decides."""
     if ranked is None:
         return np.zeros(0)
     cuts = [ranked.histogram.cut(w.prunes_by_sensitivity, w.protects_by_sensitivity) for w in wanted]

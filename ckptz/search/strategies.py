@@ -130,7 +130,7 @@ class Guided:
         return [points.configs[i] for i in found]
 
     def _exclude(self, points: _Points, open_: Mask, outcome: Outcome) -> None:
-        """Close what needs no trial after this one."""
+        """Close the points that need no trial after this outcome."""
         tried = points.places.get(outcome.config, [])
         if outcome.is_feasible:
             size = points.sizes[tried[0]] if tried else outcome.n_bytes
@@ -281,7 +281,7 @@ class Neighbourhood:
 
 
 def _point_in(cube: Cube, config: Method) -> Point | None:
-    """The point of exactly this configuration, if the cube has it."""
+    """Find the point of exactly this configuration, if the cube has it."""
     point = cube.point(config)
     return point if cube.config(point) == config else None
 

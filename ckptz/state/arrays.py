@@ -1,4 +1,4 @@
-"""What a decoded tensor becomes: a numpy array or a PyTorch tensor, whose memory the units are decoded into.
+"""The arrays that tensors are decoded into: numpy's or PyTorch's.
 
 Framework and device names are those of safetensors. `framework` is a lazy door: PyTorch loads when a
 caller asks for its tensors.

@@ -362,7 +362,7 @@ def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 def _whole(
     view: View, storages: tuple[tuple[str, ...], ...], tensors: Mapping[str, TensorSource]
 ) -> str | None:
-    """The stored tensor that a view shows all of, as it is."""
+    """Find the stored tensor that a view shows whole and in C order."""
     names = storages[view.storage]
     if len(names) != 1 or names[0] not in tensors:
         return None

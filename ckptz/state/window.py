@@ -44,7 +44,7 @@ class WindowPart:
 
     @property
     def n_units(self) -> int:
-        """Units that the piece picks."""
+        """Units of the part."""
         return math.prod(size for size, _ in self.dims)
 
     @property
@@ -92,7 +92,7 @@ class Window:
         return Window(self.offset * n, (*self.sizes, n), (*strides, 1))
 
     def pieces(self, at: int = 0) -> Iterator[WindowPart]:
-        """Cut the window by chunks, first to last; its result starts at `at`."""
+        """Cut the window into the parts that lie in one chunk each; its result starts at `at`."""
         if self.n_units:
             yield from _pieces(self.offset, self._merged_dims(), at)
 

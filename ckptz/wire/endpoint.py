@@ -222,7 +222,7 @@ class Link:
         return received
 
     def _checked(self, tensor: _Message, head: bytes) -> tuple[LinkHeader, TensorPlan, Memory]:
-        """Hold a header against the message that is due."""
+        """Compare a header with that of the message that is due."""
         header = LinkHeader.parse(head)
         due, plan, memory = self._due(tensor)
         due = dataclasses.replace(due, flags=due.flags | header.flags & Flag.NOT_FINITE)
@@ -245,7 +245,7 @@ class Link:
     def _checked_later(
         self, tensor: _Message, message: Array
     ) -> tuple[LinkHeader, TensorPlan, Memory, Truth, Check]:
-        """Compare a header on the device, and tell nothing of it yet."""
+        """Compare a header on the device; `check` tells later what was wrong."""
         k, name = self.state.kernels, self.name_of(tensor.direction, tensor.place)
         due, plan, memory = self._due(tensor)
         if len(message) < plan.cap:
@@ -327,7 +327,7 @@ class Link:
             )
 
     def _check_shape(self, tensor: _Message) -> None:
-        """A plan is agreed on once: the tensors of a cut keep their shape and type."""
+        """Refuse another shape or type than the first tensor of this cut had."""
         found = (tensor.dtype.name, tensor.shape)
         first = self._shapes.setdefault((tensor.direction, tensor.place.tensor), found)
         if self._same_shape and found != first:

@@ -76,7 +76,7 @@ class _PayloadReader:
         return self.k.unpack(packed, bits, n)
 
     def needs_mode(self, is_there: bool) -> None:
-        """Refuse a mode that the plan has not."""
+        """Refuse a mode that the plan does not have."""
         at_once(not is_there, f"mode: {self.mode} does not exist for this codec, or with reused positions")
 
     # --- uniform levels
