@@ -99,10 +99,10 @@ def total_line(reports: Sequence[CompressReport]) -> str:
 
 def restored_line(report: RestoreReport) -> str:
     """Say what was restored."""
-    chain = f" in a chain of {report.n_files} files" if report.n_files > 1 else ""
+    chain = f" in a chain of {report.n_files} files" if report.depth else f" in {report.n_files} files"
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} in {report.n_tensors} tensors from "
-        f"{size(report.stored_bytes)}{chain}, all checksums match, "
+        f"{size(report.stored_bytes)}{chain if report.n_files > 1 else ''}, all checksums match, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
 

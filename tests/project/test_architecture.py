@@ -66,7 +66,10 @@ OWNERS = {
     "jinja2": (),
 }
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
-LATE = (("ckptz.verbs.compress", "ckptz.search_run.run"),)  # what few runs of a command need, for its start
+LATE = (  # what few runs of a command need, for its start
+    ("ckptz.verbs.compress", "ckptz.search_run.run"),
+    ("ckptz.formats.trainer_folders", "ckptz.frameworks.plain_types"),
+)
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 
