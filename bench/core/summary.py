@@ -44,7 +44,9 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
     encoder = next(r for r in read_rows("lossless_sizes") if r["tool"].startswith("ckptz"))
     deltas = [r for r in read_rows("lossless_delta_sizes") if r["pair"].startswith("fine-tune")]
     raw, stored = (sum(int(r[column]) for r in deltas) for column in ("raw bytes", "ckptz file"))
-    lossless, grid = (next(r for r in demo if r["method"] == f"ckptz {name}") for name in ("lossless", "grid"))
+    lossless, grid = (
+        next(r for r in demo if r["method"] == f"ckptz {name}") for name in ("lossless", "grid")
+    )
     run, tuned = (_restarted(task) for task in ("language", "fine-tune"))
     return [
         _row("the demo: training states, 6 steps", "without loss", _ratio(lossless)),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -316,6 +318,18 @@ def test_every_verb_explains_itself_with_examples(verb: str) -> None:
     text = ckptz(verb, "--help").stdout
     assert "Examples:" in text
     assert f"ckptz {verb} " in text
+
+
+def test_the_help_of_compress_has_each_option_once_and_the_common_ones_first() -> None:
+    text = ckptz("compress", "--help").stdout
+    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert titles[:2] == ["Common options", "What is read and written"]
+    assert titles[-2:] == ["With a search (--eval, --proxy-error)", "Every command has"]
+    shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+    verb = main.commands["compress"]
+    with click.Context(verb) as context:
+        options = [param.opts[-1] for param in verb.get_params(context) if isinstance(param, click.Option)]
+    assert sorted(shown) == sorted(options)
 
 
 def test_the_list_of_verbs_cuts_no_sentence() -> None:
