@@ -104,6 +104,10 @@ def log(
         _look(path, str(path), lambda error: None) for where in elsewhere for path in _files(where, SUFFIX)
     ]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
+    named = [
+        _look(path, path.name if path.parent == folder else str(path), lambda error: None) for path in plain
+    ]
+    others += [found for found in named if found.entry.content_id is not None]  # .ckptz by another name
     return _report(folder, own, _BaseTree(folder, [*own, *others], plain, tell).of(own))
 
 
