@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,9 @@ from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.store.runs import newest_checkpoint, weights_at
+from ckptz.tree.flatten import tied_names
+from ckptz.tree.leaves import TensorRef, View
+from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import Chunks
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
@@ -84,7 +87,7 @@ def restore(
         output: a file, or a folder if folders of shards were compressed, or to keep the name. By default
             beside `path`; a step of a run needs one, and so does a checkpoint of the mixin. A name that ends
             with a separator is a folder, and is made.
-        to: what to write; by default what was compressed.
+        to: what to write; by default what the output is called after, else what was compressed.
         jobs: threads, all cores by default.
         force: replace an existing output.
         search_path: folders to look for bases in, after the file's own.
@@ -100,14 +103,16 @@ def restore(
         ConfigError: a plain file, or the output exists or would replace a file that is read.
         UnsupportedError: a folder whose file names this system cannot hold.
     """
-    start, path = working_seconds(), path_of(path)
+    path = path_of(path)
     weights = weights_at(path)
     with contextlib.ExitStack() as held:
         if weights is None and is_trainer_folder(path):
             job = _of_trainer(path, output, to, paths(search_path), held, force=force)
         else:
             job = _of_input(path, weights, output, to, paths(search_path), held, force=force)
-        n_bytes = sum(tensor_bytes(one.tensors) for one in job.inputs)
+        if job.kind != "safetensors" and any(one.tree is not None for one in job.inputs):
+            torch_files.require_torch(job.target)  # before the time is taken: loading it is not restoring
+        start, n_bytes = working_seconds(), sum(tensor_bytes(one.tensors) for one in job.inputs)
         _check_size(job, n_bytes, max_decoded_bytes)
         progress.start(job.name, n_bytes)
         with Workers(jobs) as workers, naming_output(job.target):
@@ -192,19 +197,23 @@ def _of_input(
     if opened.kind != "ckptz" or opened.checkpoint is None:
         what = "holds no .ckptz file" if path.is_dir() else "is a plain file already, not a .ckptz file"
         raise ConfigError(f"{path}: {what}; there is nothing to restore")
-    kind = _kind_of(opened, to)
+    kind = _kind_of(opened, to, output)
     target = _target_of(opened, named, output, kind, force=force)
-    notes = _notes(opened, kind, weights)
+    notes = tuple(_notes(opened, kind, weights))
     return _Job(opened.name, [opened], kind, target, partial(_write, kind, target, opened), notes)
 
 
-def _kind_of(opened: Input, asked: OutputKind | None) -> RestoredKind:
+def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -> RestoredKind:
+    """Choose what is written: what is asked for, as the output is called, or what was compressed."""
     if asked in ("pt", "dcp") and opened.sharding is not None and opened.tree is not None:
         raise ConfigError(f"{opened.name}: was a folder of torch files; restore it without --to")
     if asked is not None:
         return asked
     if opened.sharding is not None:
         return "folder"
+    suffix = "" if output is None else Path(output).suffix
+    if suffix in (PLAIN_SUFFIX, *torch_files.TORCH_SUFFIXES):
+        return "safetensors" if suffix == PLAIN_SUFFIX else "pt"
     return "pt" if opened.tree is not None else "safetensors"
 
 
@@ -253,17 +262,23 @@ def _check_size(job: _Job, n_bytes: int, max_decoded_bytes: int | None) -> None:
         )
 
 
-def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> tuple[str, ...]:
+def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> Iterator[str]:
+    """Say what the user should know of what is left out."""
     if weights is not None and (others := beside_weights(weights)):
         names = ", ".join(file.name for file in others)
         folder = weights.parent
         how = f"; ckptz restore {folder} -o DIR restores all" if is_trainer_folder(folder) else ""
-        return (f"these are the weights; what else belongs to the step is in {names}{how}",)
+        yield f"these are the weights; what else belongs to the step is in {names}{how}"
     if kind == "folder" and opened.left_out:
-        return (f"files that belong to the folder were not found: {', '.join(opened.left_out)}",)
+        yield f"files that belong to the folder were not found: {', '.join(opened.left_out)}"
     if kind != "folder" and opened.sharding is not None:
-        return (f"was a folder of {len(opened.sharding.shards)} shards; this is one file",)
-    return ()
+        yield f"was a folder of {len(opened.sharding.shards)} shards; this is one file"
+    elif kind == "safetensors" and opened.tree is not None:
+        root = parse_tree(opened.tree).root
+        if not isinstance(root, dict) or set(map(type, root.values())) - {TensorRef, View}:
+            yield "holds the tensors alone, and not how they were nested; a torch file (--to pt) does"
+        elif tied := tied_names(opened.tree, opened.tensors):
+            yield f"of tensors that are tied one is stored: not {', '.join(sorted(tied)[:3])}"
 
 
 def _write(kind: RestoredKind, target: Path, opened: Input, chunks: Chunks) -> None:

@@ -192,8 +192,9 @@ def restore(
 ) -> None:
     """Write back what was compressed. From a lossless file every bit comes back.
 
-    A folder of shards comes back as a folder, a torch file as a torch file. All values are checked against
-    the checksums that the writer stored. DIR@STEP, with an output, gives the weights of a step of a run.
+    A folder of shards comes back as a folder, a torch file as a torch file, unless the name of the output
+    says otherwise. All values are checked against the checksums that the writer stored. DIR@STEP, with an
+    output, gives the weights of a step of a run.
     """
     import ckptz
     from ckptz_cli.render import restored_line

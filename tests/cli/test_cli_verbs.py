@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import ckptz.numpy as ckptz_numpy
+import ckptz.torch as ckptz_torch
 from ckptz import compress, restore
 from ckptz.container.index import FORMAT_VERSION
 from ckptz.dtypes import DTYPES
@@ -308,6 +309,23 @@ def test_verify_goes_on_after_a_bad_file(chain: Chain) -> None:
 def test_a_plain_file_verifies_only_against_another(chain: Chain) -> None:
     assert ckptz("verify", chain.first, fails=True).exit_code == 2
     ckptz("verify", chain.first, "--against", chain.anchor)
+
+
+def test_the_name_of_an_output_says_what_it_becomes(tmp_path: Path) -> None:
+    weight, nested = torch.randn(40, 30), {"a": {"b": torch.ones(3)}, "epoch": 3}
+    ckptz_torch.save_state({"wte": weight, "head": weight}, tmp_path / "tied.ckptz")
+    ckptz_torch.save_state(nested, tmp_path / "nested.ckptz")
+    report = restore(tmp_path / "tied.ckptz", tmp_path / "tied.safetensors")
+    assert list(load_file(tmp_path / "tied.safetensors")) == ["wte"]
+    assert report.notes == ("of tensors that are tied one is stored: not head",)
+    assert set(torch.load(restore(tmp_path / "tied.ckptz").output)) == {"wte", "head"}
+    report = restore(tmp_path / "nested.ckptz", tmp_path / "flat.safetensors")
+    assert list(load_file(tmp_path / "flat.safetensors")) == ["a.b"]
+    assert "not how they were nested" in report.notes[0]
+    ckptz_numpy.save_file({"x": np.ones(3)}, tmp_path / "plain.ckptz")
+    assert list(torch.load(restore(tmp_path / "plain.ckptz", tmp_path / "x.pt").output)) == ["x"]
+    restore(tmp_path / "tied.ckptz", tmp_path / "odd.pt", to="safetensors")
+    assert list(load_file(tmp_path / "odd.pt")) == ["wte"], "--to goes before"
 
 
 # --- the program ----------------------------------------------------------------------------------
