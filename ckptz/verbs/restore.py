@@ -39,6 +39,7 @@ from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.store.runs import newest_checkpoint, weights_at
+from ckptz.store.step_files import StepFile
 from ckptz.tree.flatten import tied_names
 from ckptz.tree.leaves import TensorRef, View
 from ckptz.tree.skeleton import parse_tree
@@ -268,7 +269,9 @@ def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> Iterator[
         names = ", ".join(file.name for file in others)
         folder = weights.parent
         how = f"; ckptz restore {folder} -o DIR restores all" if is_trainer_folder(folder) else ""
-        yield f"these are the weights; what else belongs to the step is in {names}{how}"
+        is_prefixed = StepFile.parse(weights.name) and all(n.startswith("model.") for n in opened.tensors)
+        called = ", called model.NAME" if is_prefixed else ""
+        yield f"these are the weights{called}; what else belongs to the step is in {names}{how}"
     if kind == "folder" and opened.left_out:
         yield f"files that belong to the folder were not found: {', '.join(opened.left_out)}"
     if kind != "folder" and opened.sharding is not None:

@@ -494,7 +494,7 @@ def test_prune_says_what_it_would_do_and_does_it(tmp_path: Path) -> None:
     assert {**done, "seconds": 0, "dry_run": True} == {**planned, "seconds": 0}
     assert set(done["hidden"]) == {"step-00000003.ckptz", "step-00000003.state.ckptz"}
     assert not names_in(tmp_path) & set(done["removed"])
-    assert "keeps 1 steps" in ckptz("prune", tmp_path).stdout
+    assert "keeps 1 step," in ckptz("prune", tmp_path).stdout
 
 
 def test_prune_after_goes_back_to_a_step(tmp_path: Path) -> None:
