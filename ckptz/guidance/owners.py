@@ -162,9 +162,10 @@ def known_roles(
     ordered = {ref.name for ref in _refs(root)}
     if model_tree is not None:
         ordered |= {ref.name for ref in _refs(parse_tree(model_tree).root)}
+    parts = [{ref.name for ref in _refs(part)} for part in _children(root)]
     optimizers = [list(_entries(state, tensors)) for state in states]
     for entries in _labelled(optimizers, names):
-        found |= _join(entries, tensors, roles, inside, ordered, notes, names)
+        found |= _join(entries, tensors, roles, inside, ordered, parts, notes, names)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
     found = {name: role for name, role in found.items() if name not in given}
     found |= _strangers({**roles, **found}, inside, given, tensors, notes)
@@ -251,10 +252,15 @@ def _join(
     roles: Mapping[str, Role],
     inside: Collection[str],
     ordered: set[str],
+    parts: Sequence[Collection[str]],
     notes: list[str],
     names: ParameterNames,
 ) -> dict[str, Role]:
-    """Find the roles of one optimizer's state by the names of its parameters."""
+    """Find the roles of one optimizer's state by the names of its parameters.
+
+    A state may hold a model and averages of it. So where its weights together do not fit the optimizer, the
+    first of its parts that does is the model.
+    """
     if not any(entry.tensors for entry in entries):
         return {}
     weights = {
@@ -264,6 +270,11 @@ def _join(
     }
     # A safetensors file has its tensors in an order of its own.
     parameters, fault = _parameters(entries, list(weights.values()), ordered >= set(weights), names)
+    for part in parts if fault else ():
+        own = {name: weight for name, weight in weights.items() if name in part}
+        if own and not (of_part := _parameters(entries, list(own.values()), ordered >= set(own), names))[1]:
+            parameters, fault = of_part
+            break
     if fault and weights:
         unknown = next(n for e in entries if e.key not in parameters for n in e.tensors.values())
         notes.append(

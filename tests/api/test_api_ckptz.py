@@ -91,7 +91,7 @@ def test_a_configuration_is_checked(kind: str, tmp_path: Path) -> None:
     values = {"x": ONES} if kind == "torch" else {"x": ONES.numpy()}
     module.save_file(values, tmp_path / "x", config=ckptz.LOSSLESS)
     assert module.save(values, config=ckptz.Lossless()) == (tmp_path / "x").read_bytes()
-    with pytest.raises(ConfigError, match=r"ckptz\.Lossless\(\)"):
+    with pytest.raises(ConfigError, match="LOSSLESS"):
         module.save(values, config="lossless")
 
 

@@ -103,7 +103,7 @@ def test_a_model_of_another_dtype_is_told_how_to_be_cast(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("config", ["grid", Grid])
 def test_a_method_is_no_configuration(tmp_path: Path, config: Any) -> None:
-    with pytest.raises(ConfigError, match=r"such as ckptz\.Grid\(\), got"):
+    with pytest.raises(ConfigError, match=r"ckptz\.Grid\(\), got"):
         Checkpointer(tmp_path, linear(), config=config)
 
 
