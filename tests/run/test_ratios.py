@@ -18,6 +18,7 @@ import ckptz
 from ckptz import Checkpointer, Grid, KeepPolicy, KeepRules, KMeans
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.pages.words import smaller
+from ckptz.sync import Publisher
 from ckptz.torch import save_file
 from tests.support.cli_support import ckptz as program
 
@@ -78,6 +79,17 @@ def linked(folder: Path) -> list[Path]:
 
 NONE_EXACT = KeepPolicy(last=None, exact=0)
 WEIGHTS_LONGER = KeepPolicy(last=1, weights=KeepRules(last=3))
+
+
+def published(folder: Path) -> list[Path]:
+    """What a trainer publishes; of some steps there is a delta and all of it."""
+    publisher, state = Publisher(folder, anchor_every=2, keep_anchors=9, jobs=1), torch.randn(64, 64)
+    for step in range(1, 6):
+        state = state + 0.01 * torch.randn(64, 64)
+        publisher.publish({"weight": state}, step)
+    return [min(folder.glob(f"step-{step:06}*.ckptz")) for step in range(1, 6)]
+
+
 RUNS: dict[str, Runs] = {
     "all kept, lossless": lambda folder: trained(folder, keep=KeepPolicy(last=None)),
     "all kept, on a grid": lambda folder: trained(folder, config=LOSSY, keep=KeepPolicy(last=None)),
@@ -92,6 +104,7 @@ RUNS: dict[str, Runs] = {
     "a chain on a grid": lambda folder: plain_chain(folder, config=LOSSY),
     "a file that stands alone": rebased,
     "linked files": linked,
+    "published weights": published,
 }
 
 
