@@ -15,7 +15,7 @@ from ckptz import LOSSLESS, Grid
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.integrations.linked import ChainOptions
 from ckptz.integrations.transformers import from_pretrained
-from ckptz.torch import load_file
+from ckptz.torch import load_file, load_state, save_state
 from tests.support.trainer_support import Trainer, check_equal, checkpoints, final, tokens, trainer
 from tests.support.transformers_support import make, transformers
 
@@ -128,6 +128,19 @@ def test_a_restored_adapter_goes_on_in_the_plain_trainer(tmp_path: Path) -> None
     check_equal(final(resumed), final(whole))
 
 
+def test_scalers_and_ranks_have_files_of_their_own(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1).train()
+    folder = tmp_path / "checkpoint-1"
+    state = load_state(folder / "state.ckptz")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0).state_dict()
+    save_state({**state, "scaler": scaler}, folder / "state.ckptz")
+    shutil.copyfile(folder / "rng-00000.ckptz", folder / "rng-00001.ckptz")
+    ckptz.restore(folder, tmp_path / "plain")
+    assert torch.load(tmp_path / "plain" / "scaler.pt") == scaler
+    names = {path.name for path in (tmp_path / "plain").glob("rng*")}
+    assert names == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
 def test_what_a_plain_folder_needs_is_said(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=1).train()
     folder = tmp_path / "checkpoint-1"
@@ -139,8 +152,9 @@ def test_what_a_plain_folder_needs_is_said(tmp_path: Path) -> None:
     ckptz.restore(folder, tmp_path / "plain", force=True)
     with pytest.raises(ConfigError, match=r"name a step of it, .*@STEP.* such as .*checkpoint-1.model.ckptz"):
         ckptz.restore(tmp_path, tmp_path / "model.safetensors")
-    [note] = ckptz.restore(f"{tmp_path}@1", tmp_path / "model.safetensors").notes
-    assert f"ckptz restore {folder} -o DIR restores all" in note
+    rest, tied = ckptz.restore(f"{tmp_path}@1", tmp_path / "model.safetensors").notes
+    assert f"ckptz restore {folder} -o DIR restores all" in rest
+    assert "one is stored: not lm_head.weight" in tied
     ckptz.torch.save_file({"x": torch.ones(3)}, folder / "state.ckptz")
     with pytest.raises(CorruptionError, match="CkptzTrainerMixin"):
         ckptz.restore(folder, tmp_path / "other")
