@@ -90,7 +90,7 @@ def _refused(folder: str, text: bytes | None) -> ConfigError:
         if (holder.pid, holder.host) == (os.getpid(), socket.gethostname()):
             return ConfigError(
                 f"{folder}: a writer of this very process ({holder.pid}) is writing here already, since "
-                f"{since}: close() that one first, or wait for its save, as where a notebook's cell is run again"
+                f"{since}: close() it first, or let its save end, as where a notebook's cell is run twice"
             )
         who = f"process {holder.pid} on {holder.host} since {since}"
     return ConfigError(f"{folder}: {who} is writing here already; wait for it, or stop it")
