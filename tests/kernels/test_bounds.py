@@ -70,15 +70,17 @@ CHECKED = {
     "_magnitude_classes": "ckptz/container/reader.py:_companion",
     "_to_f32": "ckptz/container/reader.py:base",
     "_from_f32": "ckptz/container/reader.py:base",
-    "_merge_2": "ckptz/codec/decode.py:_plain",
-    "_merge_4": "ckptz/codec/decode.py:_plain",
+    **dict.fromkeys(
+        ("_merge_2", "_merge_4", "_merge_rotated_2", "_merge_rotated_4"), "ckptz/codec/decode.py:_plain"
+    ),
 }
 # Kernels that index by their own loops, by patterns of as many bits as the table has entries, or by what the
 # encoder made of tensors in memory.
 OWN = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
     *("_normalise", "_pack_tables"),
-    *("_ordered_difference", "_split_2", "_split_4", "_slot_tables"),
+    *("_ordered_difference", "_split_2", "_split_4", "_split_rotated_2", "_split_rotated_4"),
+    *("_slot_tables",),
     *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
     *("_pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),
     *("_deviation", "_thresholds"),
