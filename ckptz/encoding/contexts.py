@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import MAX_TABLES, Labels
+from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 from ckptz.codec.plan import StreamTables
 from ckptz.encoding.draft import ClassCounts
 from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
@@ -27,13 +27,19 @@ from ckptz.entropy.streams import (
     n_lanes_for,
 )
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.floats import RAW, Bytes, Counts, Frequencies, Reals, Units
+from ckptz.kernels.floats import RAW, SCALE, Bytes, Counts, Frequencies, Reals, Units
 
 MAX_LANE_BYTES: Final = 1 + 4 * LANE_CHOICES[-1]
 # Bits that one more table of a delta must save. A table takes time to make, in the encoder and in every
 # decoder; from bench/product/lossless.py, where files are smallest from 100 to 400.
 TABLE_BITS: Final = 300.0
 TABLE_BITS_PER_SYMBOL: Final = 6.0
+
+
+# Of a stream that another coder takes: the shortest that a frame can have.
+NO_TABLES: Final = StreamTables(
+    np.eye(1, 256, dtype=np.uint16) * np.uint16(SCALE), np.zeros(N_MAGNITUDE_CLASSES, np.int64), b"\1\0\0\0"
+)
 
 
 class Contexts:
@@ -109,13 +115,16 @@ class Sorted:
         packed, packed_ends = pack_tables(frequencies)
         heads = cut(packed, packed_ends[ends - 1])
         m, rows_of = len(self.contexts.ends), self.contexts.rows_of
+        streams = self._coded(frequencies, table_of, n_bytes, np.add.reduceat(sums, begins, axis=0))
+        parts = zip(
+            begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, streams, strict=True
+        )
         tables = [
             StreamTables(frequencies[i:j], own[rows_of[part % m]] - i, bytes((j - i,)) + head.tobytes())
-            for part, (i, j, own, head) in enumerate(
-                zip(begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, strict=True)
-            )
+            if coder is CoderId.RANS_SHARED
+            else NO_TABLES
+            for part, (i, j, own, head, (coder, _)) in enumerate(parts)
         ]
-        streams = self._coded(frequencies, table_of, n_bytes, np.add.reduceat(sums, begins, axis=0))
         return [tables[t::m] for t in range(m)], [streams[t::m] for t in range(m)]
 
     def encode_by(self, tables: Sequence[StreamTables]) -> list[Stream]:

@@ -29,7 +29,7 @@ from ckptz.entropy.frequency import (
     row_entropy_bits,
 )
 from ckptz.errors import CorruptionError, UnsupportedError
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, plain
 from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions
 
 
@@ -79,8 +79,8 @@ class Segments:
     slots: NDArray[np.uint32] | None = field(default=None, repr=False)
 
     def slot_tables(self) -> NDArray[np.uint32]:
-        """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or here."""
-        return cpu().slot_tables(self.tables) if self.slots is None else self.slots
+        """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or, if one, here."""
+        return plain.slot_tables(self.tables) if self.slots is None else self.slots
 
 
 class _Zstd(Protocol):

@@ -14,6 +14,7 @@ docs/frameworks.md.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import warnings
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ import transformers
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.container.publish import make_folder
-from ckptz.encoding.subject import Guide, moments_energy
+from ckptz.encoding.subject import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
 from ckptz.integrations.linked import (
     DEFAULTS,
@@ -131,7 +132,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         folder, model = Path(output_dir), _unwrapped(self)
         make_folder(folder)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        parts = [getattr(model, "config", None), getattr(model, "generation_config", None), processing]
+        parts = [_config_of(model), getattr(model, "generation_config", None), processing]
         parts += getattr(model, "peft_config", {}).values()
         for part in parts:
             if part is not None and hasattr(part, "save_pretrained"):
@@ -255,6 +256,15 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
+def _config_of(model: Any) -> Any:
+    """The configuration as `save_pretrained` of a model writes it."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if isinstance(config, transformers.PreTrainedConfig) and isinstance(model, transformers.PreTrainedModel):
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+    return config
+
+
 def _rng_path(trainer: Any, folder: str) -> Path:
     return Path(folder) / f"rng-{trainer.args.process_index:05d}{SUFFIX}"
 
@@ -271,7 +281,9 @@ def _training_job(trainer: Any) -> Job:
     return replace(job, roles=dict(moment_roles(state["optimizer"], job.tensors)))
 
 
-def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]) -> dict[str, Guide]:
+def _guides(
+    weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]
+) -> dict[str, SideInformation]:
     """Second moments, where Adam has one of each weight's shape."""
     moments = {name: state.get(f"optimizer.{name}.exp_avg_sq") for name in weights}
     found = {
@@ -280,7 +292,7 @@ def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSourc
         if moment is not None and moment.shape == weights[name].shape and moment.dtype.name in KINDS
     }
     energy = moments_energy((weights[n], m) for n, m in found.items() if weights[n].dtype.name in KINDS)
-    return {name: Guide(second_moment=moment, energy=energy) for name, moment in found.items()}
+    return {name: SideInformation(second_moment=moment, energy=energy) for name, moment in found.items()}
 
 
 def _load_weights(trainer: Any, path: Path, model: Any) -> None:

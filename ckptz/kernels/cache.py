@@ -37,7 +37,7 @@ events: Any = _event
 appdirs: Any = _appdirs
 SOURCES: Final = Path(__file__).parent
 NOTICE: Final = (
-    "ckptz: compiling kernels that were not needed here before, up to ten seconds in all "
+    "ckptz: compiling kernels that were not needed here before, up to 20 seconds of one core in all "
     "(ahead: ckptz warm-up)"
 )
 
@@ -141,7 +141,7 @@ def _name_runtime() -> None:
         binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 
 
-class Kept(caching.FunctionCache):  # type: ignore[misc]
+class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
     """Kernels of one function that are kept, in every folder."""
 
     _impl_class = _Names

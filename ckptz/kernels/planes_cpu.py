@@ -53,62 +53,69 @@ def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
 
 
 # --- byte planes --------------------------------------------------------------------------------
-# Units are rotated by one bit on their way where they are of a lossless float tensor: by constants, as shifts
-# by a variable would be of 64 bits.
+# Those of lossless float tensors are rotated on their way, by kernels of their own, as few need both kinds.
 
 
 @kernel
-def _split_2(units: Any, is_rotated: bool, low: Any, high: Any) -> None:
-    if is_rotated:
-        for i in range(len(units)):
-            unit = uint16(uint16(units[i] << uint16(1)) | uint16(units[i] >> uint16(15)))
-            low[i] = uint8(unit)
-            high[i] = uint8(unit >> uint16(8))
-    else:
-        for i in range(len(units)):
-            low[i] = uint8(units[i])
-            high[i] = uint8(units[i] >> uint16(8))
+def _split_2(units: Any, low: Any, high: Any) -> None:
+    for i in range(len(units)):
+        low[i] = uint8(units[i])
+        high[i] = uint8(units[i] >> uint16(8))
 
 
 @kernel
-def _split_4(units: Any, is_rotated: bool, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
-    if is_rotated:
-        for i in range(len(units)):
-            unit = uint32(uint32(units[i] << uint32(1)) | uint32(units[i] >> uint32(31)))
-            p0[i] = uint8(unit)
-            p1[i] = uint8(unit >> uint32(8))
-            p2[i] = uint8(unit >> uint32(16))
-            p3[i] = uint8(unit >> uint32(24))
-    else:
-        for i in range(len(units)):
-            p0[i] = uint8(units[i])
-            p1[i] = uint8(units[i] >> uint32(8))
-            p2[i] = uint8(units[i] >> uint32(16))
-            p3[i] = uint8(units[i] >> uint32(24))
+def _split_rotated_2(units: Any, low: Any, high: Any) -> None:
+    for i in range(len(units)):
+        unit = uint16(uint16(units[i] << uint16(1)) | uint16(units[i] >> uint16(15)))
+        low[i] = uint8(unit)
+        high[i] = uint8(unit >> uint16(8))
 
 
 @kernel
-def _merge_2(low: Any, high: Any, is_rotated: bool, out: Any) -> None:
-    if is_rotated:
-        for i in range(len(out)):
-            unit = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
-            out[i] = uint16(unit >> uint16(1)) | uint16(unit << uint16(15))
-    else:
-        for i in range(len(out)):
-            out[i] = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
+def _split_4(units: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
+    for i in range(len(units)):
+        p0[i] = uint8(units[i])
+        p1[i] = uint8(units[i] >> uint32(8))
+        p2[i] = uint8(units[i] >> uint32(16))
+        p3[i] = uint8(units[i] >> uint32(24))
 
 
 @kernel
-def _merge_4(p0: Any, p1: Any, p2: Any, p3: Any, is_rotated: bool, out: Any) -> None:
-    if is_rotated:
-        for i in range(len(out)):
-            low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
-            unit = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
-            out[i] = uint32(unit >> uint32(1)) | uint32(unit << uint32(31))
-    else:
-        for i in range(len(out)):
-            low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
-            out[i] = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
+def _split_rotated_4(units: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
+    for i in range(len(units)):
+        unit = uint32(uint32(units[i] << uint32(1)) | uint32(units[i] >> uint32(31)))
+        p0[i] = uint8(unit)
+        p1[i] = uint8(unit >> uint32(8))
+        p2[i] = uint8(unit >> uint32(16))
+        p3[i] = uint8(unit >> uint32(24))
+
+
+@kernel
+def _merge_2(low: Any, high: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
+
+
+@kernel
+def _merge_rotated_2(low: Any, high: Any, out: Any) -> None:
+    for i in range(len(out)):
+        unit = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
+        out[i] = uint16(unit >> uint16(1)) | uint16(unit << uint16(15))
+
+
+@kernel
+def _merge_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
+    for i in range(len(out)):
+        low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
+        out[i] = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
+
+
+@kernel
+def _merge_rotated_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
+    for i in range(len(out)):
+        low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
+        unit = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
+        out[i] = uint32(unit >> uint32(1)) | uint32(unit << uint32(31))
 
 
 def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None) -> Bytes:
@@ -120,11 +127,13 @@ def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None)
     if width == 1:
         planes[0] = units
     elif width == 2:
-        _split_2(units, is_rotated, planes[0], planes[1])
+        split = _split_rotated_2 if is_rotated else _split_2
+        split(units, planes[0], planes[1])
     else:
+        split = _split_rotated_4 if is_rotated else _split_4
         for j in range(0, width, 4):  # halves of eight bytes one after the other
             half = units if width == 4 else np.ascontiguousarray(units.view(np.uint32)[j // 4 :: 2])
-            _split_4(half, is_rotated, planes[j], planes[j + 1], planes[j + 2], planes[j + 3])
+            split(half, planes[j], planes[j + 1], planes[j + 2], planes[j + 3])
     return planes
 
 
@@ -135,11 +144,13 @@ def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) ->
     if width == 1:
         codes[:] = planes[0]
     elif width == 2:
-        _merge_2(planes[0], planes[1], is_rotated, codes)
+        merge = _merge_rotated_2 if is_rotated else _merge_2
+        merge(planes[0], planes[1], codes)
     else:
+        merge = _merge_rotated_4 if is_rotated else _merge_4
         for j in range(0, width, 4):
             half = codes if width == 4 else np.empty(len(out), np.uint32)
-            _merge_4(planes[j], planes[j + 1], planes[j + 2], planes[j + 3], is_rotated, half)
+            merge(planes[j], planes[j + 1], planes[j + 2], planes[j + 3], half)
             if width == 8:
                 codes.view(np.uint32)[j // 4 :: 2] = half
     if codes is not out:

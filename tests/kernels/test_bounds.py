@@ -46,14 +46,14 @@ CHECKED = {
     "_residual_sums": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
     "take": "ckptz/wire/state.py:take_mask",
-    "put": "ckptz/wire/frames.py:topk",
+    "put": "ckptz/wire/payload.py:topk",
     "_threshold": "ckptz/wire/codecs.py:k",
     "_find": "ckptz/wire/codecs.py:k",
     "top_mask": "ckptz/wire/codecs.py:k",
     # as many bytes as codes of so many bits take
-    "unpack_codes": "ckptz/wire/frames.py:unpacked",
-    "_unpack_tail": "ckptz/wire/frames.py:unpacked",
-    "dequantize": "ckptz/wire/frames.py:uniform",
+    "unpack_codes": "ckptz/wire/payload.py:unpacked",
+    "_unpack_tail": "ckptz/wire/payload.py:unpacked",
+    "dequantize": "ckptz/wire/payload.py:uniform",
     "_checksum": "ckptz/wire/endpoint.py:_checked",  # a multiple of 16 bytes
     "_quantize": "ckptz/wire/endpoint.py:_check_units",
     "_codes_nearest": "ckptz/wire/endpoint.py:_check_units",
@@ -62,23 +62,25 @@ CHECKED = {
     # as many elements in outer vectors as a tensor has rows and columns
     "_outer_rows": "ckptz/codec/frame.py:_parse_outer",
     # tiles of whole rows, and no more planes than there is room for
-    "tile_values": "ckptz/wire/frames.py:tiled",
-    "unpack_rows": "ckptz/wire/frames.py:tiled",
+    "tile_values": "ckptz/wire/payload.py:tiled",
+    "unpack_rows": "ckptz/wire/payload.py:tiled",
     # as many units in a base, or in a tensor that is named, as in the tensor
     "_add_ordered": "ckptz/container/reader.py:base",
     "_add_block": "ckptz/container/reader.py:base",
     "_magnitude_classes": "ckptz/container/reader.py:_companion",
     "_to_f32": "ckptz/container/reader.py:base",
     "_from_f32": "ckptz/container/reader.py:base",
-    "_merge_2": "ckptz/codec/decode.py:_plain",
-    "_merge_4": "ckptz/codec/decode.py:_plain",
+    **dict.fromkeys(
+        ("_merge_2", "_merge_4", "_merge_rotated_2", "_merge_rotated_4"), "ckptz/codec/decode.py:_plain"
+    ),
 }
 # Kernels that index by their own loops, by patterns of as many bits as the table has entries, or by what the
 # encoder made of tensors in memory.
 OWN = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
     *("_normalise", "_pack_tables"),
-    *("_ordered_difference", "_split_2", "_split_4", "_slot_tables"),
+    *("_ordered_difference", "_split_2", "_split_4", "_split_rotated_2", "_split_rotated_4"),
+    *("_slot_tables",),
     *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
     *("_pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),
     *("_deviation", "_thresholds"),
@@ -116,16 +118,16 @@ CALLERS = {
         "encoding/draft.py",
     },
     "unpack_codes": {"encoding/coded.py"},
-    "unpack": {"wire/frames.py", "wire/state.py"},
-    "take": {"wire/frames.py"},
+    "unpack": {"wire/payload.py", "wire/state.py"},
+    "take": {"wire/payload.py"},
     "residual_codes": {"quant/grid.py", "quant/rounding.py"},
     "residual_sums": {"methods/grid.py"},
-    "put": {"wire/frames.py"},
-    "top_mask": {"wire/frames.py"},
-    "dequantize": {"wire/frames.py"},
-    "quantize": {"wire/frames.py"},
-    "tile_values": {"wire/frames.py"},
-    "unpack_rows": {"wire/frames.py"},
+    "put": {"wire/payload.py"},
+    "top_mask": {"wire/payload.py"},
+    "dequantize": {"wire/payload.py"},
+    "quantize": {"wire/payload.py"},
+    "tile_values": {"wire/payload.py"},
+    "unpack_rows": {"wire/payload.py"},
 }
 
 
