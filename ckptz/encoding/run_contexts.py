@@ -38,7 +38,7 @@ RUN_UNITS: Final = (128, 4096)  # of a run: fewer cost too much for their labels
 FLAT_RUN: Final = 512  # units of a run where rows are too short or too long
 PER_OCTAVE: Final = 4  # classes of scale for each factor of two
 N_SCALES: Final = 16
-N_REFERENCE: Final = 512  # runs from the middle, whose median is the middle class
+N_REFERENCE: Final = 512  # runs of the middle chunk, whose median is the middle class
 N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
 MIN_GAIN: Final = 1 / 200  # of a plane's bits; below, decoding is slower for nothing
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
@@ -58,7 +58,8 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> Draft | None:
     bounds = [*itertools.pairwise((*borders, n))]
     begin, end = bounds[len(bounds) // 2]
     exponents = _exponents(source.units(begin, min(begin + size * N_REFERENCE, end)))
-    if zstd_promises(middle_of(exponents), len(exponents), entropy_bits(cpu().histogram(exponents)) / 8):
+    sample = middle_of(exponents)
+    if zstd_promises(sample, len(sample), entropy_bits(cpu().histogram(sample)) / 8):
         return None
     reference = int(np.median(_levels(exponents, size)))
     found = [*run(lambda part: _Measured.of(source.units(*part), size, reference).where_it_pays(), bounds)]

@@ -1,0 +1,77 @@
+"""Runs of a tensor that has no base share tables by the scale of their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptz.class_rules import Block, runs_of
+from ckptz.codec.units import ArraySource
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.reader import Container
+from ckptz.dtypes import dtype_of
+from ckptz.encoding.run_contexts import encode_by_runs, plan_contexts
+from ckptz.entropy.streams import CoderId
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import ROTATED
+from ckptz.numpy import load_file, save_file
+
+ROWS, COLUMNS = 3000, 384  # more than a chunk, whose end is within a row
+
+
+def _weights(*, narrow: bool) -> Any:
+    """Rows of two scales; the first half of a narrower type, if asked for."""
+    rng = np.random.default_rng(5)
+    values = rng.standard_normal((ROWS, COLUMNS)).astype(np.float32)
+    values *= np.where(rng.random(ROWS) < 0.5, 1.0, 0.2).astype(np.float32)[:, None]
+    if narrow:
+        values[: ROWS // 2] = values[: ROWS // 2].astype(np.float16)
+    return values
+
+
+def _rules(path: Path) -> tuple[Any, ...]:
+    return Container(FileBytes(path)).tensors["w"].header.plan.rules
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_rows_of_two_scales_have_tables_of_their_own_and_come_back(tmp_path: Path, narrow: bool) -> None:
+    values, path = _weights(narrow=narrow), tmp_path / "w.ckptz"
+    save_file({"w": values}, path)
+    [rule] = _rules(path)
+    assert isinstance(rule, Block)
+    assert rule.size == COLUMNS
+    np.testing.assert_array_equal(load_file(path)["w"].view(np.uint32), values.view(np.uint32))
+
+
+def test_contexts_make_a_file_smaller_than_rows_in_any_order_would(tmp_path: Path) -> None:
+    values = _weights(narrow=False)
+    mixed = np.random.default_rng(6).permuted(values, axis=0)  # each column by itself: rows are all alike
+    for name, of in (("rows", values), ("mixed", mixed)):
+        save_file({"w": of}, tmp_path / name)
+    assert not _rules(tmp_path / "mixed")
+    assert (tmp_path / "rows").stat().st_size < 0.99 * (tmp_path / "mixed").stat().st_size
+
+
+def test_flat_tensors_have_runs_too(tmp_path: Path) -> None:
+    values, path = _weights(narrow=False)[:1024].reshape(-1), tmp_path / "w.ckptz"
+    values[: 1 << 17] *= 64
+    save_file({"w": values}, path)
+    [rule] = _rules(path)
+    assert (type(rule), rule.size) == (Block, 512)
+    np.testing.assert_array_equal(load_file(path)["w"], values)
+
+
+def test_values_that_change_while_they_are_coded_are_coded_by_their_own_tables() -> None:
+    values = _weights(narrow=False)[:2000]
+    source = ArraySource.from_buffer(dtype_of("F32"), values.shape, values)
+    draft = plan_contexts(source)
+    assert draft is not None
+    values *= np.float32(2.0**40)  # no table has these exponents
+    units, n = source.flat, values.size
+    runs = runs_of(draft.plan.rules, 0, n, COLUMNS)
+    assert runs is not None
+    streams = encode_by_runs(cpu().split_planes(units, units, ROTATED), runs, draft.plan.tables)
+    assert streams[-1][0] is not CoderId.RANS_SHARED
