@@ -57,7 +57,7 @@ def test_contexts_make_a_file_smaller_than_rows_in_any_order_would(tmp_path: Pat
 
 def test_flat_tensors_have_runs_too(tmp_path: Path) -> None:
     values, path = _weights(narrow=False)[:1024].reshape(-1), tmp_path / "w.ckptz"
-    values[: 1 << 17] *= 64
+    values[: 1 << 16] *= 64
     save_file({"w": values}, path)
     [rule] = _rules(path)
     assert (type(rule), rule.size) == (Block, 512)
