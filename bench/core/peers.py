@@ -28,23 +28,9 @@ from bench.core.measure import BENCH, CACHE
 PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0", "bigsmall==4.0.0")
 # What BigSmall imports and the caller's environment lacks.
 OTHERS: Final = (
-    *(
-        "blosc2==4.14.1",
-        "constriction==0.5.0",
-        "ndindex==1.10.1",
-        "msgpack==1.2.4",
-        "numexpr==2.14.2",
-        "tqdm==4.70.1",
-    ),
-    *(
-        "httpx==0.28.1",
-        "httpcore==1.0.9",
-        "h11==0.16.0",
-        "anyio==4.16.0",
-        "idna",
-        "certifi",
-        "huggingface-hub==2.4.0",
-    ),
+    *("blosc2==4.14.1", "constriction==0.5.0", "ndindex==1.10.1", "msgpack==1.2.4", "numexpr==2.14.2"),
+    *("tqdm==4.70.1", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0", "anyio==4.16.0", "idna", "certifi"),
+    "huggingface-hub==2.4.0",
 )
 
 Array = NDArray[Any]
