@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptz.codec.units import TensorSource
+from ckptz.container.byte_source import is_folder
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish_together
 from ckptz.errors import CorruptionError, UnsupportedError, naming
@@ -90,7 +91,8 @@ class TrainerFolder:
 
 def is_trainer_folder(folder: Path) -> bool:
     """Tell whether a folder holds a checkpoint of `CkptzTrainerMixin`."""
-    return all((folder / name).is_file() for name in (WEIGHTS, STATE, "trainer_state.json"))
+    files = (WEIGHTS, STATE, "trainer_state.json")
+    return is_folder(folder) and all((folder / name).is_file() for name in files)
 
 
 def open_trainer_folder(
