@@ -17,6 +17,7 @@ from ckptz.container.writer import Written, write_container
 from ckptz.encoding.subject import Guide
 from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
 from ckptz.guidance.owners import NO_NAMES, ParameterNames, known_roles
+from ckptz.guidance.trail import Momentum, Trained
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers
@@ -42,6 +43,7 @@ class Job(FileRecord):
     guides: Mapping[str, Guide] | None = None  # what is known of them, by name; None to find it
     # tensors of another file that tell of these: optimizer state beside weights
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
+    momentum: Momentum | None = None  # by which weights are moved, where the file or another loses momentum
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Prepared:
     job: Job  # what to write
     roles: Mapping[str, Role]  # what its tensors are, where that changes anything
     guides: Mapping[str, Guide]  # what is known of them, by name
+    trained: Mapping[str, Trained]  # weights that are moved, by parameter
     notes: tuple[str, ...]  # for the user
 
     def lossy(self, config: Method) -> list[str]:
@@ -60,7 +63,8 @@ class Prepared:
     def contents(self, config: Method, earlier: Earlier | None = None) -> Contents:
         """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`."""
         recipes = config.recipes(self.job.tensors, self.roles, self.job.trained)
-        return Contents(self.job, recipes, self.roles, self.guides, earlier)
+        moves = None if self.job.momentum is None else self.job.momentum.moves(self.trained)
+        return Contents(self.job, recipes, self.roles, self.guides, earlier, moves)
 
 
 @contextlib.contextmanager
@@ -90,7 +94,11 @@ def prepared(job: Job) -> Iterator[Prepared]:
                 everything, roles, method, job.guide_files, held, tree=job.tree, rules=job.role_rules
             )
             notes = [*notes, *more]
-        yield Prepared(job, roles, guides, tuple(notes))
+        trained: Mapping[str, Trained] = {}
+        if job.momentum is not None:
+            trained = job.momentum.trained_in(job.tensors, job.tree, roles)
+            guides = {**guides, **job.momentum.guides(trained)}
+        yield Prepared(job, roles, guides, trained, tuple(notes))
 
 
 def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None = None) -> Written:
@@ -101,4 +109,6 @@ def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None 
     """
     with prepared(job) as ready:
         written = write_container(sink, job.tensors, ready.contents(job.config), workers, progress)
+        if job.momentum is not None:
+            job.momentum.trail.mark(ready.trained, job.momentum.step, is_restored=False)
         return replace(written, notes=(*written.notes, *ready.notes))

@@ -22,7 +22,7 @@ from ckptz.dtypes import DType
 from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
 from ckptz.encoding.draft import Draft
-from ckptz.encoding.moved import MovedSource, unmoved
+from ckptz.encoding.moved import MovedSource, Moves
 from ckptz.encoding.subject import NO_GUIDE, Guide, MapFunction, Subject
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe, Setting
@@ -81,6 +81,7 @@ class Contents:
     roles: Mapping[str, Role] = field(default_factory=dict)  # what those are that may become lossy
     guides: Mapping[str, Guide] = field(default_factory=dict)  # what planners may know of tensors, by name
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
+    moves: Moves | None = None  # how weights are moved before they are coded
 
 
 # A chunk to encode: of which tensor, its draft where it is planned already, its bounds and base.
@@ -97,12 +98,25 @@ class _Planning:
     """Plans the tensors of a file; those that others depend on are planned once for both."""
 
     def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
-        recipes = contents.recipes
-        self.tensors = {n: s if recipes[n].is_lossy else unmoved(s) for n, s in tensors.items()}
+        self.tensors, self.notes = dict(tensors), dict[str, str]()
         self._contents = contents
         self._chunks = HeldChunks()
         sources = (contents.recipes[name].companion for name in tensors)
         self._shared = DraftBook(name for name in sources if name is not None)
+        self._ahead: dict[str, Draft] = {}  # of first moments, which are a few vectors each
+
+    def move(self, moves: Moves, run: MapFunction) -> None:
+        """Move the weights; the first moments that this depends on are planned for it."""
+        recipes = self._contents.recipes
+        names = [name for name in moves.moments if recipes[name].is_lossy]
+        self._ahead = dict(zip(names, run(self._alone, names), strict=True))
+        restored = {name: Restored(self.tensors[name], None, draft) for name, draft in self._ahead.items()}
+        moved, notes = moves.of(restored)
+        self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
+        self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
+
+    def _alone(self, name: str) -> Draft:
+        return self._planned(name, self.base(name), self.companions(name), map)
 
     def base(self, name: str) -> TensorSource | None:
         """Give what a tensor may be stored against; held where several passes will read it."""
@@ -124,6 +138,8 @@ class _Planning:
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
     ) -> Draft:
         """Plan a tensor."""
+        if name in self._ahead:
+            return self._ahead[name]
         make = functools.partial(self._planned, name, base, companions, run)
         return self._shared.draft(name, make) if name in self._shared else make()
 
@@ -256,10 +272,12 @@ def write_frames(
     settled = earlier.settled(contents.recipes) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
     planning = _Planning(tensors, contents)
+    if contents.moves is not None:
+        planning.move(contents.moves, workers.map)
     batches = _batches(_chunks(planning, fresh, workers))
     encode, is_small = functools.partial(_encode_all, planning), functools.partial(_is_small, planning)
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
-    for name, source in tensors.items():
+    for name, source in planning.tensors.items():
         if name in settled:
             entry = copy_frame(sink, offset, settled[name])
             plan = settled[name].header.plan
@@ -276,7 +294,7 @@ def write_frames(
                 )
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
-            plan, note = draft.plan, draft.note
+            plan, note = draft.plan, draft.note or planning.notes.get(name, "")
         yield entry, plan, note
         offset += entry.n_bytes
 
