@@ -77,16 +77,8 @@ def prepared(job: Job) -> Iterator[Prepared]:
         FileNotFoundError: a file is missing.
     """
     method = checked(job.config)
-    known, notes = dict(job.roles or {}), list[str]()
-    if method.is_lossy and job.roles is None:
-        known, notes = known_roles(
-            job.tensors, job.tree, job.role_rules, job.optimizer_names, names=job.parameter_names
-        )
+    roles, notes = _roles_of(job) if method.is_lossy else ({}, [])
     everything = {**job.tensors, **job.beside}
-    roles = {
-        name: known.get(name) or role_of(name, tuple(s.shape), s.dtype.is_float, job.role_rules)
-        for name, s in (everything.items() if method.is_lossy else ())
-    }
     with contextlib.ExitStack() as held:
         guides = job.guides
         if guides is None:
@@ -99,6 +91,26 @@ def prepared(job: Job) -> Iterator[Prepared]:
             trained = job.momentum.trained_in(job.tensors, job.tree, roles)
             guides = {**guides, **job.momentum.guides(trained)}
         yield Prepared(job, roles, guides, trained, tuple(notes))
+
+
+def _roles_of(job: Job) -> tuple[dict[str, Role], list[str]]:
+    """Find what the tensors of a job are, and notes for the user on it."""
+    known, notes = job.roles, list[str]()
+    if known is None:
+        known, notes = known_roles(
+            job.tensors, job.tree, job.role_rules, job.optimizer_names, names=job.parameter_names
+        )
+    return {
+        name: known.get(name) or role_of(name, tuple(s.shape), s.dtype.is_float, job.role_rules)
+        for name, s in {**job.tensors, **job.beside}.items()
+    }, notes
+
+
+def mark_restored(job: Job) -> None:
+    """Let the next file know the weights that a restore has left, which the job describes."""
+    if job.momentum is not None:
+        trained = job.momentum.trained_in(job.tensors, job.tree, _roles_of(job)[0])
+        job.momentum.trail.mark(trained, job.momentum.step, is_restored=True)
 
 
 def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None = None) -> Written:

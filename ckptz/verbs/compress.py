@@ -22,6 +22,7 @@ from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
 from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
 from ckptz.guidance.guides import GuideFiles, check_files
 from ckptz.guidance.owners import ParameterNames
+from ckptz.guidance.trail import Momentum, Trail
 from ckptz.kernels.clock import working_seconds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
@@ -171,6 +172,7 @@ def compress(
             param_names=_path(param_names),
             guide_files=GuideFiles(read_optimizer=read, calibration=layer_inputs, sensitivity=gradients),
             search=search,
+            trail=Trail() if chain and config.loses_state else None,
             workers=held.enter_context(Workers(jobs)),
             progress=progress,
         )
@@ -334,6 +336,7 @@ class _Compression:
     param_names: Path | None
     guide_files: GuideFiles
     search: SearchOptions | None
+    trail: Trail | None
     workers: Workers
     progress: Progress
 
@@ -437,11 +440,12 @@ class _Compression:
         start, (stamps, like), search = working_seconds(), read, None
         container = opened.checkpoint.container if opened.checkpoint is not None else None
         recorded = container.index.step if container is not None and self.step is None else self.step
+        step = step_of(path_of(opened.name), recorded, opened.metadata)
         job = Job(
             tensors=opened.tensors,
             config=self.search.template if self.search else self.config,
             metadata=opened.metadata,
-            step=step_of(path_of(opened.name), recorded, opened.metadata),
+            step=step,
             sharding=opened.sharding,
             tree=opened.tree,
             base=base.ref if base else None,
@@ -451,6 +455,7 @@ class _Compression:
             optimizer_names=opened.optimizer_names,
             parameter_names=ParameterNames(self.param_names, Path(opened.name)),
             guide_files=self.guide_files,
+            momentum=None if self.trail is None else Momentum(self.trail, step),
         )
         self.progress.start(opened.name, tensor_bytes(opened.tensors))
         try:
