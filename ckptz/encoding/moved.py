@@ -36,7 +36,7 @@ MovedAndNotes: TypeAlias = tuple[Mapping[str, MovedSource], Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """How the weights of a file are moved.
+    """The moves of the weights of a file.
 
     Attributes:
         moments: names of the first moments of the same file that moves depend on.

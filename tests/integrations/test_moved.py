@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,8 @@ class Loop:
         self.step += n
 
     def state(self) -> dict[str, Any]:
-        return {
-            "state_dict": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
-            "optimizer_states": [self.optimizer.state_dict()],
-            "global_step": self.step,
-        }
+        state = {"state_dict": self.model.state_dict(), "optimizer_states": [self.optimizer.state_dict()]}
+        return copy.deepcopy(state) | {"global_step": self.step}
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["state_dict"])
