@@ -345,7 +345,7 @@ def trained_weights(
     tensors: Mapping[str, TensorSource] = MappingProxyType({}),
     prefix: str = "",
 ) -> dict[str, Trained]:
-    """Pair weights with what their optimizers keep of them, by parameter.
+    """Find what optimizers keep of weights, by parameter.
 
     Args:
         state: as `optimizer_state` gives it.
