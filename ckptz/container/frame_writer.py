@@ -104,6 +104,17 @@ class _Planning:
         sources = (contents.recipes[name].companion for name in tensors)
         self._shared = DraftBook(name for name in sources if name is not None)
         self._ahead: dict[str, Draft] = {}  # of first moments, which are a few vectors each
+        self._movement: float | None = None  # of all tensors whose plans depend on it
+
+    def measure(self, run: MapFunction) -> None:
+        """Measure what the plans of several tensors depend on together."""
+        recipes = self._contents.recipes
+        joint = [name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_units]
+        found = run(lambda name: recipes[name].movement(self._subject(name, self.base(name))), joint)
+        sizes = (self.tensors[name].n_units for name in joint)
+        pairs = [(moved, n) for moved, n in zip(found, sizes, strict=True) if moved is not None]
+        n_units = sum(n for _, n in pairs)
+        self._movement = sum(moved * n for moved, n in pairs) / n_units if n_units else None
 
     def move(self, moves: Moves, run: MapFunction) -> None:
         """Move the weights; the first moments that this depends on are planned for it."""
@@ -150,12 +161,19 @@ class _Planning:
     def _planned(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction
     ) -> Draft:
+        recipe = self._contents.recipes[name] if self.tensors[name].n_units else EXACT
+        return recipe.plan(self._subject(name, base, companions, run))
+
+    def _subject(
+        self,
+        name: str,
+        base: TensorSource | None,
+        companions: Companions | None = None,
+        run: MapFunction = map,
+    ) -> Subject:
         guide, against = self._contents.guides.get(name, NO_GUIDE), self._contents.record.base
         seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
-        subject = Subject(self.tensors[name], base, guide, companions, run, seed)
-        recipe = self._contents.recipes[name]
-        is_empty = not subject.source.n_units
-        return (EXACT if is_empty else recipe).plan(subject)
+        return Subject(self.tensors[name], base, guide, companions, run, seed, self._movement)
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
         """Give the tensors that a tensor's classes depend on, as the file restores them."""
@@ -274,6 +292,7 @@ def write_frames(
     planning = _Planning(tensors, contents)
     if contents.moves is not None:
         planning.move(contents.moves, workers.map)
+    planning.measure(workers.map)
     batches = _batches(_chunks(planning, fresh, workers))
     encode, is_small = functools.partial(_encode_all, planning), functools.partial(_is_small, planning)
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
