@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptz.methods.table import register
     from ckptz.search.budget import Budget
     from ckptz.search.measures import Agreement, ResumeProbe
-    from ckptz.search_run.options import SearchOptions
+    from ckptz.search.options import SearchOptions
     from ckptz.store.retention import KeepPolicy, KeepRules
     from ckptz.training.checkpointer import Checkpointer
     from ckptz.verbs.compress import compress
@@ -79,7 +79,7 @@ _HOMES: Final = {
     "Agreement": "search.measures",
     "Budget": "search.budget",
     "ResumeProbe": "search.measures",
-    "SearchOptions": "search_run.options",
+    "SearchOptions": "search.options",
     "CkptzError": "errors",
     "Checkpointer": "training.checkpointer",
     "KeepPolicy": "store.retention",

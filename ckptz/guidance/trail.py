@@ -22,15 +22,14 @@ from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.companions import HeldChunks
 from ckptz.encoding.moved import MovedSource, Moves
-from ckptz.encoding.subject import Guide
+from ckptz.encoding.subject import SideInformation
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
-from ckptz.guidance.owners import optimizers_in
+from ckptz.guidance.optimizer_layout import optimizers_in
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Units
 from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role
-from ckptz.tree.leaves import TensorRef
-from ckptz.tree.skeleton import parse_tree
+from ckptz.state.skeleton import TensorRef, parse_tree
 
 SAMPLED: Final = 1 << 16  # elements of a weight, at most
 UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to have made where it is unknown
@@ -185,7 +184,7 @@ class Trail:
         return found
 
     def reaches(self, trained: Mapping[str, Trained], step: int | None) -> dict[str, float]:
-        """Give `Guide.reach` of first moments, by their names, from what all of each would move.
+        """Give `SideInformation.reach` of first moments, by their names, from what all of each would move.
 
         Where training has moved less, as between frequent saves, they do not count for more than that.
         """
@@ -259,12 +258,12 @@ class Momentum:
         """Give what is known already, or find it in a file; see `trained_in`."""
         return trained_in(tensors, tree, roles) if self.trained is None else self.trained
 
-    def guides(self, trained: Mapping[str, Trained]) -> dict[str, Guide]:
+    def guides(self, trained: Mapping[str, Trained]) -> dict[str, SideInformation]:
         """Give guides of the first moments that stand in the same file, by name."""
         if self.restored is not None:
             return {}
         reaches = self.trail.reaches(trained, self.step)
-        return {name: Guide(reach=reach) for name, reach in reaches.items()}
+        return {name: SideInformation(reach=reach) for name, reach in reaches.items()}
 
     def moves(self, trained: Mapping[str, Trained]) -> Moves:
         """Give the moves of weights that are trained so, for the writer of their file."""

@@ -38,14 +38,15 @@ from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_toget
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
-from ckptz.formats.torch_records import ZIP_MAGIC
-from ckptz.frameworks.plain_types import to_plain
+from ckptz.formats.torch_files import ZIP_MAGIC
 from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
+from ckptz.state.flatten import flatten
+from ckptz.state.plain_types import to_plain
 from ckptz.store.links import BASE_PREFIX, link_chain, link_origin, residual_of
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import (
@@ -64,7 +65,6 @@ from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
 from ckptz.training.files import memory_for_last, residual_bases
 from ckptz.training.snapshot import check_dense, identity_of
-from ckptz.tree.flatten import flatten
 
 N_REMEMBERED: Final = 8  # files of which one may become the next base
 

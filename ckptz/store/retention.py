@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptz.errors import ConfigError, MissingBaseError, own_numbers
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.store.links import BASE_PREFIX
 from ckptz.store.needs import needs_of
 from ckptz.store.resolve import Path_

@@ -22,10 +22,10 @@ from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.guidance.trail import Trail
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers, jobs_of
 from ckptz.search.budget import Budget
-from ckptz.search_run.run import SearchReport
+from ckptz.search.run import SearchReport
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
 from ckptz.store.step_files import MAX_STEP, ChainRule, StepFile, checked_step

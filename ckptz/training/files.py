@@ -14,16 +14,18 @@ from ckptz.codec.units import TensorSource, tensor_bytes
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
-from ckptz.encoding.subject import Guide
+from ckptz.encoding.subject import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
-from ckptz.frameworks.torch import TorchTensors, torch_dtype
-from ckptz.guidance.guides import Calibrated, GuideFiles
+from ckptz.guidance.side_information import Calibrated, SideInformationFiles
 from ckptz.guidance.trail import Momentum, Trail, Trained
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import BASES, Role, Rule, role_of
+from ckptz.state.flatten import flatten
+from ckptz.state.skeleton import DTypeName, Size, TensorRef, parse_tree
+from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.store.step_files import (
     EXACT_OF_KEY,
@@ -35,9 +37,6 @@ from ckptz.store.step_files import (
     StepFile,
 )
 from ckptz.training.state import trained_weights
-from ckptz.tree.flatten import flatten
-from ckptz.tree.leaves import DTypeName, Size, TensorRef
-from ckptz.tree.skeleton import parse_tree
 
 MODEL, OPTIMIZER = "model", "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against
@@ -168,7 +167,7 @@ class StepState:
             role_rules=_EXACT,
             roles=self.roles,
             trained=self.trained,
-            guide_files=GuideFiles(calibration=method.calibration),
+            guide_files=SideInformationFiles(calibration=method.calibration),
             beside=self.optimizer,
         )
 
@@ -248,7 +247,7 @@ class StepEncoder:
         )
         return self._write("state", sink, job, base, _bases(base), metadata)
 
-    def _guides(self) -> dict[str, Guide]:
+    def _guides(self) -> dict[str, SideInformation]:
         """What is known of first moments, by their names."""
         if self._trail is None:
             return {}

@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 
 from ckptz.codec.units import TensorSource
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
-from ckptz.frameworks.plain_types import from_plain, to_plain
 from ckptz.guidance.trail import Trained, stride_of
+from ckptz.state.plain_types import from_plain, to_plain
 from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
 

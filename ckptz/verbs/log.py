@@ -16,7 +16,7 @@ from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.roles import role_of
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
 from ckptz.store.runs import holds_state, is_base_name, run_files, step_of

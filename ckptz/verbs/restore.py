@@ -32,12 +32,12 @@ from ckptz.formats.targets import (
     stem_of,
 )
 from ckptz.kernels.clock import working_seconds
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.state.unflatten import Chunks
 from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.store.runs import weights_at
-from ckptz.tree.unflatten import Chunks
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
 RestoredKind = Literal["safetensors", "pt", "dcp", "folder"]
